@@ -1,0 +1,1 @@
+"""The middlewares that ship with miles-router, built on its public names alone."""

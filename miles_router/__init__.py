@@ -1,0 +1,46 @@
+"""miles-router: the router between RL rollouts and their SGLang workers.
+
+The public names, imported at their first use so that `import miles_router` costs nothing:
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from miles_router.version import __version__
+
+if TYPE_CHECKING:
+    from miles_router.app import RouterApp, create_app
+    from miles_router.compat import run_router
+    from miles_router.config import MiddlewareSpec, RouterConfig
+    from miles_router.exchange import Exchange, replay
+    from miles_router.router import Router
+
+_HOMES = {
+    "Exchange": "miles_router.exchange",
+    "MiddlewareSpec": "miles_router.config",
+    "Router": "miles_router.router",
+    "RouterApp": "miles_router.app",
+    "RouterConfig": "miles_router.config",
+    "create_app": "miles_router.app",
+    "replay": "miles_router.exchange",
+    "run_router": "miles_router.compat",
+}
+
+__all__ = [
+    "Exchange",
+    "MiddlewareSpec",
+    "Router",
+    "RouterApp",
+    "RouterConfig",
+    "__version__",
+    "create_app",
+    "replay",
+    "run_router",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'miles_router' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,137 @@
+"""The command `miles-router`: start the router, or look at what it would start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from miles_router.config import FIELDS, PATHS, Loaded, load, shown, type_name
+from miles_router.errors import ConfigError
+from miles_router.version import __version__
+
+DESCRIPTION = (
+    "Route RL rollouts to SGLang workers: least in-flight, byte for byte, with middlewares around every request."
+)
+COMMANDS = """\
+commands:
+  miles-router [options]              start the router
+  miles-router config [options]       print every setting, its value and where it came from
+  miles-router middlewares [options]  list the middleware stack with every option
+  miles-router check PKG.MOD.CLASS    run the middleware contract suite on a class
+
+Every setting is also a YAML key (--config) and an environment variable (MILES_ROUTER_PORT=31000).
+Precedence: defaults < --config < environment < flags < --set.
+"""
+FLAG_LESS = ("middlewares",)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line; exits with 2 and one line on a wrong setting."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = arguments.pop(0) if arguments and arguments[0] in ACTIONS else "run"
+    options = parser().parse_args(arguments)
+    if options.names and command != "check":
+        parser().error(f"unrecognized arguments: {' '.join(options.names)}")
+    sys.path.insert(0, os.getcwd())  # a middleware written in the current directory is importable, as with python -m
+    try:
+        ACTIONS[command](options)
+    except ConfigError as error:
+        print(f"miles-router: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def parser() -> argparse.ArgumentParser:
+    """One flag for each setting; values stay text here and are converted with all other sources."""
+    made = argparse.ArgumentParser(
+        prog="miles-router",
+        description=DESCRIPTION,
+        epilog=COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    made.add_argument("names", nargs="*", help=argparse.SUPPRESS)
+    made.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    for name, spec in FIELDS.items():
+        if name not in FLAG_LESS:
+            _add_flag(made, name, spec.metadata["help"], many=isinstance(spec.default, tuple))
+    _add_flag(made, PATHS, "dotted paths of middleware classes, first listed = outermost", many=True)
+    made.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting, or a middleware's option: --set radix_tree_middleware.limit=4 (repeatable)",
+    )
+    made.add_argument("--version", action="version", version=f"miles-router {__version__}")
+    return made
+
+
+def _add_flag(made: argparse.ArgumentParser, name: str, text: str, *, many: bool) -> None:
+    flag = "--" + name.replace("_", "-")
+    if name in FIELDS and not many:
+        default = FIELDS[name].default
+        text += f" [{type_name(name)}; default: {str(default).lower() if isinstance(default, bool) else default}]"
+    many_arguments: dict[str, Any] = {"nargs": "+", "action": "extend"} if many else {}
+    made.add_argument(flag, dest=name, metavar="X", default=None, help=text.replace("%", "%%"), **many_arguments)
+
+
+def _load(options: argparse.Namespace) -> Loaded:
+    flags = {name: getattr(options, name) for name in (*FIELDS, PATHS) if getattr(options, name, None) is not None}
+    return load(flags, os.environ, options.set, options.config)
+
+
+def _run(options: argparse.Namespace) -> None:
+    loaded = _load(options)
+    from miles_router.compat import run
+
+    run(loaded.config)
+
+
+def _show_config(options: argparse.Namespace) -> None:
+    loaded = _load(options)
+    rows = [(name, shown(loaded.config, name), loaded.origins[name]) for name in FIELDS]
+    print_table(("setting", "value", "from"), rows)
+
+
+def _show_middlewares(options: argparse.Namespace) -> None:
+    loaded = _load(options)
+    from miles_router.middleware import REQUIRED, load_middlewares
+
+    rows = []
+    for position, each in enumerate(load_middlewares(loaded.config.middlewares), 1):
+        rows.append((f"{position}. {each.name}", each.path, "", "", ""))
+        for option in each.table:
+            default = "(required)" if option.default is REQUIRED else repr(option.default)
+            rows.append(("", f"{each.name}.{option.name}", option.type, default, repr(option.value)))
+    if not rows:
+        print("no middlewares: requests go straight to the workers")
+        return
+    print_table(("stack (first = outermost)", "class / option", "type", "default", "value"), rows)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if not options.names:
+        raise ConfigError("check: name the classes to check, as pkg.module.Class")
+    from miles_router.check import check_path
+
+    loaded = _load(options)
+    failed = False
+    for path in options.names:
+        for clause, problem in check_path(path, loaded.config):
+            failed = failed or problem is not None
+            print(f"{'FAIL' if problem else 'ok':<5} {path}: {clause}" + (f": {problem}" if problem else ""))
+    if failed:
+        sys.exit(1)
+
+
+def print_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their longest cell."""
+    widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
+    for row in (heading, tuple("-" * width for width in widths), *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+ACTIONS = {"run": _run, "config": _show_config, "middlewares": _show_middlewares, "check": _check}

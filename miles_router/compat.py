@@ -1,0 +1,71 @@
+"""How training frameworks start us: `run_router(args)` with the Namespace they already have."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable
+from typing import Any
+
+from miles_router import log
+from miles_router.config import MiddlewareSpec, RouterConfig, load
+from miles_router.errors import ConfigError
+
+#: A framework's name -> ours. What is absent or None keeps our default.
+FRAMEWORK_NAMES = {
+    "sglang_router_ip": "host",
+    "sglang_router_port": "port",
+    "rollout_health_check_interval": "health_check_interval",
+    "miles_router_health_check_failure_threshold": "health_check_failure_threshold",
+    "miles_router_max_connections": "max_connections",
+    "miles_router_timeout": "request_timeout",
+    "hf_checkpoint": "hf_checkpoint",
+    "chat_template_path": "chat_template_path",
+}
+FRAMEWORK_PATHS = "miles_router_middleware_paths"
+
+
+def run_router(args: Namespace | RouterConfig) -> None:
+    """Start a router and serve until SIGTERM. Safe as the target of a `multiprocessing.Process`.
+
+    Args:
+        args: a `RouterConfig`, or the argparse Namespace of a training framework with the names in `FRAMEWORK_NAMES`;
+            everything else in it is left alone and reaches middlewares as `router.args`.
+
+    Raises:
+        ConfigError: a setting that cannot be used.
+    """
+    if isinstance(args, RouterConfig):
+        run(args)
+    else:
+        run(config_from(args), args)
+
+
+def config_from(args: Namespace) -> RouterConfig:
+    """Our settings out of a framework's Namespace.
+
+    Raises:
+        ConfigError: a value that cannot be used, named as the framework names it.
+    """
+    values: dict[str, Any] = {}
+    for theirs, ours in FRAMEWORK_NAMES.items():
+        value = getattr(args, theirs, None)
+        if value is not None:
+            values[ours] = str(value)
+    paths: Iterable[str] = getattr(args, FRAMEWORK_PATHS, None) or ()
+    try:
+        loaded = load(values, {}, ()).config
+    except ConfigError as error:
+        raise ConfigError(f"{error} (from a framework's arguments)") from None
+    if not paths:
+        return loaded
+    given = {name: getattr(loaded, name) for name in values}
+    return RouterConfig(**given, middlewares=tuple(MiddlewareSpec(path) for path in paths))
+
+
+def run(config: RouterConfig, args: Namespace | None = None) -> None:
+    """Configure logging, build the app and serve it."""
+    log.configure(config.log_level, config.log_format)
+    from miles_router.app import create_app
+    from miles_router.server import serve
+
+    serve(create_app(config, args=args))

@@ -1,0 +1,138 @@
+"""Every error the router raises by type; the one edge in `app.py` renders them.
+
+    RouterError                     500 internal_error
+    ├── ConfigError                 start-up stops with one line naming the setting
+    │   └── MiddlewareLoadError     a dotted path or an option that cannot be used
+    ├── BadRequest                  400 invalid_request
+    │   ├── Unauthorized            401 unauthorized
+    │   ├── NotFound                404 not_found
+    │   ├── MethodNotAllowed        405 method_not_allowed
+    │   └── BodyTooLarge            413 request_too_large
+    ├── ClientDisconnected          nothing is rendered: nobody is listening
+    ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
+    └── UpstreamError               502 upstream_error
+        ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
+        ├── UpstreamInvalidResponse 502 upstream_invalid_response: the worker does not speak HTTP
+        ├── UpstreamTimeout         504 upstream_timeout
+        └── UpstreamBroken          lost inside the body: the client's connection is broken off
+
+Answers of workers, 4xx and 5xx included, are replies and never become exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+class RouterError(Exception):
+    """An error with an answer: `status` and `type` go to the client, `retryable` tells whether a retry is safe."""
+
+    status: int = 500
+    type: str = "internal_error"
+    retryable: bool = False
+    headers: ClassVar[Mapping[str, str]] = {}
+
+    def body(self, request_id: str) -> dict[str, dict[str, str]]:
+        """The JSON that every error of the router's own is rendered as."""
+        return {"error": {"type": self.type, "message": str(self), "request_id": request_id}}
+
+
+class ConfigError(RouterError, ValueError):
+    """A setting that cannot be used; the message is one line that names it."""
+
+    type = "configuration_error"
+
+
+class MiddlewareLoadError(ConfigError):
+    """A middleware that cannot be loaded, or an option it does not take."""
+
+
+class BadRequest(RouterError):
+    """The client's fault; nothing was changed."""
+
+    status = 400
+    type = "invalid_request"
+
+
+class Unauthorized(BadRequest):
+    """The api key is missing or wrong."""
+
+    status = 401
+    type = "unauthorized"
+    headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+
+class NotFound(BadRequest):
+    """What the request names does not exist."""
+
+    status = 404
+    type = "not_found"
+
+
+class MethodNotAllowed(BadRequest):
+    """A path of the router's own that does not take this method."""
+
+    status = 405
+    type = "method_not_allowed"
+
+
+class BodyTooLarge(BadRequest):
+    """The request body exceeds `--max-request-bytes`."""
+
+    status = 413
+    type = "request_too_large"
+
+
+class ClientDisconnected(RouterError):
+    """The client is gone; 499 is what metrics and logs call it (nginx's convention)."""
+
+    status = 499
+    type = "client_disconnected"
+
+
+class NoWorkerAvailable(RouterError):
+    """No worker is registered, or none is routable."""
+
+    status = 503
+    type = "no_worker_available"
+    retryable = True
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
+class UpstreamError(RouterError):
+    """Talking to a worker failed."""
+
+    status = 502
+    type = "upstream_error"
+
+
+class UpstreamUnreachable(UpstreamError):
+    """No connection, or it was lost before a reply began: no part of a reply exists, so another worker may be tried."""
+
+    type = "upstream_unreachable"
+    retryable = True
+
+    def __init__(self, message: str, *, refused: bool = False) -> None:
+        super().__init__(message)
+        #: True when no connection could be made at all, which speaks against the worker itself.
+        self.refused = refused
+
+
+class UpstreamInvalidResponse(UpstreamError):
+    """The worker's bytes are not an HTTP reply."""
+
+    type = "upstream_invalid_response"
+
+
+class UpstreamTimeout(UpstreamError):
+    """The worker did not finish within `--request-timeout`."""
+
+    status = 504
+    type = "upstream_timeout"
+
+
+class UpstreamBroken(UpstreamError):
+    """The reply was cut after it had begun; what the client has is incomplete and must not look complete."""
+
+    type = "upstream_broken"

@@ -1,0 +1,170 @@
+"""Probes: what each worker answers, told to the pool, which decides.
+
+Every interval each worker is asked `/model_info`, which SGLang answers at once even while it is busy or paused, and
+which names its weight version. `/health` generates a token: it proves that the engine works, and is slow under load and
+silent while paused. So silence at `/health` proves nothing and is ignored; a quick refusal there counts as a failure;
+and a quarantined worker must pass it before it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import orjson
+
+from miles_router import tasks
+from miles_router.errors import UpstreamError, UpstreamTimeout
+from miles_router.headers import RawHeaders
+from miles_router.upstream import Upstream
+from miles_router.workers import Transition, Worker, WorkerPool, WorkerState
+
+logger = logging.getLogger(__name__)
+
+#: The cheap check, newest name first; SGLang before 0.5 has only the second.
+LIVENESS_PATHS = ("/model_info", "/get_model_info")
+DEEP_PATH = "/health"
+NOT_FOUND = 404
+#: SGLang's `/health` gives up after 20 s and says 503, paused or busy: beyond this many seconds its word is silence.
+DEEP_PATIENCE = 10.0
+
+
+class HealthMonitor:
+    """Runs the probes between `running()`'s enter and exit."""
+
+    def __init__(
+        self, *, pool: WorkerPool, upstream: Upstream, interval: float, timeout: float, deep_interval: float
+    ) -> None:
+        self._pool = pool
+        self._upstream = upstream
+        self._interval = interval
+        self._timeout = timeout
+        self._deep_interval = deep_interval
+        self._deep_passed: dict[str, float] = {}
+        self._probes: dict[str, asyncio.Task[None]] = {}
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Probe in the background; every probe has ended when this is left."""
+        self._pool.listeners.append(self._transition)
+        ticker = tasks.spawn(self._tick(), name="health checks")
+        try:
+            yield
+        finally:
+            self._pool.listeners.remove(self._transition)
+            for task in (ticker, *self._probes.values()):
+                await tasks.cancelled(task)
+
+    async def _tick(self) -> None:
+        while True:
+            for worker in self._pool:
+                self.check_soon(worker)
+            await asyncio.sleep(self._interval)
+
+    def check_soon(self, worker: Worker) -> None:
+        """Probe one worker now, unless a probe of it is under way."""
+        if worker.url not in self._probes:
+            task = tasks.spawn(self._probe(worker), name=f"probe {worker.url}")
+            self._probes[worker.url] = task
+            task.add_done_callback(lambda _: self._probes.pop(worker.url, None))
+
+    def _transition(self, transition: Transition) -> None:
+        if transition.after is None:
+            self._deep_passed.pop(transition.worker.url, None)
+        elif transition.before is None:
+            self.check_soon(transition.worker)
+
+    async def _probe(self, worker: Worker) -> None:
+        try:
+            version = await self._liveness(worker)
+        except UpstreamError as error:
+            self._pool.record_failure(worker, str(error))
+            return
+        if worker.state is WorkerState.QUARANTINED:
+            self._pool.record_alive(worker, version)
+            await self._try_readmission(worker)
+        elif not self._deep_due(worker) or (sick := await self._deep(worker)) is None:
+            self._pool.record_alive(worker, version)
+        else:
+            self._pool.record_failure(worker, sick)
+
+    async def _liveness(self, worker: Worker) -> str | None:
+        """The weight version of a worker that answers; None if it names none.
+
+        Raises:
+            UpstreamError: it does not answer, or answers with a server error.
+        """
+        for path in LIVENESS_PATHS:
+            status, body = await self._get(worker, path, self._timeout)
+            if status >= 500:
+                raise UpstreamError(f"{worker.url}{path} answered {status}")
+            if status != NOT_FOUND:
+                break
+        return _weight_version(body)
+
+    def _deep_due(self, worker: Worker) -> bool:
+        passed_at = self._deep_passed.setdefault(worker.url, time.monotonic())
+        return bool(self._deep_interval) and time.monotonic() - passed_at >= self._deep_interval
+
+    async def _deep(self, worker: Worker) -> str | None:
+        """What a worker says against itself at the deep check, or None. One that fails is asked again at every
+        interval, so that failures can be consecutive."""
+        try:
+            sick = await self._refusal(worker)
+        except UpstreamTimeout:
+            sick = None  # busy or paused: the cheap check has just passed
+        if sick is None:
+            self._deep_passed[worker.url] = time.monotonic()
+        return sick
+
+    async def _refusal(self, worker: Worker) -> str | None:
+        """Why the deep check did not pass, or None.
+
+        Raises:
+            UpstreamTimeout: no answer came.
+        """
+        try:
+            status, _ = await self._get(worker, DEEP_PATH, min(self._timeout, DEEP_PATIENCE))
+        except UpstreamTimeout:
+            raise
+        except UpstreamError as error:
+            return str(error)
+        return f"{worker.url}{DEEP_PATH} answered {status}" if status >= 500 else None
+
+    async def _try_readmission(self, worker: Worker) -> None:
+        refused = self._pool.readmission_refused(worker)
+        if refused is None:
+            try:
+                refused = await self._refusal(worker)
+            except UpstreamTimeout as error:
+                refused = str(error)
+        if refused is None:
+            self._pool.readmit(worker, "answers its checks again")
+        else:
+            self._pool.keep_out(worker, refused)
+
+    async def _get(self, worker: Worker, path: str, timeout: float) -> tuple[int, bytes]:
+        headers: RawHeaders = [(b"accept", b"application/json")]
+        if worker.api_key is not None:
+            headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
+        return await self._upstream.fetch(worker.address, path, headers=headers, timeout=timeout)
+
+
+def _weight_version(body: bytes) -> str | None:
+    try:
+        info = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    version = info.get("weight_version") if isinstance(info, dict) else None
+    return None if version is None else str(version)
+
+
+def log_transition(transition: Transition) -> None:
+    """One line for each change of a worker's state, with its reason."""
+    worker = transition.worker
+    after = transition.after.value if transition.after else "removed"
+    level = logging.WARNING if transition.after is WorkerState.QUARANTINED else logging.INFO
+    logger.log(level, f"worker_{after}", extra={"fields": {"worker": worker.url, "reason": transition.reason}})

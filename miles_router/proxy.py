@@ -1,0 +1,69 @@
+"""The innermost app: read the request, lease a worker, relay the reply chunk by chunk, give the lease back.
+
+Bodies are not parsed here. The request is held whole, so that it can go to a second worker; the reply never is.
+"""
+
+from __future__ import annotations
+
+import time
+
+from miles_router.exchange import Exchange, Receive, Scope, Send
+from miles_router.forwarding import Forwarded, Forwarder, outgoing
+from miles_router.headers import HOP_BY_HOP, RawHeaders, end_to_end
+from miles_router.metrics import Metrics
+from miles_router.watch import Watch
+
+NOT_MODIFIED = 304
+
+
+class Proxy:
+    """ASGI app that forwards every request to one worker of the pool."""
+
+    def __init__(self, forwarder: Forwarder, metrics: Metrics, *, request_timeout: float) -> None:
+        self._forwarder = forwarder
+        self._metrics = metrics
+        self._request_timeout = request_timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward one HTTP request.
+
+        Raises:
+            RouterError: the errors of `Forwarder.open`; `BodyTooLarge`; `ClientDisconnected`; `UpstreamBroken` or
+                `UpstreamTimeout` even after the reply has begun, when the client's connection must be broken off.
+        """
+        exchange = Exchange.of(scope)
+        body = await exchange.read(receive)
+        self._metrics.bytes_in += len(body)
+        request = outgoing(scope, exchange.request_id, body)
+        with Watch(receive, self._request_timeout):
+            forwarded = await self._forwarder.open(request)
+            exchange.worker_url = forwarded.worker.url
+            exchange.first_byte_at = time.perf_counter()
+            try:
+                await self._relay(forwarded, send)
+            finally:
+                forwarded.close()
+
+    async def _relay(self, forwarded: Forwarded, send: Send) -> None:
+        reply = forwarded.reply
+        await send(
+            {
+                "type": "http.response.start",
+                "status": reply.status,
+                "headers": _reply_headers(reply.status, reply.headers),
+            }
+        )
+        more = True
+        while more:
+            chunk = await reply.read()
+            more = not reply.exhausted
+            self._metrics.bytes_out += len(chunk)
+            await send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+
+def _reply_headers(status: int, headers: RawHeaders) -> RawHeaders:
+    kept = end_to_end(headers, HOP_BY_HOP)
+    if status == NOT_MODIFIED:
+        # The length of a body that is not there: the server in front of us would wait for it.
+        kept = [pair for pair in kept if pair[0] != b"content-length"]
+    return kept

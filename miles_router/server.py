@@ -1,0 +1,150 @@
+"""Runs the app under uvicorn: the listening socket, the banner, signals, and a bound on request heads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from miles_router.app import RouterApp
+from miles_router.config import RouterConfig
+from miles_router.errors import ConfigError
+from miles_router.version import __version__
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 4096
+#: Seconds an idle client connection is kept: longer than clients' own pools keep theirs, so that they close first.
+KEEP_ALIVE = 75
+MAX_HEAD_BYTES = 64 * 1024
+
+
+class BoundedHeadProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with a bound on the bytes before a request's body, which it collects without one."""
+
+    _head_bytes = 0
+    _in_head = False
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes = True, 0
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response("Request head too large.")
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which exits 0 after SIGTERM: a stop that was asked for is no failure."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for each in signals:
+            loop.add_signal_handler(each, self._stop)
+        try:
+            yield
+        finally:
+            for each in signals:
+                loop.remove_signal_handler(each)
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit  # the second signal does not wait
+        self.should_exit = True
+
+
+def serve(app: RouterApp) -> None:
+    """Listen and serve until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds to finish.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    config = app.router.config
+    raise_file_limit()
+    sock = listen(config.host, config.port)
+    server = Server(
+        uvicorn.Config(
+            app,
+            http=BoundedHeadProtocol,
+            ws="none",
+            loop="uvloop",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
+        )
+    )
+    print(banner(app, sock.getsockname()), file=sys.stderr, flush=True)
+    server.run(sockets=[sock])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the name does not resolve, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise ConfigError(f"host, port: cannot listen on {host}:{port}: {error.strerror or error}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def raise_file_limit() -> None:
+    """Two descriptors for each request in flight: take as many as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def banner(app: RouterApp, address: tuple[str, int]) -> str:
+    """What a person wants to see at the start: where, which layers in which order, which workers."""
+    config = app.router.config
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    layers = [f"{i}. {spec.path}" for i, spec in enumerate(config.middlewares, 1)]
+    rows = [
+        ("listening", f"http://{host}:{address[1]}"),
+        ("middlewares", " -> ".join([*layers, "worker"]) + ("  (first = outermost)" if layers else "  (none)")),
+        ("workers", ", ".join(worker.url for worker in app.router.pool) or "none yet: POST /add_worker?url=..."),
+        ("health", _health_line(config)),
+        ("keys", _keys_line(config)),
+    ]
+    return "\n".join([f"miles-router {__version__}", *(f"  {name:<12} {text}" for name, text in rows)])
+
+
+def _health_line(config: RouterConfig) -> str:
+    threshold = config.health_check_failure_threshold
+    return f"every {config.health_check_interval:g} s, quarantine after {threshold} failures, readmit {config.readmit}"
+
+
+def _keys_line(config: RouterConfig) -> str:
+    data = "required" if config.api_key else "open"
+    return f"clients: {data}, administration: {'required' if config.effective_admin_key else 'open'}"

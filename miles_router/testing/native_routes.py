@@ -1,0 +1,119 @@
+"""`/generate`, single, batched and streamed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from miles_router.testing.door import GenerationRecord
+from miles_router.testing.generate_input import GenerateInput, parse_generate
+from miles_router.testing.generate_output import OutputBuilder
+from miles_router.testing.generation import Generation, GenerationRequest
+from miles_router.testing.visit import Visit, json_object
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def generate(visit: Visit) -> web.StreamResponse:
+    """POST /generate."""
+    body = json_object(visit.body)
+    try:
+        given = parse_generate(body, visit.engine)
+        visit.engine.reserve([sample.rid for sample in given.samples])
+    except ValueError as error:
+        return await _refuse(visit, error, stream=bool(body.get("stream")))
+    try:
+        return await (_stream(visit, given) if given.stream else _whole(visit, given))
+    finally:
+        visit.engine.unreserve([sample.rid for sample in given.samples])
+
+
+async def _refuse(visit: Visit, error: ValueError, *, stream: bool) -> web.StreamResponse:
+    """SGLang streams even its refusals, with status 200."""
+    if not stream:
+        return await visit.reply.json({"error": {"message": str(error)}}, 400)
+    refusal = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
+    await visit.reply.send(_event({"error": refusal}))
+    await visit.reply.send(DONE)
+    return await visit.reply.end()
+
+
+async def _whole(visit: Visit, given: GenerateInput) -> web.StreamResponse:
+    await visit.engine.admission()
+    if given.single:
+        return await visit.reply.json(await finished(visit, given.samples[0]))
+    answers = await gather(*(finished(visit, sample) for sample in given.samples))
+    return await visit.reply.json(answers)
+
+
+async def _stream(visit: Visit, given: GenerateInput) -> web.StreamResponse:
+    await visit.engine.admission()
+    if given.single:
+        async for event in events(visit, given.samples[0]):
+            await visit.reply.send(_event(event))
+    else:
+        async for event in _merged(visit, given.samples):
+            await visit.reply.send(_event(event))
+    await visit.reply.send(DONE)
+    return await visit.reply.end()
+
+
+async def finished(visit: Visit, sample: GenerationRequest) -> dict[str, Any]:
+    """The answer of one sample that nobody streams."""
+    return [event async for event in events(visit, sample)][-1]
+
+
+async def events(visit: Visit, sample: GenerationRequest) -> AsyncIterator[dict[str, Any]]:
+    """Each answer of one sample, recorded at the door as it goes."""
+    builder = OutputBuilder(visit.engine, visit.settings)
+    async for generation in recorded(visit, sample):
+        yield builder.render(generation)
+
+
+async def recorded(visit: Visit, sample: GenerationRequest) -> AsyncIterator[Generation]:
+    """The engine's outputs for one sample, with the door's record kept up to date."""
+    generation = visit.engine.begin(sample)
+    record = GenerationRecord(sample.rid, sample.input_ids)
+    visit.exchange.generations.append(record)
+    try:
+        async for _ in visit.engine.outputs(generation):
+            yield generation
+    finally:
+        visit.engine.end(generation)
+        record.update(generation)
+
+
+async def _merged(visit: Visit, samples: list[GenerationRequest]) -> AsyncIterator[dict[str, Any]]:
+    """Events of several samples as they come, each with the `index` of its sample."""
+    queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(maxsize=len(samples))
+
+    async def pump(index: int, sample: GenerationRequest) -> None:
+        async for event in events(visit, sample):
+            await queue.put({**event, "index": index})
+        await queue.put(None)
+
+    pumps = asyncio.ensure_future(gather(*(pump(index, sample) for index, sample in enumerate(samples))))
+    try:
+        for _ in samples:
+            while (event := await queue.get()) is not None:
+                yield event
+    finally:
+        pumps.cancel()
+        await asyncio.wait([pumps])
+
+
+async def gather(*coroutines: Any) -> list[Any]:
+    """`asyncio.gather` that, when cancelled or failed, leaves no coroutine behind."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + orjson.dumps(value) + b"\n\n"

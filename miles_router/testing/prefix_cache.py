@@ -1,0 +1,57 @@
+"""How much of a prompt a real engine would find in its prefix cache."""
+
+import zlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+
+_ID_BYTES = 8
+_BLOCK = 16 * _ID_BYTES
+
+
+class PrefixCache:
+    """Token-exact longest-prefix lengths over the sequences seen lately; bounded in tokens, oldest dropped."""
+
+    def __init__(self, max_tokens: int = 500_000) -> None:
+        self._max_tokens = max_tokens
+        # The hash of every known prefix. Whole blocks are looked up at once, so that long prompts stay cheap.
+        self._prefixes: OrderedDict[int, None] = OrderedDict()
+
+    def match(self, ids: Sequence[int]) -> int:
+        """Tokens of `ids` that are cached; never all of them, since the last must be computed to sample from."""
+        raw = array("q", ids).tobytes()
+        known, prefix = self._known_blocks(raw)
+        while known < len(raw):
+            prefix = _extended(prefix, raw[known : known + _ID_BYTES])
+            if prefix not in self._prefixes:
+                break
+            known += _ID_BYTES
+        return min(known // _ID_BYTES, len(ids) - 1)
+
+    def insert(self, ids: Sequence[int]) -> None:
+        """Remember a sequence whose keys and values have been computed."""
+        raw = array("q", ids).tobytes()
+        known, prefix = self._known_blocks(raw)
+        for start in range(known, len(raw), _ID_BYTES):
+            prefix = _extended(prefix, raw[start : start + _ID_BYTES])
+            self._prefixes[prefix] = None
+        while len(self._prefixes) > self._max_tokens:
+            self._prefixes.popitem(last=False)
+
+    def clear(self) -> None:
+        self._prefixes.clear()
+
+    def _known_blocks(self, raw: bytes) -> tuple[int, int]:
+        """Bytes of the longest cached prefix in whole blocks, and its hash."""
+        known, prefix = 0, 0
+        while known + _BLOCK <= len(raw):
+            longer = _extended(prefix, raw[known : known + _BLOCK])
+            if longer not in self._prefixes:
+                break
+            known, prefix = known + _BLOCK, longer
+        return known, prefix
+
+
+def _extended(prefix: int, raw: bytes) -> int:
+    """The hash of a prefix and what follows it; two checksums, as either alone confuses some sequences."""
+    return (zlib.crc32(raw, prefix >> 32) << 32) | zlib.adler32(raw, prefix & 0xFFFFFFFF)

@@ -1,0 +1,122 @@
+"""`sampling_params` as SGLang reads and refuses them."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+GREEDY_BELOW = 1e-6
+MAX_STOP_STRINGS = 32
+
+
+@dataclass(slots=True)
+class SamplingParams:
+    """One generation's parameters, defaults as SGLang's. Fields that change nothing here are read and ignored."""
+
+    max_new_tokens: int | None = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    n: int = 1
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    stop_regex: str | list[str] | None = None
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    sampling_seed: int | None = None
+    stream_interval: int | None = None
+    beam_width: int | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    logit_bias: dict[str, float] | None = None
+    custom_params: dict[str, Any] | None = None
+    watermark: Any = None
+
+    @classmethod
+    def from_json(cls, given: Mapping[str, Any]) -> "SamplingParams":
+        """Null means "the default" for every field but `max_new_tokens`; ValueError with SGLang's words."""
+        unknown = given.keys() - _FIELD_NAMES
+        if unknown:
+            raise TypeError(f"Unexpected keyword argument '{min(unknown)}'")
+        kept = {name: value for name, value in given.items() if value is not None or name == "max_new_tokens"}
+        params = cls(**kept)
+        params.verify()
+        return params
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    def verify(self) -> None:
+        """Refuse what SGLang refuses; ValueError carries its message."""
+        for allowed, message in self._rules():
+            if not allowed:
+                raise ValueError(message)
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        grammars = (self.json_schema, self.regex, self.ebnf, self.structural_tag)
+        return [
+            (
+                math.isfinite(self.temperature) and self.temperature >= 0.0,
+                f"temperature must be a non-negative finite number, got {self.temperature}.",
+            ),
+            (0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}."),
+            (0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}."),
+            (self.top_k == -1 or self.top_k >= 1, f"top_k must be -1 (disable) or at least 1, got {self.top_k}."),
+            *self._penalty_rules(),
+            *self._length_rules(),
+            (
+                sum(grammar is not None for grammar in grammars) <= 1,
+                "Only one of json_schema, regex, ebnf, or structural_tag can be set.",
+            ),
+            (
+                len(self.stop_strings) <= MAX_STOP_STRINGS,
+                f"at most {MAX_STOP_STRINGS} stop strings are allowed, got {len(self.stop_strings)}",
+            ),
+        ]
+
+    def _penalty_rules(self) -> list[tuple[bool, str]]:
+        return [
+            (
+                -2.0 <= self.frequency_penalty <= 2.0,
+                f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}.",
+            ),
+            (
+                -2.0 <= self.presence_penalty <= 2.0,
+                f"presence_penalty must be in [-2, 2], got {self.presence_penalty}.",
+            ),
+            (
+                0.0 < self.repetition_penalty <= 2.0,
+                f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {self.repetition_penalty}.",
+            ),
+        ]
+
+    def _length_rules(self) -> list[tuple[bool, str]]:
+        most = self.max_new_tokens
+        return [
+            (
+                self.min_new_tokens >= 0,
+                f"min_new_tokens must be in [0, max_new_tokens], got {self.min_new_tokens}.",
+            ),
+            (most is None or most >= 0, f"max_new_tokens must be at least 0, got {most}."),
+            (
+                most is None or self.min_new_tokens <= most,
+                f"min_new_tokens must be in [0, max_new_tokens({most})], got {self.min_new_tokens}.",
+            ),
+        ]
+
+
+_FIELD_NAMES = frozenset(field.name for field in fields(SamplingParams))

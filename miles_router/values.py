@@ -1,0 +1,119 @@
+"""Values against annotations: the one converter behind router settings and middleware options. Pure.
+
+Text (flags, environment) is parsed by what the annotation asks for; values from YAML must already have the right type,
+so that `port: "80"` is reported instead of guessed at.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, Union
+
+TRUE = frozenset({"1", "true", "yes", "on"})
+FALSE = frozenset({"0", "false", "no", "off"})
+SEQUENCES = (list, tuple, Sequence, Collection)
+
+
+class WrongValue(ValueError):
+    """A value that does not fit its annotation; the message says what was expected."""
+
+
+def describe(annotation: Any) -> str:
+    """An annotation as people write it: `int`, `str | None`, `'a' | 'b'`."""
+    origin = typing.get_origin(annotation)
+    if annotation is type(None):
+        return "none"
+    if origin is Literal:
+        return " | ".join(map(str, typing.get_args(annotation)))
+    if origin in (Union, types.UnionType):
+        return " | ".join(describe(choice) for choice in typing.get_args(annotation))
+    if origin in SEQUENCES:
+        return f"list of {describe(typing.get_args(annotation)[0])}"
+    return getattr(annotation, "__name__", str(annotation)).replace("typing.", "")
+
+
+def convert(value: object, annotation: Any, *, from_text: bool = False) -> Any:
+    """`value` as `annotation` wants it.
+
+    Raises:
+        WrongValue: it does not fit. An annotation this converter does not know (a class of yours, say) accepts
+            anything, since the constructor is the better judge.
+    """
+    origin = typing.get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return _one_of(value, typing.get_args(annotation), annotation, from_text)
+    if origin is Literal:
+        return _literal(value, annotation)
+    if origin in SEQUENCES or annotation in SEQUENCES:
+        return _sequence(value, annotation, from_text)
+    if origin is not None and issubclass(origin, Mapping):
+        return _checked(value, Mapping, annotation)
+    if annotation in (bool, int, float, str):
+        return _scalar(value, annotation, from_text)
+    if annotation is type(None):
+        return _none(value, from_text)
+    return value
+
+
+def _one_of(value: object, choices: tuple[Any, ...], annotation: Any, from_text: bool) -> Any:
+    for choice in sorted(choices, key=lambda choice: choice is str):  # text fits `str` always: try the others first
+        try:
+            return convert(value, choice, from_text=from_text)
+        except WrongValue:
+            continue
+    raise WrongValue(f"expected {describe(annotation)}, got {value!r}")
+
+
+def _literal(value: object, annotation: Any) -> object:
+    for choice in typing.get_args(annotation):
+        if value == choice or (isinstance(value, str) and value == str(choice)):
+            return choice
+    raise WrongValue(f"expected one of {describe(annotation)}, got {value!r}")
+
+
+def _sequence(value: object, annotation: Any, from_text: bool) -> tuple[Any, ...] | list[Any]:
+    if from_text and isinstance(value, str):
+        value = value.replace(",", " ").split()
+    if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
+        raise WrongValue(f"expected {describe(annotation)}, got {value!r}")
+    arguments = typing.get_args(annotation)
+    item = arguments[0] if arguments else Any
+    items = [convert(each, item, from_text=from_text) for each in value]
+    return tuple(items) if tuple in (typing.get_origin(annotation), annotation) else items
+
+
+def _scalar(value: object, wanted: type, from_text: bool) -> object:
+    if from_text and isinstance(value, str):
+        value = _from_text(value, wanted)
+    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if wanted is int and isinstance(value, bool):
+        raise WrongValue(f"expected int, got {value!r}")
+    return _checked(value, wanted, wanted)
+
+
+def _from_text(text: str, wanted: type) -> object:
+    if wanted is str:
+        return text
+    if wanted is bool:
+        if text.lower() in TRUE | FALSE:
+            return text.lower() in TRUE
+        raise WrongValue(f"expected true or false, got {text!r}")
+    try:
+        return wanted(text)
+    except ValueError:
+        raise WrongValue(f"expected {wanted.__name__}, got {text!r}") from None
+
+
+def _none(value: object, from_text: bool) -> None:
+    if value is None or (from_text and isinstance(value, str) and value.lower() in ("", "none", "null")):
+        return
+    raise WrongValue(f"expected none, got {value!r}")
+
+
+def _checked(value: object, wanted: type, annotation: Any) -> object:
+    if not isinstance(value, wanted):
+        raise WrongValue(f"expected {describe(annotation)}, got {value!r}")
+    return value

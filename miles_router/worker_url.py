@@ -1,0 +1,70 @@
+"""A worker's address: parsed, checked and written in one normal form, so that one worker has one name. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit
+
+from miles_router.errors import BadRequest
+
+MAX_URL_LENGTH = 2048
+DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True)
+class WorkerUrl:
+    """Where a worker is. `prefix` is the path in front of every request path, without a trailing slash."""
+
+    url: str
+    host: str
+    port: int
+    tls: bool
+    prefix: bytes
+    authority: bytes
+
+    @property
+    def id(self) -> str:
+        """A short name that fits in a path and is the same in every router."""
+        return hashlib.sha256(self.url.encode()).hexdigest()[:12]
+
+
+def parse_worker_url(text: object) -> WorkerUrl:
+    """Read `http[s]://host[:port][/prefix]`; scheme and host are lower-cased, default port and last slash dropped.
+
+    Raises:
+        BadRequest: not such a URL. Credentials, queries and fragments are refused, since none could be honoured.
+    """
+    if not isinstance(text, str) or not text.strip():
+        raise BadRequest("url must be a non-empty string such as http://10.0.0.7:30000")
+    text = text.strip()
+    if len(text) > MAX_URL_LENGTH or not text.isascii() or any(c <= " " or c in '"<>\\^`{|}\x7f' for c in text):
+        raise BadRequest("url must be printable ASCII without spaces, at most 2048 characters")
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise BadRequest(f"url {text!r} is malformed: {error}") from None
+    return _normal_form(text, parts, port)
+
+
+def _normal_form(text: str, parts: SplitResult, port: int | None) -> WorkerUrl:
+    if parts.scheme not in DEFAULT_PORTS or not parts.hostname:
+        raise BadRequest(f"url {text!r} must start with http:// or https:// and name a host")
+    if parts.username is not None or parts.password is not None or parts.query or parts.fragment:
+        raise BadRequest("url must not carry credentials, a query or a fragment")
+    if port == 0:
+        raise BadRequest(f"url {text!r} has port 0")
+    host = parts.hostname
+    shown_host = f"[{host}]" if ":" in host else host
+    default = DEFAULT_PORTS[parts.scheme]
+    authority = shown_host if port in (None, default) else f"{shown_host}:{port}"
+    prefix = parts.path.rstrip("/")
+    return WorkerUrl(
+        url=f"{parts.scheme}://{authority}{prefix}",
+        host=host,
+        port=port or default,
+        tls=parts.scheme == "https",
+        prefix=prefix.encode(),
+        authority=authority.encode(),
+    )

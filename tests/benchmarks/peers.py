@@ -1,0 +1,111 @@
+"""What is compared: how each peer is started in front of one worker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from backend import nginx_head
+from process import HOST, free_port, started
+
+REPO = Path(__file__).resolve().parents[2]
+NOOP = "tests.benchmarks.noop.NoOp"
+NOOP_LAYERS = 10
+
+NGINX_PROXY = """
+    upstream workers {{
+        least_conn;
+        server {host}:{worker_port};
+        keepalive 1024;
+        keepalive_requests 1000000000;
+    }}
+    server {{
+        listen {host}:{port} backlog=4096;
+        location = /nginx_ready {{ return 200 'ok'; }}
+        location / {{
+            proxy_pass http://workers;
+            proxy_http_version 1.1;
+            proxy_set_header Connection "";
+            # The fastest of the settings tried: with 64 KB at a time a large reply costs twice the CPU, with the
+            # default 4 KB four times. Buffered or not, a chunk goes out at once, so streams are not held back.
+            proxy_buffer_size 64k;
+            proxy_buffers 32 64k;
+            proxy_busy_buffers_size 1m;
+            proxy_max_temp_file_size 0;
+            proxy_read_timeout 3600s;
+        }}
+    }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A proxy, or none (`command` is None): `command(port, worker_port, root)` gives the command line."""
+
+    name: str
+    command: Callable[[int, int, Path], list[str]] | None
+    ready_path: str = "/"
+
+
+@dataclass(frozen=True)
+class Running:
+    """A started peer; `pid` is None where nothing stands before the worker."""
+
+    port: int
+    pid: int | None
+
+
+def _nginx(port: int, worker_port: int, root: Path) -> list[str]:
+    config = root / "proxy.conf"
+    config.write_text(nginx_head(root) + NGINX_PROXY.format(host=HOST, port=port, worker_port=worker_port))
+    return ["nginx", "-p", str(root), "-c", str(config)]
+
+
+def _sglang_router(port: int, worker_port: int, root: Path) -> list[str]:
+    return [
+        sys.executable, "-m", "sglang_router.launch_router",
+        "--host", HOST, "--port", str(port), "--worker-urls", f"http://{HOST}:{worker_port}",
+        "--policy", "round_robin", "--log-level", "warn", "--worker-startup-check-interval", "1",
+        "--prometheus-host", HOST, "--prometheus-port", str(free_port()), "--shutdown-grace-period-secs", "1",
+    ]  # fmt: skip
+
+
+def _miles_router(port: int, worker_port: int, root: Path) -> list[str]:
+    script = Path(sys.executable).with_name("miles-router")
+    worker = f"http://{HOST}:{worker_port}"
+    return [str(script), "--port", str(port), "--worker-urls", worker, "--log-level", "warning"]
+
+
+def _miles_router_noop(port: int, worker_port: int, root: Path) -> list[str]:
+    return [*_miles_router(port, worker_port, root), "--middleware-paths", *[NOOP] * NOOP_LAYERS]
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("direct", None),
+        Peer("nginx", _nginx, "/nginx_ready"),
+        Peer("sglang-router", _sglang_router, "/readiness"),
+        Peer("miles-router", _miles_router, "/readiness"),
+        Peer("miles-router+10", _miles_router_noop, "/readiness"),
+    )
+}
+
+
+@contextlib.contextmanager
+def running_peer(peer: Peer, worker_port: int, root: Path) -> Iterator[Running]:
+    """A fresh process in front of the worker, so that its peak memory is that of one load alone."""
+    if peer.command is None:
+        yield Running(worker_port, None)
+        return
+    port = free_port()
+    root.mkdir(exist_ok=True)
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    log = root / f"{peer.name}.log"
+    with started(peer.command(port, worker_port, root), port, peer.ready_path, log, env) as pid:
+        yield Running(port, pid)
