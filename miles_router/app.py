@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -78,14 +78,14 @@ class RouterApp:
         scope[SCOPE_KEY] = exchange
         status = 0
 
-        async def send_with_id(message: Message) -> None:
+        def send_with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own: it runs for every chunk
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = [pair for pair in message.get("headers", ()) if pair[0] != b"x-request-id"]
                 headers.append((b"x-request-id", exchange.request_id.encode("ascii")))
                 message = {**message, "headers": headers}
-            await send(message)
+            return send(message)
 
         try:
             await self._dispatch(scope, receive, send_with_id)

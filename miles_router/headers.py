@@ -17,6 +17,10 @@ HOP_BY_HOP = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te"
 REQUEST_DROPPED = HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 
 
+#: The usual values of `Connection`, which name no field that is not dropped anyway.
+NAMES_NOTHING = frozenset({b"keep-alive", b"close"})
+
+
 def connection_named(values: Iterable[bytes]) -> frozenset[bytes]:
     """The field names listed by the values of `Connection`, lower-cased."""
     return frozenset(token.strip().lower() for value in values for token in value.split(b",")) - {b""}
@@ -30,7 +34,7 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
         name = pair[0]
         if name not in dropped:
             kept.append(pair)
-        elif name == b"connection":
+        elif name == b"connection" and pair[1].lower() not in NAMES_NOTHING:
             named.append(pair[1])
     if named:
         also_dropped = connection_named(named)

@@ -55,7 +55,7 @@ class Proxy:
         )
         more = True
         while more:
-            chunk = await reply.read()
+            chunk = reply.take() or await reply.read()
             more = not reply.exhausted
             self._metrics.bytes_out += len(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": more})

@@ -1,4 +1,4 @@
-"""Runs the app under uvicorn: the listening socket, the banner, signals, and a bound on request heads."""
+"""Runs the app under uvicorn: the listening socket, the banner, signals."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import sys
 from collections.abc import Iterator
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from miles_router.app import RouterApp
 from miles_router.config import RouterConfig
 from miles_router.errors import ConfigError
+from miles_router.http_protocol import RouterProtocol
 from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -24,29 +24,6 @@ logger = logging.getLogger(__name__)
 BACKLOG = 4096
 #: Seconds an idle client connection is kept: longer than clients' own pools keep theirs, so that they close first.
 KEEP_ALIVE = 75
-MAX_HEAD_BYTES = 64 * 1024
-
-
-class BoundedHeadProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a bound on the bytes before a request's body, which it collects without one."""
-
-    _head_bytes = 0
-    _in_head = False
-
-    def on_message_begin(self) -> None:
-        super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
-
-    def on_headers_complete(self) -> None:
-        self._in_head = False
-        super().on_headers_complete()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._in_head:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self.send_400_response("Request head too large.")
 
 
 class Server(uvicorn.Server):
@@ -78,25 +55,28 @@ def serve(app: RouterApp) -> None:
     config = app.router.config
     raise_file_limit()
     sock = listen(config.host, config.port)
-    server = Server(
-        uvicorn.Config(
-            app,
-            http=BoundedHeadProtocol,
-            ws="none",
-            loop="uvloop",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            backlog=BACKLOG,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout)),
-        )
-    )
+    server = Server(uvicorn_config(app))
     print(banner(app, sock.getsockname()), file=sys.stderr, flush=True)
     server.run(sockets=[sock])
+
+
+def uvicorn_config(app: RouterApp) -> uvicorn.Config:
+    """How uvicorn serves the router: nothing added to replies, heads bounded, SIGTERM bounded."""
+    return uvicorn.Config(
+        app,
+        http=RouterProtocol,
+        ws="none",
+        loop="uvloop",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=max(1, round(app.router.config.shutdown_timeout)),
+    )
 
 
 def listen(host: str, port: int) -> socket.socket:

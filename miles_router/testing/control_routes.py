@@ -6,10 +6,11 @@ from typing import Any
 from aiohttp import web
 
 from miles_router.testing.engine import PauseMode
-from miles_router.testing.visit import Visit, invalid_body, json_object, optional_json_object
+from miles_router.testing.visit import Visit, invalid_body
 
 Route = Callable[[Visit], Awaitable[web.StreamResponse]]
 
+LORA_IS_OFF = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
 FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "
     "(When there are running or waiting requests, the operation will not be performed.)\n"
@@ -18,12 +19,9 @@ FLUSHED = (
 
 async def pause_generation(visit: Visit) -> web.StreamResponse:
     """POST {"mode": "abort" | "retract" | "in_place"}; returns once it holds."""
-    mode = json_object(visit.body).get("mode", "abort")
+    mode = visit.json().get("mode", "abort")
     if mode not in [known.value for known in PauseMode]:
-        raise invalid_body(
-            f"1 validation error:\n  {{'type': 'value_error', 'loc': ('body',), 'msg': \"Value error, Invalid enum "
-            f"value '{mode}' - at `$.mode`\"}}"
-        )
+        raise invalid_body(_problem(f"Invalid enum value '{mode}' - at `$.mode`"))
     visit.engine.pause(PauseMode(mode))
     if mode == PauseMode.ABORT.value:
         await visit.engine.idle()
@@ -31,19 +29,19 @@ async def pause_generation(visit: Visit) -> web.StreamResponse:
 
 
 async def continue_generation(visit: Visit) -> web.StreamResponse:
-    json_object(visit.body)
+    visit.json()
     visit.engine.resume()
     return await visit.reply.json({"message": "Generation continued successfully.", "status": "ok"})
 
 
 async def abort_request(visit: Visit) -> web.StreamResponse:
     """POST {"rid"} or {"abort_all": true}; 200 whether or not something was running."""
-    body = json_object(visit.body)
+    body = visit.json()
     if body.get("abort_all"):
         visit.engine.abort_all()
     else:
         visit.engine.abort(str(body.get("rid") or ""))
-    return await visit.reply.whole(b"", "text/plain; charset=utf-8")
+    return await visit.reply.empty()
 
 
 async def flush_cache(visit: Visit) -> web.StreamResponse:
@@ -56,7 +54,7 @@ async def flush_cache(visit: Visit) -> web.StreamResponse:
 
 async def update_weight_version(visit: Visit) -> web.StreamResponse:
     """POST {"new_version", "abort_all_requests": true}."""
-    body = json_object(visit.body)
+    body = visit.json()
     version = _required(body, "new_version")
     if body.get("abort_all_requests", True):
         visit.engine.abort_all()
@@ -68,7 +66,7 @@ async def update_weight_version(visit: Visit) -> web.StreamResponse:
 
 async def update_weights_from_disk(visit: Visit) -> web.StreamResponse:
     """POST {"model_path", "weight_version"?, "abort_all_requests"?, "flush_cache"?}; waits for running generations."""
-    body = json_object(visit.body)
+    body = visit.json()
     _required(body, "model_path")
     if body.get("abort_all_requests"):
         visit.engine.abort_all()
@@ -84,50 +82,77 @@ async def update_weights_from_disk(visit: Visit) -> web.StreamResponse:
 
 
 async def begin_weight_update(visit: Visit) -> web.StreamResponse:
-    json_object(visit.body)
+    visit.json()
+    visit.engine.updating = True
+    return await visit.reply.json({"success": True, "message": "Success"})
+
+
+async def end_weight_update(visit: Visit) -> web.StreamResponse:
+    """400 unless an update was begun."""
+    visit.json()
+    if not visit.engine.updating:
+        message = "no weight-update session is open; call begin_weight_update() first"
+        return await visit.reply.json({"success": False, "message": message}, 400)
+    visit.engine.updating = False
     return await visit.reply.json({"success": True, "message": "Success"})
 
 
 async def load_lora_adapter(visit: Visit) -> web.StreamResponse:
-    """POST {"lora_name", "lora_path"}."""
-    body = json_object(visit.body)
+    """POST {"lora_name", "lora_path"}; 400 unless the worker was started with `enable_lora`."""
+    body = visit.json()
     name, path = _required(body, "lora_name"), _required(body, "lora_path")
+    if not visit.engine.enable_lora:
+        return await _lora_result(visit, LORA_IS_OFF)
     if name in visit.engine.adapters:
-        return await visit.reply.json(
-            _adapters(visit, f"LoRA with name {name} already exists. Loaded LoRAs: {list(visit.engine.adapters)}"), 400
-        )
+        known = list(visit.engine.adapters)
+        return await _lora_result(visit, f"LoRA with name {name} already exists. Loaded LoRAs: {known}")
     visit.engine.adapters[name] = path
-    return await visit.reply.json(_adapters(visit))
+    return await _lora_result(visit)
 
 
 async def unload_lora_adapter(visit: Visit) -> web.StreamResponse:
     """POST {"lora_name"}."""
-    name = _required(json_object(visit.body), "lora_name")
+    name = _required(visit.json(), "lora_name")
+    if not visit.engine.enable_lora:
+        return await _lora_result(visit, LORA_IS_OFF)
     if visit.engine.adapters.pop(name, None) is None:
-        return await visit.reply.json(_adapters(visit, f"LoRA with name {name} does not exist."), 400)
-    return await visit.reply.json(_adapters(visit))
+        return await _lora_result(visit, f"LoRA with name {name} does not exist.")
+    return await _lora_result(visit)
+
+
+async def _lora_result(visit: Visit, error: str | None = None) -> web.StreamResponse:
+    result = {
+        "rid": None,
+        "http_worker_ipc": None,
+        "success": error is None,
+        "error_message": error,
+        "loaded_adapters": dict(visit.engine.adapters) if visit.engine.enable_lora else None,
+    }
+    return await visit.reply.json(result, 200 if error is None else 400)
 
 
 async def slow_down(visit: Visit) -> web.StreamResponse:
     """POST {"forward_sleep_time": seconds | null}: every token takes that much longer."""
-    visit.engine.slow_down_s = float(json_object(visit.body).get("forward_sleep_time") or 0.0)
+    body = visit.json()
+    if "forward_sleep_time" not in body:
+        raise invalid_body(_problem("Object missing required field `forward_sleep_time`"))
+    visit.engine.slow_down_s = float(body["forward_sleep_time"] or 0.0)
     return await visit.reply.json(None)
 
 
 async def answer_null(visit: Visit) -> web.StreamResponse:
     """Routes whose body must be JSON and whose answer is `null`."""
-    json_object(visit.body)
+    visit.json()
     return await visit.reply.json(None)
 
 
 async def answer_empty(visit: Visit) -> web.StreamResponse:
-    json_object(visit.body)
-    return await visit.reply.whole(b"", "text/plain; charset=utf-8")
+    visit.json()
+    return await visit.reply.empty()
 
 
 def _says(text: str) -> Route:
     async def route(visit: Visit) -> web.StreamResponse:
-        optional_json_object(visit.body)
         return await visit.reply.text(text)
 
     return route
@@ -135,21 +160,12 @@ def _says(text: str) -> Route:
 
 def _required(body: dict[str, Any], name: str) -> str:
     if not isinstance(body.get(name), str):
-        raise invalid_body(
-            f"1 validation error:\n  {{'type': 'value_error', 'loc': ('body',), 'msg': 'Value error, Object missing "
-            f"required field `{name}`'}}"
-        )
+        raise invalid_body(_problem(f"Object missing required field `{name}`"))
     return str(body[name])
 
 
-def _adapters(visit: Visit, error: str | None = None) -> dict[str, Any]:
-    return {
-        "rid": None,
-        "http_worker_ipc": None,
-        "success": error is None,
-        "error_message": error,
-        "loaded_adapters": dict(visit.engine.adapters),
-    }
+def _problem(message: str) -> dict[str, Any]:
+    return {"type": "value_error", "loc": ("body",), "msg": f"Value error, {message}"}
 
 
 CONTROL_ROUTES: dict[tuple[str, str], Route] = {
@@ -159,7 +175,7 @@ CONTROL_ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/update_weight_version"): update_weight_version,
     ("POST", "/update_weights_from_disk"): update_weights_from_disk,
     ("POST", "/begin_weight_update"): begin_weight_update,
-    ("POST", "/end_weight_update"): begin_weight_update,
+    ("POST", "/end_weight_update"): end_weight_update,
     ("POST", "/load_lora_adapter"): load_lora_adapter,
     ("POST", "/unload_lora_adapter"): unload_lora_adapter,
 }

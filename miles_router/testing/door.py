@@ -113,7 +113,7 @@ class Door:
         self._exchanges.clear()
 
     async def wait_for(self, condition: Callable[["Door"], Any], timeout_s: float = 10.0) -> None:
-        """Return once `condition(door)` holds; TimeoutError after `timeout_s`. Looked at on every change, not polled."""
+        """Return once `condition(door)` holds; TimeoutError after `timeout_s`. Event-driven, not polled."""
 
         async def until() -> None:
             while not condition(self):

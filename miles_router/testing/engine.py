@@ -1,7 +1,7 @@
 """The simulated engine: which generations run, what pause, abort and weight updates do to them. No HTTP."""
 
 import asyncio
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from enum import Enum
 from typing import Any
@@ -42,16 +42,21 @@ class Engine:
         weight_version: str = "default",
         token_latency_s: float = 0.0,
         replica: int = 0,
+        enable_lora: bool = False,
     ) -> None:
         self.model = model
         self.weight_version = weight_version
         self.token_latency_s = token_latency_s
+        self.enable_lora = enable_lora
         self.paused: PauseMode | None = None
         self.running: dict[str, Generation] = {}
         self.held = 0
         self.slow_down_s = 0.0
+        self.updating = False
         self.adapters: dict[str, str] = {}
         self.cache = PrefixCache()
+        self.scripts: deque[list[int]] = deque()
+        """What the next generations are to say instead of sampling."""
         self._known_rids: set[str] = set()
         self._replica = mix(replica)
         self._repeats: OrderedDict[int, int] = OrderedDict()
@@ -90,6 +95,8 @@ class Engine:
 
     def begin(self, request: GenerationRequest) -> Generation:
         """Put a generation among the running ones. The caller must `end()` it."""
+        if self.scripts:
+            request.script = self.scripts.popleft()
         generation = Generation(self.model, request)
         generation.cached_tokens = self._cached_tokens(request)
         self.cache.insert(request.input_ids)

@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from miles_router.testing.constrained import script_for
 from miles_router.testing.engine import Engine
 from miles_router.testing.generation import GenerationRequest
 from miles_router.testing.sampling_params import SamplingParams
+from miles_router.testing.visit import invalid_body
 
 
 @dataclass(slots=True)
@@ -21,6 +23,7 @@ class GenerateInput:
 
 def parse_generate(body: Mapping[str, Any], engine: Engine) -> GenerateInput:
     """ValueError, in SGLang's words, for a body that it refuses with 400."""
+    _check_types(body)
     prompts, single = _prompts(body)
     per_prompt = _sampling_dicts(body.get("sampling_params"), len(prompts))
     copies = _parallel_samples(per_prompt)
@@ -35,12 +38,37 @@ def parse_generate(body: Mapping[str, Any], engine: Engine) -> GenerateInput:
                 given, ids, sampling, engine.noise_for(key, ids), stream=bool(body.get("stream"))
             )
             _fill_options(sample, body, index)
+            sample.script = script_for(sampling, engine.model.tokenizer, sample.noise)
             _check(sample, engine)
             samples.append(sample)
     return GenerateInput(samples, single and copies == 1, bool(body.get("stream")))
 
 
-def _prompts(body: Mapping[str, Any]) -> tuple[list[str] | list[list[int]], bool]:
+def _check_types(body: Mapping[str, Any]) -> None:
+    """Refusal for prompts and rids of a wrong type."""
+    for name in ("text", "rid"):
+        value = body.get(name)
+        if value is not None and not isinstance(value, str) and not _is_list_of(value, str):
+            string = {"type": "string_type", "loc": ("body", name, "str"), "msg": "Input should be a valid string"}
+            listed = {"type": "list_type", "loc": ("body", name, "list[str]"), "msg": "Input should be a valid list"}
+            raise invalid_body(string, listed)
+    ids = body.get("input_ids")
+    if ids is not None and not _is_list_of(ids, int) and not _is_list_of(ids, list):
+        message = "Value error, elements must be int or list"
+        raise invalid_body({"type": "value_error", "loc": ("body", "input_ids"), "msg": message})
+    given = body.get("sampling_params")
+    if given is not None and not isinstance(given, dict) and not _is_list_of(given, dict):
+        raise invalid_body(
+            {"type": "dict_type", "loc": ("body", "sampling_params"), "msg": "Input should be a dictionary"}
+        )
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {kind}
+
+
+def _prompts(body: Mapping[str, Any]) -> tuple[list[Any], bool]:
+    """Each prompt as text or ids, and whether there was one only."""
     text, ids = body.get("text"), body.get("input_ids")
     if text is None and ids is None:
         raise ValueError("Either text, input_ids or input_embeds should be provided.")
@@ -57,7 +85,7 @@ def _prompts(body: Mapping[str, Any]) -> tuple[list[str] | list[list[int]], bool
 
 def _sampling_dicts(given: Any, count: int) -> list[Mapping[str, Any]]:
     if isinstance(given, list):
-        return given
+        return list(given)
     return [given or {}] * count
 
 
@@ -127,6 +155,38 @@ def _check(sample: GenerationRequest, engine: Engine) -> None:
             f"total of {asked + count} tokens: {count} tokens from the input messages and {asked} tokens for the "
             "completion. Please reduce the number of tokens in the input messages or the completion to fit within "
             "the limit."
+        )
+    _check_starts(sample, count)
+    _check_adapter(sample, engine)
+    wrong = [token for token in sample.token_ids_logprob or () if not 0 <= token < engine.model.tokenizer.vocab_size]
+    if wrong:
+        raise ValueError(
+            f"token_ids_logprob contains out-of-vocabulary token id {wrong[0]}; "
+            f"valid range is [0, {engine.model.tokenizer.vocab_size})."
+        )
+
+
+def _check_adapter(sample: GenerationRequest, engine: Engine) -> None:
+    if sample.lora_path is None or sample.lora_path in engine.adapters:
+        return
+    if not engine.enable_lora:
+        raise ValueError(
+            f"LoRA adapter '{sample.lora_path}' was requested, but LoRA is not enabled. Please launch the server with "
+            "--enable-lora flag and preload adapters using --lora-paths or /load_lora_adapter endpoint."
+        )
+    raise ValueError(
+        f"Got LoRA adapter that has never been loaded: {sample.lora_path}\n"
+        f"All loaded adapters: {list(engine.adapters)}."
+    )
+
+
+def _check_starts(sample: GenerationRequest, count: int) -> None:
+    """The first positions asked for must lie within the prompt."""
+    logprobs = sample.logprob_start_len
+    if sample.return_logprob and logprobs > count:
+        raise ValueError(
+            f"req.logprob_start_len={logprobs} is higher than the number of input tokens "
+            f"len(req.origin_input_ids)={count}. Please use a smaller logprob_start_len."
         )
     start = sample.routed_experts_start_len
     if sample.return_routed_experts and start < 0:

@@ -4,10 +4,20 @@ import time
 from typing import Any
 
 from miles_router.testing.engine import Engine
-from miles_router.testing.generation import ABORTED_WAITING, Generation, sequence_of
+from miles_router.testing.generation import ABORTED_WAITING, Generation, VersionSpan, sequence_of
+from miles_router.testing.logprob_fields import logprob_fields
 from miles_router.testing.moe import encode_routes, route
-from miles_router.testing.sampling import context_hash
 from miles_router.testing.settings import Settings
+
+_INCREMENTAL_FIELDS = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"}
+_ABSENT_WHEN_ABORTED_WAITING = (
+    "prompt_tokens",
+    "num_retractions",
+    "reasoning_tokens",
+    "cached_tokens",
+    "cached_tokens_details",
+    "dp_rank",
+)
 
 
 class OutputBuilder:
@@ -20,6 +30,7 @@ class OutputBuilder:
         self._began = time.perf_counter()
         self._sent_ids = 0
         self._sent_text = 0
+        self._answered = False
 
     def render(self, generation: Generation) -> dict[str, Any]:
         """The answer, or the stream's next event: everything so far, or only what is new."""
@@ -27,8 +38,8 @@ class OutputBuilder:
         text, ids = generation.text, generation.output_ids
         if generation.request.stream and self._incremental:
             text, ids = text[self._sent_text :], ids[self._sent_ids :]
-            if "output_token_logprobs" in meta:
-                meta["output_token_logprobs"] = meta["output_token_logprobs"][self._sent_ids :]
+            for name in meta.keys() & _INCREMENTAL_FIELDS:
+                meta[name] = meta[name][self._sent_ids :]
             self._sent_text, self._sent_ids = len(generation.text), len(generation.output_ids)
         answer: dict[str, Any] = {"text": text, "output_ids": list(ids), "meta_info": meta}
         if generation.request.return_prompt_token_ids:
@@ -39,65 +50,39 @@ class OutputBuilder:
         request, finish = generation.request, generation.finish_reason
         meta: dict[str, Any] = {
             "id": request.rid,
-            "finish_reason": finish,
+            "finish_reason": dict(finish) if finish else None,
             "prompt_tokens": generation.prompt_tokens,
             "weight_version": self._engine.weight_version,
             "num_retractions": generation.retractions,
         }
         if request.return_logprob:
-            self._add_logprobs(meta, generation)
+            meta.update(logprob_fields(self._engine.model, generation))
         meta["reasoning_tokens"] = 0
         meta["completion_tokens"] = len(generation.output_ids)
         meta["cached_tokens"] = generation.cached_tokens
         if finish is not None:
-            self._add_finals(meta, generation)
+            self._add_versions(meta, generation)
+        meta["cached_tokens_details"] = None
+        if finish is not None and request.return_routed_experts and self._moe is not None:
+            routes = route(self._moe, sequence_of(generation), request.routed_experts_start_len)
+            meta["routed_experts"] = encode_routes(routes)
+        meta["dp_rank"] = None
+        self._add_times(meta, last=finish is not None)
+        if finish == ABORTED_WAITING:
+            for absent in _ABSENT_WHEN_ABORTED_WAITING:
+                meta.pop(absent, None)
         return meta
 
-    def _add_finals(self, meta: dict[str, Any], generation: Generation) -> None:
-        """What only the last event carries."""
-        if generation.spans:
-            meta["weight_versions"] = [
-                {"version": span.version, "start": span.start, "end": span.end} for span in generation.spans
-            ]
-            meta["weight_version"] = generation.spans[-1].version
-        if generation.request.return_routed_experts and self._moe is not None:
-            start = generation.request.routed_experts_start_len
-            meta["routed_experts"] = encode_routes(route(self._moe, sequence_of(generation), start))
-        if generation.finish_reason == ABORTED_WAITING:
-            for absent in ("prompt_tokens", "num_retractions", "reasoning_tokens", "cached_tokens"):
-                del meta[absent]
-        meta["e2e_latency"] = time.perf_counter() - self._began
-        meta["response_sent_to_client_ts"] = time.time()
+    def _add_versions(self, meta: dict[str, Any], generation: Generation) -> None:
+        """Spans over the output; without output, one empty span of the current version."""
+        spans = generation.spans or [VersionSpan(self._engine.weight_version, 0, 0)]
+        meta["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
+        meta["weight_version"] = spans[-1].version
 
-    def _add_logprobs(self, meta: dict[str, Any], generation: Generation) -> None:
-        meta["input_token_logprobs"] = self._input_logprobs(generation)
-        pairs = zip(generation.logprobs, generation.output_ids, strict=True)
-        meta["output_token_logprobs"] = [[logprob, token, self._piece(generation, token)] for logprob, token in pairs]
-        meta["output_token_logprobs_length"] = len(generation.output_ids)
-        count = generation.request.top_logprobs_num
-        if count > 0:
-            top = self._engine.model.sampler.top_logprobs
-            meta["input_top_logprobs"] = []
-            meta["output_top_logprobs"] = [
-                [[logprob, token, self._piece(generation, token)] for logprob, token in top(context, count)]
-                for context in generation.contexts
-            ]
-
-    def _input_logprobs(self, generation: Generation) -> list[list[Any]]:
-        """The prompt's logprobs from `logprob_start_len` on; the first has none, since nothing scored it."""
-        start, ids = generation.request.logprob_start_len, generation.request.input_ids
-        if start < 0 or start >= len(ids):
-            return []
-        logprob, context = self._engine.model.sampler.logprob, context_hash(ids[:start])
-        scored: list[list[Any]] = []
-        for position in range(start, len(ids)):
-            token = ids[position]
-            value = logprob(context, token) if position > start else None
-            scored.append([value, token, self._piece(generation, token)])
-            context = context_hash((token,), context)
-        return scored
-
-    def _piece(self, generation: Generation, token: int) -> str | None:
-        if not generation.request.return_text_in_logprobs:
-            return None
-        return self._engine.model.tokenizer.decode([token])
+    def _add_times(self, meta: dict[str, Any], *, last: bool) -> None:
+        """Only the first answer that is sent says when."""
+        if last:
+            meta["e2e_latency"] = time.perf_counter() - self._began
+        if not self._answered:
+            self._answered = True
+            meta["response_sent_to_client_ts"] = time.time()

@@ -183,10 +183,14 @@ class Generation:
             self.finish_reason = self._to_finish
         elif (matched := self._matched_stop_string()) is not None:
             self.finish_reason = {"type": "stop", "matched": matched}
-        elif token in self._stop_ids:
+        elif token in self._stop_ids or self._script_ended():
             self.finish_reason = {"type": "stop", "matched": token}
         elif len(self.output_ids) >= self.max_new_tokens:
             self._end_at_length()
+
+    def _script_ended(self) -> bool:
+        """Whether a made-up answer is complete, which ends it even when stop ids are ignored."""
+        return self.request.script is not None and len(self.output_ids) >= len(self.request.script)
 
     def _end_at_length(self) -> None:
         """A budget of 0 still samples one id, which is then dropped."""

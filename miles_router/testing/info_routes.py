@@ -2,11 +2,13 @@
 
 import asyncio
 import datetime
+import time
+from typing import Any
 
 from aiohttp import web
 
 from miles_router.testing.control_routes import Route
-from miles_router.testing.visit import Visit, optional_json_object
+from miles_router.testing.visit import Visit, invalid_body
 
 SGLANG_VERSION = "0.5.23"
 
@@ -17,13 +19,13 @@ async def health(visit: Visit) -> web.StreamResponse:
     deadline = asyncio.get_running_loop().time() + settings.health_timeout_s
     await asyncio.sleep(settings.health_latency_s)
     if await engine.generates_before(deadline):
-        return await visit.reply.whole(b"", "text/plain; charset=utf-8")
-    return await visit.reply.whole(b"", "text/plain; charset=utf-8", 503)
+        return await visit.reply.empty()
+    return await visit.reply.empty(503)
 
 
 async def ready(visit: Visit) -> web.StreamResponse:
     status = 503 if visit.engine.paused else 200
-    return await visit.reply.whole(b"", "text/plain; charset=utf-8", status)
+    return await visit.reply.empty(status)
 
 
 async def model_info(visit: Visit) -> web.StreamResponse:
@@ -82,21 +84,9 @@ async def loads(visit: Visit) -> web.StreamResponse:
             "version": SGLANG_VERSION,
             "accelerator": None,
             "num_accelerators": 1,
-            "loads": [{"dp_rank": 0, **_load(visit)}],
+            "loads": [_load(visit)],
         }
     )
-
-
-async def get_load(visit: Visit) -> web.StreamResponse:
-    """GET /get_load: how releases before `/v1/loads` answered."""
-    load = _load(visit)
-    answer = {
-        "dp_rank": 0,
-        "num_reqs": load["num_total_reqs"],
-        "num_waiting_reqs": load["num_waiting_reqs"],
-        "num_tokens": load["num_used_tokens"],
-    }
-    return await visit.reply.json([answer])
 
 
 async def models(visit: Visit) -> web.StreamResponse:
@@ -118,34 +108,69 @@ async def model(visit: Visit) -> web.StreamResponse:
 
 
 async def tokenize(visit: Visit) -> web.StreamResponse:
-    """POST /v1/tokenize {"prompt": text | [text]}."""
-    prompt = optional_json_object(visit.body).get("prompt", "")
-    encode = visit.engine.model.tokenizer.encode
-    tokens = [encode(text) for text in prompt] if isinstance(prompt, list) else encode(prompt)
-    count = [len(ids) for ids in tokens] if isinstance(prompt, list) else len(tokens)
-    return await visit.reply.json({"tokens": tokens, "count": count, "max_model_len": visit.settings.context_len})
+    """POST /v1/tokenize {"prompt": text | [text]} or {"messages": [...]}."""
+    body = visit.json()
+    prompt, messages = body.get("prompt"), body.get("messages")
+    if (prompt is None) == (messages is None):
+        message = "Value error, Exactly one of 'prompt' or 'messages' must be provided."
+        raise invalid_body({"type": "value_error", "loc": ("body",), "msg": message})
+    tokenizer = visit.engine.model.tokenizer
+    if messages is not None:
+        prompt = tokenizer.render_chat(messages, tools=body.get("tools"), **(body.get("chat_template_kwargs") or {}))
+    limit = getattr(tokenizer, "model_max_length", visit.settings.context_len)
+    if isinstance(prompt, list):
+        tokens = [tokenizer.encode(text) for text in prompt]
+        return await visit.reply.json({"tokens": tokens, "count": list(map(len, tokens)), "max_model_len": limit})
+    ids = tokenizer.encode(str(prompt))
+    return await visit.reply.json({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
 
 async def detokenize(visit: Visit) -> web.StreamResponse:
     """POST /v1/detokenize {"tokens": ids | [ids], "skip_special_tokens": true}."""
-    body = optional_json_object(visit.body)
-    tokens, skip = body.get("tokens", []), body.get("skip_special_tokens", True)
+    body = visit.json()
+    tokens, skip = body.get("tokens"), body.get("skip_special_tokens", True)
+    if not isinstance(tokens, list):
+        raise invalid_body({"type": "list_type", "loc": ("body", "tokens"), "msg": "Input should be a valid list"})
     decode = visit.engine.model.tokenizer.decode
     if tokens and isinstance(tokens[0], list):
         return await visit.reply.json({"text": [decode(ids, skip_special_tokens=skip) for ids in tokens]})
     return await visit.reply.json({"text": decode(tokens, skip_special_tokens=skip)})
 
 
-def _load(visit: Visit) -> dict[str, int]:
+async def ping(visit: Visit) -> web.StreamResponse:
+    return await visit.reply.empty()
+
+
+async def root(visit: Visit) -> web.StreamResponse:
+    return await visit.reply.json("SGLang is running")
+
+
+def _load(visit: Visit) -> dict[str, Any]:
     running = [generation for generation in visit.engine.running.values() if not generation.waiting]
-    waiting = len(visit.engine.running) - len(running)
+    retracted = len(visit.engine.running) - len(running)
     used = sum(generation.prompt_tokens + len(generation.output_ids) for generation in running)
     return {
+        "timestamp": time.time(),
+        "dp_rank": 0,
         "num_running_reqs": len(running),
-        "num_waiting_reqs": waiting,
-        "num_total_reqs": len(running) + waiting,
+        "num_waiting_reqs": retracted,
+        "num_waiting_uncached_tokens": 0,
         "num_used_tokens": used,
+        "num_total_tokens": used,
+        "num_active_tokens": used,
+        "num_prealloc_ready_tokens": 0,
         "max_total_num_tokens": visit.settings.context_len,
+        "max_running_requests": 256,
+        "token_usage": used / visit.settings.context_len,
+        "gen_throughput": 0.0,
+        "cache_hit_rate": 0.0,
+        "utilization": 0.0,
+        "total_prefill_uncached_tokens": 0,
+        "total_prefill_busy_us": 0,
+        "decode_moments": None,
+        "memory": {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": visit.settings.context_len},
+        "disaggregation": {"mode": "null"},
+        "queues": {"waiting": retracted, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
     }
 
 
@@ -171,8 +196,11 @@ INFO_ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/server_info"): server_info,
     ("GET", "/get_server_info"): server_info,
     ("GET", "/v1/loads"): loads,
-    ("GET", "/get_load"): get_load,
     ("GET", "/v1/models"): models,
     ("POST", "/v1/tokenize"): tokenize,
+    ("POST", "/tokenize"): tokenize,
     ("POST", "/v1/detokenize"): detokenize,
+    ("POST", "/detokenize"): detokenize,
+    ("GET", "/ping"): ping,
+    ("GET", "/"): root,
 }

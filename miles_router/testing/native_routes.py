@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
@@ -11,23 +12,29 @@ from miles_router.testing.door import GenerationRecord
 from miles_router.testing.generate_input import GenerateInput, parse_generate
 from miles_router.testing.generate_output import OutputBuilder
 from miles_router.testing.generation import Generation, GenerationRequest
-from miles_router.testing.visit import Visit, json_object
+from miles_router.testing.sampling_params import WrongType
+from miles_router.testing.visit import Visit
 
 DONE = b"data: [DONE]\n\n"
 
 
 async def generate(visit: Visit) -> web.StreamResponse:
     """POST /generate."""
-    body = json_object(visit.body)
+    body = visit.json()
     try:
         given = parse_generate(body, visit.engine)
-        visit.engine.reserve([sample.rid for sample in given.samples])
+        async with admitted(visit, given):
+            if not given.stream:
+                answers = await all_answers(visit, given)
+                return await visit.reply.json(answers[0] if given.single else answers)
+            async for event in all_events(visit, given):
+                await visit.reply.send(encode_event(event))
+    except WrongType as error:
+        return await visit.reply.json({"error": str(error)}, 400)
     except ValueError as error:
         return await _refuse(visit, error, stream=bool(body.get("stream")))
-    try:
-        return await (_stream(visit, given) if given.stream else _whole(visit, given))
-    finally:
-        visit.engine.unreserve([sample.rid for sample in given.samples])
+    await visit.reply.send(DONE)
+    return await visit.reply.end()
 
 
 async def _refuse(visit: Visit, error: ValueError, *, stream: bool) -> web.StreamResponse:
@@ -35,29 +42,33 @@ async def _refuse(visit: Visit, error: ValueError, *, stream: bool) -> web.Strea
     if not stream:
         return await visit.reply.json({"error": {"message": str(error)}}, 400)
     refusal = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
-    await visit.reply.send(_event({"error": refusal}))
+    await visit.reply.send(encode_event({"error": refusal}))
     await visit.reply.send(DONE)
     return await visit.reply.end()
 
 
-async def _whole(visit: Visit, given: GenerateInput) -> web.StreamResponse:
-    await visit.engine.admission()
-    if given.single:
-        return await visit.reply.json(await finished(visit, given.samples[0]))
-    answers = await gather(*(finished(visit, sample) for sample in given.samples))
-    return await visit.reply.json(answers)
+@asynccontextmanager
+async def admitted(visit: Visit, given: GenerateInput) -> AsyncIterator[None]:
+    """Hold the request's rids, and wait while the worker is paused; ValueError when a rid is in use."""
+    rids = [sample.rid for sample in given.samples]
+    visit.engine.reserve(rids)
+    try:
+        await visit.engine.admission()
+        yield
+    finally:
+        visit.engine.unreserve(rids)
 
 
-async def _stream(visit: Visit, given: GenerateInput) -> web.StreamResponse:
-    await visit.engine.admission()
-    if given.single:
-        async for event in events(visit, given.samples[0]):
-            await visit.reply.send(_event(event))
-    else:
-        async for event in _merged(visit, given.samples):
-            await visit.reply.send(_event(event))
-    await visit.reply.send(DONE)
-    return await visit.reply.end()
+async def all_answers(visit: Visit, given: GenerateInput) -> list[dict[str, Any]]:
+    """The finished answer of every sample."""
+    if len(given.samples) == 1:
+        return [await finished(visit, given.samples[0])]
+    return await gather(*(finished(visit, sample) for sample in given.samples))
+
+
+def all_events(visit: Visit, given: GenerateInput) -> AsyncIterator[dict[str, Any]]:
+    """Every streamed event; with several samples each says its `index`."""
+    return events(visit, given.samples[0]) if given.single else _merged(visit, given.samples)
 
 
 async def finished(visit: Visit, sample: GenerationRequest) -> dict[str, Any]:
@@ -115,5 +126,6 @@ async def gather(*coroutines: Any) -> list[Any]:
         await asyncio.wait(tasks)
 
 
-def _event(value: Any) -> bytes:
+def encode_event(value: Any) -> bytes:
+    """A server-sent event."""
     return b"data: " + orjson.dumps(value) + b"\n\n"

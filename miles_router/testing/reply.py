@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import struct
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import orjson
@@ -14,7 +15,8 @@ from miles_router.testing.faults import Fault
 JSON = "application/json"
 TEXT = "text/plain; charset=utf-8"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
-_SERVER = "uvicorn"
+# SGLang allows every origin with credentials, which makes its answers say this.
+_OWN_HEADERS = {"server": "uvicorn", "vary": "Origin"}
 _RST_ON_CLOSE = struct.pack("ii", 1, 0)
 _REPLACING = {"hang", "reset_in_headers", "status", "garbage", "close"}
 
@@ -52,17 +54,17 @@ class Reply:
             self._close()
         await _forever()
 
-    async def json(self, value: Any, status: int = 200) -> web.StreamResponse:
+    async def json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
         """Answer with a JSON value."""
-        return await self.whole(orjson.dumps(value), JSON, status)
+        return await self._whole(status, orjson.dumps(value), {"content-type": JSON, **(headers or {})})
 
     async def text(self, text: str, status: int = 200) -> web.StreamResponse:
         """Answer with plain text."""
         return await self._whole(status, text.encode(), {"content-type": TEXT})
 
-    async def whole(self, body: bytes, content_type: str, status: int = 200) -> web.StreamResponse:
-        """Answer with these bytes."""
-        return await self._whole(status, body, {"content-type": content_type})
+    async def empty(self, status: int = 200, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
+        """Answer without a body."""
+        return await self._whole(status, b"", dict(headers or {}))
 
     async def send(self, chunk: bytes) -> None:
         """Stream a chunk; the first one starts a 200 event stream."""
@@ -82,8 +84,7 @@ class Reply:
     async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> web.StreamResponse:
         if self._fault is None or self._fault.name == "status":
             self._exchange.status = status
-            headers["server"] = _SERVER
-            return web.Response(status=status, body=body, headers=headers)
+            return web.Response(status=status, body=body, headers={**headers, **_OWN_HEADERS})
         response = await self._start(status, headers, len(body))
         await self._write_body(body)
         await self._finish_cutting()
@@ -93,7 +94,7 @@ class Reply:
     async def _start(self, status: int, headers: dict[str, str], length: int | None) -> web.StreamResponse:
         if self._fault is not None and self._fault.first_byte_s:
             await asyncio.sleep(self._fault.first_byte_s)
-        response = self._response = web.StreamResponse(status=status, headers={**headers, "server": _SERVER})
+        response = self._response = web.StreamResponse(status=status, headers={**headers, **_OWN_HEADERS})
         response.content_length = length
         self._exchange.status = status
         await response.prepare(self._request)

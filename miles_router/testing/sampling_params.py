@@ -2,11 +2,15 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 GREEDY_BELOW = 1e-6
 MAX_STOP_STRINGS = 32
+
+
+class WrongType(TypeError):
+    """A field that SGLang's schema rejects; the message is the one that it answers with."""
 
 
 @dataclass(slots=True)
@@ -40,13 +44,13 @@ class SamplingParams:
     logit_bias: dict[str, float] | None = None
     custom_params: dict[str, Any] | None = None
     watermark: Any = None
+    choice: list[str] | None = None
 
     @classmethod
     def from_json(cls, given: Mapping[str, Any]) -> "SamplingParams":
-        """Null means "the default" for every field but `max_new_tokens`; ValueError with SGLang's words."""
-        unknown = given.keys() - _FIELD_NAMES
-        if unknown:
-            raise TypeError(f"Unexpected keyword argument '{min(unknown)}'")
+        """Null means "the default" for every field but `max_new_tokens`. WrongType and ValueError in SGLang's words."""
+        for name, value in given.items():
+            _check_type(name, value)
         kept = {name: value for name, value in given.items() if value is not None or name == "max_new_tokens"}
         params = cls(**kept)
         params.verify()
@@ -119,4 +123,67 @@ class SamplingParams:
         ]
 
 
-_FIELD_NAMES = frozenset(field.name for field in fields(SamplingParams))
+# In the order in which SGLang lists them when it meets another.
+_TYPES = {
+    "max_new_tokens": "i64",
+    "stop": "StringOrList",
+    "stop_token_ids": "a sequence",
+    "stop_regex": "StringOrList",
+    "temperature": "f64",
+    "top_p": "f64",
+    "top_k": "i64",
+    "min_p": "f64",
+    "frequency_penalty": "f64",
+    "presence_penalty": "f64",
+    "repetition_penalty": "f64",
+    "min_new_tokens": "i64",
+    "n": "i64",
+    "json_schema": "a string",
+    "regex": "a string",
+    "ebnf": "a string",
+    "structural_tag": "a string",
+    "ignore_eos": "a boolean",
+    "skip_special_tokens": "a boolean",
+    "spaces_between_special_tokens": "a boolean",
+    "no_stop_trim": "a boolean",
+    "stream_interval": "i64",
+    "logit_bias": "a map",
+    "sampling_seed": "i64",
+    "custom_params": "anything",
+    "beam_width": "i64",
+    "watermark": "anything",
+    "choice": "a sequence",
+}
+_ACCEPTED: dict[str, tuple[type, ...]] = {
+    "i64": (int,),
+    "f64": (int, float),
+    "a string": (str,),
+    "a boolean": (bool,),
+    "a sequence": (list,),
+    "a map": (dict,),
+    "StringOrList": (str, list),
+    "anything": (object,),
+}
+
+
+def _check_type(name: str, value: Any) -> None:
+    expected = _TYPES.get(name)
+    if expected is None:
+        listed = ", ".join(f"`{known}`" for known in _TYPES)
+        raise WrongType(f"unknown field `{name}`, expected one of {listed}")
+    if value is None or type(value) in _ACCEPTED[expected] or expected == "anything":
+        return
+    if expected == "StringOrList":
+        expected = "a value or an array of values for StringOrList"
+    raise WrongType(f"invalid type: {_shown(value)}, expected {expected}")
+
+
+def _shown(value: Any) -> str:
+    """A value the way serde names it in its errors."""
+    if isinstance(value, bool):
+        return f"boolean `{str(value).lower()}`"
+    if isinstance(value, (list, dict)):
+        return "sequence" if isinstance(value, list) else "map"
+    if isinstance(value, str):
+        return f'string "{value}"'
+    return f"{'integer' if isinstance(value, int) else 'floating point'} `{value}`"

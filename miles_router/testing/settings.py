@@ -22,3 +22,8 @@ class Settings:
     """SGLang looks for the health token once a second."""
     health_timeout_s: float
     started_at: int
+
+    @property
+    def has_parser(self) -> bool:
+        """Whether a tool call or reasoning parser was configured, whatever a request asks."""
+        return bool(self.tool_call_parser or self.reasoning_parser)

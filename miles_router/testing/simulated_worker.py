@@ -7,24 +7,29 @@ import logging
 import socket
 import time
 from types import TracebackType
+from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 import aiohttp
 from aiohttp import web
 
+from miles_router.testing.chat_routes import chat_completions
+from miles_router.testing.completions_routes import completions
+from miles_router.testing.constrained import stop_id
 from miles_router.testing.control_routes import CONTROL_ROUTES, Route
 from miles_router.testing.door import Door, Exchange
 from miles_router.testing.engine import Engine
 from miles_router.testing.faults import Faults
 from miles_router.testing.generation import Model
 from miles_router.testing.info_routes import INFO_ROUTES, model
+from miles_router.testing.messages_routes import messages
 from miles_router.testing.moe import MoeShape
 from miles_router.testing.native_routes import generate
 from miles_router.testing.reply import Reply, reset
 from miles_router.testing.sampling import Sampler
 from miles_router.testing.settings import Settings
-from miles_router.testing.vocabulary import Tokenizer, ToyTokenizer
 from miles_router.testing.visit import Refusal, Visit
+from miles_router.testing.vocabulary import Tokenizer, ToyTokenizer
 
 logger = logging.getLogger("miles_router.testing.worker")
 
@@ -33,11 +38,15 @@ _ROUTES: dict[tuple[str, str], Route] = {
     **INFO_ROUTES,
     ("POST", "/generate"): generate,
     ("PUT", "/generate"): generate,
+    ("POST", "/v1/chat/completions"): chat_completions,
+    ("POST", "/v1/completions"): completions,
+    ("POST", "/v1/messages"): messages,
 }
 _PATHS: dict[str, list[str]] = {}
 for _method, _path in _ROUTES:
     _PATHS.setdefault(_path, []).append(_method)
 _OPEN_WITHOUT_KEY = ("/health", "/metrics")
+_MAX_BODY_BYTES = 1 << 40
 _REGISTRATION_RETRY_S = 0.2
 
 
@@ -69,6 +78,7 @@ class SimulatedWorker:
         stop_probability: float = 1 / 256,
         tool_call_parser: str | None = "qwen25",
         reasoning_parser: str | None = None,
+        enable_lora: bool = False,
         health_latency_s: float = 0.0,
         health_timeout_s: float = 20.0,
         door_limit: int = 10_000,
@@ -90,6 +100,7 @@ class SimulatedWorker:
             weight_version=weight_version,
             token_latency_s=token_latency_s,
             replica=replica,
+            enable_lora=enable_lora,
         )
         self.door = Door(door_limit)
         self.faults = Faults()
@@ -126,6 +137,15 @@ class SimulatedWorker:
     def running(self) -> int:
         """Generations that the engine works on now."""
         return len(self.engine.running)
+
+    def say(self, answer: str | list[int]) -> None:
+        """Make the next generation answer this, then stop. Repeat it to plan several, each used once.
+
+        A text is encoded; ids are sampled exactly as given. A stop id is added where the end is none.
+        """
+        ids = self.tokenizer.encode(answer) if isinstance(answer, str) else list(answer)
+        ended = bool(ids) and ids[-1] in self.tokenizer.eos_token_ids
+        self.engine.scripts.append(ids if ended else [*ids, stop_id(self.tokenizer)])
 
     async def __aenter__(self) -> "SimulatedWorker":
         await self.start()
@@ -222,9 +242,10 @@ class SimulatedWorker:
                     logger.info("the router at %s does not answer yet: %s", router_url, error)
                 await asyncio.sleep(_REGISTRATION_RETRY_S)
 
-    def _make_request(self, *parts: object) -> web.BaseRequest:
+    @staticmethod
+    def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         loop = asyncio.get_running_loop()
-        return web.BaseRequest(*parts, loop, client_max_size=1 << 40)  # type: ignore[arg-type]
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=_MAX_BODY_BYTES)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         exchange = Exchange(request.method, request.raw_path, request.raw_headers)
@@ -244,11 +265,11 @@ class SimulatedWorker:
 
     async def _route(self, request: web.BaseRequest, exchange: Exchange, reply: Reply) -> web.StreamResponse:
         path = unquote(exchange.path)
-        route = _find_route(request.method, path)
-        if isinstance(route, int):
-            return await reply.json({"detail": "Method Not Allowed" if route == 405 else "Not Found"}, route)
         if not self._authorized(request, path):
             return await reply.json({"error": "Unauthorized"}, 401)
+        route = _find_route(request.method, path)
+        if route is None:
+            return await _no_route(reply, path, exchange.target)
         visit = Visit(
             body=_decoded(request, exchange.body),
             query=dict(parse_qsl(exchange.target.partition("?")[2])),
@@ -282,14 +303,21 @@ def load_tokenizer(given: str | Tokenizer | None) -> Tokenizer:
     return DirectoryTokenizer(given)
 
 
-def _find_route(method: str, path: str) -> Route | int:
-    """The route, or the status that FastAPI answers without one."""
+def _find_route(method: str, path: str) -> Route | None:
     route = _ROUTES.get((method, path))
     if route is None and method == "GET" and path.startswith("/v1/models/"):
         return model
-    if route is None:
-        return 405 if path in _PATHS else 404
     return route
+
+
+async def _no_route(reply: Reply, path: str, target: str) -> web.StreamResponse:
+    """What FastAPI answers where it has no route for the path, or none for the method."""
+    if path in _PATHS:
+        return await reply.json({"detail": "Method Not Allowed"}, 405, {"allow": ", ".join(_PATHS[path])})
+    if path.endswith("/") and path.rstrip("/") in _PATHS:
+        where, question, query = target.partition("?")
+        return await reply.empty(307, {"location": where.rstrip("/") + question + query})
+    return await reply.json({"detail": "Not Found"}, 404)
 
 
 def _decoded(request: web.BaseRequest, body: bytes) -> bytes:

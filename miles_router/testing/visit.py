@@ -1,5 +1,6 @@
 """One request on its way through the worker's routes, and how a route refuses it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,32 +34,47 @@ class Visit:
     engine: Engine
     settings: Settings
 
+    @property
+    def says_json(self) -> bool:
+        """Whether the content type is JSON; FastAPI does not look into any other body."""
+        kind = self.content_type.partition(";")[0].strip().lower()
+        return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+    def json(self) -> dict[str, Any]:
+        """The body as a JSON object; Refusal with 400 when it is anything else."""
+        if not self.body:
+            raise invalid_body({"type": "missing", "loc": ("body",), "msg": "Field required", "input": None})
+        value = self._parsed() if self.says_json else self.body
+        if not isinstance(value, dict):
+            problem = {
+                "type": "dataclass_type",
+                "loc": ("body",),
+                "msg": "Input should be a dictionary",
+                "input": value,
+            }
+            raise invalid_body(problem)
+        return value
+
+    def optional_json(self) -> dict[str, Any]:
+        """Like `json()`, but no body is an empty object."""
+        return self.json() if self.body else {}
+
+    def _parsed(self) -> Any:
+        try:
+            return orjson.loads(self.body)
+        except orjson.JSONDecodeError as error:
+            place, context = ("body", error.pos), {"error": error.msg}
+            problem = {"type": "json_invalid", "loc": place, "msg": "JSON decode error", "input": {}, "ctx": context}
+            raise invalid_body(problem) from error
+
 
 def error_object(message: str, status: int, kind: str = "BadRequestError") -> dict[str, Any]:
     """SGLang's OpenAI-style error."""
     return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
 
 
-def invalid_body(message: str) -> Refusal:
-    """What FastAPI's validation errors become in SGLang."""
+def invalid_body(*problems: Mapping[str, Any]) -> Refusal:
+    """What FastAPI's validation errors become in SGLang; each problem has its `type`, `loc` and `msg`."""
+    count = f"{len(problems)} validation error{'s' if len(problems) > 1 else ''}"
+    message = count + ":" + "".join(f"\n  {dict(problem)}" for problem in problems)
     return Refusal(400, error_object(message, 400, "Bad Request"))
-
-
-def json_object(body: bytes) -> dict[str, Any]:
-    """The body as a JSON object; Refusal with 400 when it is anything else."""
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise invalid_body(
-            f"1 validation error:\n  {{'type': 'json_invalid', 'msg': 'JSON decode error', 'ctx': {error}}}"
-        ) from error
-    if not isinstance(value, dict):
-        raise invalid_body(
-            "1 validation error:\n  {'type': 'model_attributes_type', 'msg': 'Input should be an object'}"
-        )
-    return value
-
-
-def optional_json_object(body: bytes) -> dict[str, Any]:
-    """Like `json_object`, but no body is an empty object."""
-    return json_object(body) if body.strip() else {}

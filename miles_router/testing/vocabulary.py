@@ -7,6 +7,7 @@ the visible text, and a few ids decode to nothing at all.
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
 from miles_router.testing.chat_template import render_chatml
@@ -36,15 +37,15 @@ _WORDS = (
     "number great tell men say small every found still between name should home big give air line set own under read "
     "last never us left end along while might next sound below saw something thought both few those always show large "
     "token text model user assistant system answer question step number value return class import print self None True"
-).split()
+)
 _FRAGMENTS = (
     "in er on an re he at en or es st nd ti ar te se ng al it as is ha et ou le ve co me de hi ri ro ic ne ea ra ce li "
     "ch ll be ma si om ur ing ion ent ter tion ed ly ment ness able est ist ous ive th qu wh sh ck gh ph tr pr pl cl"
-).split()
+)
 _SYMBOLS = (
-    '  ,    ,\n,\n\n,\t,. ,.\n,!\n,: ,; ,? ,()[],(),[],{},{","},": ,", ",==,!=,<=,>=,->,=>,//,/*,*/,**,--,...,```,\'s,\'t,\'re,'
-    " =, +, -, (,<|,|>,10,20,12,100,000,2024,+=,::,__"
-).split(",")
+    '  §    §\n§\n\n§\t§. §.\n§!\n§: §; §? §, §()§[]§{}§{"§"}§": §", "§ "§==§!=§<=§>='
+    "§->§=>§//§/*§*/§**§--§...§```§'s§'t§'re§ =§ +§ -§ (§<|§|>§10§20§12§100§000§2024§+=§::§__"
+)
 _CHARACTERS = "éèüñçßøåëïаеинорстכשلم的一是不了人我在有他这中大来上国世界你好日本語한국어あいうえお€∑→✓😀🎉🚀👍🤖💡"
 _CHARACTER_RUNS = ("你好", "世界", "中国", "日本", "한국", "привет", "👍🏽", "👨‍👩‍👧", "é́", "ну")
 
@@ -67,6 +68,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of `ids`; bytes that are no character are U+FFFD."""
 
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one id stands for, special tokens included."""
+
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The chat template's text, ready for the assistant's turn."""
 
@@ -75,14 +79,14 @@ def _fragments_of_characters() -> list[bytes]:
     """Pieces that begin, end or straddle characters, as byte-level BPE has them."""
     encoded = [character.encode() for character in _CHARACTERS if len(character.encode()) > 2]
     heads = [raw[:cut] for raw in encoded for cut in range(2, len(raw))]
-    straddling = [left[-1:] + right[:2] for left, right in zip(encoded, encoded[1:], strict=False)]
+    straddling = [left[-1:] + right[:2] for left, right in pairwise(encoded)]
     return heads + straddling
 
 
 def _toy_pieces() -> list[bytes]:
     """Every ordinary token's bytes, index = id; the first 256 are the single bytes."""
-    words = [form for word in _WORDS for form in (word, " " + word, " " + word.capitalize())]
-    texts = [*_FRAGMENTS, *_SYMBOLS, *_CHARACTERS, *_CHARACTER_RUNS, *words]
+    words = [form for word in _WORDS.split() for form in (word, " " + word, " " + word.capitalize())]
+    texts = [*_FRAGMENTS.split(), *_SYMBOLS.split("§"), *_CHARACTERS, *_CHARACTER_RUNS, *words]
     ordinary = VOCAB_SIZE - len(SPECIAL_TOKENS) - len(MARKUP_TOKENS) - UNUSED_IDS
     pieces = dict.fromkeys(bytes([value]) for value in range(256))
     pieces.update(dict.fromkeys(text.encode() for text in texts if text))
@@ -101,18 +105,16 @@ class ToyTokenizer:
     vocab_size = VOCAB_SIZE
 
     def __init__(self) -> None:
-        self._pieces = _toy_pieces()
+        pieces = _toy_pieces()
+        self._ids = {piece: token for token, piece in enumerate(pieces)}
+        self._longest = max(map(len, pieces))
         added = [*MARKUP_TOKENS, *SPECIAL_TOKENS]
-        self._added = {text: len(self._pieces) + offset for offset, text in enumerate(added)}
-        self._pieces += [text.encode() for text in added]
-        self._pieces += [b""] * (VOCAB_SIZE - len(self._pieces))
-        self._special_ids = frozenset(self._added[text] for text in SPECIAL_TOKENS)
-        self.eos_token_ids = frozenset({self._added["<|endoftext|>"], self._added["<|im_end|>"]})
-        self._ids = {
-            piece: token for token, piece in enumerate(self._pieces) if piece and token < self._added["<think>"]
-        }
-        self._longest = max(map(len, self._ids))
+        self._added = {text: len(pieces) + offset for offset, text in enumerate(added)}
         self._added_pattern = re.compile("(" + "|".join(map(re.escape, added)) + ")")
+        self._all = dict(enumerate([*pieces, *(text.encode() for text in added)]))
+        special = {self._added[text] for text in SPECIAL_TOKENS}
+        self._visible = {token: piece for token, piece in self._all.items() if token not in special}
+        self.eos_token_ids = frozenset({self._added["<|endoftext|>"], self._added["<|im_end|>"]})
 
     def token_id(self, text: str) -> int:
         """The id of one added token (`"<|im_end|>"`); KeyError for any other text."""
@@ -139,13 +141,12 @@ class ToyTokenizer:
                     break
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        pieces = self._pieces
-        if skip_special_tokens:
-            hidden = self._special_ids
-            raw = b"".join([pieces[token] for token in ids if token not in hidden])
-        else:
-            raw = b"".join([pieces[token] for token in ids])
+        piece = (self._visible if skip_special_tokens else self._all).get
+        raw = b"".join([piece(token, b"") for token in ids])
         return raw.decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        return self._all.get(token, b"")
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         return render_chatml(messages, tools=options.get("tools"))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-LAUNCHER = HERE / "launch_worker.py"
+NURSERY = HERE / "nursery.py"
 OLDEST_PYTHON = (3, 11)  # the oldest that the pinned SGLang is built for
 
 

@@ -1,23 +1,18 @@
 """Start a real SGLang worker on a CPU: `python launch_worker.py --model-path DIR --port N [any SGLang flag]`.
 
 SGLang's HTTP server, tokenizer manager, scheduler, radix cache, sampler and protocol run as they are. Only what a
-machine without a GPU lacks is taken out of the way, in every process SGLang spawns (each re-imports this file as
-`__mp_main__`): compiled packages, pinned host memory and the registration of host memory with CUDA.
+machine without a GPU lacks is taken out of the way (compiled packages, pinned host memory, the registration of host
+memory with CUDA), and its processes are forked instead of spawned, because importing SGLang takes each of them 8 s.
 """
 
+import multiprocessing
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing here is worth the time and the compiler it would take
 sys.path.insert(0, str(Path(__file__).resolve().parent / "shims"))
-
-import stand_ins  # noqa: E402
-
-stand_ins.install()
-
-import torch  # noqa: E402
 
 CPU_FLAGS = [
     *("--device", "cpu"),
@@ -27,30 +22,63 @@ CPU_FLAGS = [
     *("--cuda-graph-backend-prefill", "disabled"),
     *("--mem-fraction-static", "0.1"),
     *("--max-total-tokens", "16384"),
+    *("--max-running-requests", "256"),  # each reserves a table as long as the context
 ]
 
 
-def unpinned(allocate):
+def prepare() -> None:
+    """Makes this process able to import and run SGLang; before anything imports torch."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing here is worth a C++ compiler's time
+    import stand_ins
+
+    stand_ins.install()
+    allow_unpinned_host_memory()
+    fork_instead_of_spawn()
+
+
+def allow_unpinned_host_memory() -> None:
+    import sglang.srt.mem_cache.pool_host.common as pool_host
+    import torch
+
+    pool_host._cuda_host_register = lambda *args, **kwargs: None
+    torch.empty, torch.zeros = unpinned(torch.empty), unpinned(torch.zeros)
+
+
+def unpinned(allocate: Callable[..., Any]) -> Callable[..., Any]:
     """`torch.empty` and `torch.zeros` without `pin_memory`, which needs a CUDA driver."""
 
-    def allocate_unpinned(*args, **kwargs):
+    def allocate_unpinned(*args: Any, **kwargs: Any) -> Any:
         kwargs.pop("pin_memory", None)
         return allocate(*args, **kwargs)
 
     return allocate_unpinned
 
 
-def allow_unpinned_host_memory() -> None:
-    import sglang.srt.mem_cache.pool_host.common as pool_host
+def fork_instead_of_spawn() -> None:
+    """SGLang insists on `spawn` for CUDA's sake. It makes its processes before it starts threads, so fork is safe."""
+    multiprocessing.set_start_method("fork", force=True)
+    multiprocessing.set_start_method = lambda *args, **kwargs: None
 
-    pool_host._cuda_host_register = lambda *args, **kwargs: None
-    torch.empty, torch.zeros = unpinned(torch.empty), unpinned(torch.zeros)
+
+def preload() -> None:
+    """Imports what a worker needs, so that processes forked from this one share it."""
+    import sglang.srt.entrypoints.http_server
+    import sglang.srt.managers.scheduler
+    import sglang.srt.managers.tp_worker  # noqa: F401
+    from sglang.srt.models.registry import ModelRegistry
+
+    ModelRegistry.get_supported_archs()
 
 
-allow_unpinned_host_memory()
-
-if __name__ == "__main__":
+def serve(flags: Sequence[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
-    run_server(prepare_server_args(CPU_FLAGS + sys.argv[1:]))
+    run_server(prepare_server_args([*CPU_FLAGS, *flags]))
+
+
+if __name__ == "__main__":
+    prepare()
+    preload()
+    serve(sys.argv[1:])

@@ -70,7 +70,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install() -> None:
     # These two look for triton and torchvision once, as they are imported, and must not find the stand-ins.
-    import torch._dynamo
+    import torch._dynamo  # noqa: F401
     import transformers.image_utils  # noqa: F401
 
     sys.meta_path.insert(0, Finder())

@@ -1,0 +1,89 @@
+# What people type: `make demo` and `make test` need python3 (3.10 or later) and make; the rest is fetched.
+# Everything else: `make help`.
+
+PYTHON ?= python3
+VENV ?= .venv
+WORKER ?= simulated
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off
+DEMO := $(BIN)/python -m miles_router.testing.demo
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+
+say = printf '\n==> %s\n' "$(1)"
+# Install a Debian package where we may; fail where we may not.
+apt = { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && printf '==> apt-get install %s\n' "$(1)" \
+	&& export DEBIAN_FRONTEND=noninteractive && apt-get -qq update && apt-get -qq install -y $(1) >/dev/null; }
+
+.PHONY: help demo test install lint types imports unit sglang bench npm
+
+help: ## this list
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
+
+demo: $(VENV)/.installed ## rollouts over two workers; WORKER=sglang takes two real SGLang workers
+	@$(MAKE) --no-print-directory demo-$(WORKER)
+
+test: install lint types imports sglang ## everything that is checked, with real SGLang workers
+	@$(call say,tests)
+	@$(BIN)/pytest
+	@$(call say,all checks passed)
+
+install: $(VENV)/.installed-dev ## the virtual environment with the package and its development tools
+
+lint: install ## formatting and style
+	@$(call say,ruff)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+
+types: install ## static types
+	@$(call say,mypy)
+	@$(BIN)/mypy
+
+imports: install ## who may import whom
+	@$(call say,import-linter)
+	@$(BIN)/lint-imports
+
+unit: install ## the tests that need no SGLang
+	@$(BIN)/pytest -m "not sglang"
+
+sglang: install npm ## the environment and the models of the real SGLang workers (1.6 GB, cached)
+	@$(call say,the SGLang environment)
+	@$(BIN)/python tests/sglang/environment.py
+
+bench: install ## overhead against direct, nginx and sglang-router (needs nginx and wrk)
+	@$(BIN)/python tests/benchmarks/passthrough.py
+
+# The parts of the above
+
+.PHONY: demo-simulated demo-sglang
+
+demo-simulated:
+	@$(DEMO)
+
+demo-sglang: npm
+	@$(call say,the SGLang environment)
+	@set -e; found=$$($(BIN)/python tests/sglang/environment.py); \
+	python=$$(echo "$$found" | sed -n 's/^python  *//p'); model=$$(echo "$$found" | sed -n 's/^dense model  *//p'); \
+	OMP_NUM_THREADS=1 $(DEMO) --worker sglang \
+	  --worker-command "'$$python' tests/sglang/launch_worker.py --model-path '$$model'"
+
+npm:
+	@command -v npm >/dev/null || $(call apt,npm) || echo "npm is absent: the SGLang workers' tokenizer comes from it." \
+	  "Install npm, or use 'make unit', unless the models are built already."
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "python3 must be 3.10 or later"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); $(call apt,python3-venv) && $(PYTHON) -m venv $(VENV); }
+	@$(PIP) --upgrade pip
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	@$(call say,installing miles-router into $(VENV))
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	@$(call say,installing miles-router and its development tools into $(VENV))
+	@$(PIP) -e '.[dev]'
+	@touch $(VENV)/.installed $@

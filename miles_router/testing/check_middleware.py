@@ -1,0 +1,271 @@
+"""The middleware contract as a suite that anybody's class can be held against, without sockets or a test runner.
+
+Each clause builds the layer around a small inner app, drives it as the router would on a path that no middleware has a
+reason to touch, and says what broke. `miles-router check pkg.module.Class` prints the verdicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from typing import Any, Protocol
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class ASGIApp(Protocol):
+    """A layer, and what it wraps."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None: ...
+
+
+#: Makes the layer under test around an inner app; the suite's own `Make` has entered its lifespan too.
+Build = Callable[[ASGIApp], ASGIApp]
+Make = Callable[[ASGIApp], Awaitable[ASGIApp]]
+
+#: Seconds a clause may take before the layer counts as stuck.
+PATIENCE = 5.0
+CONCURRENT = 100
+
+
+class Broken(AssertionError):
+    """A clause that does not hold; the message says how."""
+
+
+class _InnerError(Exception):
+    """Raised by the inner app, to see whether it arrives outside as itself."""
+
+
+def _scope(body: bytes = b"") -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/miles-router-check",
+        "raw_path": b"/miles-router-check",
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/octet-stream"), (b"content-length", b"%d" % len(body))],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+        "state": {},
+    }
+
+
+class _Client:
+    """The outside: gives one request body, then waits until it leaves; keeps what is sent to it."""
+
+    def __init__(self, body: bytes = b"") -> None:
+        self.sent: list[Message] = []
+        self.left = asyncio.Event()
+        self._body: bytes | None = body
+        self._news = asyncio.Event()
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+        self._news.set()
+
+    @property
+    def body(self) -> bytes:
+        return b"".join(m.get("body", b"") for m in self.sent if m["type"] == "http.response.body")
+
+    async def has(self, expected: bytes) -> None:
+        while self.body != expected:
+            self._news.clear()
+            await self._news.wait()
+
+
+async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
+    body = b""
+    while (message := await receive())["type"] == "http.request":
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    await send({"type": "http.response.start", "status": 207, "headers": [(b"x-inner", b"1"), (b"x-inner", b"2")]})
+    await asyncio.sleep(0)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _foreign_path_untouched(make: Make) -> None:
+    client = _Client(b"\x00 not JSON \xff")
+    layer = await make(_echo)
+    await layer(_scope(b"\x00 not JSON \xff"), client.receive, client.send)
+    if not client.sent or client.sent[0].get("status") != 207 or client.body != b"\x00 not JSON \xff":
+        raise Broken("a request on a path it has no business with came back changed")
+    inner = [value for name, value in client.sent[0]["headers"] if name == b"x-inner"]
+    if inner != [b"1", b"2"]:
+        raise Broken("repeated reply headers were lost")
+
+
+async def _chunk_by_chunk(make: Make) -> None:
+    client = _Client()
+    seen = asyncio.Event()
+
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first ", "more_body": True})
+        await seen.wait()  # the second chunk exists only after the client has the first
+        await send({"type": "http.response.body", "body": b"second"})
+
+    running = asyncio.ensure_future((await make(inner))(_scope(), client.receive, client.send))
+    try:
+        await asyncio.wait_for(client.has(b"first "), PATIENCE)
+        seen.set()
+        await asyncio.wait_for(running, PATIENCE)
+    except asyncio.TimeoutError:
+        raise Broken("it holds a streamed reply back instead of passing each chunk on") from None
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+    if client.body != b"first second":
+        raise Broken("a streamed reply arrived changed")
+
+
+async def _errors_pass(make: Make) -> None:
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        raise _InnerError
+
+    client = _Client()
+    try:
+        await (await make(inner))(_scope(), client.receive, client.send)
+    except _InnerError:
+        return
+    raise Broken("an error of the inner app was swallowed or changed its type")
+
+
+async def _disconnect_arrives(make: Make) -> None:
+    client = _Client()
+    told = asyncio.Event()
+
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        client.left.set()
+        if (await receive())["type"] == "http.disconnect":
+            told.set()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    await (await make(inner))(_scope(), client.receive, client.send)
+    if not told.is_set():
+        raise Broken("the inner app is not told that the client left, so the engine would go on generating")
+
+
+async def _cancellation(make: Make) -> None:
+    reached, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        reached.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    before = asyncio.all_tasks()
+    client = _Client()
+    running = asyncio.ensure_future((await make(inner))(_scope(), client.receive, client.send))
+    await asyncio.wait_for(reached.wait(), PATIENCE)
+    running.cancel()
+    await asyncio.wait({running}, timeout=PATIENCE)
+    if not running.cancelled():
+        raise Broken("cancelling the request did not end it")
+    if not cancelled.is_set():
+        raise Broken("the inner app was not cancelled with the request")
+    if left := [task for task in asyncio.all_tasks() - before - {running} if not task.done()]:
+        raise Broken(f"a cancelled request leaves tasks behind: {', '.join(task.get_name() for task in left)}")
+
+
+async def _many_at_once(make: Make) -> None:
+    first, second = await make(_echo), await make(_echo)  # two instances, which must not share state
+
+    async def one(number: int) -> bool:
+        body = b"request %d" % number
+        client = _Client(body)
+        await (first if number % 2 else second)(_scope(body), client.receive, client.send)
+        return client.body == body
+
+    if not all(await asyncio.gather(*(one(number) for number in range(CONCURRENT)))):
+        raise Broken(f"{CONCURRENT} requests at once were mixed up")
+
+
+async def _other_scopes(make: Make) -> None:
+    reached: list[str] = []
+
+    async def inner(scope: Scope, receive: Receive, send: Send) -> None:
+        reached.append(scope["type"])
+
+    client = _Client()
+    await (await make(inner))(
+        {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}, client.receive, client.send
+    )
+    if reached != ["lifespan"]:
+        raise Broken("scopes other than http must be passed on untouched")
+
+
+async def _capabilities(make: Make) -> None:
+    layer: Any = await make(_echo)
+    if hasattr(layer, "lifespan"):
+        entered = layer.lifespan()
+        if not isinstance(entered, AbstractAsyncContextManager):
+            raise Broken("lifespan() must return an async context manager")
+    if hasattr(layer, "routes") and not all(hasattr(route, "path") for route in layer.routes()):
+        raise Broken("routes() must return Starlette routes with a path")
+    if hasattr(layer, "metrics") and not all(callable(getattr(each, "collect", None)) for each in layer.metrics()):
+        raise Broken("metrics() must return prometheus_client collectors")
+
+
+CLAUSES: dict[str, Callable[[Make], Awaitable[None]]] = {
+    "leaves a foreign path untouched": _foreign_path_untouched,
+    "passes a streamed reply on chunk by chunk": _chunk_by_chunk,
+    "lets errors through as themselves": _errors_pass,
+    "tells the inner app when the client leaves": _disconnect_arrives,
+    "survives cancellation and leaves no task": _cancellation,
+    f"keeps {CONCURRENT} concurrent requests and two instances apart": _many_at_once,
+    "passes other scopes on": _other_scopes,
+    "has well-formed capabilities": _capabilities,
+}
+
+
+async def check_middleware(build: Build) -> list[tuple[str, str | None]]:
+    """Hold the layer that `build(inner)` makes against every clause of the contract.
+
+    Returns:
+        Pairs of clause and problem; a problem of None means that the clause holds.
+    """
+    return [(clause, await _verdict(check, build)) for clause, check in CLAUSES.items()]
+
+
+async def _verdict(check: Callable[[Make], Awaitable[None]], build: Build) -> str | None:
+    async with AsyncExitStack() as lifespans:
+
+        async def make(inner: ASGIApp) -> ASGIApp:
+            layer: Any = build(inner)
+            if hasattr(layer, "lifespan"):
+                await lifespans.enter_async_context(layer.lifespan())
+            made: ASGIApp = layer
+            return made
+
+        try:
+            await asyncio.wait_for(check(make), 2 * PATIENCE)
+        except Broken as broken:
+            return str(broken)
+        except asyncio.TimeoutError:
+            return "it does not answer"
+        except Exception as error:  # noqa: BLE001 - a foreign class may fail in any way: that is the verdict
+            return f"{type(error).__name__}: {error}"
+    return None

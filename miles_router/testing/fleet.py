@@ -1,0 +1,97 @@
+"""The demo's child processes: started with a log each, waited for, and ended together."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+STOP_PATIENCE = 15.0
+POLL = 0.1
+
+T = TypeVar("T")
+
+
+class ProcessError(Exception):
+    """A child that does not do what it should; the message shows the end of its log."""
+
+
+class Process:
+    """A child in a process group of its own: Ctrl-C reaches only us, and we end the whole group."""
+
+    def __init__(self, name: str, command: Sequence[str], logs: Path) -> None:
+        self.name = name
+        self._log = logs / f"{name.replace(' ', '-')}.log"
+        with self._log.open("wb") as log:
+            self._child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    @property
+    def output(self) -> str:
+        """Everything it has said so far."""
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    async def until(self, what: str, seconds: float, ready: Callable[[], Awaitable[T | None]]) -> T:
+        """What `ready` gives as soon as it gives something.
+
+        Raises:
+            ProcessError: the process ended before, or the time is up.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if (result := await ready()) is not None:
+                return result
+            if self._child.poll() is not None:
+                raise self._error(f"ended with status {self._child.returncode}")
+            await asyncio.sleep(POLL)
+        raise self._error(f"did not {what} within {seconds:g} s")
+
+    def _error(self, problem: str) -> ProcessError:
+        return ProcessError("\n    ".join([f"the {self.name} {problem}; it said:", *self.output.splitlines()[-15:]]))
+
+    def wait(self, deadline: float) -> None:
+        """Until it has ended or `time.monotonic()` reaches `deadline`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._child.wait(max(0.0, deadline - time.monotonic()))
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the whole group, if any of it is left."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, number)
+
+
+class Fleet:
+    """Processes that end together. `logs` is a directory for what they say."""
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._running: list[Process] = []
+
+    def start(self, name: str, *command: str) -> Process:
+        process = Process(name, command, self._logs)
+        self._running.append(process)
+        return process
+
+    def stop(self) -> None:
+        """Ask all to end; whatever is left after a while is killed."""
+        for process in self._running:
+            process.signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_PATIENCE
+        for process in self._running:
+            process.wait(deadline)
+            process.signal(signal.SIGKILL)
+            process.wait(time.monotonic() + STOP_PATIENCE)
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port

@@ -1,0 +1,168 @@
+"""The client goes away: within a second the worker's connection is closed, so that its engine stops generating."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.support.http import Client, request
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import HANG, RESET, Visit, chunk, chunked_head, head, script
+from tests.support.stage import WITHIN, Stage
+from tests.support.waiting import until
+
+leaves = pytest.mark.parametrize("leave", [Client.abort, Client.reset], ids=["closes", "resets"])
+EVENT = b'data: {"text": "a"}\n\n'
+BIG = b"x" * 2**20
+
+
+async def asked(stage: Stage, *, retries: int = 3) -> tuple[RunningRouter, Client]:
+    """A router with two workers that never answer, and a client whose request one of them holds."""
+    workers = [(await stage.worker()).always(script(HANG)) for _ in range(2)]
+    router = await stage.router(*workers, max_retries=retries)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", body=b"{}"))
+    await until(lambda: sum(worker.busy for worker in workers) == 1, "a worker has the request")
+    return router, client
+
+
+async def assert_given_up(stage: Stage, router: RunningRouter, *, leavers: int = 1) -> None:
+    """No lease, no task, no busy worker within a second; nobody was asked again."""
+    assert await stage.nothing_under_way() < WITHIN
+    assert sum(len(worker.requests) for worker in stage.workers) == leavers
+    await until(lambda: router.app.router.metrics.client_disconnects == leavers, "the leaving is counted")
+
+
+def watched() -> bool:
+    """The router has begun to look whether its client is still there."""
+    return any(task.get_name() == "watch client" for task in asyncio.all_tasks())
+
+
+@leaves
+async def test_while_the_head_is_awaited_at_once(stage: Stage, leave: object) -> None:
+    router, client = await asked(stage)
+    assert callable(leave)
+    leave(client)
+    await assert_given_up(stage, router)
+
+
+@leaves
+async def test_while_the_head_is_awaited_later(stage: Stage, leave: object) -> None:
+    router, client = await asked(stage)
+    assert callable(leave)
+    await until(watched, "the client is watched")
+    leave(client)
+    await assert_given_up(stage, router)
+
+
+@leaves
+async def test_in_the_middle_of_a_stream(stage: Stage, leave: object) -> None:
+    worker = (await stage.worker()).always(script(chunked_head(), chunk(EVENT), HANG))
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    assert callable(leave)
+    await client.send(request("POST", "/generate", body=b"{}"))
+    await client.read_head()
+    assert await client.read_part() == EVENT
+    leave(client)
+    await assert_given_up(stage, router)
+
+
+async def test_in_the_middle_of_a_stream_that_never_pauses(stage: Stage) -> None:
+    async def endless(visit: Visit) -> None:
+        await visit.read_body()
+        await visit.write(chunked_head())
+        while True:
+            await visit.write(chunk(EVENT))
+
+    worker = (await stage.worker()).always(endless)
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", body=b"{}"))
+    await client.read_head()
+    for _ in range(100):
+        await client.read_part()
+    client.reset()
+    await assert_given_up(stage, router)
+
+
+@leaves
+@pytest.mark.parametrize("framing", ["chunked", "content-length"])
+async def test_while_it_reads_nothing_of_a_big_reply(stage: Stage, leave: object, framing: str) -> None:
+    """All buffers on the way are full and everybody waits for the client, which leaves."""
+    written = 0
+
+    async def flood(visit: Visit) -> None:
+        nonlocal written
+        await visit.read_body()
+        await visit.write(chunked_head() if framing == "chunked" else head(200, [("Content-Length", str(2**40))]))
+        while True:
+            await visit.write(chunk(BIG) if framing == "chunked" else BIG)
+            written += 1
+
+    worker = (await stage.worker()).always(flood)
+    router = await stage.router(worker)
+    client = await stage.client(router, receive_buffer=4096)
+    assert callable(leave)
+    await client.send(request("POST", "/generate", body=b"{}"))
+    await _stalled(lambda: written)
+    leave(client)
+    await assert_given_up(stage, router)
+
+
+async def _stalled(progress: object) -> None:
+    """Wait until the worker can write no more."""
+    assert callable(progress)
+    last = -1
+    still = 0
+    while still < 10:
+        still, last = (still + 1, last) if progress() == last and last > 0 else (0, progress())
+        await asyncio.sleep(0.01)
+
+
+async def test_while_a_worker_is_cut_that_a_slow_client_was_still_to_read(stage: Stage) -> None:
+    gate = asyncio.Event()
+    start = head(200, [("Content-Length", str(2**24))]) + b"x" * 2**22
+    worker = (await stage.worker()).always(script(start, gate, RESET))
+    router = await stage.router(worker)
+    client = await stage.client(router, receive_buffer=4096)
+    await client.send(request("POST", "/generate", body=b"{}"))
+    await client.read_head()
+    gate.set()
+    await until(lambda: not worker.busy, "the worker is gone")
+    client.abort()
+    await stage.nothing_under_way()
+
+
+async def test_before_its_request_is_complete_nothing_is_leased_or_sent(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", [("Content-Length", "100")]) + b"half")
+    await until(lambda: len(router.leftovers()) == 1, "the router reads the request")
+    assert router.pool.in_flight == 0
+    client.abort()
+    await assert_given_up(stage, router, leavers=0) if False else await stage.nothing_under_way()
+    assert worker.requests == []
+
+
+async def test_a_hundred_clients_leave_at_once(stage: Stage) -> None:
+    workers = [(await stage.worker()).always(script(HANG)) for _ in range(2)]
+    router = await stage.router(*workers)
+    clients = [await stage.client(router) for _ in range(100)]
+    for client in clients:
+        await client.send(request("POST", "/generate", body=b"{}"))
+    await until(lambda: sum(worker.busy for worker in workers) == 100, "the workers have all requests")
+    assert [router.worker(worker).in_flight for worker in workers] == [50, 50]
+    for client in clients:
+        client.abort()
+    await assert_given_up(stage, router, leavers=100)
+
+
+async def test_a_client_that_pipelines_and_leaves_is_noticed_too(stage: Stage) -> None:
+    """The server reads nothing while a second request waits; the leaving must not go unseen for that."""
+    router, client = await asked(stage)
+    await client.send(request("GET", "/second"))
+    client.abort()
+    await stage.nothing_under_way()

@@ -1,0 +1,87 @@
+"""The worker's bytes are no HTTP: 502, and nothing of them reaches the client as a reply."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.http import CutReply
+from tests.support.scripted_worker import (
+    CLOSE,
+    HANG,
+    Behaviour,
+    chunk,
+    chunked_head,
+    head,
+    reply,
+    script,
+    unread,
+)
+from tests.support.stage import Stage
+
+GARBAGE = {
+    "no HTTP at all": script(b"\x00\x01\x02 not http\r\n\r\n", HANG),
+    "another protocol": script(b"SSH-2.0-OpenSSH_9.9\r\n", HANG),
+    "no status": script(b"HTTP/1.1 OK\r\n\r\n", HANG),
+    "two different lengths": script(head(200, [("Content-Length", "2"), ("Content-Length", "3")]) + b"abc", HANG),
+    "length and chunks": script(head(200, [("Content-Length", "2"), ("Transfer-Encoding", "chunked")]), HANG),
+    "a length that is no number": script(head(200, [("Content-Length", "two")]) + b"ab", HANG),
+    "a header without a colon": script(b"HTTP/1.1 200 OK\r\nnonsense\r\n\r\n", HANG),
+    "a head without end": unread(b"HTTP/1.1 200 OK\r\n", *[b"X-Pad: " + b"x" * 8000 + b"\r\n"] * 50, HANG),
+    "an upgrade nobody asked for": script(
+        b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n", HANG
+    ),
+}
+BROKEN_CHUNKS = {
+    "no size": chunked_head() + chunk(b"good") + b"zz\r\nbad\r\n",
+    "more than announced": chunked_head() + chunk(b"good") + b"2\r\ntoo much\r\n",
+}
+
+
+@pytest.mark.parametrize("garbage", [*GARBAGE.values()], ids=[*GARBAGE])
+async def test_a_reply_that_is_no_http_is_502(stage: Stage, garbage: Behaviour) -> None:
+    worker = (await stage.worker()).always(garbage)
+    router = await stage.router(worker)
+    answer = await router.ask("POST", "/generate", body=b"{}")
+    assert (answer.status, answer.error_type) == (502, "upstream_invalid_response")
+
+
+async def test_garbage_is_not_tried_on_another_worker(stage: Stage) -> None:
+    """It began to answer: what it did with the request is not known, and a repetition would not be safe."""
+    workers = [(await stage.worker()).always(script(b"garbage\r\n\r\n", CLOSE)) for _ in range(2)]
+    router = await stage.router(*workers)
+    assert (await router.ask("POST", "/generate", body=b"{}")).status == 502
+    assert sum(len(worker.requests) for worker in workers) == 1
+
+
+@pytest.mark.parametrize("stream", [*BROKEN_CHUNKS.values()], ids=[*BROKEN_CHUNKS])
+async def test_chunks_that_are_no_chunks_break_the_client_off(stage: Stage, stream: bytes) -> None:
+    worker = (await stage.worker()).always(script(stream, HANG))
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    with pytest.raises(CutReply):
+        await client.ask("POST", "/generate", body=b"{}")
+
+
+async def test_bytes_behind_the_announced_length_are_cut_off_and_the_connection_with_them(stage: Stage) -> None:
+    worker = (await stage.worker()).always(script(reply(b"exact") + b"surplus", HANG))
+    router = await stage.router(worker)
+    for _ in range(2):
+        answer = await router.ask("POST", "/generate", body=b"{}")
+        assert (answer.status, answer.body) == (200, b"exact")
+    assert len({id(visit.link) for visit in worker.visits}) == 2
+
+
+@pytest.mark.parametrize("status", [299, 418, 599])
+async def test_statuses_without_a_name_are_passed_on(stage: Stage, status: int) -> None:
+    worker = (await stage.worker()).always(script(reply(b"odd", status, reason="Whatever")))
+    router = await stage.router(worker)
+    answer = await router.ask("GET", "/x")
+    assert (answer.status, answer.body) == (status, b"odd")
+
+
+@pytest.mark.parametrize("status", [600, 999])
+async def test_a_status_beyond_http_is_502(stage: Stage, status: int) -> None:
+    worker = (await stage.worker()).always(script(reply(b"odd", status)))
+    router = await stage.router(worker)
+    answer = await router.ask("GET", "/x")
+    assert (answer.status, answer.error_type) == (502, "upstream_invalid_response")

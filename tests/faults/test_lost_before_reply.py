@@ -1,0 +1,160 @@
+"""No connection, or it is lost before the reply begins: another worker is tried, within bounds, then 502."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.http import RawReply, request
+from tests.support.scripted_worker import CLOSE, HANG, RESET, Behaviour, ScriptedWorker, reply, script, unread
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+BODY = b'{"text": "' + b"x" * 5000 + b'"}'
+LOSSES = {
+    "closed after the request": script(CLOSE),
+    "reset after the request": script(RESET),
+    "closed before the body was read": unread(CLOSE),
+    "reset before the body was read": unread(RESET),
+}
+HALF_HEADS = {
+    "cut in the status line": script(b"HTTP/1.1 200", CLOSE),
+    "cut in a header": script(b"HTTP/1.1 200 OK\r\nContent-Le", CLOSE),
+    "reset in a header": script(b"HTTP/1.1 200 OK\r\nContent-Le", RESET),
+    "cut after an informational reply": script(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n", CLOSE),
+}
+losses = pytest.mark.parametrize("loss", [*LOSSES.values()], ids=[*LOSSES])
+half_heads = pytest.mark.parametrize("loss", [*HALF_HEADS.values()], ids=[*HALF_HEADS])
+
+
+@pytest.fixture
+def refused_url() -> Iterator[str]:
+    """An address where nobody listens; held, so that nobody begins to."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent_url() -> Iterator[str]:
+    """An address that takes no connection and refuses none: its queue of one is full and nobody accepts."""
+    with socket.socket() as held, socket.socket() as first, socket.socket() as second:
+        held.bind(("127.0.0.1", 0))
+        held.listen(0)
+        for filler in (first, second):
+            filler.setblocking(False)
+            filler.connect_ex(held.getsockname())
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+def assert_unreachable(answer: RawReply) -> None:
+    assert (answer.status, answer.error_type) == (502, "upstream_unreachable")
+
+
+def asked(*workers: ScriptedWorker) -> int:
+    """How many of `workers` saw a request."""
+    return sum(bool(worker.requests) for worker in workers)
+
+
+async def test_a_refused_connection_goes_to_another_worker(stage: Stage, refused_url: str) -> None:
+    worker = await stage.worker()
+    router = await stage.router(refused_url, worker)
+    for _ in range(3):
+        answer = await router.ask("POST", "/generate", body=BODY)
+        assert (answer.status, answer.body) == (200, b"{}")
+    assert [received.body for received in worker.requests] == [BODY] * 3
+
+
+async def test_a_refused_connection_with_nobody_else_is_502(stage: Stage, refused_url: str) -> None:
+    router = await stage.router(refused_url)
+    answer = await router.ask("POST", "/generate", body=BODY)
+    assert_unreachable(answer)
+    assert refused_url in answer.json()["error"]["message"]
+
+
+async def test_a_connection_that_is_never_taken_ends_at_the_connect_timeout(stage: Stage, silent_url: str) -> None:
+    worker = await stage.worker()
+    router = await stage.router(silent_url, connect_timeout=0.1)
+    assert_unreachable(await router.ask("POST", "/generate", body=BODY))
+    await router.ask("POST", f"/add_worker?url={worker.url}")
+    for _ in range(2):
+        assert (await router.ask("POST", "/generate", body=BODY)).status == 200
+    assert router.pool.get(silent_url).failures >= 1
+
+
+async def test_a_client_that_leaves_while_the_router_connects_ends_the_attempt(stage: Stage, silent_url: str) -> None:
+    router = await stage.router(silent_url, connect_timeout=30.0, health_check_timeout=0.05)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", body=BODY))
+    await until(lambda: router.pool.in_flight == 1, "the request is leased")
+    client.abort()
+    await stage.nothing_under_way()
+
+
+@losses
+async def test_a_lost_connection_goes_to_another_worker_with_the_same_bytes(stage: Stage, loss: Behaviour) -> None:
+    bad, good = await stage.worker(), await stage.worker()
+    bad.always(loss)
+    router = await stage.router(bad, good)
+    answers = [await router.ask("POST", "/generate?a=%2F", [("X-Kept", "1")], BODY) for _ in range(4)]
+    assert [(answer.status, answer.body) for answer in answers] == [(200, b"{}")] * 4
+    assert [received.body for received in good.requests] == [BODY] * 4
+    assert {received.target for received in good.requests + bad.requests} == {b"/generate?a=%2F"}
+    assert {received.values("x-kept")[0] for received in good.requests + bad.requests} == {b"1"}
+
+
+@losses
+async def test_a_lost_connection_with_nobody_else_is_502(stage: Stage, loss: Behaviour) -> None:
+    worker = (await stage.worker()).always(loss)
+    router = await stage.router(worker)
+    assert_unreachable(await router.ask("POST", "/generate", body=BODY))
+
+
+@half_heads
+async def test_a_reply_that_is_lost_inside_its_head_never_reaches_the_client(stage: Stage, loss: Behaviour) -> None:
+    bad, good = (await stage.worker()).always(loss), await stage.worker()
+    router = await stage.router(bad)
+    assert (await router.ask("POST", "/generate", body=BODY)).status == 502
+    await router.ask("POST", f"/add_worker?url={good.url}")
+    answers = [await router.ask("POST", "/generate", body=BODY) for _ in range(3)]
+    assert {(answer.status, answer.body) for answer in answers} == {(200, b"{}")}
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 2])
+async def test_no_more_than_max_retries_other_workers_are_tried(stage: Stage, max_retries: int) -> None:
+    workers = [(await stage.worker()).always(script(CLOSE)) for _ in range(4)]
+    router = await stage.router(*workers, max_retries=max_retries)
+    assert_unreachable(await router.ask("POST", "/generate", body=BODY))
+    assert asked(*workers) == 1 + max_retries
+
+
+async def test_no_worker_is_tried_twice_for_one_request_while_others_are_untried(stage: Stage) -> None:
+    workers = [(await stage.worker()).always(script(CLOSE)) for _ in range(3)]
+    router = await stage.router(*workers, max_retries=10)
+    assert_unreachable(await router.ask("POST", "/generate", body=BODY))
+    assert asked(*workers) == 3
+    assert max(len(worker.requests) for worker in workers) <= 2  # on a kept connection, then on a new one
+
+
+async def test_two_kills_in_a_row_still_end_with_an_answer(stage: Stage) -> None:
+    doomed = [(await stage.worker()).always(script(HANG)) for _ in range(2)]
+    survivor = await stage.worker()
+    router = await stage.router(*doomed)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", body=BODY))
+    first = await _busy_one(doomed)
+    first.kill()
+    second = await _busy_one([worker for worker in doomed if worker is not first])
+    assert [router.worker(worker).in_flight for worker in (first, second)] == [0, 1]
+    await router.ask("POST", f"/add_worker?url={survivor.url}")
+    second.kill()
+    answer = await client.read("POST")
+    assert (answer.status, answer.body) == (200, b"{}")
+    assert survivor.requests[0].body == BODY
+
+
+async def _busy_one(workers: list[ScriptedWorker]) -> ScriptedWorker:
+    await until(lambda: sum(worker.busy for worker in workers) == 1, "one worker is busy")
+    return next(worker for worker in workers if worker.busy)

@@ -1,0 +1,51 @@
+"""No worker is registered, or none is routable: 503, `Retry-After`, and the reason."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.http import RawReply
+from tests.support.stage import Stage
+
+
+def assert_no_worker(reply: RawReply, message: str) -> None:
+    assert reply.status == 503
+    assert reply.error_type == "no_worker_available"
+    assert message in reply.json()["error"]["message"]
+    assert int(reply.value("retry-after") or 0) >= 1
+
+
+async def test_without_any_worker_the_answer_is_503_and_says_how_to_register(stage: Stage) -> None:
+    router = await stage.router()
+    assert_no_worker(await router.ask("POST", "/generate", body=b"{}"), "/add_worker")
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "OPTIONS"])
+async def test_every_method_is_told_that_no_worker_is_there(stage: Stage, method: str) -> None:
+    router = await stage.router()
+    assert_no_worker(await router.ask(method, "/any/path"), "no worker")
+
+
+async def test_head_is_told_by_status_alone(stage: Stage) -> None:
+    router = await stage.router()
+    reply = await router.ask("HEAD", "/any/path")
+    assert (reply.status, reply.body) == (503, b"")
+
+
+async def test_with_every_worker_quarantined_the_answer_is_503_and_names_their_state(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, health_check_failure_threshold=1)
+    router.pool.record_failure(router.worker(worker), "test")
+    assert_no_worker(await router.ask("POST", "/generate", body=b"{}"), "1 quarantined")
+    assert worker.requests == []
+
+
+async def test_the_connection_stays_usable_after_a_503_and_serves_the_request_once_a_worker_is_there(
+    stage: Stage,
+) -> None:
+    worker = await stage.worker()
+    router = await stage.router()
+    client = await stage.client(router)
+    assert_no_worker(await client.ask("POST", "/generate", body=b"{}"), "no worker")
+    assert (await client.ask("POST", f"/add_worker?url={worker.url}")).status == 200
+    assert (await client.ask("POST", "/generate", body=b"{}")).status == 200

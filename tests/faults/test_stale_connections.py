@@ -1,0 +1,88 @@
+"""Kept connections that the worker has closed meanwhile: nobody notices, and nothing is held against the worker."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.support.http import request
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import CLOSE, RESET, Action, ScriptedWorker, reply, script, unread
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+
+async def warmed(stage: Stage, connections: int) -> tuple[ScriptedWorker, RunningRouter]:
+    """A worker and a router that keeps `connections` idle connections to it."""
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    gate = asyncio.Event()
+    worker.always(script(gate, reply()))
+    clients = [await stage.client(router) for _ in range(connections)]
+    for client in clients:
+        await client.send(request("GET", "/warm"))
+    await until(lambda: worker.busy == connections, "all connections are in use")
+    gate.set()
+    for client in clients:
+        assert (await client.read()).status == 200
+    assert len(worker.links) == connections
+    worker.always(script(reply()))
+    return worker, router
+
+
+@pytest.mark.parametrize("end", [CLOSE, RESET])
+async def test_a_kept_connection_that_dies_under_a_request_is_replaced_without_blame(
+    stage: Stage, end: Action
+) -> None:
+    worker, router = await warmed(stage, 1)
+    worker.next(unread(end))
+    answer = await router.ask("POST", "/generate", body=b"{}")
+    assert answer.status == 200
+    assert router.worker(worker).failures == 0
+    assert len(worker.requests) == 3  # the warm-up, the one that was lost, its repetition
+
+
+async def test_one_request_survives_any_number_of_dead_connections(stage: Stage) -> None:
+    worker, router = await warmed(stage, 5)
+    worker.next(unread(RESET))
+    for _ in range(5):
+        assert (await router.ask("POST", "/generate", body=b"{}")).status == 200
+
+
+@pytest.mark.parametrize("end", ["close", "reset"])
+async def test_connections_closed_while_idle_are_forgotten(stage: Stage, end: str) -> None:
+    worker, router = await warmed(stage, 3)
+    for link in tuple(worker.links):
+        link.close() if end == "close" else link.reset()
+    await until(lambda: not worker.links, "both sides have closed")
+    before = worker.connections
+    assert (await router.ask("POST", "/generate", body=b"{}")).status == 200
+    assert worker.connections == before + 1
+
+
+async def test_a_restarted_worker_is_reached_again_at_once(stage: Stage) -> None:
+    worker, router = await warmed(stage, 3)
+    worker.kill()
+    await worker.listen()
+    for _ in range(4):
+        assert (await router.ask("POST", "/generate", body=b"{}")).status == 200
+    assert router.worker(worker).failures == 0
+
+
+async def test_bytes_that_nobody_asked_for_end_the_connection_and_reach_no_client(stage: Stage) -> None:
+    worker, router = await warmed(stage, 1)
+    (link,) = worker.links
+    link.writer.write(reply(b"unasked"))
+    await until(lambda: not worker.links, "the router has dropped the connection")
+    assert (await router.ask("GET", "/x")).body == b"{}"
+
+
+async def test_a_second_reply_behind_the_first_reaches_no_client(stage: Stage) -> None:
+    """Two replies in one packet: the second belongs to no request."""
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    worker.next(script(reply(b"mine", headers=[("X-Which", "first")]) + reply(b"unasked", 500)))
+    answer = await router.ask("GET", "/x")
+    assert (answer.status, answer.body, answer.value("x-which")) == (200, b"mine", b"first")
+    assert (await router.ask("GET", "/y")).body == b"{}"

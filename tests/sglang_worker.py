@@ -1,0 +1,203 @@
+"""Real SGLang workers for tests: started, killed and restarted as processes of this machine."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar
+
+from tests.sglang.environment import NURSERY, ensure
+
+START_TIMEOUT = 240.0  # seconds; about 10 on an idle machine
+STOP_TIMEOUT = 20.0
+FLAGS = (
+    "--skip-server-warmup",  # readiness is a first answered request anyway
+    "--sleep-on-idle",  # the scheduler polls otherwise: one core per idle worker
+    "--constrained-json-disable-any-whitespace",  # random weights would spend their whole budget on it
+    *("--tool-call-parser", "qwen"),
+)
+LOG_DIRECTORY = Path(tempfile.gettempdir()) / "miles-router-sglang-logs"
+
+
+class Nursery:
+    """The process that has imported SGLang and forks workers; they end with it, and it with this process."""
+
+    def __init__(self) -> None:
+        LOG_DIRECTORY.mkdir(parents=True, exist_ok=True)
+        self.log_path = LOG_DIRECTORY / f"{os.getpid()}-nursery.log"
+        command = [str(ensure().python), str(NURSERY)]
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            )
+        atexit.register(self.close)
+
+    def fork(self, flags: tuple[str, ...], log_path: Path) -> int:
+        """Starts a worker and returns its process id, which is also its process group."""
+        assert self._process.stdin
+        assert self._process.stdout
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps({"flags": flags, "log": str(log_path)}), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"SGLang could not be imported\n{tail(self.log_path)}")
+        return int(answer)
+
+    def close(self) -> None:
+        self._process.communicate()
+
+
+@functools.cache
+def nursery() -> Nursery:
+    return Nursery()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def tail(path: Path, lines: int = 40) -> str:
+    text = path.read_text(errors="replace") if path.exists() else "(no log)"
+    return "\n".join([f"--- {path}", *(line[:400] for line in text.splitlines()[-lines:])])
+
+
+@dataclass
+class RealWorker:
+    """One SGLang server. `with RealWorker.start(moe=True) as worker:` waits until it has answered a request."""
+
+    running: ClassVar[list[RealWorker]] = []
+
+    port: int
+    flags: tuple[str, ...] = field(repr=False)
+    pid: int | None = None
+
+    @classmethod
+    def start(cls, *flags: str, moe: bool = False, port: int | None = None) -> RealWorker:
+        """Starts the processes and returns, so that several can come up side by side; `wait` or `with` waits."""
+        environment = ensure()
+        model = environment.moe_model if moe else environment.dense_model
+        worker = cls(port or free_port(), ("--model-path", str(model), *FLAGS, *flags))
+        worker._spawn()
+        return worker
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log_path(self) -> Path:
+        return LOG_DIRECTORY / f"{os.getpid()}-{self.port}.log"
+
+    @property
+    def alive(self) -> bool:
+        return self.pid is not None and _exists(os.kill, self.pid)
+
+    def __enter__(self) -> RealWorker:
+        try:
+            self.wait()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def wait(self, timeout: float = START_TIMEOUT) -> None:
+        """Returns when the worker has generated a token."""
+        deadline = time.monotonic() + timeout
+        while not self._answers():
+            if not self.alive:
+                raise RuntimeError(f"SGLang ended while it started\n{tail(self.log_path)}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"SGLang did not answer within {timeout:.0f} s\n{tail(self.log_path)}")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """Ends it as an operator would: SIGTERM, and SIGKILL where that takes too long."""
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+            self._gone_within(STOP_TIMEOUT)
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends all of its processes at once, as the loss of a machine would."""
+        if self.pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if not self._gone_within(STOP_TIMEOUT):
+            raise TimeoutError(f"process group {self.pid} survives SIGKILL")
+        self.pid = None
+        RealWorker.running.remove(self)
+
+    def restart(self) -> None:
+        """Kills it where it still runs, starts it on the same port and waits for it."""
+        self.kill()
+        self._spawn()
+        self.wait()
+
+    def _spawn(self) -> None:
+        self.pid = nursery().fork(("--port", str(self.port), *self.flags), self.log_path)
+        RealWorker.running.append(self)
+
+    def _gone_within(self, timeout: float) -> bool:
+        assert self.pid is not None
+        deadline = time.monotonic() + timeout
+        while _exists(os.killpg, self.pid):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def _answers(self) -> bool:
+        try:
+            self._call("/model_info")
+            self._call("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+        except OSError:
+            return False
+        return True
+
+    def _call(self, path: str, body: object = None) -> None:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=30) as response:
+            response.read()
+
+
+def _exists(signalled: Callable[[int, int], None], pid: int) -> bool:
+    try:
+        signalled(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def real_workers(count: int, *flags: str, moe: bool = False) -> Iterator[list[RealWorker]]:
+    """`count` workers, started side by side and all ready."""
+    with contextlib.ExitStack() as stack:
+        workers = [RealWorker.start(*flags, moe=moe) for _ in range(count)]
+        for worker in workers:
+            stack.callback(worker.kill)
+        for worker in workers:
+            worker.wait()
+        yield workers

@@ -1,0 +1,160 @@
+"""A router on a real port: in the test's own loop, or as the command that users start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+import uvicorn
+
+from miles_router.app import RouterApp, create_app
+from miles_router.config import RouterConfig
+from miles_router.server import listen, uvicorn_config
+from miles_router.tasks import spawn
+from miles_router.workers import Transition, Worker, WorkerPool
+from tests.support.http import Pairs, RawReply, ask
+from tests.support.scripted_worker import ScriptedWorker
+from tests.support.waiting import until
+
+COMMAND = Path(sys.executable).with_name("miles-router")
+#: Longer than any test: probes run once, at registration, unless a test wants more.
+QUIET = 3600.0
+REQUEST_TASKS = ("watch client", "connect ", "probe ")
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without signals, stopped by an event instead of a poll."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.stop = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def main_loop(self) -> None:
+        await self.stop.wait()
+
+
+class RunningRouter:
+    """A router in this process."""
+
+    def __init__(self, app: RouterApp, server: _Server, url: str) -> None:
+        self.app = app
+        self.url = url
+        #: Every worker that was ever registered, removed ones included.
+        self.ever: set[Worker] = set(app.router.pool)
+        self._server = server
+        app.router.pool.listeners.append(self._note)
+
+    @property
+    def pool(self) -> WorkerPool:
+        return self.app.router.pool
+
+    def worker(self, scripted: ScriptedWorker) -> Worker:
+        """The pool's record of a scripted worker."""
+        return self.pool.get(scripted.url)
+
+    async def ask(self, method: str, target: str, headers: Pairs = (), body: bytes | None = None) -> RawReply:
+        """One request on a connection of its own."""
+        return await ask(self.url, method, target, headers, body)
+
+    def _note(self, transition: Transition) -> None:
+        self.ever.add(transition.worker)
+
+    def leftovers(self) -> list[str]:
+        """What a router without requests must not have: leases, request tasks, client connections in a request."""
+        left = [f"{worker!r}" for worker in self.ever if worker.in_flight]
+        left += [f"pool.in_flight is {self.pool.in_flight}"] if self.pool.in_flight else []
+        left += [f"request task {task!r}" for task in self._server.server_state.tasks]
+        left += [f"task {t.get_name()}" for t in asyncio.all_tasks() if t.get_name().startswith(REQUEST_TASKS)]
+        return left
+
+
+@contextlib.asynccontextmanager
+async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> AsyncIterator[RunningRouter]:
+    """Serve `create_app(RouterConfig(...))` as the command does, in the loop of the test."""
+    urls = tuple(worker if isinstance(worker, str) else worker.url for worker in workers)
+    config = RouterConfig(worker_urls=urls, **{"port": 0, "health_check_interval": QUIET, **settings})
+    app = create_app(config)
+    sock = listen(config.host, config.port)
+    server = _Server(uvicorn_config(app))
+    serving = spawn(server.serve(sockets=[sock]), name="router under test")
+    try:
+        await until(lambda: server.started or serving.done(), "the router serves")
+        yield RunningRouter(app, server, f"http://127.0.0.1:{sock.getsockname()[1]}")
+    finally:
+        server.stop.set()
+        await serving
+        sock.close()
+
+
+@dataclass
+class RouterProcess:
+    """The command `miles-router`, running."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+    def stderr(self) -> str:
+        """What it has written so far."""
+        return Path(self.log.name).read_text(encoding="utf-8")
+
+    @property
+    def memory(self) -> int:
+        """Resident bytes."""
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    async def stop(self, deadline: float = 10.0) -> int:
+        """SIGTERM; the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        await until(lambda: self.process.poll() is not None, "the router has ended", deadline=deadline)
+        return int(self.process.returncode)
+
+
+@contextlib.asynccontextmanager
+async def router_process(*arguments: str, expect_status: int = 0) -> AsyncIterator[RouterProcess]:
+    """Start the real command on a free port; at the end SIGTERM must end it with `expect_status`."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MILES_ROUTER_")}
+    with tempfile.NamedTemporaryFile(prefix="miles-router-", suffix=".log") as log:
+        command = [str(COMMAND), "--port", "0", "--health-check-interval", str(QUIET), *arguments]
+        process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+        running = RouterProcess("", process, log)
+        try:
+            await until(lambda: _listening(running) or process.poll() is not None, "a banner", deadline=20)
+            assert process.poll() is None, running.stderr()
+            running.url = _listening(running) or ""
+            await _answers(running)
+            yield running
+            assert await running.stop() == expect_status, running.stderr()
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _listening(running: RouterProcess) -> str | None:
+    found = re.search(r"listening +(http://\S+)", running.stderr())
+    return found and found[1]
+
+
+async def _answers(running: RouterProcess) -> None:
+    for _ in range(400):
+        with contextlib.suppress(OSError):
+            await ask(running.url, "GET", "/health")
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"the router does not answer\n{running.stderr()}")

@@ -1,0 +1,87 @@
+"""Workers and a router for one test, and the look afterwards that nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from tests.support.http import Client
+from tests.support.running_router import RunningRouter, running_router
+from tests.support.scripted_worker import ScriptedWorker
+from tests.support.waiting import until
+
+#: Seconds in which a router must have given everything back after its client has gone or has its answer.
+WITHIN = 1.0
+
+
+class Stage:
+    """`stage.worker()`, `stage.router(...)`, `stage.client()`; ended and searched for leaks by the fixture."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self._stack = stack
+        self.workers: list[ScriptedWorker] = []
+        self.routers: list[RunningRouter] = []
+
+    async def worker(self) -> ScriptedWorker:
+        """A scripted worker that answers everything with 200 and `{}`."""
+        worker = await self._stack.enter_async_context(ScriptedWorker())
+        self.workers.append(worker)
+        return worker
+
+    async def router(self, *workers: str | ScriptedWorker, **settings: Any) -> RunningRouter:
+        """A router whose first probes are over, so that nothing but the test's requests is under way."""
+        router = await self._stack.enter_async_context(running_router(*workers, **settings))
+        self.routers.append(router)
+        await until(lambda: not router.leftovers(), "the first probes are over")
+        return router
+
+    async def client(self, router: RunningRouter, *, receive_buffer: int | None = None) -> Client:
+        """A connection to `router` that the stage closes, last, if the test does not."""
+        client = await Client.connect(router.url, receive_buffer=receive_buffer)
+        return await self._stack.enter_async_context(client)
+
+    async def nothing_under_way(self) -> float:
+        """Every lease is back, every request's task has ended, no worker is busy. Says how long that took."""
+        return await until(lambda: not self._under_way(), f"nothing under way: {self._under_way()}", deadline=WITHIN)
+
+    def _under_way(self) -> list[str]:
+        left = [each for router in self.routers for each in router.leftovers()]
+        return left + [f"{worker.url} is busy with {worker.busy}" for worker in self.workers if worker.busy]
+
+
+@asynccontextmanager
+async def staged() -> AsyncIterator[Stage]:
+    """A stage; at the end requests must be over within a second, and every task and socket gone."""
+    tasks, sockets = _tasks(), _sockets()
+    async with AsyncExitStack() as stack:
+        stage = Stage(stack)
+        yield stage
+        await stage.nothing_under_way()
+    for worker in stage.workers:
+        for crash in worker.crashes:
+            raise crash
+    await until(lambda: _tasks() <= tasks, f"tasks ended: {_tasks() - tasks}")
+    await until(lambda: _sockets() <= sockets, f"sockets closed: {_sockets() - sockets}")
+
+
+def _tasks() -> set[asyncio.Task[Any]]:
+    current = asyncio.current_task()
+    return {task for task in asyncio.all_tasks() if task is not current}
+
+
+def _sockets() -> set[str]:
+    """The TCP sockets of this process, by inode; the event loop keeps others for itself."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of this very listing is gone by now
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as sock:
+                    if sock.family in (socket.AF_INET, socket.AF_INET6):
+                        found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return found
