@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from miles_router.app import create_app
 from miles_router.config import MiddlewareSpec, RouterConfig
 from miles_router.middleware import ASGIApp, find_class, load_middlewares
-from miles_router.testing.check_middleware import check_middleware
+from miles_router.testing.middleware_contract import check_middleware
 
 
 def check_path(path: str, config: RouterConfig) -> Iterator[tuple[str, str | None]]:

@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from miles_router.testing.door import Door, Exchange, GenerationRecord
     from miles_router.testing.engine import Engine, PauseMode
     from miles_router.testing.faults import Faults
+    from miles_router.testing.middleware_contract import check_middleware
     from miles_router.testing.moe import MoeShape
     from miles_router.testing.simulated_worker import SimulatedWorker
     from miles_router.testing.vocabulary import Tokenizer, ToyTokenizer
@@ -22,6 +23,7 @@ __all__ = [
     "SimulatedWorker",
     "Tokenizer",
     "ToyTokenizer",
+    "check_middleware",
 ]
 _MODULES = {
     "Door": "door",
@@ -34,6 +36,7 @@ _MODULES = {
     "SimulatedWorker": "simulated_worker",
     "Tokenizer": "vocabulary",
     "ToyTokenizer": "vocabulary",
+    "check_middleware": "middleware_contract",
 }
 
 

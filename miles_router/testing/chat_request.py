@@ -6,10 +6,10 @@ from typing import Any
 
 import orjson
 
+from miles_router.testing.chat_messages import chat_prompt_ids
 from miles_router.testing.generate_input import GenerateInput, parse_generate
 from miles_router.testing.tool_calls import required_call
 from miles_router.testing.visit import Visit, invalid_body
-from miles_router.testing.vocabulary import Tokenizer
 
 # Chat fields that are sampling parameters under the same name.
 _SAMPLING_FIELDS = (
@@ -55,6 +55,11 @@ class ChatInput:
     copies: int
     parses_tools: bool
 
+    @property
+    def tool_names(self) -> list[str]:
+        """Names of the tools that calls may be made of."""
+        return [tool["function"]["name"] for tool in self.body.get("tools") or ()]
+
     def asks(self, name: str) -> bool:
         return bool(self.body.get(name))
 
@@ -65,7 +70,7 @@ def parse_chat(visit: Visit, body: dict[str, Any]) -> ChatInput:
     tokenizer = visit.engine.model.tokenizer
     given = parse_generate(
         {
-            "input_ids": _prompt_ids(body, tokenizer),
+            "input_ids": chat_prompt_ids(body, tokenizer),
             "sampling_params": _sampling_params(body),
             "rid": body.get("rid"),
             "stream": body.get("stream"),
@@ -110,15 +115,6 @@ def _validate(body: Mapping[str, Any]) -> None:
 
 def _is_forced(body: Mapping[str, Any]) -> bool:
     return body.get("tool_choice") == "required" or isinstance(body.get("tool_choice"), Mapping)
-
-
-def _prompt_ids(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """The given `input_ids` as they are, else the template's tokens."""
-    if body.get("input_ids") is not None:
-        return list(body["input_ids"])
-    tools = body.get("tools") if body.get("tool_choice") != "none" else None
-    options = body.get("chat_template_kwargs") or {}
-    return tokenizer.encode(tokenizer.render_chat(body["messages"], tools=tools or None, **options))
 
 
 def _sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:

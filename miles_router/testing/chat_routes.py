@@ -50,16 +50,16 @@ async def chat_answer(visit: Visit, chat: ChatInput) -> dict[str, Any]:
         "usage": usage_of([answer["meta_info"] for answer in answers], chat.copies),
         "metadata": metadata_of(first),
     }
-    sglext = _sglext(chat, dict(enumerate(answers)))
+    sglext = _sglext(chat, dict(enumerate(answers)), whole=True)
     # The whole answer has the routes in `meta_info` already when that was asked for.
     if chat.asks("return_meta_info"):
         sglext.pop("routed_experts", None)
-    return {**response, "sglext": sglext} if sglext else response
+    return {**response, "sglext": sglext} if sglext.keys() - {"spec_tokens_details"} else response
 
 
 def _choice(visit: Visit, chat: ChatInput, index: int, answer: dict[str, Any]) -> dict[str, Any]:
     meta = answer["meta_info"]
-    text, calls = parse_calls(answer["text"]) if chat.parses_tools else (answer["text"], None)
+    text, calls = parse_calls(answer["text"], chat.tool_names) if chat.parses_tools else (answer["text"], None)
     finish = meta["finish_reason"]
     if calls and finish["type"] == "stop":
         # SGLang writes this into the dictionary that `meta_info` shows as well.
@@ -88,12 +88,14 @@ def _logprobs(visit: Visit, meta: dict[str, Any], start: int) -> dict[str, Any]:
     return chat_logprobs(visit.engine.model.tokenizer, triples[start:], tops[start:])
 
 
-def _sglext(chat: ChatInput, answers: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def _sglext(chat: ChatInput, answers: dict[int, dict[str, Any]], *, whole: bool) -> dict[str, Any]:
     """SGLang's own fields of the answer, in the order of its schema; empty when none was asked for."""
     first = next(iter(answers.values()))
     extra: dict[str, Any] = {}
     if chat.asks("return_routed_experts") and "routed_experts" in first["meta_info"]:
         extra["routed_experts"] = first["meta_info"]["routed_experts"]
+    if whole and chat.copies > 1:
+        extra["spec_tokens_details"] = []
     if chat.asks("return_input_ids_in_sglext"):
         extra["input_ids"] = first["prompt_token_ids"]
     if chat.asks("return_output_ids_in_sglext"):
@@ -136,17 +138,18 @@ class _ChunkWriter:
             yield self._delta(index, {"reasoning_content": None, "role": "assistant", "content": ""})
         self._remember(index, event)
         logprobs = self._new_logprobs(index, event)
+        usage = {"usage": usage_of([event["meta_info"]], 1)} if self._option("continuous_usage_stats") else {}
         for part in self._parts(index, event):
             if not isinstance(part, str):
-                yield self._delta(index, {**_EMPTY_DELTA, "tool_calls": [part]})
+                yield {**self._delta(index, {**_EMPTY_DELTA, "tool_calls": [part]}), "usage": None, **usage}
             elif self._chat.parses_tools:
-                yield self._delta(index, {**_EMPTY_DELTA, "content": part})
+                yield {**self._delta(index, {**_EMPTY_DELTA, "content": part}), "usage": None, **usage}
             else:
-                yield self._delta(index, {"reasoning_content": None, "content": part}, logprobs)
+                yield {**self._delta(index, {"reasoning_content": None, "content": part}, logprobs), **usage}
                 logprobs = None
         # Without any parser SGLang drops the logprobs of a step that shows no text.
         if logprobs is not None and self._visit.settings.has_parser:
-            yield self._delta(index, {"reasoning_content": None}, logprobs)
+            yield {**self._delta(index, {"reasoning_content": None}, logprobs), **usage}
 
     def last_chunks(self) -> Iterator[dict[str, Any]]:
         """Finish reasons, then `sglext`, then usage."""
@@ -156,12 +159,15 @@ class _ChunkWriter:
             kind = "tool_calls" if called else finish["type"]
             yield self._delta(index, {"reasoning_content": None}, None, kind, finish.get("matched"))
         answers = {index: {**event, "output_ids": self._ids[index]} for index, event in self._latest.items()}
-        sglext = _sglext(self._chat, answers)
+        sglext = _sglext(self._chat, answers, whole=False)
         if sglext:
             yield {**self._envelope([]), "usage": None, "sglext": sglext}
-        if (self._chat.body.get("stream_options") or {}).get("include_usage"):
+        if self._option("include_usage"):
             metas = [self._latest[index]["meta_info"] for index in sorted(self._latest)]
             yield {**self._envelope([]), "usage": usage_of(metas, self._chat.copies)}
+
+    def _option(self, name: str) -> bool:
+        return bool((self._chat.body.get("stream_options") or {}).get(name))
 
     def _remember(self, index: int, event: dict[str, Any]) -> None:
         if self._visit.settings.incremental_streaming_output:
@@ -178,7 +184,7 @@ class _ChunkWriter:
         if not self._chat.parses_tools:
             return [delta] if delta else []
         finish = event["meta_info"]["finish_reason"]
-        return self._tools.setdefault(index, ToolCallStream()).push(delta, last=finish is not None)
+        return self._tools.setdefault(index, ToolCallStream(self._chat.tool_names)).push(delta, last=finish is not None)
 
     def _new_logprobs(self, index: int, event: dict[str, Any]) -> dict[str, Any] | None:
         if not self._chat.asks("logprobs"):

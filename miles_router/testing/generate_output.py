@@ -62,7 +62,8 @@ class OutputBuilder:
         meta["cached_tokens"] = generation.cached_tokens
         if finish is not None:
             self._add_versions(meta, generation)
-        meta["cached_tokens_details"] = None
+        cached = generation.cached_tokens
+        meta["cached_tokens_details"] = {"device": cached, "host": 0} if cached else None
         if finish is not None and request.return_routed_experts and self._moe is not None:
             routes = route(self._moe, sequence_of(generation), request.routed_experts_start_len)
             meta["routed_experts"] = encode_routes(routes)

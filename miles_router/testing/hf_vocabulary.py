@@ -55,11 +55,13 @@ class DirectoryTokenizer:
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         if self._template is None:
             raise ValueError("this tokenizer has no chat template")
-        names = {
-            "bos_token": _text_of(self._config.get("bos_token")),
-            "eos_token": _text_of(self._config.get("eos_token")),
-        }
-        return str(self._template.render(messages=list(messages), add_generation_prompt=True, **names, **options))
+        from jinja2 import TemplateError
+
+        tokens = {name: _text_of(self._config.get(name)) for name in ("bos_token", "eos_token")}
+        try:
+            return str(self._template.render(messages=list(messages), add_generation_prompt=True, **tokens, **options))
+        except (TemplateError, TypeError) as error:
+            raise ValueError(str(error)) from error
 
     def _find_eos(self, *configs: Mapping[str, Any]) -> frozenset[int]:
         ids: set[int] = set()
@@ -104,4 +106,6 @@ def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False) -
 
 
 def _raise(message: str) -> None:
-    raise ValueError(message)
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)

@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from miles_router.testing.chat_messages import chat_prompt_ids
 from miles_router.testing.control_routes import Route
 from miles_router.testing.visit import Visit, invalid_body
 
@@ -115,13 +116,11 @@ async def tokenize(visit: Visit) -> web.StreamResponse:
         message = "Value error, Exactly one of 'prompt' or 'messages' must be provided."
         raise invalid_body({"type": "value_error", "loc": ("body",), "msg": message})
     tokenizer = visit.engine.model.tokenizer
-    if messages is not None:
-        prompt = tokenizer.render_chat(messages, tools=body.get("tools"), **(body.get("chat_template_kwargs") or {}))
     limit = getattr(tokenizer, "model_max_length", visit.settings.context_len)
     if isinstance(prompt, list):
         tokens = [tokenizer.encode(text) for text in prompt]
         return await visit.reply.json({"tokens": tokens, "count": list(map(len, tokens)), "max_model_len": limit})
-    ids = tokenizer.encode(str(prompt))
+    ids = tokenizer.encode(str(prompt)) if messages is None else chat_prompt_ids(body, tokenizer)
     return await visit.reply.json({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
 

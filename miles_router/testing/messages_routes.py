@@ -14,6 +14,8 @@ from miles_router.testing.visit import Visit
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
+_USAGE = {"include_usage": True, "continuous_usage_stats": True}
+
 
 async def messages(visit: Visit) -> web.StreamResponse:
     """POST /v1/messages."""
@@ -22,7 +24,7 @@ async def messages(visit: Visit) -> web.StreamResponse:
     if absent:
         return await _refuse(visit, "; ".join(absent))
     try:
-        chat = parse_chat(visit, {**_chat_body(body), "stream_options": {"include_usage": True}})
+        chat = parse_chat(visit, {**_chat_body(body), "stream_options": _USAGE})
         async with admitted(visit, chat.given):
             if not chat.given.stream:
                 return await visit.reply.json(_message(await chat_answer(visit, chat)))
@@ -141,14 +143,15 @@ class _EventWriter:
         self._started = False
 
     def events(self, chunk: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        if chunk.get("usage"):
-            self._usage = {"output_tokens": chunk["usage"]["completion_tokens"]}
+        usage = chunk.get("usage")
+        if usage:
+            self._usage = {"output_tokens": usage["completion_tokens"]}
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if choice["finish_reason"]:
                 self._stop_reason = _STOP_REASONS.get(choice["finish_reason"], "end_turn")
             if delta.get("content") or delta.get("tool_calls") or choice["finish_reason"]:
-                yield from self._start()
+                yield from self._start(usage["prompt_tokens"] if usage else 0)
             if delta.get("content"):
                 yield from self._block("text", {"type": "text", "text": ""})
                 yield self._content({"type": "text_delta", "text": delta["content"]})
@@ -161,7 +164,7 @@ class _EventWriter:
         yield {"type": "message_delta", "delta": {"stop_reason": self._stop_reason}, "usage": self._usage}
         yield {"type": "message_stop"}
 
-    def _start(self) -> Iterator[dict[str, Any]]:
+    def _start(self, prompt_tokens: int = 0) -> Iterator[dict[str, Any]]:
         if self._started:
             return
         self._started = True
@@ -171,7 +174,7 @@ class _EventWriter:
             "role": "assistant",
             "content": [],
             "model": self._model,
-            "usage": {"input_tokens": 0, "output_tokens": 0},
+            "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
         }
         yield {"type": "message_start", "message": message}
 

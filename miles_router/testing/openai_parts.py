@@ -59,10 +59,12 @@ def completion_logprobs(tokenizer: Tokenizer, triples: Iterable[Any], tops: Iter
         "text_offset": [-1] * len(triples),
         "token_logprobs": [logprob for logprob, _, _ in triples],
         "tokens": [_lossless_text(tokenizer, token) for _, token, _ in triples],
-        "top_logprobs": [
-            {_lossless_text(tokenizer, token): logprob for logprob, token, _ in alternatives} for alternatives in tops
-        ],
+        "top_logprobs": [None if row is None else _by_text(tokenizer, row) for row in tops],
     }
+
+
+def _by_text(tokenizer: Tokenizer, row: Iterable[Any]) -> dict[str, float]:
+    return {_lossless_text(tokenizer, token): logprob for logprob, token, _ in row}
 
 
 def _chat_token(tokenizer: Tokenizer, triple: Sequence[Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -80,8 +80,7 @@ async def test_what_came_before_the_cut_reaches_the_client_at_once(
         await client.read_part()
 
 
-async def _read_exactly(read_part: object, size: int) -> bytes:
-    assert callable(read_part)
+async def _read_exactly(read_part: Callable[[], Awaitable[bytes]], size: int) -> bytes:
     got = b""
     while len(got) < size:
         got += await read_part()
@@ -134,15 +133,12 @@ async def test_an_http_1_0_client_sees_the_cut_as_well(stage: Stage, framing: st
         await client.read_part()
 
 
-@pytest.mark.parametrize("statuses", [[200], [500]])
-async def test_a_connection_is_good_for_the_next_request_after_another_was_cut(
-    stage: Stage, statuses: Sequence[int]
-) -> None:
+async def test_a_cut_reply_says_nothing_about_the_next_one(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)
-    worker.next(script(LENGTH, RESET), script(reply(b"whole", statuses[0])))
+    worker.next(script(LENGTH, RESET), script(reply(b"whole")))
     broken, other = await stage.client(router), await stage.client(router)
     with pytest.raises(CutReply):
         await broken.ask("GET", "/x")
     answer = await other.ask("GET", "/x")
-    assert (answer.status, answer.body) == (statuses[0], b"whole")
+    assert (answer.status, answer.body) == (200, b"whole")

@@ -30,6 +30,7 @@ def prepare() -> None:
     """Makes this process able to import and run SGLang; before anything imports torch."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # nothing here is worth a C++ compiler's time
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # more spin, and on busy cores a token then takes ten times as long
     import stand_ins
 
     stand_ins.install()

@@ -94,7 +94,11 @@ class Client:
         sock.setblocking(False)
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        await asyncio.get_running_loop().sock_connect(sock, (parts.hostname or "127.0.0.1", parts.port or 80))
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, (parts.hostname or "127.0.0.1", parts.port or 80))
+        except OSError:
+            sock.close()
+            raise
         return cls(*await asyncio.open_connection(sock=sock, limit=receive_buffer or 2**16))
 
     async def __aenter__(self) -> Client:

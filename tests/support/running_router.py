@@ -30,6 +30,8 @@ from tests.support.waiting import until
 COMMAND = Path(sys.executable).with_name("miles-router")
 #: Longer than any test: probes run once, at registration, unless a test wants more.
 QUIET = 3600.0
+#: A failing test must not hold the others up for long.
+QUIETLY = {"port": 0, "health_check_interval": QUIET, "shutdown_timeout": 1.0}
 REQUEST_TASKS = ("watch client", "connect ", "probe ")
 
 
@@ -87,7 +89,7 @@ class RunningRouter:
 async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> AsyncIterator[RunningRouter]:
     """Serve `create_app(RouterConfig(...))` as the command does, in the loop of the test."""
     urls = tuple(worker if isinstance(worker, str) else worker.url for worker in workers)
-    config = RouterConfig(worker_urls=urls, **{"port": 0, "health_check_interval": QUIET, **settings})
+    config = RouterConfig(worker_urls=urls, **{**QUIETLY, **settings})
     app = create_app(config)
     sock = listen(config.host, config.port)
     server = _Server(uvicorn_config(app))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 import stat
@@ -59,10 +60,13 @@ class Stage:
 async def staged() -> AsyncIterator[Stage]:
     """A stage; at the end requests must be over within a second, and every task and socket gone."""
     tasks, sockets = _tasks(), _sockets()
-    async with AsyncExitStack() as stack:
-        stage = Stage(stack)
-        yield stage
-        await stage.nothing_under_way()
+    try:
+        async with AsyncExitStack() as stack:
+            stage = Stage(stack)
+            yield stage
+            await stage.nothing_under_way()
+    finally:
+        gc.collect()  # a task that failed says so here, and not while pytest parses sources for its report
     for worker in stage.workers:
         for crash in worker.crashes:
             raise crash

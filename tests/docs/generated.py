@@ -1,0 +1,105 @@
+"""The tables that pages show between markers, made from the code: `python -m tests.docs.generated` rewrites them.
+
+<!-- generated: settings -->  ...  <!-- end -->
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from miles_router.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
+from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
+from miles_router.metrics import Metrics
+from miles_router.worker_url import parse_worker_url
+from miles_router.workers import WorkerPool
+from tests.docs.pages import PAGES, name_of
+
+Rows = list[tuple[str, ...]]
+
+_MARKED = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
+
+
+def table(heading: tuple[str, ...], rows: Rows) -> str:
+    """A Markdown table."""
+    lines = [heading, tuple("---" for _ in heading), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def settings() -> str:
+    """Every setting in its three spellings."""
+    rows: Rows = []
+    for name, spec in FIELDS.items():
+        given = PATHS if name == "middlewares" else name
+        spellings = [f"`{name}`", f"`--{given.replace('_', '-')}`", f"`{ENVIRONMENT_PREFIX}{given.upper()}`"]
+        kind = "list of paths" if name == "middlewares" else type_name(name)
+        default = f"{kind}<br>default: {shown(RouterConfig(), name)}"
+        rows.append(("<br>".join(spellings), default, spec.metadata["help"]))
+    return table(("YAML key, flag, environment", "type", "meaning"), rows)
+
+
+def error_classes(base: type[RouterError] = RouterError) -> Iterator[type[RouterError]]:
+    """Every error with an answer of its own, from the root of the tree."""
+    yield base
+    for each in base.__subclasses__():
+        if each is not ConfigError:
+            yield from error_classes(each)
+
+
+def errors() -> str:
+    """Every error that a client can be answered with."""
+    rows: Rows = []
+    for each in error_classes():
+        sent = each not in (ClientDisconnected, UpstreamBroken)
+        text = " ".join((each.__doc__ or "").split())
+        headers = "".join(f" Sent with `{name}: {value}`." for name, value in each.headers.items())
+        rows.append((f"`{each.type}`", str(each.status) if sent else "not sent", text + headers))
+    return table(("type", "status", "when"), rows)
+
+
+def exposition() -> str:
+    """`GET /metrics` of a router that has seen something of everything."""
+    pool = WorkerPool()
+    metrics = Metrics(pool)
+    worker = pool.add(parse_worker_url("http://127.0.0.1:30001"))
+    metrics.finished("/generate", 200, worker.url, 1.0, 0.5)
+    return metrics.render().decode()
+
+
+def metrics() -> str:
+    """Every metric, with its labels."""
+    rows: Rows = []
+    for family in text_string_to_metric_families(exposition()):
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        rows.append((f"`{name}`", family.type, ", ".join(labels) or "none", family.documentation))
+    return table(("name", "type", "labels", "meaning"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"settings": settings, "errors": errors, "metrics": metrics}
+
+
+def regenerated(text: str) -> str:
+    """A page with its tables as the code has them now."""
+    return _MARKED.sub(lambda found: f"{found[1]}{TABLES[found['name']]()}{found[4]}", text)
+
+
+def marked(text: str) -> list[str]:
+    """The tables that a page shows."""
+    return [found["name"] for found in _MARKED.finditer(text)]
+
+
+def main() -> None:
+    """Rewrite every page whose tables are out of date."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if (new := regenerated(text)) != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"{name_of(page)} rewritten", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""Requests on their way in: what the worker receives is what the client sent."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import pytest
+
+from tests.support.http import Client, chunked, request
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import HANG, ScriptedWorker, reply, script
+from tests.support.stage import Stage
+
+CHUNKED = [("Transfer-Encoding", "chunked")]
+BINARY = bytes(range(256)) * 40
+BIG = hashlib.sha512(b"seed").digest() * 2**19  # 32 MiB
+
+PATHS = [
+    "/",
+    "/generate",
+    "/a%2Fb",
+    "/a%2fb",
+    "/%20/%00/%25",
+    "//double",
+    "//double//slashes//",
+    "/..;/x",
+    "/a/../b/./c",
+    "/%2e%2e/x",
+    "/caf%C3%A9/%E6%97%A5%E6%9C%AC",
+    "/%ff%fe",
+    "/bad%zz%",
+    "/semi;a=1;b=2/comma,colon:at@dollar$and&plus+star*bang!tilde~paren()quote'",
+    "/trailing/",
+    "/worker",
+    "/healthy",
+    "/router",
+    "/metrics_of_worker",
+    "/" + "long/" * 2000,
+]
+QUERIES = [
+    "?",
+    "?a",
+    "?a=",
+    "?a=1&a=2&a=1",
+    "?a=%2F%20+b&c=%C3%A9",
+    "?a=1?b=2",
+    "?&&=&",
+    "?q=/../x//y;z",
+    "?url=http://other:1/x?y",
+    "?" + "k=v&" * 2000,
+]
+
+
+async def pair(stage: Stage, **settings: object) -> tuple[ScriptedWorker, RunningRouter, Client]:
+    """A worker, a router in front of it, a client of that."""
+    worker = await stage.worker()
+    router = await stage.router(worker, **settings)
+    return worker, router, await stage.client(router)
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD", "TRACE", "PROPFIND"])
+@pytest.mark.parametrize("body", [None, b"", b'{"a": 1}'], ids=["no body", "empty body", "body"])
+async def test_any_method_is_forwarded_with_and_without_a_body(stage: Stage, method: str, body: bytes | None) -> None:
+    worker, _, client = await pair(stage)
+    for _ in range(2):
+        answer = await client.ask(method, "/path", body=body)
+        assert (answer.status, answer.body) == (200, b"" if method == "HEAD" else b"{}")
+    for received in worker.requests:
+        assert (received.method, received.target, received.body) == (method, b"/path", body or b"")
+        assert received.values("transfer-encoding") == []
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_the_path_arrives_as_it_was_spelled(stage: Stage, path: str) -> None:
+    worker, _, client = await pair(stage)
+    assert (await client.ask("GET", path)).status == 200
+    assert worker.requests[0].target == path.encode()
+
+
+@pytest.mark.parametrize("query", QUERIES)
+@pytest.mark.parametrize("path", ["/generate", "//x%2F"])
+async def test_the_query_arrives_as_it_was_spelled(stage: Stage, path: str, query: str) -> None:
+    worker, _, client = await pair(stage)
+    assert (await client.ask("GET", path + query)).status == 200
+    assert worker.requests[0].target == (path + query).encode()
+
+
+async def test_a_worker_behind_a_path_prefix_gets_it_in_front_of_every_path(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(f"{worker.url}/engines/0/")
+    await router.ask("GET", "/a%2Fb?c=d")
+    assert worker.requests[0].target == b"/engines/0/a%2Fb?c=d"
+
+
+async def test_an_absolute_target_reaches_the_worker_as_its_path(stage: Stage) -> None:
+    worker, _, client = await pair(stage)
+    assert (await client.ask("GET", "http://router.test:80/a%2Fb?c=d")).status == 200
+    assert worker.requests[0].target == b"/a%2Fb?c=d"
+
+
+async def test_options_for_the_whole_server_is_forwarded(stage: Stage) -> None:
+    worker, _, client = await pair(stage)
+    assert (await client.ask("OPTIONS", "*")).status == 200
+    assert worker.requests[0].target == b"*"
+
+
+async def test_headers_arrive_in_order_with_repeats_and_odd_values(stage: Stage) -> None:
+    worker, _, client = await pair(stage)
+    sent = [
+        ("X-B", "2"),
+        ("Accept-Encoding", "gzip, deflate, br"),
+        ("X-A", "1"),
+        ("X-B", "1, 2;q=0.5"),
+        ("Cookie", "a=b; c=d"),
+        ("Cookie", "e=f"),
+        ("X-Empty", ""),
+        ("X-Latin", "caf\xe9 \xff"),
+        ("User-Agent", 'it\'s "quoted" \\ (comment)'),
+        ("Content-Type", "application/json; charset=UTF-8"),
+        ("X-Long", "x" * 20_000),
+        ("Authorization", "Bearer of-the-worker"),
+        ("Via", "1.1 somebody"),
+        ("X-Forwarded-For", "10.0.0.1"),
+        ("Trailer", "X-Late"),
+    ]
+    await client.ask("POST", "/generate", [*sent, ("X-Request-Id", "id-1")], b"{}")
+    expected = [(name.lower().encode(), value.encode("latin-1")) for name, value in sent]
+    got = [pair for pair in worker.requests[0].headers if pair[0] not in (b"host", b"content-length", b"x-request-id")]
+    assert got == expected
+
+
+async def test_host_names_the_worker(stage: Stage) -> None:
+    worker, _, client = await pair(stage)
+    await client.ask("GET", "/", [("Host", "public.example:8443")])
+    assert worker.requests[0].values("host") == [f"127.0.0.1:{worker.port}".encode()]
+
+
+async def test_hop_by_hop_headers_and_those_that_connection_names_stay_behind(stage: Stage) -> None:
+    worker, _, client = await pair(stage)
+    hop_by_hop = [
+        ("Connection", "keep-alive, X-Mine"),
+        ("Connection", "x-other ,, Keep-Alive"),
+        ("Keep-Alive", "timeout=5"),
+        ("Proxy-Connection", "keep-alive"),
+        ("TE", "trailers"),
+        ("X-Mine", "1"),
+        ("X-Other", "2"),
+        ("X-Kept", "3"),
+    ]
+    assert (await client.ask("POST", "/generate", hop_by_hop, b"{}")).status == 200
+    names = {name for name, _ in worker.requests[0].headers}
+    assert names == {b"host", b"content-length", b"x-request-id", b"x-kept"}
+
+
+async def test_an_offer_to_upgrade_is_declined_and_the_request_forwarded_whole(stage: Stage) -> None:
+    """Java's HTTP client offers h2c with its first request, bodies included."""
+    worker, _, client = await pair(stage)
+    offer = [("Connection", "Upgrade, HTTP2-Settings"), ("Upgrade", "h2c"), ("HTTP2-Settings", "AAMAAABkAAQCAAAA")]
+    for _ in range(2):
+        assert (await client.ask("POST", "/generate", offer, BINARY)).status == 200
+    assert [received.body for received in worker.requests] == [BINARY] * 2
+    assert not {b"upgrade", b"http2-settings", b"connection"} & {name for name, _ in worker.requests[0].headers}
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "many small chunks"])
+@pytest.mark.parametrize("body", [b"", b"x", BINARY, BIG], ids=["empty", "one byte", "10 kB", "32 MB"])
+async def test_bodies_arrive_byte_for_byte_with_their_length(stage: Stage, framing: str, body: bytes) -> None:
+    worker, _, client = await pair(stage)
+    step = max(1, len(body) // (2000 if "small" in framing else 3))
+    parts = [body[start : start + step] for start in range(0, len(body), step)]
+    sent = request("POST", "/", body=body) if framing == "length" else request("POST", "/", CHUNKED) + chunked(*parts)
+    await client.send(sent)
+    assert (await client.read("POST")).status == 200
+    (received,) = worker.requests
+    assert received.body == body
+    assert received.values("content-length") == [str(len(body)).encode()]
+
+
+async def test_a_body_that_trickles_in_is_forwarded_once_it_is_complete(stage: Stage) -> None:
+    worker, _, client = await pair(stage)
+    data = request("POST", "/generate", CHUNKED) + b"5;ext=1\r\nhello\r\n0\r\nX-Trailer: 1\r\n\r\n"
+    for start in range(len(data)):
+        await client.send(data[start : start + 1])
+        await asyncio.sleep(0)
+    assert (await client.read("POST")).status == 200
+    assert worker.requests[0].body == b"hello"
+    assert worker.requests[0].values("x-trailer") == []
+
+
+async def test_a_client_that_expects_100_continue_gets_it_and_the_worker_never_hears_of_it(stage: Stage) -> None:
+    worker, _, client = await pair(stage)
+    await client.send(request("POST", "/generate", [("Expect", "100-continue"), ("Content-Length", "5")]))
+    reading = asyncio.ensure_future(client.read("POST"))
+    await asyncio.sleep(0.02)
+    assert worker.requests == []
+    await client.send(b"hello")
+    answer = await reading
+    assert (answer.status, answer.informational) == (200, [100])
+    assert (worker.requests[0].body, worker.requests[0].values("expect")) == (b"hello", [])
+
+
+async def test_a_client_that_expects_100_continue_and_does_not_wait_is_served(stage: Stage) -> None:
+    worker, _, client = await pair(stage)
+    for _ in range(3):
+        answer = await client.ask("POST", "/generate", [("Expect", "100-continue")], BINARY)
+        assert answer.status == 200
+    assert [received.body for received in worker.requests] == [BINARY] * 3
+
+
+@pytest.mark.parametrize("name", ["X-Request-Id", "x-request-id"])
+async def test_the_clients_request_id_goes_to_the_worker_and_back(stage: Stage, name: str) -> None:
+    worker, _, client = await pair(stage)
+    answer = await client.ask("GET", "/", [(name, "abc-123_~!")])
+    assert answer.value("x-request-id") == b"abc-123_~!"
+    assert worker.requests[0].values("x-request-id") == [b"abc-123_~!"]
+
+
+async def test_without_a_request_id_each_request_gets_its_own(stage: Stage) -> None:
+    worker, _, client = await pair(stage)
+    returned = [(await client.ask("GET", "/")).value("x-request-id") for _ in range(3)]
+    assert len({*returned}) == 3
+    assert all(returned)
+    assert [received.values("x-request-id") for received in worker.requests] == [[each] for each in returned]
+
+
+@pytest.mark.parametrize("bad", ["", "x" * 129, "caf\xe9"])
+async def test_a_request_id_that_is_no_safe_token_is_replaced(stage: Stage, bad: str) -> None:
+    worker, _, client = await pair(stage)
+    returned = (await client.ask("GET", "/", [("X-Request-Id", bad)])).value("x-request-id")
+    assert returned
+    assert returned != bad.encode("latin-1")
+    assert worker.requests[0].values("x-request-id") == [returned]
+
+
+async def test_errors_of_the_routers_own_carry_the_request_id(stage: Stage) -> None:
+    router = await stage.router()
+    answer = await router.ask("GET", "/", [("X-Request-Id", "mine")])
+    assert answer.json()["error"]["request_id"] == "mine"
+    assert answer.value("x-request-id") == b"mine"
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"garbage\r\n\r\n", b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b"GET /caf\xc3\xa9 HTTP/1.1\r\nHost: x\r\n\r\n"],
+    ids=["no request", "no header", "raw utf-8 in the path"],
+)
+async def test_a_request_that_is_no_http_is_told_so_in_json(stage: Stage, garbage: bytes) -> None:
+    worker, _, client = await pair(stage)
+    await client.send(garbage)
+    answer = await client.read()
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert worker.requests == []
+
+
+async def test_a_request_head_without_end_is_refused(stage: Stage) -> None:
+    worker, router, client = await pair(stage)
+    line = b"X-Pad: " + b"x" * 1000 + b"\r\n"
+    await client.send(b"GET / HTTP/1.1\r\n" + line * 200)
+    answer = await client.read()
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert worker.requests == []
+    assert (await router.ask("GET", "/")).status == 200
+
+
+async def test_two_lengths_that_differ_are_refused_and_never_reach_a_worker(stage: Stage) -> None:
+    """Request smuggling (CWE-444): both sides must see the same end of a request."""
+    worker, _, client = await pair(stage)
+    for head in ([("Content-Length", "4"), ("Content-Length", "5")], [("Content-Length", "4"), *CHUNKED]):
+        async with await Client.connect(stage.routers[0].url) as other:
+            await other.send(request("POST", "/", head) + b"0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n")
+            assert (await other.read("POST")).status == 400
+    assert worker.requests == []
+    assert (await client.ask("GET", "/")).status == 200
+
+
+async def test_a_hanging_worker_holds_up_no_other_request_of_the_same_router(stage: Stage) -> None:
+    worker, router, client = await pair(stage)
+    worker.next(script(HANG), script(reply(b"quick")))
+    await client.send(request("GET", "/slow"))
+    while not worker.busy:
+        await asyncio.sleep(0.005)
+    assert (await router.ask("GET", "/fast")).body == b"quick"
+    client.abort()

@@ -1,0 +1,147 @@
+"""The middleware contract over real sockets: what a class may rely on, seen from both ends of the wire."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from miles_router.config import MiddlewareSpec
+from tests.support.scripted_worker import CLOSE, chunk, chunked_head, reply, script
+from tests.support.stage import Stage, staged
+
+WORKING = "tests.support.plugins.working"
+
+
+def stack(*layers: str | tuple[str, dict[str, Any]]) -> tuple[MiddlewareSpec, ...]:
+    """Specs of classes in the module of working plugins, first = outermost."""
+    named = [(layer, {}) if isinstance(layer, str) else layer for layer in layers]
+    return tuple(MiddlewareSpec(f"{WORKING}.{name}", options) for name, options in named)
+
+
+async def test_the_first_listed_is_outermost_and_gets_its_options(stage: Stage) -> None:
+    worker = await stage.worker()
+    layers = stack(("Tagging", {"tag": "outer"}), ("Plain", {"mode": "off"}))
+    router = await stage.router(worker, middlewares=layers)
+    answer = await router.ask("POST", "/generate", body=b"{}")
+    assert worker.requests[0].values("x-tag") == [b"outer", b"plain"]
+    assert answer.values("x-tag") == [b"outer"]
+
+
+async def test_a_class_answers_its_own_route_and_leaves_the_rest_to_the_workers(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, middlewares=stack(("Tagging", {"tag": "t", "times": 3})))
+    assert (await router.ask("GET", "/tagging/x")).json() == {"tag": "ttt", "name": "x"}
+    assert not worker.requests
+    assert (await router.ask("GET", "/tagging/x/y")).status == 200
+    assert worker.requests[0].path == "/tagging/x/y"
+
+
+async def test_lifespans_are_entered_outermost_first_and_left_in_reverse() -> None:
+    async with staged() as stage:
+        layers = (*stack(("Tagging", {"tag": "o"})), *stack("Lasting"))
+        router = await stage.router(await stage.worker(), middlewares=layers)
+        log = router.app.router.state.lifespans
+        assert log == ["enter o", "enter lasting"]
+    assert log == ["enter o", "enter lasting", "leave lasting", "leave o"]
+
+
+async def test_its_metrics_stand_beside_the_routers_own(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), middlewares=stack("Tagging"))
+    await router.ask("POST", "/generate", body=b"{}")
+    text = (await router.ask("GET", "/metrics")).body.decode()
+    assert "tagging_requests_total 1.0" in text
+    assert 'miles_router_requests_total{route="generate",status="200"' in text
+
+
+async def test_a_starlette_base_middleware_of_another_router_runs_unchanged(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, middlewares=stack("Legacy"), hf_checkpoint="/models/some")
+    answer = await router.ask("POST", "/generate", body=b'{"text": "x"}')
+    assert answer.value("x-legacy") == b"13 bytes"
+    assert worker.requests[0].body == b'{"text": "x"}'
+    legacy = vars(router.app.router)["radix_tree"]
+    assert legacy.checkpoint == "/models/some"
+
+
+async def test_a_stream_passes_through_a_starlette_base_middleware(stage: Stage) -> None:
+    worker = await stage.worker()
+    worker.always(script(chunked_head(), chunk(b"one "), chunk(b"two"), b"0\r\n\r\n"))
+    router = await stage.router(worker, middlewares=stack("Legacy"))
+    assert (await router.ask("POST", "/generate", body=b"{}")).body == b"one two"
+
+
+async def test_a_rewritten_body_reaches_the_worker_once_with_its_length(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, middlewares=stack("Rewriting", "Reading"))
+    await router.ask("POST", "/generate", body=b'{"text": "a"}')
+    (seen,) = worker.requests
+    assert json.loads(seen.body) == {"text": "a", "return_logprob": True}
+    assert seen.values("content-length") == [str(len(seen.body)).encode()]
+
+
+async def test_layers_that_read_one_body_share_one_parse(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), middlewares=stack("Reading", "Reading", "Reading"))
+    answer = await router.ask("POST", "/generate", body=b'{"text": "a"}')
+    assert answer.values("x-one-parse") == [b"True", b"True", b"True"]
+
+
+async def test_a_changed_body_is_parsed_anew_by_the_layers_inside(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), middlewares=stack("Reading", "Rewriting", "Reading"))
+    answer = await router.ask("POST", "/generate", body=b'{"text": "a"}')
+    assert answer.values("x-one-parse") == [b"False", b"False"]
+
+
+async def test_malformed_json_is_the_clients_fault_and_reaches_no_worker(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, middlewares=stack("Rewriting"))
+    answer = await router.ask("POST", "/generate", body=b'{"text": ')
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert not worker.requests
+
+
+async def test_a_class_retries_through_the_inner_app_after_a_worker_died(stage: Stage) -> None:
+    dying, living = await stage.worker(), await stage.worker()
+    dying.always(script(CLOSE))
+    living.always(script(reply(b'{"alive": true}')))
+    router = await stage.router(dying, living, middlewares=stack("Retrying"), max_retries=0)
+    answers = [await router.ask("POST", "/generate", body=b'{"n": 1}') for _ in range(2)]
+    assert [answer.json() for answer in answers] == [{"alive": True}] * 2
+    assert {request.body for request in (*dying.requests, *living.requests)} == {b'{"n": 1}'}
+    assert dying.requests, "the first choice must have been the one that died"
+
+
+async def test_a_typed_error_passes_every_layer_and_is_rendered_once(stage: Stage) -> None:
+    dying = await stage.worker()
+    dying.always(script(CLOSE))
+    router = await stage.router(dying, middlewares=stack("Retrying", "Reading"))
+    answer = await router.ask("POST", "/generate", body=b"{}")
+    assert (answer.status, answer.error_type) == (502, "upstream_unreachable")
+    # Twice by the middleware; the connection kept from the first probe may have been tried before a new one.
+    assert 2 <= len(dying.requests) <= 3
+
+
+async def test_forward_leases_a_worker_for_a_request_of_the_middlewares_own(stage: Stage) -> None:
+    worker = await stage.worker()
+    worker.always(script(reply(b'{"from": "worker"}', 201)))
+    router = await stage.router(worker, middlewares=stack("Asking"))
+    answer = (await router.ask("POST", "/ask")).json()
+    assert answer == {"status": 201, "answer": '{"from": "worker"}', "in_flight": 1}
+    (seen,) = worker.requests
+    assert (seen.target, seen.body) == (b"/generate?own=1", b'{"own": true}')
+    assert len(seen.values("x-request-id")) == 1
+
+
+async def test_a_defect_in_a_middleware_is_a_500_that_tells_nothing(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), middlewares=stack("Failing"))
+    answer = await router.ask("POST", "/generate", body=b"{}")
+    assert (answer.status, answer.error_type) == (500, "internal_error")
+    assert b"secret" not in answer.body
+
+
+async def test_router_info_shows_the_stack(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), middlewares=stack(("Tagging", {"tag": "q"}), "Plain"))
+    shown = (await router.ask("GET", "/router/info")).json()["middlewares"]
+    assert shown == [
+        {"name": "tagging", "path": f"{WORKING}.Tagging", "options": {"tag": "q"}},
+        {"name": "plain", "path": f"{WORKING}.Plain", "options": {}},
+    ]

@@ -1,0 +1,143 @@
+"""Requests that are too large or whose worker takes too long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.support.http import CutReply, chunked, request
+from tests.support.scripted_worker import BODY, HANG, chunk, chunked_head, head, reply, script, unread
+from tests.support.stage import Stage
+
+LIMIT = 1000
+CHUNKED = [("Transfer-Encoding", "chunked")]
+
+
+async def test_an_announced_body_over_the_limit_is_refused_before_a_byte_of_it_is_read(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, max_request_bytes=LIMIT)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", [("Content-Length", str(LIMIT + 1))]))  # and nothing after it
+    answer = await client.read("POST")
+    assert (answer.status, answer.error_type) == (413, "request_too_large")
+    assert "--max-request-bytes" in answer.json()["error"]["message"]
+    assert worker.requests == []
+
+
+async def test_a_client_that_asks_before_it_sends_too_much_is_told_no_and_never_to_continue(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, max_request_bytes=LIMIT)
+    client = await stage.client(router)
+    headers = [("Content-Length", str(LIMIT + 1)), ("Expect", "100-continue")]
+    answer = await client.ask("POST", "/generate", headers)
+    assert (answer.status, answer.informational) == (413, [])
+    assert worker.requests == []
+
+
+async def test_a_client_that_was_told_no_before_its_body_cannot_mistake_what_comes_next(stage: Stage) -> None:
+    """RFC 9110 section 10.1.1: a final status instead of 100 goes with a close, or with reading the body all the same.
+    A client that does not send it after all and uses the connection again must not have its request read as a body."""
+    worker = await stage.worker()
+    router = await stage.router(worker, max_request_bytes=LIMIT)
+    client = await stage.client(router)
+    headers = [("Content-Length", str(LIMIT + 1)), ("Expect", "100-continue")]
+    answer = await client.ask("POST", "/generate", headers)
+    assert answer.value("connection") == b"close"
+    assert await client.closed() == b""
+
+
+@pytest.mark.parametrize("size", [LIMIT + 1, LIMIT * 200])
+async def test_a_chunked_body_over_the_limit_is_refused(stage: Stage, size: int) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, max_request_bytes=LIMIT)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", CHUNKED) + chunked(*[b"x" * 100] * (size // 100), b"x"))
+    answer = await client.read("POST")
+    assert (answer.status, answer.error_type) == (413, "request_too_large")
+    assert worker.requests == []
+
+
+async def test_a_chunked_body_without_end_is_refused_as_soon_as_it_is_over_the_limit(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, max_request_bytes=LIMIT)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", CHUNKED) + chunk(b"x" * LIMIT))
+    await client.send(chunk(b"one more"))
+    assert (await client.read("POST")).status == 413
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_a_body_of_exactly_the_limit_is_forwarded(stage: Stage, framing: str) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, max_request_bytes=LIMIT)
+    client = await stage.client(router)
+    body = b"x" * LIMIT
+    if framing == "length":
+        await client.send(request("POST", "/generate", body=body))
+    else:
+        await client.send(request("POST", "/generate", CHUNKED) + chunked(body))
+    assert (await client.read("POST")).status == 200
+    assert worker.requests[0].body == body
+
+
+async def test_administration_takes_no_big_bodies_whatever_the_limit(stage: Stage) -> None:
+    router = await stage.router()
+    answer = await router.ask("POST", "/add_worker", body=b" " * 70_000)
+    assert (answer.status, answer.error_type) == (413, "request_too_large")
+
+
+async def test_a_worker_that_does_not_begin_its_reply_in_time_is_504(stage: Stage) -> None:
+    workers = [(await stage.worker()).always(script(HANG)) for _ in range(2)]
+    router = await stage.router(*workers, request_timeout=0.2)
+    answer = await router.ask("POST", "/generate", body=b"{}")
+    assert (answer.status, answer.error_type) == (504, "upstream_timeout")
+    await stage.nothing_under_way()
+    assert sum(len(worker.requests) for worker in workers) == 1, "a timeout is not tried again"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [chunked_head() + chunk(b"some"), head(200, [("Content-Length", "100")]) + b"some"],
+    ids=["chunked", "content-length"],
+)
+async def test_a_reply_that_is_not_complete_in_time_is_broken_off(stage: Stage, start: bytes) -> None:
+    worker = (await stage.worker()).always(script(start, HANG))
+    router = await stage.router(worker, request_timeout=0.2)
+    client = await stage.client(router)
+    with pytest.raises(CutReply) as cut:
+        await client.ask("POST", "/generate", body=b"{}")
+    assert (cut.value.reply.status, cut.value.reply.body) == (200, b"some")
+    await stage.nothing_under_way()
+
+
+async def test_a_reply_within_the_timeout_is_not_disturbed_by_it(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, request_timeout=0.5)
+    client = await stage.client(router)
+    for _ in range(3):
+        assert (await client.ask("POST", "/generate", body=b"{}")).status == 200
+
+
+async def test_a_worker_that_reads_slowly_gets_the_whole_body(stage: Stage) -> None:
+    gate = asyncio.Event()
+    worker = (await stage.worker()).always(unread(gate, BODY, reply(b"read")))
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    body = bytes(range(256)) * 2**16
+    sending = asyncio.ensure_future(client.send(request("POST", "/generate", body=body)))
+    asyncio.get_running_loop().call_later(0.05, gate.set)
+    await sending
+    assert (await client.read("POST")).body == b"read"
+    assert worker.requests[0].body == body
+
+
+async def test_an_early_reply_reaches_the_client_and_the_connection_with_the_unread_body_serves_nobody_else(
+    stage: Stage,
+) -> None:
+    worker = await stage.worker()
+    worker.next(unread(reply(b"too long", 400), HANG))
+    router = await stage.router(worker, request_timeout=5.0)
+    answer = await router.ask("POST", "/generate", body=b"x" * 2**25)
+    assert (answer.status, answer.body) == (400, b"too long")
+    assert (await router.ask("GET", "/next")).status == 200

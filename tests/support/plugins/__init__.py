@@ -1,0 +1,1 @@
+"""Middlewares of other people, loaded by dotted path in tests."""

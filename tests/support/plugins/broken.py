@@ -1,0 +1,3 @@
+"""Fails while it is imported, on purpose."""
+
+raise RuntimeError("broken on purpose")

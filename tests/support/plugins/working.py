@@ -1,0 +1,232 @@
+"""Middlewares that load and do something a test can see."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, Literal
+
+import orjson
+from prometheus_client import Counter
+from prometheus_client.registry import Collector
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from miles_router import Router
+from miles_router.errors import UpstreamUnreachable
+from miles_router.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
+from miles_router.middleware import ASGIApp
+
+
+class Tagging:
+    """Writes its tag into the request and the reply: shows order, options, its own route, lifespan and metrics."""
+
+    def __init__(self, app: ASGIApp, *, router: Router, tag: str = "a", times: int = 1) -> None:
+        self.app = app
+        self.router = router
+        self.tag = tag.encode() * times
+        self.seen = Counter("tagging_requests", "Requests tagged.", registry=None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != "/generate":
+            await self.app(scope, receive, send)
+            return
+        self.seen.inc()
+        scope = {**scope, "headers": [*scope["headers"], (b"x-tag", self.tag)]}
+
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message["headers"], (b"x-tag", self.tag)]}
+            await send(message)
+
+        await self.app(scope, receive, tagged)
+
+    @asynccontextmanager
+    async def _run(self) -> AsyncIterator[None]:
+        log = self.router.state.__dict__.setdefault("lifespans", [])
+        log.append(f"enter {self.tag.decode()}")
+        yield
+        log.append(f"leave {self.tag.decode()}")
+
+    def lifespan(self) -> AbstractAsyncContextManager[None]:
+        return self._run()
+
+    def routes(self) -> Sequence[BaseRoute]:
+        return [Route("/tagging/{name}", self._say, methods=["GET"])]
+
+    def metrics(self) -> Iterable[Collector]:
+        return [self.seen]
+
+    async def _say(self, request: Request) -> Response:
+        return JSONResponse({"tag": self.tag.decode(), "name": request.path_params["name"]})
+
+
+class Lasting(BaseHTTPMiddleware):
+    """Logs its lifespan and nothing else."""
+
+    def __init__(self, app: Any, *, router: Router) -> None:
+        super().__init__(app)
+        self.router = router
+
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        return await call_next(request)
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        self.router.state.lifespans.append("enter lasting")
+        yield
+        self.router.state.lifespans.append("leave lasting")
+
+
+class Plain:
+    """Wants nothing but its place in the stack; says so in the request it passes on."""
+
+    def __init__(self, app: ASGIApp, *, router: Router, mode: Literal["on", "off"] = "on") -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app({**scope, "headers": [*scope["headers"], (b"x-tag", b"plain")]}, receive, send)
+
+
+class Legacy(BaseHTTPMiddleware):
+    """Written for another router of this shape: Starlette's base class, attributes set on the router, `router.args`."""
+
+    def __init__(self, app: Any, *, router: Any) -> None:
+        super().__init__(app)
+        self.router = router
+        router.radix_tree = self
+        self.checkpoint = router.args.hf_checkpoint
+
+    async def dispatch(self, request: Request, call_next: RequestResponseEndpoint) -> Response:
+        body = await request.body()
+        response = await call_next(request)
+        response.headers["x-legacy"] = f"{len(body)} bytes"
+        return response
+
+
+class Rewriting:
+    """Adds a field to the body of `/generate`."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != "/generate":
+            await self.app(scope, receive, send)
+            return
+        exchange = Exchange.of(scope)
+        body = await exchange.read(receive)
+        changed = orjson.dumps({**exchange.loads(body), "return_logprob": True})
+        await self.app(with_body(scope, changed), replay(changed, receive), send)
+
+
+class Reading:
+    """Parses the body and leaves what it saw in the exchange's notes and the reply."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange.of(scope)
+        body = await exchange.read(receive)
+        exchange.notes.setdefault("parses", []).append(exchange.loads(body))
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                same = len({id(parsed) for parsed in exchange.notes["parses"]}) == 1
+                message = {**message, "headers": [*message["headers"], (b"x-one-parse", str(same).encode())]}
+            await send(message)
+
+        await self.app(scope, replay(body, receive), counted)
+
+
+class Retrying:
+    """Asks the inner app again when the worker could not be reached."""
+
+    def __init__(self, app: ASGIApp, *, router: Router, attempts: int = 2) -> None:
+        self.app = app
+        self.attempts = attempts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await Exchange.of(scope).read(receive)
+        for attempt in range(self.attempts):
+            try:
+                await self.app(scope, replay(body, receive), send)
+                return
+            except UpstreamUnreachable:
+                if attempt + 1 == self.attempts:
+                    raise
+
+
+class Asking:
+    """Answers `/ask` with what a worker says to a request of its own."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+        self.router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+    def routes(self) -> Sequence[BaseRoute]:
+        return [Route("/ask", self._ask, methods=["POST"])]
+
+    async def _ask(self, request: Request) -> Response:
+        async with self.router.forward("POST", "/generate?own=1", body=b'{"own": true}', key="k") as forwarded:
+            in_flight = forwarded.worker.in_flight
+            answer = await forwarded.reply.read_all(1 << 20)
+        return JSONResponse({"status": forwarded.reply.status, "answer": answer.decode(), "in_flight": in_flight})
+
+
+class Failing:
+    """Has a defect."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise ZeroDivisionError("a defect with a secret in its message")
+
+
+class Stealing:
+    """Wants a path that is the router's own."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+    def routes(self) -> Sequence[BaseRoute]:
+        return [Route("/metrics", lambda request: Response(), methods=["GET"])]
+
+
+class Demanding:
+    """Has an option without a default."""
+
+    def __init__(self, app: ASGIApp, *, router: Router, limit: int) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+
+class Unaware:
+    """A plain Starlette middleware that knows nothing of a router."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+
+class Misshapen:
+    """Has the name of a capability that is none."""
+
+    routes = ("/a",)
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+
+
+not_a_class = 7

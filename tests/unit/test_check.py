@@ -1,0 +1,78 @@
+"""`miles-router check`: good classes pass every clause, bad ones are told which they break."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from miles_router.check import check_path
+from miles_router.config import RouterConfig
+from miles_router.testing import check_middleware
+
+WORKING = "tests.support.plugins.working"
+
+
+@pytest.mark.parametrize("name", ["Tagging", "Legacy", "Rewriting", "Asking"])
+def test_a_class_that_keeps_the_contract_passes(name: str) -> None:
+    verdicts = dict(check_path(f"{WORKING}.{name}", RouterConfig()))
+    assert len(verdicts) == 8
+    assert set(verdicts.values()) == {None}
+
+
+class _Swallowing:
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await self.app(scope, receive, send)
+        except Exception:  # noqa: BLE001 - the defect this class is here to show
+            await send({"type": "http.response.start", "status": 500, "headers": []})
+
+
+class _Sharing:
+    body = b""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        message = await receive()
+        _Sharing.body = message["body"]
+
+        async def again() -> Any:
+            await asyncio.sleep(0)
+            return {"type": "http.request", "body": _Sharing.body}
+
+        await self.app(scope, again, send)
+
+
+class _Leaking:
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            self.task = asyncio.ensure_future(self.app(scope, receive, send))
+            await asyncio.shield(self.task)
+        else:
+            await self.app(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    ("layer", "clause", "problem"),
+    [
+        (_Swallowing, "lets errors through as themselves", "swallowed"),
+        (_Sharing, "keeps 100 concurrent requests and two instances apart", "mixed up"),
+        (_Sharing, "tells the inner app when the client leaves", "not told"),
+        (_Sharing, "passes other scopes on", "scopes other than http"),
+        (_Leaking, "survives cancellation and leaves no task", "not cancelled"),
+    ],
+)
+async def test_a_broken_class_is_told_what_it_breaks(layer: Any, clause: str, problem: str) -> None:
+    verdicts = dict(await check_middleware(layer))
+    assert problem in (verdicts[clause] or "")
