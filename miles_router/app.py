@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import orjson
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.routing import Router as Routes
 from starlette.types import Lifespan
 
@@ -24,6 +24,7 @@ from miles_router.config import RouterConfig
 from miles_router.errors import ClientDisconnected, MethodNotAllowed, MiddlewareLoadError, RouterError, UpstreamBroken
 from miles_router.exchange import SCOPE_KEY, Exchange, Message, Receive, Scope, Send, request_id
 from miles_router.forwarding import Forwarder
+from miles_router.headers import first
 from miles_router.health import HealthMonitor, log_transition
 from miles_router.metrics import Metrics
 from miles_router.middleware import (
@@ -52,13 +53,20 @@ class RouterApp:
     """The whole router as one ASGI app. `router` is the handle that middlewares have too."""
 
     def __init__(
-        self, *, config: RouterConfig, router: Router, routes: Routes, doors: dict[str, Key], stack: ASGIApp
+        self,
+        *,
+        config: RouterConfig,
+        router: Router,
+        routes: Routes,
+        doors: dict[str, Key],
+        data_key: Key,
+        stack: ASGIApp,
     ) -> None:
         self.router = router
         self._routes = routes
         self._doors = doors  # first path segment of the router's own routes -> the key they need
         self._stack = stack
-        self._data_key = Key(config.api_key)
+        self._data_key = data_key
         self._max_body_bytes = config.max_request_bytes
         self._access_log = config.access_log
         self._metrics = router.metrics
@@ -92,7 +100,7 @@ class RouterApp:
         except RouterError as error:
             self._report(error, exchange, scope, began=status != 0)
             if status == 0 and not isinstance(error, ClientDisconnected):
-                await _answer(error, exchange, send_with_id)
+                await _answer(error, exchange, send_with_id, close=first(scope["headers"], b"expect") is not None)
             status = status or error.status
         except Exception as error:  # the edge: a defect is logged whole and answered, never hidden
             logger.error("internal_error", exc_info=error, extra={"fields": _fields(exchange, scope)})
@@ -105,11 +113,16 @@ class RouterApp:
         path: str = scope["path"]
         end = path.find("/", 1)
         door = self._doors.get(path if end < 0 else path[:end])
+        if door not in (None, self._data_key) and not self._is_own(scope):
+            door = None  # `/health/x` is not ours because `/health` is: it goes to a worker, with the key that needs
         key = self._data_key if door is None else door
         if key.required:
             key.check(scope)
         scope[SCOPE_KEY].check_announced_size(scope)
         await (self._stack if door is None else self._routes)(scope, receive, send)
+
+    def _is_own(self, scope: Scope) -> bool:
+        return any(route.matches(scope)[0] is Match.FULL for route in self._routes.routes)
 
     def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
         """One line for each failure. A reply that had begun ends here without its end: the server breaks it off."""
@@ -137,10 +150,13 @@ def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:
     return fields if exchange.worker_url is None else {**fields, "worker": exchange.worker_url}
 
 
-async def _answer(error: RouterError, exchange: Exchange, send: Send) -> None:
+async def _answer(error: RouterError, exchange: Exchange, send: Send, *, close: bool = False) -> None:
+    """`close` where a client may have been told no before it was asked for its body: what it would send next is either
+    that body or another request, and nobody could tell which (RFC 9110 section 10.1.1)."""
     body = orjson.dumps(error.body(exchange.request_id))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode("ascii"))]
     headers += [(name.lower().encode("ascii"), value.encode("ascii")) for name, value in error.headers.items()]
+    headers += [(b"connection", b"close")] * close
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
@@ -180,17 +196,18 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
         timeout=config.health_check_timeout,
         deep_interval=config.deep_health_check_interval,
     )
-    routes, doors = _own_routes(Admin(router, _described(loaded)), config, layers, stack)
+    data_key = Key(config.api_key)
+    guarded = Key(config.effective_admin_key)
+    routes, doors = _own_routes(Admin(router, _described(loaded)), guarded, data_key, layers, stack)
     routes.lifespan_context = _lifespan(layers, health, upstream)
     _register_metrics(metrics, layers)
-    return RouterApp(config=config, router=router, routes=routes, doors=doors, stack=stack)
+    return RouterApp(config=config, router=router, routes=routes, doors=doors, data_key=data_key, stack=stack)
 
 
 def _own_routes(
-    admin: Admin, config: RouterConfig, layers: Iterable[ASGIApp], stack: ASGIApp
+    admin: Admin, guarded: Key, data: Key, layers: Iterable[ASGIApp], stack: ASGIApp
 ) -> tuple[Routes, dict[str, Key]]:
     """The router's own routes and those of the middlewares, and the key that each first path segment needs."""
-    guarded, data = Key(config.effective_admin_key), Key(config.api_key)
     opened, administration = admin.open_routes(), admin.guarded_routes()
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
     doors = {_first_segment(route): _OPEN for route in opened}

@@ -34,6 +34,7 @@ MAX_HEAD_BYTES = 256 * 1024
 #: Request bodies up to this size share one write with their head.
 INLINE_BODY = 64 * 1024
 BODILESS = frozenset({204, 304})
+MAX_STATUS = 599
 #: An idle connection older than this (seconds) is retired; SGLang's server closes its own side after 5.
 IDLE_SECONDS = 60.0
 
@@ -51,6 +52,7 @@ class Reply:
         "complete",
         "head_seen",
         "headers",
+        "holds_slot",
         "status",
     )
 
@@ -59,6 +61,7 @@ class Reply:
         self.headers: RawHeaders = []
         self.head_seen = False
         self.complete = False  # every byte has arrived (not: has been read)
+        self.holds_slot = False  # one of the `max_connections`
         self._connection: Connection | None = connection
         self._chunks: deque[bytes] = deque()
         self._buffered = 0
@@ -176,8 +179,13 @@ class Connection(asyncio.BufferedProtocol):
     # The exchange
 
     def send(self, head: bytes, body: bytes, *, head_request: bool) -> Reply:
-        """Write one request and give the reply that will come."""
-        assert self._transport is not None
+        """Write one request and give the reply that will come.
+
+        Raises:
+            UpstreamUnreachable: the connection was lost since it was made, as when a dying worker's backlog took it.
+        """
+        if self._transport is None:
+            raise UpstreamUnreachable(f"{self._address.url} closed the connection before it was used", refused=True)
         assert self._reply is None
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
@@ -197,12 +205,17 @@ class Connection(asyncio.BufferedProtocol):
         """The reader is finished with its reply: keep the connection if nothing is left on it, else break it off."""
         if self._reply is reply:
             self._reply = None
-            if reply.complete and self._reusable:
+            if reply.complete and self._reusable and not self._unsent():
                 self._resume_reading()
                 self._pool.keep(self._address, self)
             else:
                 self.abort()
-        self._pool.exchange_ended()
+        if reply.holds_slot:
+            self._pool.slot_freed()
+
+    def _unsent(self) -> bool:
+        """A reply came before the worker had read its request: what is left of that would hold up the next one."""
+        return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
     def abort(self) -> None:
         """Drop the connection at once."""
@@ -301,14 +314,24 @@ class Connection(asyncio.BufferedProtocol):
 
     # httptools callbacks
 
+    def on_message_begin(self) -> None:
+        if self._reply is not None and self._reply.head_seen:
+            self._reusable = False  # bytes that nobody asked for follow the reply
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        if self._reply is not None and not self._reply.head_seen:  # else a trailer, which is no header
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         reply = self._reply
-        if status < 200 or reply is None:  # 100 Continue, 103 Early Hints: the reply itself is still to come
+        if reply is None or reply.head_seen:
+            return
+        if status < 200:  # 100 Continue, 103 Early Hints: the reply itself is still to come
             self._headers = []
+            return
+        if status > MAX_STATUS:
+            self._invalid(reply, f"{self._address.url} answered with the status {status}, which is none")
             return
         reply.status, reply.headers, reply.head_seen = status, self._headers, True
         self._reusable = self._parser.should_keep_alive()
@@ -325,7 +348,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_body(self, data: bytes) -> None:
         reply = self._reply
-        if reply is None or self._expect_no_body:
+        if reply is None or reply.complete or self._expect_no_body:
             return
         if self._remaining is not None:
             self._remaining -= len(data)
@@ -356,18 +379,22 @@ class Upstream:
             UpstreamUnreachable: no connection, or it was lost before a reply began.
             UpstreamInvalidResponse: the worker does not speak HTTP.
         """
-        if self._slots is not None:
-            await self._slots.acquire()
+        head = _head(address, method, target, headers, body)
+        if self._slots is None:
+            return await self._exchange(address, method, head, body)
+        await self._slots.acquire()
         try:
-            return await self._exchange(address, method, _head(address, method, target, headers, body), body)
+            reply = await self._exchange(address, method, head, body)
         except BaseException:
-            self.exchange_ended()
+            self.slot_freed()
             raise
+        reply.holds_slot = True
+        return reply
 
     async def fetch(
         self, address: WorkerUrl, path: str, *, headers: RawHeaders, timeout: float, limit: int = 1 << 20
     ) -> tuple[int, bytes]:
-        """GET `path` and read the whole answer: `(status, body)`.
+        """GET `path` and read the whole answer: `(status, body)`. Needs no slot: a worker full of requests is alive.
 
         Raises:
             UpstreamTimeout: it took longer than `timeout` seconds.
@@ -379,7 +406,8 @@ class Upstream:
             raise UpstreamTimeout(f"{address.url}{path} did not answer within {timeout:g} s") from None
 
     async def _fetch(self, address: WorkerUrl, path: str, headers: RawHeaders, limit: int) -> tuple[int, bytes]:
-        reply = await self.open(address, "GET", path.encode(), headers, b"")
+        target = path.encode()
+        reply = await self._exchange(address, "GET", _head(address, "GET", target, headers, b""), b"")
         try:
             return reply.status, await reply.read_all(limit)
         finally:
@@ -473,7 +501,7 @@ class Upstream:
         if idle and connection in idle:
             idle.remove(connection)
 
-    def exchange_ended(self) -> None:
+    def slot_freed(self) -> None:
         """One of the `max_connections` slots is free again."""
         if self._slots is not None:
             self._slots.release()

@@ -191,6 +191,7 @@ class WorkerPool:
             worker = Worker(address, api_key=api_key, attributes=attributes or {}, now=self._now())
         else:
             self._update(worker, api_key, attributes)
+            self._end_drain(worker)
             worker.failures, worker.weight_version = 0, None
         self._workers[address.url] = worker
         self._move(worker, WorkerState.READY, "registered", before=None)
@@ -202,8 +203,8 @@ class WorkerPool:
         if attributes:
             worker.attributes = dict(attributes)
         if worker.state is WorkerState.DRAINING and worker.url in self._workers:
-            self._when_idle.pop(worker.url, None)
             self._move(worker, WorkerState.READY, "registered again while draining", before=worker.state)
+            self._end_drain(worker)
 
     def remove(self, worker: Worker, reason: str = "removed") -> None:
         """Forget a worker now; its requests in flight are left to finish. Removing it twice does nothing."""
@@ -217,7 +218,8 @@ class WorkerPool:
         self._tell(Transition(worker, worker.state, None, reason))
 
     def drain(self, worker: Worker, when_idle: Callable[[], None]) -> None:
-        """Send nothing new to a worker and remove it after its last request; `when_idle` is called then."""
+        """Send nothing new to a worker and remove it after its last request; `when_idle` is called then, or when the
+        worker is registered again before."""
         if worker.state is not WorkerState.DRAINING:
             self._move(worker, WorkerState.DRAINING, "drain requested", before=worker.state)
         self._when_idle.setdefault(worker.url, []).append(when_idle)
@@ -260,6 +262,9 @@ class WorkerPool:
     def _drained(self, worker: Worker) -> None:
         self.remove(worker, "drained")
         self._leaving.pop(worker.url, None)
+        self._end_drain(worker)
+
+    def _end_drain(self, worker: Worker) -> None:
         for call in self._when_idle.pop(worker.url, ()):
             call()
 

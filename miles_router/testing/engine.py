@@ -7,7 +7,6 @@ from enum import Enum
 from typing import Any
 
 from miles_router.testing.generation import (
-    ABORTED_WAITING,
     Generation,
     GenerationRequest,
     Model,
@@ -115,7 +114,8 @@ class Engine:
         """Grow a generation; yields when it has something to show: at every token of a stream, else at the end."""
         while generation.finish_reason is None:
             await self._grow(generation)
-            if generation.flush() and (generation.request.stream or generation.finish_reason):
+            due = generation.request.stream or generation.finish_reason is not None
+            if due and generation.flush():
                 yield
 
     def abort(self, rid: str) -> None:
@@ -171,7 +171,7 @@ class Engine:
         for generation in self.running.values():
             if chosen(generation):
                 if generation.waiting:
-                    generation.abort_now(dict(ABORTED_WAITING))
+                    generation.abort_waiting()
                 else:
                     generation.abort()
         self._pulse()

@@ -64,7 +64,7 @@ class OutputBuilder:
             self._add_versions(meta, generation)
         cached = generation.cached_tokens
         meta["cached_tokens_details"] = {"device": cached, "host": 0} if cached else None
-        if finish is not None and request.return_routed_experts and self._moe is not None:
+        if finish and finish != ABORTED_WAITING and request.return_routed_experts and self._moe is not None:
             routes = route(self._moe, sequence_of(generation), request.routed_experts_start_len)
             meta["routed_experts"] = encode_routes(routes)
         meta["dp_rank"] = None

@@ -1,7 +1,9 @@
 """One sample being generated: ids, logprobs, versions, text and the reason it ended. No I/O."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from miles_router.testing.detokenizer import IncrementalDetokenizer
@@ -52,7 +54,17 @@ class Model:
     tokenizer: Tokenizer
     sampler: Sampler
     context_len: int = 32768
-    extra_stop_ids: frozenset[int] = field(default_factory=frozenset)
+
+    @classmethod
+    def seeded(cls, tokenizer: Tokenizer, seed: int, stop_probability: float, context_len: int) -> Model:
+        """A model over a vocabulary whose weights are the seed."""
+        sampler = Sampler(
+            seed=seed,
+            vocab_size=tokenizer.vocab_size,
+            stop_ids=tokenizer.eos_token_ids,
+            stop_probability=stop_probability,
+        )
+        return cls(tokenizer, sampler, context_len)
 
 
 class Generation:
@@ -94,9 +106,10 @@ class Generation:
         """End at the next step, which still yields a token, as in SGLang."""
         self._to_finish = reason
 
-    def abort_now(self, reason: dict[str, Any]) -> None:
-        """End without another token."""
-        self.finish_reason = reason
+    def abort_waiting(self) -> None:
+        """End a retracted generation: the client gets what had been sent on to it before, and no more."""
+        self.finish_reason = dict(ABORTED_WAITING)
+        self._withdraw(self._pushed)
 
     def step(self, version: str) -> None:
         """Sample one id with the given weights and see whether it ends the generation."""
@@ -115,7 +128,8 @@ class Generation:
     def flush(self) -> bool:
         """Bring `text` up to date; False while SGLang would hold this output back (a stop string may be forming)."""
         if self.finish_reason is not None:
-            self._flush_last()
+            if self.finish_reason != ABORTED_WAITING:
+                self._flush_last()
             return True
         if self.request.stream and self._stop_string_may_be_forming():
             return False
@@ -137,8 +151,7 @@ class Generation:
     def _effective_stop_ids(self) -> frozenset[int]:
         if self.request.sampling.ignore_eos:
             return frozenset()
-        eos = self._model.tokenizer.eos_token_ids | self._model.extra_stop_ids
-        return eos.union(self.request.sampling.stop_token_ids or ())
+        return self._model.tokenizer.eos_token_ids.union(self.request.sampling.stop_token_ids or ())
 
     def _measure_stop_strings(self) -> int:
         """How many last ids SGLang decodes when it looks for a stop string."""
@@ -183,10 +196,12 @@ class Generation:
             self.finish_reason = self._to_finish
         elif (matched := self._matched_stop_string()) is not None:
             self.finish_reason = {"type": "stop", "matched": matched}
-        elif token in self._stop_ids or self._script_ended():
+        elif token in self._stop_ids:
             self.finish_reason = {"type": "stop", "matched": token}
         elif len(self.output_ids) >= self.max_new_tokens:
             self._end_at_length()
+        elif self._script_ended():
+            self.finish_reason = {"type": "stop", "matched": token}
 
     def _script_ended(self) -> bool:
         """Whether a made-up answer is complete, which ends it even when stop ids are ignored."""
@@ -195,9 +210,14 @@ class Generation:
     def _end_at_length(self) -> None:
         """A budget of 0 still samples one id, which is then dropped."""
         self.finish_reason = {"type": "length", "length": self.max_new_tokens}
-        if len(self.output_ids) > self.max_new_tokens:
-            del self.output_ids[self.max_new_tokens :], self.contexts[self.max_new_tokens :]
-            self.spans = [VersionSpan(self.spans[0].version, 0, 0)]
+        self._withdraw(self.max_new_tokens)
+
+    def _withdraw(self, kept: int) -> None:
+        """Forget the output beyond its first `kept` ids. Without output one empty span is left."""
+        del self.output_ids[kept:], self.contexts[kept:]
+        self.spans = [span for span in self.spans if span.start < kept or span.start == 0]
+        for span in self.spans:
+            span.end = min(span.end, kept)
 
     def _tail(self) -> str:
         return self._model.tokenizer.decode(self.output_ids[-self._stop_windows :]) if self._stop_windows else ""

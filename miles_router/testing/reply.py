@@ -1,6 +1,7 @@
 """How answers leave the worker: whole or streamed, and bent by the fault that was planned for the request."""
 
 import asyncio
+import os
 import socket
 import struct
 from collections.abc import Mapping
@@ -146,8 +147,9 @@ def reset(transport: asyncio.Transport | None) -> None:
     """Break a connection off with a RST."""
     if transport is None or transport.is_closing():
         return
-    sock = transport.get_extra_info("socket")
-    if sock is not None:
+    carried = transport.get_extra_info("socket")
+    # uvloop's transports show a socket that refuses options: set it on a second handle of the same one.
+    with socket.socket(fileno=os.dup(carried.fileno())) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RST_ON_CLOSE)
     transport.abort()
 

@@ -26,7 +26,6 @@ from miles_router.testing.messages_routes import messages
 from miles_router.testing.moe import MoeShape
 from miles_router.testing.native_routes import generate
 from miles_router.testing.reply import Reply, reset
-from miles_router.testing.sampling import Sampler
 from miles_router.testing.settings import Settings
 from miles_router.testing.visit import Refusal, Visit
 from miles_router.testing.vocabulary import Tokenizer, ToyTokenizer
@@ -45,7 +44,7 @@ _ROUTES: dict[tuple[str, str], Route] = {
 _PATHS: dict[str, list[str]] = {}
 for _method, _path in _ROUTES:
     _PATHS.setdefault(_path, []).append(_method)
-_OPEN_WITHOUT_KEY = ("/health", "/metrics")
+_OPEN_WITHOUT_KEY = ("/health", "/ready", "/metrics")
 _MAX_BODY_BYTES = 1 << 40
 _REGISTRATION_RETRY_S = 0.2
 
@@ -88,15 +87,9 @@ class SimulatedWorker:
         self.seed = seed
         self.router_url = router_url
         vocabulary = load_tokenizer(tokenizer)
-        sampler = Sampler(
-            seed=seed,
-            vocab_size=vocabulary.vocab_size,
-            stop_ids=vocabulary.eos_token_ids,
-            stop_probability=stop_probability,
-        )
         self.tokenizer = vocabulary
         self.engine = Engine(
-            Model(vocabulary, sampler, context_len),
+            Model.seeded(vocabulary, seed, stop_probability, context_len),
             weight_version=weight_version,
             token_latency_s=token_latency_s,
             replica=replica,

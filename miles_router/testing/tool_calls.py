@@ -120,7 +120,7 @@ class ToolCallStream:
 
 # Closing braces and whatever may follow the last of them.
 _POSSIBLE_TAIL = re.compile(r"[}\s]+[</a-z_>]*$")
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*')
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
 
 
 def _overlap(text: str, marker: str) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from process import HOST, free_port, started
+from tests.benchmarks.process import HOST, free_port, started
 
 STATUS_PATHS = (
     "/health", "/health_generate", "/ready", "/readiness", "/liveness", "/model_info", "/get_model_info",

@@ -12,8 +12,9 @@ import asyncio
 import time
 from statistics import median
 
-from noop import NoOp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tests.benchmarks.noop import NoOp
 
 CALLS = 20_000
 SCOPE: Scope = {"type": "http", "method": "POST", "path": "/generate", "headers": []}

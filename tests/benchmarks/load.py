@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from backend import REPLIES
-from peers import Running
-from process import HOST, PeerError, fetch
-from procstat import cpu_seconds, machine_busy_seconds, own_seconds, peak_rss_mb
-from sse_backend import EVENT
-from sse_client import run_streams
+from tests.benchmarks.backend import REPLIES
+from tests.benchmarks.peers import Running
+from tests.benchmarks.process import HOST, PeerError, fetch
+from tests.benchmarks.procstat import cpu_seconds, machine_busy_seconds, own_seconds, peak_rss_mb
+from tests.benchmarks.sse_backend import EVENT
+from tests.benchmarks.sse_client import run_streams
 
 BODY_BYTES = 1024
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from backend import nginx_head
-from process import HOST, free_port, started
+from tests.benchmarks.backend import nginx_head
+from tests.benchmarks.process import HOST, free_port, started
 
 REPO = Path(__file__).resolve().parents[2]
 NOOP = "tests.benchmarks.noop.NoOp"

@@ -13,8 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from statistics import median
 
-from load import LOADS, Load, Sample
-from peers import NOOP_LAYERS, REPO
+from tests.benchmarks.load import LOADS, Load, Sample
+from tests.benchmarks.peers import NOOP_LAYERS, REPO
 
 REFERENCES = ("nginx", "sglang-router")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import cast
 
-from sse_backend import MARK
+from tests.benchmarks.sse_backend import MARK
 
 CONNECT_TIMEOUT = 30.0
 

@@ -20,6 +20,10 @@ from tests.docs.pages import PAGES, name_of
 
 Rows = list[tuple[str, ...]]
 
+#: Where the class says less, or something else, than a reader of an answer needs.
+STATUS = {ClientDisconnected: "not sent", UpstreamBroken: "broken off, or 502"}
+MEANING = {RouterError: "A defect of the router or of a middleware; the log has its traceback."}
+
 _MARKED = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -53,10 +57,9 @@ def errors() -> str:
     """Every error that a client can be answered with."""
     rows: Rows = []
     for each in error_classes():
-        sent = each not in (ClientDisconnected, UpstreamBroken)
-        text = " ".join((each.__doc__ or "").split())
+        text = MEANING.get(each) or " ".join((each.__doc__ or "").split())
         headers = "".join(f" Sent with `{name}: {value}`." for name, value in each.headers.items())
-        rows.append((f"`{each.type}`", str(each.status) if sent else "not sent", text + headers))
+        rows.append((f"`{each.type}`", STATUS.get(each, str(each.status)), text + headers))
     return table(("type", "status", "when"), rows)
 
 

@@ -191,14 +191,16 @@ async def test_sigterm_lets_requests_in_flight_finish_and_exits_0(stage: Stage) 
 async def test_what_does_not_finish_in_time_is_cut_off_after_sigterm(stage: Stage) -> None:
     worker = await stage.worker()
     worker.always(script(chunked_head(), chunk(b"one "), asyncio.Event()))
-    async with router_process("--worker-urls", worker.url, "--shutdown-timeout", "1") as router:
-        async with await Client.connect(router.url) as client:
-            await client.send(request("GET", "/stream"))
-            await client.read_head()
-            started = time.monotonic()
-            router.process.terminate()
-            assert await router.stop() == 0
-            assert time.monotonic() - started >= 1
+    async with (
+        router_process("--worker-urls", worker.url, "--shutdown-timeout", "1") as router,
+        await Client.connect(router.url) as client,
+    ):
+        await client.send(request("GET", "/stream"))
+        await client.read_head()
+        started = time.monotonic()
+        router.process.terminate()
+        assert await router.stop() == 0
+        assert time.monotonic() - started >= 1
     await until(lambda: not worker.busy, "the worker is told")
 
 

@@ -1,0 +1,56 @@
+"""Every test of this folder runs twice: against `SimulatedWorker` and against a real SGLang worker."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from tests.contract.client import DEADLINE, WorkerClient
+from tests.sglang_worker import RealWorker
+
+KINDS = ["simulated", pytest.param("sglang", marks=pytest.mark.sglang)]
+TOKEN_LATENCY = 0.004  # seconds; a simulated request in flight must last longer than the test needs it
+
+
+@contextlib.asynccontextmanager
+async def simulated(*, moe: bool) -> AsyncIterator[str]:
+    from miles_router.testing import MoeShape, SimulatedWorker
+
+    shape = MoeShape(layers=4, experts=8, top_k=2) if moe else None
+    async with SimulatedWorker(moe=shape, token_latency_s=TOKEN_LATENCY) as worker:
+        yield worker.url
+
+
+@contextlib.asynccontextmanager
+async def client_of(url: str) -> AsyncIterator[WorkerClient]:
+    timeout = aiohttp.ClientTimeout(total=2 * DEADLINE)
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        client = WorkerClient(url, session)
+        yield client
+        await client.settle()
+
+
+@pytest.fixture(params=KINDS)
+async def worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClient]:
+    async with contextlib.AsyncExitStack() as stack:
+        if request.param == "sglang":
+            workers: list[RealWorker] = request.getfixturevalue("sglang_workers")
+            url = workers[0].url
+        else:
+            url = await stack.enter_async_context(simulated(moe=False))
+        yield await stack.enter_async_context(client_of(url))
+
+
+@pytest.fixture(params=KINDS)
+async def moe_worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClient]:
+    """A worker of a model with 4 layers, 8 experts and 2 of them a token."""
+    async with contextlib.AsyncExitStack() as stack:
+        if request.param == "sglang":
+            workers: list[RealWorker] = request.getfixturevalue("sglang_moe_workers")
+            url = workers[0].url
+        else:
+            url = await stack.enter_async_context(simulated(moe=True))
+        yield await stack.enter_async_context(client_of(url))

@@ -1,0 +1,95 @@
+"""Where a generation ends, and what of its end the text shows while the ids tell all."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.contract.client import WorkerClient
+
+THEN_B = "a{6}b[xy]{30}"  # single characters, so that no tokenisation can hide the stop string from the worker
+
+
+async def ended_by_eos(worker: WorkerClient, **sampling: Any) -> Any:
+    """A generation whose text is `aaa`, and after which the grammar leaves nothing but the end."""
+    return await worker.generate(text="One", sampling_params={"regex": "a{3}", **sampling})
+
+
+async def test_length(worker: WorkerClient) -> None:
+    answer = await worker.generate(text="One", sampling_params={"max_new_tokens": 3, "ignore_eos": True})
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
+
+
+async def test_the_stop_token_is_among_the_ids_and_not_in_the_text(worker: WorkerClient) -> None:
+    answer = await ended_by_eos(worker)
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": answer["output_ids"][-1]}
+    assert answer["text"] == "aaa"
+    assert await worker.decode(answer["output_ids"][:-1]) == "aaa"
+
+
+@pytest.mark.parametrize("alone", [{"no_stop_trim": True}, {"skip_special_tokens": False}], ids=str)
+async def test_one_of_the_two_flags_does_not_show_the_stop_token(worker: WorkerClient, alone: dict[str, Any]) -> None:
+    assert (await ended_by_eos(worker, **alone))["text"] == "aaa"
+
+
+async def test_both_flags_show_the_stop_token(worker: WorkerClient) -> None:
+    answer = await ended_by_eos(worker, no_stop_trim=True, skip_special_tokens=False)
+    assert answer["text"] == await worker.decode(answer["output_ids"])
+    assert answer["text"].startswith("aaa<")
+
+
+async def test_ignore_eos_makes_the_end_an_ordinary_token(worker: WorkerClient) -> None:
+    eos = (await ended_by_eos(worker))["output_ids"][-1]
+    sampling = {"max_new_tokens": 7, "logit_bias": {str(eos): 100}}
+    stopped = await worker.generate(text="One", sampling_params={**sampling, "ignore_eos": True})
+    assert stopped["meta_info"]["finish_reason"] == {"type": "length", "length": 7}
+
+
+async def test_a_stop_string_is_trimmed_from_the_text_and_not_from_the_ids(worker: WorkerClient) -> None:
+    answer = await worker.generate(text="One", sampling_params={"regex": THEN_B, "stop": "b"})
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "b"}
+    assert answer["text"] == "aaaaaa"
+    assert (await worker.decode(answer["output_ids"])).startswith("aaaaaab")
+
+
+async def test_no_stop_trim_keeps_the_stop_string(worker: WorkerClient) -> None:
+    answer = await worker.generate(text="One", sampling_params={"regex": THEN_B, "stop": "b", "no_stop_trim": True})
+    assert answer["text"].startswith("aaaaaab")
+
+
+async def test_of_several_stop_strings_the_one_met_is_named(worker: WorkerClient) -> None:
+    answer = await worker.generate(text="One", sampling_params={"regex": THEN_B, "stop": ["q", "b"]})
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": "b"}
+    assert answer["text"] == "aaaaaa"
+
+
+async def test_a_stop_token_id_ends_the_text_before_it(worker: WorkerClient) -> None:
+    greedy = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    ids = (await worker.generate(text="One", sampling_params=greedy))["output_ids"]
+    stop = ids[3]
+    answer = await worker.generate(text="One", sampling_params={**greedy, "stop_token_ids": [stop]})
+    assert answer["output_ids"] == ids[: ids.index(stop) + 1]
+    assert answer["text"] == (await worker.decode(ids[: ids.index(stop)]) if ids.index(stop) else "")
+
+
+async def test_a_stop_token_id_is_no_stop_while_ignoring_the_end(worker: WorkerClient) -> None:
+    greedy = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    first = (await worker.generate(text="One", sampling_params=greedy))["output_ids"][0]
+    answer = await worker.generate(text="One", sampling_params={**greedy, "stop_token_ids": [first]})
+    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 4}
+
+
+async def test_the_whole_output_satisfies_a_json_schema(worker: WorkerClient) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["x", "y"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["name", "count"],
+        "additionalProperties": False,
+    }
+    answer = await worker.generate(text="One", sampling_params={"json_schema": json.dumps(schema)})
+    made = json.loads(answer["text"])
+    assert made["name"] in ("x", "y")
+    assert made["count"] in range(10)
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"

@@ -1,0 +1,98 @@
+"""What exists is documented: settings, flags, errors, metrics, routes, modules, words of the command line."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+
+import pytest
+from starlette.routing import Route
+
+from miles_router import cli
+from miles_router.admin import Admin
+from miles_router.app import create_app
+from miles_router.compat import FRAMEWORK_NAMES, FRAMEWORK_PATHS
+from miles_router.config import ENVIRONMENT_PREFIX, FIELDS
+from miles_router.metrics import ROUTES
+from miles_router.testing import worker_cli
+from tests.docs.generated import TABLES, error_classes, exposition, marked, regenerated
+from tests.docs.pages import PAGES, ROOT, name_of, read
+
+
+def flags(parser: argparse.ArgumentParser) -> set[str]:
+    """The long options of a command."""
+    options = {option for action in parser._actions for option in action.option_strings}
+    return {option for option in options if option.startswith("--")}
+
+
+def test_the_tables_are_those_that_the_code_makes() -> None:
+    stale = [name_of(page) for page in PAGES if regenerated(text := page.read_text(encoding="utf-8")) != text]
+    assert not stale, f"run python -m tests.docs.generated: {stale}"
+
+
+def test_every_table_stands_on_one_page() -> None:
+    assert sorted(name for page in PAGES for name in marked(page.read_text(encoding="utf-8"))) == sorted(TABLES)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_setting_is_documented_in_its_spellings(name: str) -> None:
+    page = read("docs/configuration.md")
+    assert f"`{name}`<br>" in page
+    if name not in cli.FLAG_LESS:
+        assert f"`--{name.replace('_', '-')}`<br>`{ENVIRONMENT_PREFIX}{name.upper()}`" in page
+
+
+@pytest.mark.parametrize("flag", sorted(flags(cli.parser())))
+def test_every_flag_of_the_router_is_documented(flag: str) -> None:
+    assert re.search(rf"`{flag}[ `]", read("docs/configuration.md"))
+
+
+@pytest.mark.parametrize("flag", sorted(flags(worker_cli.build_parser()) - {"--help"}))
+def test_every_flag_of_the_simulated_worker_is_documented(flag: str) -> None:
+    assert f"`{flag}`" in read("docs/simulated-worker.md")
+
+
+@pytest.mark.parametrize("error", list(error_classes()), ids=lambda error: error.type)
+def test_every_error_is_documented(error: type[Exception]) -> None:
+    assert f"| `{error.type}` |" in read("docs/errors.md")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"^(miles_router_\w+?)(?:_bucket|_count|_sum)?[{ ]", exposition(), re.M)))
+)
+def test_every_metric_is_documented(name: str) -> None:
+    assert f"| `{name}` |" in read("docs/metrics.md")
+
+
+@pytest.mark.parametrize("route_class", [*ROUTES.values(), "sessions", "other"])
+def test_every_route_class_of_metrics_is_documented(route_class: str) -> None:
+    assert f"`{route_class}`" in read("docs/metrics.md")
+
+
+def own_routes() -> Iterator[str]:
+    admin = Admin(create_app().router, [])
+    for route in [*admin.open_routes(), *admin.guarded_routes()]:
+        assert isinstance(route, Route)
+        yield from (f"{method} {route.path}" for method in sorted((route.methods or set()) - {"HEAD"}))
+
+
+@pytest.mark.parametrize("route", list(own_routes()))
+def test_every_route_of_the_routers_own_is_documented(route: str) -> None:
+    assert f"| `{route}` |" in read("docs/http-api.md")
+
+
+@pytest.mark.parametrize("name", [*FRAMEWORK_NAMES, FRAMEWORK_PATHS])
+def test_every_name_that_frameworks_use_is_documented(name: str) -> None:
+    assert f"| `{name}` | `{FRAMEWORK_NAMES.get(name, 'middlewares')}` |" in read("docs/configuration.md")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "miles_router").glob("*.py")), ids=lambda path: path.name)
+def test_every_module_has_its_line_in_the_architecture(path: object) -> None:
+    name = getattr(path, "name", "")
+    assert name == "__init__.py" or re.search(rf"^\| .*`{re.escape(name)}`", read("docs/architecture.md"), re.M)
+
+
+@pytest.mark.parametrize("command", [name for name in cli.ACTIONS if name != "run"])
+def test_every_subcommand_is_documented(command: str) -> None:
+    assert any(f"miles-router {command}" in page.read_text(encoding="utf-8") for page in PAGES)

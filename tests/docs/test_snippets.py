@@ -1,0 +1,112 @@
+"""Commands, code and configurations in pages do what the pages say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from collections.abc import Callable, Iterator
+from importlib.metadata import metadata
+from pathlib import Path
+
+import pytest
+
+from miles_router import cli
+from miles_router.app import create_app
+from miles_router.config import load
+from miles_router.testing import demo, worker_cli
+from tests.docs.pages import PAGES, ROOT, Block, all_blocks, blocks, name_of
+from tests.docs.shell import STARTS_ROUTER, Console, steps
+
+PLAYED = [page for page in PAGES if blocks(page, "console", "python")]
+
+
+@pytest.mark.parametrize("page", PLAYED, ids=name_of)
+def test_the_commands_and_programs_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
+    shown = blocks(page, "console", "python", "yaml")
+    commands = [step.command for block in shown if block.kind == "console" for step in steps(block)]
+    with Console(tmp_path) as console:
+        if not any(STARTS_ROUTER.search(command) and command.endswith("&") for command in commands):
+            console.start_router_and_workers()
+        for block in shown:
+            console.play(block)
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The simple commands of a bash block, split into words."""
+    for line in block.text.replace("\\\n", " ").splitlines():
+        for part in re.split(r"\s(?:&&|\|\|?|;)\s", line):
+            words = shlex.split(part, comments=True)
+            while words and re.match(r"[A-Z_]+=", words[0]):
+                words.pop(0)
+            if words:
+                yield words
+
+
+def runs_make(arguments: list[str]) -> None:
+    subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, capture_output=True)
+
+
+def installs(arguments: list[str]) -> None:
+    """`install -e .` or with extras that exist."""
+    extras = metadata("miles-router").get_all("Provides-Extra") or []
+    assert arguments[:2] == ["install", "-e"]
+    assert set(re.findall(r"\w+", arguments[2].lstrip("."))) <= set(extras)
+
+
+def runs_python(arguments: list[str]) -> None:
+    assert arguments[0] == "-m"
+    if arguments[1] == "miles_router.testing.demo":
+        demo.build_parser().parse_args(arguments[2:])
+    else:
+        assert arguments[1] in ("sglang.launch_server", "tests.docs.generated")
+
+
+def fetches(arguments: list[str]) -> None:
+    assert any(re.match(r"http://[\w.]+:\d+/", argument) for argument in arguments)
+
+
+CHECKS: dict[str, Callable[[list[str]], object]] = {
+    "curl": fetches,
+    "make": runs_make,
+    "miles-router": lambda arguments: cli.parser().parse_args(arguments),
+    "miles-router-worker": lambda arguments: worker_cli.build_parser().parse_args(arguments),
+    "pip": installs,
+    "python": runs_python,
+}
+
+
+@pytest.mark.parametrize("block", all_blocks("bash"), ids=str)
+def test_commands_that_are_not_run_are_still_right(block: Block) -> None:
+    subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+    for name, *arguments in commands(block):
+        CHECKS[name](arguments)
+
+
+@pytest.mark.parametrize("block", all_blocks("json"), ids=str)
+def test_json_parses(block: Block) -> None:
+    json.loads(block.text)
+
+
+@pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
+def test_configurations_in_pages_load(block: Block, tmp_path: Path) -> None:
+    file = tmp_path / "shown.yaml"
+    file.write_text(block.text, encoding="utf-8")
+    create_app(load({}, {}, (), str(file)).config)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*")), ids=lambda file: file.name)
+def test_every_file_in_configs_starts_a_router(file: Path) -> None:
+    loaded = load({}, {}, (), str(file))
+    create_app(loaded.config)
+    assert str(file) in loaded.origins.values()
+
+
+def test_the_stand_in_for_curl_is_enough(tmp_path: Path) -> None:
+    with Console(tmp_path) as console:
+        console.start_router_and_workers()
+        curl = Path(__file__).with_name("curl.py")
+        text = f"$ {curl} -s -i -X DELETE http://127.0.0.1:31000/workers/none -H 'X-Request-Id: 7'\nHTTP/1.1 404 ...\n"
+        text += f'$ {curl} -sN http://127.0.0.1:31000/generate -d \'{{"text": "Hi"}}\'\n{{"text":...}}\n'
+        console.play(Block(ROOT / "README.md", 0, "console", text))

@@ -1,0 +1,121 @@
+"""Two keys: one for clients, one for administration; neither reaches a worker."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.http import Pairs
+from tests.support.running_router import RunningRouter
+from tests.support.stage import Stage
+
+DATA, ADMIN = "data-key", "admin-key"
+ADMIN_ROUTES = [
+    ("POST", "/add_worker?url=http://10.9.8.7:1"),
+    ("POST", "/remove_worker?url=http://10.9.8.7:1"),
+    ("GET", "/list_workers"),
+    ("GET", "/workers"),
+    ("POST", "/workers?url=http://10.9.8.7:1"),
+    ("GET", "/workers/abc"),
+    ("DELETE", "/workers/abc"),
+    ("GET", "/router/info"),
+    ("GET", "/metrics"),
+]
+OPEN_ROUTES = ["/health", "/liveness", "/readiness"]
+
+
+def bearer(key: str) -> Pairs:
+    return [("Authorization", f"Bearer {key}")]
+
+
+WRONG: dict[str, Pairs] = {
+    "none": [],
+    "another": bearer("data-kex"),
+    "a prefix": bearer("data-ke"),
+    "longer": bearer("data-key2"),
+    "empty": bearer(""),
+    "another scheme": [("Authorization", f"Basic {DATA}")],
+    "no scheme": [("Authorization", DATA)],
+    "other case": bearer(DATA.upper()),
+    "not ascii": bearer("caf\xe9"),
+    "in the query's place": [("X-Other-Key", DATA)],
+}
+
+
+async def urls(router: RunningRouter, key: str) -> list[str]:
+    found: list[str] = (await router.ask("GET", "/list_workers", bearer(key))).json()["urls"]
+    return found
+
+
+@pytest.mark.parametrize("headers", [*WRONG.values()], ids=[*WRONG])
+async def test_without_the_right_key_nothing_is_forwarded(stage: Stage, headers: Pairs) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, api_key=DATA)
+    answer = await router.ask("POST", "/generate", headers, b"{}")
+    assert (answer.status, answer.error_type, answer.value("www-authenticate")) == (401, "unauthorized", b"Bearer")
+    assert worker.requests == []
+
+
+@pytest.mark.parametrize(
+    "headers", [bearer(DATA), [("authorization", f"bearer  {DATA}")], [("X-Api-Key", DATA)]], ids=["bearer", "odd", "x"]
+)
+async def test_the_right_key_opens_and_stays_with_the_router(stage: Stage, headers: Pairs) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, api_key=DATA)
+    assert (await router.ask("POST", "/generate", headers, b"{}")).status == 200
+    assert DATA.encode() not in worker.requests[0].head
+
+
+async def test_without_a_data_key_the_clients_credentials_are_the_workers_business(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, admin_api_key=ADMIN)
+    await router.ask("POST", "/generate", bearer("for the worker"), b"{}")
+    assert worker.requests[0].values("authorization") == [b"Bearer for the worker"]
+
+
+@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+async def test_administration_takes_the_admin_key_alone(stage: Stage, method: str, path: str) -> None:
+    router = await stage.router("http://10.9.8.7:2", api_key=DATA, admin_api_key=ADMIN, connect_timeout=0.05)
+    for headers in ([], bearer(DATA), bearer("wrong")):
+        answer = await router.ask(method, path, headers)
+        assert (answer.status, answer.error_type) == (401, "unauthorized")
+    assert await urls(router, ADMIN) == ["http://10.9.8.7:2"]
+    assert (await router.ask(method, path, bearer(ADMIN))).status in (200, 201, 404)
+
+
+async def test_administration_is_never_more_open_than_the_data_plane(stage: Stage) -> None:
+    router = await stage.router(api_key=DATA)
+    assert (await router.ask("GET", "/workers")).status == 401
+    assert (await router.ask("GET", "/workers", bearer(DATA))).status == 200
+
+
+async def test_the_admin_key_does_not_open_the_data_plane(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, api_key=DATA, admin_api_key=ADMIN)
+    assert (await router.ask("POST", "/generate", bearer(ADMIN), b"{}")).status == 401
+    assert worker.requests == []
+
+
+@pytest.mark.parametrize("path", OPEN_ROUTES)
+async def test_health_needs_no_key_and_tells_no_secret(stage: Stage, path: str) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, api_key=DATA, admin_api_key=ADMIN)
+    answer = await router.ask("GET", path)
+    assert answer.status == 200
+    assert worker.url.encode() not in answer.body
+
+
+@pytest.mark.parametrize("path", ["/health/x", "/health/../generate", "/readiness/", "/dashboard/x", "/liveness//x"])
+async def test_what_lies_behind_an_open_route_is_not_open(stage: Stage, path: str) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, api_key=DATA, admin_api_key=ADMIN)
+    assert (await router.ask("POST", path, body=b"{}")).status == 401
+    assert worker.requests == []
+
+
+@pytest.mark.parametrize("path", ["/workers/a/b", "/metrics/x", "/router/other", "/list_workers/"])
+async def test_what_lies_behind_an_admin_route_belongs_to_the_data_plane(stage: Stage, path: str) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, api_key=DATA, admin_api_key=ADMIN)
+    assert (await router.ask("GET", path)).status == 401
+    assert (await router.ask("GET", path, bearer(DATA))).status == 200
+    assert [received.target.decode() for received in worker.requests] == [path]

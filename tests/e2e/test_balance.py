@@ -1,0 +1,163 @@
+"""Which worker takes a request: the least loaded, and with a key always the same one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.support.http import Client, Pairs, request
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import HANG, ScriptedWorker, script
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+KEYS: dict[str, tuple[str, Pairs]] = {
+    "X-SMG-Routing-Key": ("/generate", [("X-SMG-Routing-Key", "{}")]),
+    "X-Session-Id": ("/v1/chat/completions", [("X-Session-Id", "{}")]),
+    "session in the path": ("/sessions/{}/v1/models", []),
+    "session in the path, encoded": ("/sessions/%7B{}%7D/x", []),
+}
+keyed = pytest.mark.parametrize(("path", "headers"), [*KEYS.values()], ids=[*KEYS])
+
+
+async def took(router: RunningRouter, workers: list[ScriptedWorker], path: str, headers: Pairs = ()) -> ScriptedWorker:
+    """The worker that took this request."""
+    before = [len(worker.requests) for worker in workers]
+    assert (await router.ask("GET", path, headers)).status == 200
+    (taker,) = [w for w, seen in zip(workers, before, strict=True) if len(w.requests) > seen]
+    return taker
+
+
+async def took_key(
+    router: RunningRouter, workers: list[ScriptedWorker], path: str, headers: Pairs, key: str
+) -> ScriptedWorker:
+    return await took(router, workers, path.format(key), [(name, value.format(key)) for name, value in headers])
+
+
+async def hold(stage: Stage, router: RunningRouter, worker: ScriptedWorker) -> Client:
+    """One more request that stays on `worker`, whoever that is by balance."""
+    client = await stage.client(router)
+    busy = worker.busy
+    await client.send(request("GET", "/hold"))
+    await until(lambda: worker.busy == busy + 1, f"{worker.url} holds one more")
+    return client
+
+
+async def test_idle_workers_take_turns_and_the_first_is_not_favoured(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(3)]
+    router = await stage.router(*workers)
+    turns = [await took(router, workers, "/x") for _ in range(9)]
+    assert {*turns[:3]} == {*workers}
+    assert turns[3:6] == turns[:3] == turns[6:]
+
+
+async def test_the_least_loaded_worker_is_chosen(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers)
+    first = await took(router, workers, "/x")
+    other = next(worker for worker in workers if worker is not first)
+    other.next(script(HANG))
+    holding = await hold(stage, router, other)
+    assert [await took(router, workers, "/x") for _ in range(4)] == [first] * 4
+    holding.abort()
+    await until(lambda: router.pool.in_flight == 0, "the slot is back")
+    assert {await took(router, workers, "/x") for _ in range(2)} == {*workers}
+
+
+async def test_many_long_requests_are_spread_evenly(stage: Stage) -> None:
+    workers = [(await stage.worker()).always(script(HANG)) for _ in range(4)]
+    router = await stage.router(*workers)
+    clients = [await stage.client(router) for _ in range(42)]
+    for client in clients:
+        await client.send(request("POST", "/generate", body=b"{}"))
+    await until(lambda: sum(worker.busy for worker in workers) == 42, "all are held")
+    assert sorted(worker.busy for worker in workers) == [10, 10, 11, 11]
+    for client in clients:
+        client.abort()
+
+
+async def test_a_worker_that_joins_idle_takes_what_comes_until_it_is_level(stage: Stage) -> None:
+    old = (await stage.worker()).always(script(HANG))
+    router = await stage.router(old)
+    clients = [await stage.client(router) for _ in range(6)]
+    for client in clients[:3]:
+        await client.send(request("POST", "/generate", body=b"{}"))
+    await until(lambda: old.busy == 3, "three are held")
+    new = (await stage.worker()).always(script(HANG))
+    await router.ask("POST", f"/add_worker?url={new.url}")
+    for client in clients[3:]:
+        await client.send(request("POST", "/generate", body=b"{}"))
+    await until(lambda: new.busy == 3, "the newcomer took all")
+    assert old.busy == 3
+    for client in clients:
+        client.abort()
+
+
+@keyed
+async def test_the_same_key_goes_to_the_same_worker(stage: Stage, path: str, headers: Pairs) -> None:
+    workers = [await stage.worker() for _ in range(3)]
+    router = await stage.router(*workers)
+    homes = {key: await took_key(router, workers, path, headers, key) for key in "abcdef"}
+    assert Counter(worker.url for worker in homes.values()) == {worker.url: 2 for worker in workers}
+    for key in "fedcba" * 2:
+        assert await took_key(router, workers, path, headers, key) is homes[key]
+
+
+@keyed
+async def test_keys_stay_when_another_worker_joins(stage: Stage, path: str, headers: Pairs) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers)
+    homes = {key: await took_key(router, workers, path, headers, key) for key in "abcdef"}
+    workers.append(await stage.worker())
+    await router.ask("POST", f"/add_worker?url={workers[-1].url}")
+    for key in "abcdef":
+        assert await took_key(router, workers, path, headers, key) is homes[key]
+
+
+async def test_a_key_moves_only_when_its_worker_is_not_routable_and_then_stays(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(3)]
+    router = await stage.router(*workers, health_check_failure_threshold=1)
+    path, headers = KEYS["X-Session-Id"]
+    homes = {key: await took_key(router, workers, path, headers, key) for key in "abcdef"}
+    lost = homes["a"]
+    router.pool.record_failure(router.worker(lost), "test")
+    moved = {key: await took_key(router, workers, path, headers, key) for key in "abcdef"}
+    assert lost not in moved.values()
+    assert {key for key in homes if homes[key] is not moved[key]} == {key for key in homes if homes[key] is lost}
+    for key in "abcdef":
+        assert await took_key(router, workers, path, headers, key) is moved[key]
+
+
+async def test_a_key_keeps_its_worker_through_one_lost_connection(stage: Stage) -> None:
+    """The worker is still routable, and it holds the prefix cache of the session."""
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers)
+    path, headers = KEYS["X-SMG-Routing-Key"]
+    home = await took_key(router, workers, path, headers, "a")
+    for link in tuple(home.links):
+        link.reset()
+    assert await took_key(router, workers, path, headers, "a") is home
+
+
+async def test_a_routing_key_counts_before_a_session_header_and_both_before_the_path(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers)
+    home = await took(router, workers, "/x", [("X-SMG-Routing-Key", "a")])
+    other = await took(router, workers, "/x", [("X-Session-Id", "b")])
+    assert other is not home
+    both = [("X-Session-Id", "b"), ("X-SMG-Routing-Key", "a")]
+    assert await took(router, workers, "/sessions/c/x", both) is home
+    assert await took(router, workers, "/sessions/c/x", both[:1]) is other
+
+
+async def test_a_key_is_followed_even_to_a_busier_worker(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers)
+    home = await took(router, workers, "/x", [("X-Session-Id", "a")])
+    home.next(script(HANG))
+    client = await stage.client(router)
+    await client.send(request("GET", "/hold", [("X-Session-Id", "a")]))
+    await until(lambda: home.busy, "the home is busy")
+    assert await took(router, workers, "/x", [("X-Session-Id", "a")]) is home
+    client.abort()

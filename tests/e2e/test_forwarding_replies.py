@@ -1,0 +1,279 @@
+"""Replies on their way out: what the client receives is what the worker sent, and when it sent it."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import hashlib
+
+import pytest
+
+from tests.support.http import Client, request
+from tests.support.scripted_worker import (
+    CLOSE,
+    LAST_CHUNK,
+    Behaviour,
+    ScriptedWorker,
+    chunk,
+    chunked_head,
+    head,
+    reply,
+    script,
+)
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+BINARY = bytes(range(256)) * 40
+BIG = hashlib.sha512(b"reply").digest() * 2**19  # 32 MiB
+SSE = [("Content-Type", "text/event-stream; charset=utf-8"), ("Cache-Control", "no-cache")]
+
+
+async def pair(stage: Stage, *behaviours: Behaviour) -> tuple[ScriptedWorker, Client]:
+    """A worker with its next replies, and the client of a router in front of it."""
+    worker = (await stage.worker()).next(*behaviours)
+    return worker, await stage.client(await stage.router(worker))
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "many small chunks", "until close"])
+@pytest.mark.parametrize("body", [b"", b"x", BINARY, BIG], ids=["empty", "one byte", "10 kB", "32 MB"])
+async def test_bodies_reach_the_client_byte_for_byte(stage: Stage, framing: str, body: bytes) -> None:
+    step = max(1, len(body) // (2000 if "small" in framing else 3))
+    chunks = b"".join(chunk(body[start : start + step]) for start in range(0, len(body), step)) + LAST_CHUNK
+    behaviours = {
+        "length": script(reply(body)),
+        "until close": script(head() + body, CLOSE),
+    }
+    _, client = await pair(stage, behaviours.get(framing, script(chunked_head() + chunks)))
+    answer = await client.ask("POST", "/generate", body=b"{}")
+    assert answer.body == body
+    assert answer.value("content-length") == (str(len(body)).encode() if framing == "length" else None)
+    assert (await client.ask("GET", "/again")).status == 200
+
+
+async def test_each_event_reaches_the_client_before_the_worker_sends_the_next(stage: Stage) -> None:
+    gates = [asyncio.Event() for _ in range(5)]
+    steps: list[bytes | asyncio.Event] = [chunked_head(SSE)]
+    for number, gate in enumerate(gates):
+        steps += [chunk(b'data: {"n": %d}\n\n' % number), gate]
+    _, client = await pair(stage, script(*steps, chunk(b"data: [DONE]\n\n"), LAST_CHUNK))
+    await client.send(request("POST", "/generate", body=b"{}"))
+    answer = await client.read_head()
+    assert answer.value("content-type") == b"text/event-stream; charset=utf-8"
+    for number, gate in enumerate(gates):
+        assert await client.read_part() == b'data: {"n": %d}\n\n' % number
+        gate.set()
+    assert await client.read_part() == b"data: [DONE]\n\n"
+    assert await client.read_part() == b""
+
+
+async def test_the_head_reaches_the_client_before_the_worker_sends_a_body(stage: Stage) -> None:
+    gate = asyncio.Event()
+    _, client = await pair(stage, script(head(200, [("Content-Length", "3")]), gate, b"abc"))
+    await client.send(request("GET", "/x"))
+    assert (await client.read_head()).status == 200
+    gate.set()
+    assert await client.read_part() == b"abc"
+
+
+async def test_parts_of_a_length_reply_are_passed_on_as_they_come(stage: Stage) -> None:
+    gate = asyncio.Event()
+    _, client = await pair(stage, script(head(200, [("Content-Length", "6")]) + b"abc", gate, b"def"))
+    await client.send(request("GET", "/x"))
+    await client.read_head()
+    assert await client.read_part() == b"abc"
+    gate.set()
+    assert await client.read_part() == b"def"
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_compressed_bodies_are_not_touched(stage: Stage, framing: str) -> None:
+    packed = gzip.compress(BINARY)
+    headers = [("Content-Encoding", "gzip"), ("Vary", "Accept-Encoding"), ("ETag", '"abc"')]
+    whole = reply(packed, headers=headers)
+    parts = chunked_head(headers) + chunk(packed[:100]) + chunk(packed[100:]) + LAST_CHUNK
+    worker, client = await pair(stage, script(whole if framing == "length" else parts))
+    answer = await client.ask("GET", "/x", [("Accept-Encoding", "gzip")])
+    assert answer.body == packed
+    assert (answer.value("content-encoding"), answer.value("vary")) == (b"gzip", b"Accept-Encoding")
+    assert worker.requests[0].values("accept-encoding") == [b"gzip"]
+
+
+async def test_headers_reach_the_client_in_order_with_repeats_and_odd_values(stage: Stage) -> None:
+    sent = [
+        ("Set-Cookie", "a=1; Path=/, x"),
+        ("X-A", "1"),
+        ("Set-Cookie", "b=2; Expires=Wed, 21 Oct 2026 07:28:00 GMT"),
+        ("X-Empty", ""),
+        ("X-Latin", "caf\xe9"),
+        ("Link", "</a>; rel=next, </b>; rel=prev"),
+        ("WWW-Authenticate", 'Basic realm="a"'),
+        ("WWW-Authenticate", "Bearer"),
+        ("X-Long", "x" * 20_000),
+        ("Content-Type", "Application/JSON;charset=utf8"),
+        ("Server", "sglang"),
+        ("Date", "Tue, 15 Nov 1994 08:12:31 GMT"),
+    ]
+    _, client = await pair(stage, script(reply(b"{}", headers=sent)))
+    answer = await client.ask("GET", "/x")
+    got = [pair for pair in answer.headers if pair[0] not in (b"content-length", b"x-request-id")]
+    assert got == [(name.lower().encode(), value.encode("latin-1")) for name, value in sent]
+
+
+async def test_neither_server_nor_date_is_added_or_doubled(stage: Stage) -> None:
+    own = [("Server", "worker/1"), ("Date", "Tue, 15 Nov 1994 08:12:31 GMT")]
+    _, client = await pair(stage, script(reply()), script(reply(headers=own)))
+    bare, named = await client.ask("GET", "/x"), await client.ask("GET", "/x")
+    assert (bare.values("server"), bare.values("date")) == ([], [])
+    assert (named.values("server"), named.values("date")) == ([b"worker/1"], [own[1][1].encode()])
+
+
+async def test_hop_by_hop_headers_and_those_that_connection_names_stay_behind(stage: Stage) -> None:
+    hop_by_hop = [
+        ("Connection", "keep-alive, X-Mine"),
+        ("Keep-Alive", "timeout=5"),
+        ("Proxy-Connection", "keep-alive"),
+        ("Upgrade", "h2c"),
+        ("X-Mine", "1"),
+        ("X-Kept", "2"),
+    ]
+    _, client = await pair(stage, script(reply(headers=hop_by_hop)))
+    answer = await client.ask("GET", "/x")
+    assert {name for name, _ in answer.headers} == {b"content-length", b"x-request-id", b"x-kept"}
+
+
+async def test_a_worker_that_closes_after_its_reply_does_not_close_the_client(stage: Stage) -> None:
+    closing = script(reply(b"bye", headers=[("Connection", "close")]), CLOSE)
+    worker, client = await pair(stage, closing, closing)
+    for _ in range(2):
+        answer = await client.ask("GET", "/x")
+        assert (answer.body, answer.values("connection")) == (b"bye", [])
+    assert worker.connections >= 2
+
+
+async def test_trailers_are_not_taken_for_headers(stage: Stage) -> None:
+    """RFC 9110 section 6.5.1: trailer fields are not merged into the header section."""
+    late = b"0\r\nX-Late: 1\r\nSet-Cookie: a=b\r\n\r\n"
+    _, client = await pair(stage, script(chunked_head([("Trailer", "X-Late")]) + chunk(b"body") + late))
+    answer = await client.ask("GET", "/x")
+    assert (answer.body, answer.values("x-late"), answer.values("set-cookie")) == (b"body", [], [])
+    assert (await client.ask("GET", "/again")).status == 200
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked", "none"])
+async def test_replies_to_head_have_the_headers_and_no_body(stage: Stage, framing: str) -> None:
+    heads = {
+        "length": head(200, [("Content-Length", "12345"), ("X-A", "1")]),
+        "chunked": chunked_head([("X-A", "1")]),
+        "none": head(200, [("X-A", "1")]),
+    }
+    worker, client = await pair(stage, script(heads[framing]), script(heads[framing]))
+    for _ in range(2):
+        answer = await client.ask("HEAD", "/x")
+        assert (answer.status, answer.body, answer.value("x-a")) == (200, b"", b"1")
+        assert answer.value("content-length") == (b"12345" if framing == "length" else None)
+    assert (await client.ask("GET", "/again")).body == b"{}"
+    if framing == "length":
+        assert len({id(visit.link) for visit in worker.visits}) == 1
+
+
+async def test_options_is_answered_by_the_worker(stage: Stage) -> None:
+    headers = [("Allow", "GET, POST"), ("Access-Control-Allow-Origin", "*"), ("Content-Length", "0")]
+    _, client = await pair(stage, script(head(204, headers[:2])), script(head(200, headers)))
+    for status in (204, 200):
+        answer = await client.ask(
+            "OPTIONS", "/generate", [("Origin", "http://a"), ("Access-Control-Request-Method", "POST")]
+        )
+        assert (answer.status, answer.value("allow")) == (status, b"GET, POST")
+        assert answer.value("access-control-allow-origin") == b"*"
+
+
+async def test_informational_replies_of_the_worker_are_skipped(stage: Stage) -> None:
+    early = head(103, [("Link", "</style.css>; rel=preload"), ("X-Early", "1")], "Early Hints")
+    _, client = await pair(stage, script(head(100, reason="Continue") + early, early, reply(b"final")))
+    answer = await client.ask("POST", "/x", body=b"{}")
+    assert (answer.status, answer.body, answer.values("x-early")) == (200, b"final", [])
+    assert (await client.ask("GET", "/again")).body == b"{}"
+
+
+async def test_a_worker_that_speaks_http_1_0_is_understood(stage: Stage) -> None:
+    old = b"HTTP/1.0 200 OK\r\nContent-Type: text/plain\r\n\r\nold but complete"
+    _, client = await pair(stage, script(old, CLOSE))
+    assert (await client.ask("GET", "/x")).body == b"old but complete"
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_an_http_1_0_client_gets_a_reply_it_understands(stage: Stage, framing: str) -> None:
+    parts = chunked_head() + chunk(b"some") + chunk(b"thing") + LAST_CHUNK
+    _, client = await pair(stage, script(reply(b"something") if framing == "length" else parts))
+    answer = await client.ask("GET", "/x", version="1.0")
+    assert (answer.body, answer.values("transfer-encoding")) == (b"something", [])
+    assert await client.closed() == b""
+
+
+async def test_a_worker_that_sends_its_head_byte_by_byte_is_understood(stage: Stage) -> None:
+    data = chunked_head([("X-A", "1")]) + chunk(b"abc") + chunk(b"defg") + LAST_CHUNK
+    _, client = await pair(stage, script(*(data[i : i + 1] for i in range(len(data)))))
+    answer = await client.ask("GET", "/x")
+    assert (answer.body, answer.value("x-a")) == (b"abcdefg", b"1")
+
+
+# Connections
+
+
+async def test_both_sides_keep_their_connections(stage: Stage) -> None:
+    worker, client = await pair(stage)
+    before = worker.connections  # the first probe's, which is kept as well
+    for _ in range(20):
+        assert (await client.ask("POST", "/generate", body=b"{}")).status == 200
+    assert len({id(visit.link) for visit in worker.visits}) == 1
+    assert worker.connections == max(before, 1)
+
+
+async def test_many_clients_one_after_the_other_share_one_connection_to_the_worker(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    for _ in range(20):
+        assert (await router.ask("GET", "/x")).status == 200
+    assert len({id(visit.link) for visit in worker.visits}) == 1
+
+
+async def test_concurrent_requests_never_share_a_connection(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    gate = asyncio.Event()
+    worker.always(script(gate, reply()))
+    clients = [await stage.client(router) for _ in range(10)]
+    for client in clients:
+        await client.send(request("GET", "/x"))
+    await until(lambda: worker.busy == 10, "ten connections are busy")
+    gate.set()
+    for client in clients:
+        assert (await client.read()).status == 200
+
+
+async def test_a_client_that_says_close_is_closed_after_its_reply(stage: Stage) -> None:
+    worker, client = await pair(stage)
+    answer = await client.ask("GET", "/x", [("Connection", "close")])
+    assert (answer.body, answer.value("connection")) == (b"{}", b"close")
+    assert await client.closed() == b""
+    assert worker.requests[0].values("connection") == []
+
+
+async def test_pipelined_requests_are_answered_in_order(stage: Stage) -> None:
+    worker, client = await pair(stage, *(script(reply(b"%d" % number)) for number in range(10)))
+    sent = [request("POST", f"/{number}", body=b"x" * number * 100) for number in range(10)]
+    await client.send(b"".join(sent))
+    for number in range(10):
+        assert (await client.read("POST")).body == b"%d" % number
+    assert [received.target for received in worker.requests] == [b"/%d" % number for number in range(10)]
+    assert [len(received.body) for received in worker.requests] == [number * 100 for number in range(10)]
+
+
+async def test_a_pipelined_request_behind_a_big_body_is_no_oversized_head(stage: Stage) -> None:
+    worker, client = await pair(stage)
+    second = request("GET", "/second", [("X-A", "1")])
+    await client.send(request("POST", "/first", body=b"x" * 150_000) + second[:20])
+    assert (await client.read("POST")).status == 200
+    await client.send(second[20:])
+    assert (await client.read()).status == 200
+    assert [received.target for received in worker.requests] == [b"/first", b"/second"]

@@ -1,0 +1,312 @@
+"""Worker administration in every spelling, and the router's own routes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.http import RawReply, request
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import HANG, script
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+ONE, TWO = "http://10.9.8.7:30000", "https://worker.example/engine"
+BAD_URLS = [
+    "",
+    " ",
+    "10.9.8.7:30000",
+    "ftp://10.9.8.7",
+    "http://",
+    "http://:30000",
+    "http://host:port",
+    "http://host:0",
+    "http://host:65536",
+    "http://[::1",
+    "http://user:password@host",
+    "http://host/?query",
+    "http://host/#fragment",
+    "http://ho st",
+    "http://host\r\nX-Injected: 1",
+    "http://host/" + "x" * 3000,
+    "http://a..b:30000",
+    "http://" + "x" * 64 + ".example",
+]
+BAD_BODIES = [b"not json", b"[]", b'"http://host"', b"{}", b'{"url": null}', b'{"url": 7}', b'{"url": ["http://a"]}']
+
+
+def in_json(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+async def post(router: RunningRouter, path: str, body: bytes | None = None) -> RawReply:
+    return await router.ask("POST", path, [("Content-Type", "application/json")] if body else (), body)
+
+
+async def listed(router: RunningRouter) -> list[str]:
+    urls: list[str] = (await router.ask("GET", "/list_workers")).json()["urls"]
+    return urls
+
+
+@pytest.fixture
+async def router(stage: Stage) -> RunningRouter:
+    """One whose workers need not exist: none is asked for anything in time."""
+    return await stage.router(health_check_timeout=0.05, connect_timeout=0.05)
+
+
+# Registration, the spelling of slime and miles
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (f"/add_worker?url={ONE}", None),
+        (f"/add_worker?worker_url={ONE}", None),
+        ("/add_worker?url=http%3A%2F%2F10.9.8.7%3A30000", None),
+        ("/add_worker", in_json(url=ONE)),
+        ("/add_worker", in_json(worker_url=ONE)),
+        ("/add_worker", in_json(url=ONE + "/")),
+        (f"/add_worker?url={ONE}/", b""),
+        ("/add_worker?url=HTTP://10.9.8.7:30000", None),
+    ],
+)
+async def test_a_worker_registers_by_query_or_body_under_either_name(
+    router: RunningRouter, path: str, body: bytes | None
+) -> None:
+    answer = await post(router, path, body)
+    assert (answer.status, answer.json()) == (200, {"status": "success", "worker_urls": {ONE: 0}})
+    assert await listed(router) == [ONE]
+
+
+async def test_registering_again_changes_nothing(router: RunningRouter) -> None:
+    for spelling in (ONE, ONE + "/", ONE.upper().replace("HTTP", "http"), ONE):
+        answer = await post(router, "/add_worker", in_json(url=spelling))
+        assert (answer.status, answer.json()["worker_urls"]) == (200, {ONE: 0})
+    assert len(router.pool) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "normal"),
+    [
+        ("http://host:80", "http://host"),
+        ("https://host:443/", "https://host"),
+        ("http://HOST:8000", "http://host:8000"),
+        ("http://host:8000/engines/0//", "http://host:8000/engines/0"),
+        ("http://[2001:DB8::1]:8000/", "http://[2001:db8::1]:8000"),
+        ("  http://host:8000\n", "http://host:8000"),
+    ],
+)
+async def test_a_url_is_normalised(router: RunningRouter, given: str, normal: str) -> None:
+    answer = await post(router, "/add_worker", in_json(url=given))
+    assert (answer.status, list(answer.json()["worker_urls"])) == (200, [normal])
+
+
+@pytest.mark.parametrize("path", ["/add_worker", "/workers", "/remove_worker"])
+async def test_a_malformed_url_is_400_and_changes_nothing(router: RunningRouter, path: str) -> None:
+    await post(router, "/add_worker", in_json(url=ONE))
+    for url in BAD_URLS:
+        answer = await post(router, path, in_json(url=url))
+        assert (answer.status, answer.error_type) == (400, "invalid_request"), url
+    assert await listed(router) == [ONE]
+
+
+@pytest.mark.parametrize("path", ["/add_worker", "/workers", "/remove_worker"])
+async def test_a_missing_url_or_a_body_that_is_no_object_is_400_and_changes_nothing(
+    router: RunningRouter, path: str
+) -> None:
+    await post(router, "/add_worker", in_json(url=ONE))
+    for body in (None, *BAD_BODIES):
+        answer = await post(router, path, body)
+        assert (answer.status, answer.error_type) == (400, "invalid_request"), body
+    assert await listed(router) == [ONE]
+
+
+# Removal
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (f"/remove_worker?url={ONE}", None),
+        (f"/remove_worker?worker_url={ONE}/", None),
+        ("/remove_worker", in_json(url=ONE)),
+        ("/remove_worker", in_json(worker_url=ONE, drain=True)),
+        (f"/remove_worker?url={ONE}&drain=true", None),
+        (f"/remove_worker?url={ONE}&drain=false", None),
+    ],
+)
+async def test_a_worker_is_removed_by_query_or_body_under_either_name(
+    router: RunningRouter, path: str, body: bytes | None
+) -> None:
+    await post(router, "/add_worker", in_json(url=ONE))
+    await post(router, "/add_worker", in_json(url=TWO))
+    assert (await post(router, path, body)).status == 200
+    assert await listed(router) == [TWO]
+
+
+async def test_removing_an_unknown_worker_is_404(router: RunningRouter) -> None:
+    answer = await post(router, f"/remove_worker?url={ONE}")
+    assert (answer.status, answer.error_type) == (404, "not_found")
+
+
+async def test_a_drain_that_is_neither_true_nor_false_is_400_and_removes_nothing(router: RunningRouter) -> None:
+    await post(router, "/add_worker", in_json(url=ONE))
+    answer = await post(router, f"/remove_worker?url={ONE}&drain=perhaps")
+    assert (answer.status, await listed(router)) == (400, [ONE])
+
+
+# The REST form
+
+
+async def test_the_rest_form_creates_shows_lists_and_deletes(router: RunningRouter) -> None:
+    created = await post(router, "/workers", in_json(url=TWO, worker_type="regular", bootstrap_port=9000, api_key="k"))
+    assert created.status in (200, 201)
+    worker = created.json()
+    expected = {"id", "url", "state", "in_flight", "weight_version", "failures", "last_check"}
+    assert expected <= set(worker)
+    assert (worker["url"], worker["state"], worker["in_flight"], worker["failures"]) == (TWO, "ready", 0, 0)
+    assert worker["bootstrap_port"] == 9000
+    assert "k" not in worker.values()
+    shown = await router.ask("GET", f"/workers/{worker['id']}")
+    assert (shown.status, shown.json()["url"]) == (200, TWO)
+    assert [each["id"] for each in (await router.ask("GET", "/workers")).json()["workers"]] == [worker["id"]]
+    assert (await router.ask("DELETE", f"/workers/{worker['id']}")).status == 200
+    assert (await router.ask("GET", "/workers")).json()["workers"] == []
+    assert (await router.ask("GET", f"/workers/{worker['id']}")).status == 404
+    assert (await router.ask("DELETE", f"/workers/{worker['id']}")).status == 404
+
+
+async def test_a_worker_has_one_id_however_it_was_registered(router: RunningRouter) -> None:
+    await post(router, "/add_worker", in_json(url=ONE + "/"))
+    again = (await post(router, "/workers", in_json(url=ONE))).json()
+    assert [each["id"] for each in (await router.ask("GET", "/workers")).json()["workers"]] == [again["id"]]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"api_key": 7}, {"api_key": "a\nb"}, {"worker_type": "prefill"}, {"labels": "x" * 9999}]
+)
+async def test_attributes_that_cannot_be_used_are_400_and_register_nothing(
+    router: RunningRouter, fields: dict[str, Any]
+) -> None:
+    answer = await post(router, "/workers", in_json(url=ONE, **fields))
+    assert (answer.status, answer.error_type, await listed(router)) == (400, "invalid_request", [])
+
+
+async def test_a_workers_own_key_is_sent_to_it_and_shown_to_nobody(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router()
+    await post(router, "/workers", in_json(url=worker.url, api_key="worker-secret"))
+    await router.ask("POST", "/generate", [("Authorization", "Bearer of-the-client")], b"{}")
+    await until(lambda: worker.probes, "the worker was probed")
+    for received in (worker.requests[0], worker.probes[0]):
+        assert received.values("authorization") == [b"Bearer worker-secret"]
+    for path in ("/workers", "/router/info", "/metrics", "/list_workers"):
+        assert b"worker-secret" not in (await router.ask("GET", path)).body
+
+
+async def test_the_weight_version_and_the_last_check_of_a_worker_are_shown(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    (shown,) = (await router.ask("GET", "/workers")).json()["workers"]
+    assert shown["weight_version"] == "1"
+    assert shown["last_check"] > 1_700_000_000
+
+
+# The router's own routes
+
+
+async def test_health_counts_and_needs_no_worker(stage: Stage, router: RunningRouter) -> None:
+    for path in ("/health", "/liveness"):
+        answer = await router.ask("GET", path)
+        assert answer.status == 200
+        assert (answer.json()["workers_total"], answer.json()["in_flight"]) == (0, 0)
+
+
+async def test_readiness_needs_a_routable_worker(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(health_check_failure_threshold=1)
+    assert (await router.ask("GET", "/readiness")).status == 503
+    await post(router, f"/add_worker?url={worker.url}")
+    ready = await router.ask("GET", "/readiness")
+    assert (ready.status, ready.json()["workers_routable"]) == (200, 1)
+    router.pool.record_failure(router.worker(worker), "test")
+    assert (await router.ask("GET", "/readiness")).status == 503
+    assert (await router.ask("GET", "/health")).status == 200
+
+
+async def test_in_flight_requests_are_counted_everywhere_they_are_shown(stage: Stage) -> None:
+    worker = (await stage.worker()).always(script(HANG))
+    router = await stage.router(worker)
+    clients = [await stage.client(router) for _ in range(3)]
+    for client in clients:
+        await client.send(request("POST", "/generate", body=b"{}"))
+    await until(lambda: worker.busy == 3, "the worker has three requests")
+    assert (await router.ask("GET", "/health")).json()["in_flight"] == 3
+    assert (await router.ask("GET", "/workers")).json()["workers"][0]["in_flight"] == 3
+    assert (await post(router, f"/add_worker?url={worker.url}")).json()["worker_urls"] == {worker.url: 3}
+    metrics = (await router.ask("GET", "/metrics")).body.decode()
+    assert f'miles_router_in_flight{{worker="{worker.url}"}} 3.0' in metrics
+    for client in clients:
+        client.abort()
+
+
+async def test_info_shows_version_workers_and_settings_but_no_key(stage: Stage) -> None:
+    router = await stage.router(ONE, admin_api_key="admin-secret", health_check_timeout=0.05, connect_timeout=0.05)
+    answer = await router.ask("GET", "/router/info", [("Authorization", "Bearer admin-secret")])
+    info = answer.json()
+    assert {"version", "uptime_seconds", "workers", "middlewares", "config"} <= set(info)
+    assert info["config"]["max_retries"] == "3"
+    assert [worker["url"] for worker in info["workers"]] == [ONE]
+    assert b"admin-secret" not in answer.body
+
+
+async def test_metrics_are_prometheus_text(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    await router.ask("POST", "/generate", body=b"{}")
+    answer = await router.ask("GET", "/metrics")
+    assert (answer.value("content-type") or b"").startswith(b"text/plain; version=")
+    text = answer.body.decode()
+    assert f'miles_router_requests_total{{route="generate",status="200",worker="{worker.url}"}} 1.0' in text
+    assert 'miles_router_request_seconds_bucket{le="+Inf",route="generate"} 1.0' in text
+    assert "miles_router_request_bytes_total 2.0" in text
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/add_worker"),
+        ("DELETE", "/add_worker"),
+        ("GET", "/remove_worker"),
+        ("POST", "/list_workers"),
+        ("PUT", "/workers"),
+        ("POST", "/workers/abc"),
+        ("POST", "/health"),
+        ("DELETE", "/readiness"),
+        ("POST", "/metrics"),
+        ("PATCH", "/router/info"),
+    ],
+)
+async def test_a_wrong_method_on_a_route_of_the_routers_own_is_405(stage: Stage, method: str, path: str) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    answer = await router.ask(method, path)
+    assert (answer.status, answer.error_type) == (405, "method_not_allowed")
+    assert worker.requests == []
+
+
+async def test_head_is_answered_wherever_get_is(router: RunningRouter) -> None:
+    for path in ("/health", "/liveness", "/metrics", "/workers"):
+        answer = await router.ask("HEAD", path)
+        assert (answer.status, answer.body) == (200, b""), path
+
+
+@pytest.mark.parametrize("path", ["/Health", "/health_generate", "/get_model_info", "/workers_of_mine", "/v1/models"])
+async def test_paths_that_only_look_like_the_routers_own_are_forwarded(stage: Stage, path: str) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    before = len(worker.requests) + len(worker.probes)
+    assert (await router.ask("GET", path)).status == 200
+    assert len(worker.requests) + len(worker.probes) == before + 1
