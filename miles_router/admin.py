@@ -120,6 +120,7 @@ class Admin:
                 "weight_version": self._pool.weight_version,
                 "workers": [worker.describe() for worker in self._pool],
                 "middlewares": self._stack,
+                "statistics": {name: give() for name, give in self._router.statistics.items()},
                 "config": {name: shown(config, name) for name in FIELDS},
             }
         )

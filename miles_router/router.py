@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,8 @@ class Router:
         self.state = SimpleNamespace()
         #: The argparse Namespace of the framework that embeds us, or one with the names such frameworks use.
         self.args = args if args is not None else legacy_args(config)
+        #: What middlewares show under `statistics` in `GET /router/info`: a name and a function that gives JSON.
+        self.statistics: dict[str, Callable[[], Mapping[str, object]]] = {}
         self._forwarder = forwarder
 
     @asynccontextmanager

@@ -1,0 +1,318 @@
+"""The text-keyed cache: text decides which tokens exist, the cache decides which ids spell that text.
+
+match     a text to the ids to give the engine: recorded ones as far as they go, the rest encoded by the caller
+record    a generation, sharing the tokens it has in common with what is held
+retrieve  what was recorded under a text, or under an id
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from middleware_hub.radix_tree.entry import BYTES_PER_TOKEN, Entry
+from middleware_hub.radix_tree.eviction import EvictionQueue
+from middleware_hub.radix_tree.spelling import Ends
+from middleware_hub.radix_tree.text_tree import Node, TextTree
+from miles_router.trajectory import Trajectory
+from miles_router.trajectory.trajectory import common_prefix
+
+NOTHING: Ends = np.zeros(0, dtype=np.uint32)
+#: What an entry is charged besides its own tokens, so that entries without any (a generation repeated token for token)
+#: are bounded too.
+ENTRY_CHARGE = 16
+
+
+@dataclass(frozen=True)
+class Match:
+    """The part of a text that recorded tokens spell: `chars` characters, and for each token where it ends."""
+
+    trajectory: Trajectory
+    ends: Ends
+    chars: int
+    entry: Entry | None
+
+    @property
+    def sampled(self) -> int:
+        """How many of the reused tokens the engine sampled."""
+        return sum(len(piece) for piece in self.trajectory.pieces if piece.logprobs is not None)
+
+
+NO_MATCH = Match(Trajectory(), NOTHING, 0, None)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A generation to hold. `text` is its whole text with the hidden tail spelled behind the `shown` characters."""
+
+    text: str
+    shown: int
+    trajectory: Trajectory
+    ends: Ends
+    rid: str
+    finish: str
+
+
+@dataclass
+class Statistics:
+    """Counters since the start."""
+
+    lookups: int = 0
+    hits: int = 0
+    reused_tokens: int = 0
+    encoded_tokens: int = 0
+    recorded: int = 0
+    partial: int = 0
+    unaligned: int = 0
+    evicted: int = 0
+    evicted_tokens: int = 0
+    refused: int = 0
+    retrievals: int = 0
+    ambiguous: int = 0
+    passed_through: dict[str, int] = field(default_factory=dict)
+
+
+class RadixTreeCache:
+    """Recorded generations under a token budget.
+
+    Args:
+        max_tokens: own tokens of all entries together and `ENTRY_CHARGE` for each entry; a prefix that entries share is
+            counted once.
+        keep_versions: weight versions before `current - keep_versions` are evicted first.
+    """
+
+    def __init__(self, *, max_tokens: int, keep_versions: int) -> None:
+        self.statistics = Statistics()
+        self.tokens = 0  # own tokens of all entries
+        self._max_tokens = max_tokens
+        self._keep_versions = keep_versions
+        self._tree = TextTree()
+        self._queue = EvictionQueue()
+        self._by_rid: dict[str, Entry] = {}
+        self._ranks: dict[str, int] = {}
+        self._entries = 0
+        self._clock = 0
+
+    def __len__(self) -> int:
+        return self._entries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the token blocks; the texts are held besides, once for each distinct run of characters."""
+        return BYTES_PER_TOKEN * self.tokens
+
+    @property
+    def characters(self) -> int:
+        """Characters of text held."""
+        return self._tree.characters
+
+    # Looking up
+
+    def match(self, text: str) -> Match:
+        """The longest prefix of `text` that should be given to the engine in recorded ids.
+
+        It ends behind a token that was sampled, or at the end of the text. Where the common text ends inside tokens
+        that were only given, those are left to the caller's encoding: nothing was sampled in them, and a cut where two
+        texts happen to part would give the engine ids that encoding this text would never give.
+        """
+        self.statistics.lookups += 1
+        entry, tokens, chars = self._longest(text)
+        if entry is None or not tokens:
+            return NO_MATCH
+        trajectory, ends = entry.prefix(tokens)
+        if not _ends_well(entry, tokens, complete=chars == len(text)):
+            trajectory, ends, chars = _up_to_sampled(entry, trajectory, ends)
+        if not len(trajectory):
+            return NO_MATCH
+        self._use(entry)
+        self.statistics.hits += 1
+        self.statistics.reused_tokens += len(trajectory)
+        return Match(trajectory, ends, chars, entry)
+
+    def _longest(self, text: str) -> tuple[Entry | None, int, int]:
+        """The entry with the longest prefix inside `text` that ends between tokens: `(entry, tokens, characters)`."""
+        node, agreed = self._tree.descend(text)
+        best: tuple[Entry | None, int, int] = (None, 0, 0)
+        for above in node.upwards():
+            if above.depth <= best[2]:
+                break
+            # Below `agreed` any entry will do, the newest is taken; at nodes above, entries whose text ends there.
+            for entry in ({above.newest} if above is node else set(above.ending[-1:] + above.shown[-1:])) - {None}:
+                assert entry is not None
+                tokens, chars = entry.cut_at(min(agreed, above.depth))
+                if (chars, entry.serial) > (best[2], best[0].serial if best[0] else -1):
+                    best = (entry, tokens, chars)
+        return best
+
+    def retrieve(self, text: str) -> list[Entry]:
+        """Entries whose shown text, or whole text, is exactly `text`; newest last."""
+        node = self._tree.at(text)
+        if node is None:
+            return []
+        found = sorted({*node.shown, *node.ending}, key=lambda entry: entry.serial)
+        for entry in found[-1:]:
+            self._use(entry)
+        return found
+
+    def by_rid(self, rid: str) -> Entry | None:
+        """The entry of the generation with this id (SGLang's `meta_info.id`)."""
+        entry = self._by_rid.get(rid)
+        if entry is not None:
+            self._use(entry)
+        return entry
+
+    def text_of(self, entry: Entry) -> str:
+        """The text that the client saw of an entry."""
+        assert entry.node is not None
+        labels = [node.label for node in entry.node.upwards()]
+        return "".join(reversed(labels))[: entry.shown]
+
+    # Recording
+
+    @contextmanager
+    def pinned(self, *entries: Entry | None) -> Iterator[None]:
+        """While this is entered, these entries are not evicted."""
+        held = [entry for entry in entries if entry is not None]
+        for entry in held:
+            entry.pins += 1
+        try:
+            yield
+        finally:
+            for entry in held:
+                entry.pins -= 1
+                self._queue_if_leaf(entry)
+            self._evict()
+
+    def record(self, record: Record, hint: Entry | None = None) -> Entry | None:
+        """Hold a generation; `hint` is the entry it continued. Gives None if it is larger than the whole budget."""
+        parent, reused, reused_chars = self._shared(record, hint)
+        if len(record.trajectory) - reused + ENTRY_CHARGE > self._max_tokens:
+            self.statistics.refused += 1
+            return None
+        self._clock += 1
+        entry = Entry(
+            trajectory=record.trajectory,
+            ends=record.ends,
+            parent=parent,
+            reused=reused,
+            reused_chars=reused_chars,
+            shown=record.shown,
+            rid=record.rid,
+            finish=record.finish,
+            rank=self._rank(record.trajectory),
+            serial=self._clock,
+        )
+        self._insert(entry, record.text)
+        self._evict()
+        return entry
+
+    def _shared(self, record: Record, hint: Entry | None) -> tuple[Entry | None, int, int]:
+        """With which entry the generation has most tokens in common: `(entry, tokens, characters)`."""
+        node, _ = self._tree.descend(record.text)
+        best: tuple[Entry | None, int, int] = (None, 0, 0)
+        for candidate in {node.newest, hint} - {None}:
+            assert candidate is not None
+            if candidate.node is None:
+                continue  # evicted since it was looked up
+            common = common_prefix(candidate.trajectory(), record.trajectory)
+            tokens, chars = candidate.cut_before(common) if common else (0, 0)
+            if tokens > best[1]:
+                best = (candidate, tokens, chars)
+        return best
+
+    def _insert(self, entry: Entry, text: str) -> None:
+        self._tree.add(text, entry.shown, entry)
+        if entry.parent is not None:
+            entry.parent.children += 1
+        self._by_rid[entry.rid] = entry
+        self._entries += 1
+        self.tokens += entry.own
+        self.statistics.recorded += 1
+        self.statistics.partial += not entry.finished
+        self._queue.add(entry)
+
+    def _rank(self, trajectory: Trajectory) -> int:
+        """The place of the newest weight version, in the order in which versions were first seen."""
+        versions = [piece.version for piece in trajectory.pieces if piece.version is not None]
+        for version in versions:
+            self._ranks.setdefault(version, len(self._ranks))
+        return max((self._ranks[version] for version in versions), default=0)
+
+    # Evicting
+
+    def _use(self, entry: Entry) -> None:
+        self._clock += 1
+        entry.last_used = self._clock
+        self._queue_if_leaf(entry)
+
+    def _queue_if_leaf(self, entry: Entry) -> None:
+        if not entry.children and not entry.pins and entry.node is not None:
+            self._queue.add(entry)
+
+    def _evict(self) -> None:
+        while self.tokens + ENTRY_CHARGE * self._entries > self._max_tokens:
+            entry = self._queue.pop(len(self._ranks) - 1 - self._keep_versions)
+            if entry is None:
+                return  # all that is left is pinned by requests in flight
+            self._drop(entry)
+
+    def _drop(self, entry: Entry) -> None:
+        self._tree.remove(entry)
+        if self._by_rid.get(entry.rid) is entry:
+            del self._by_rid[entry.rid]
+        self._entries -= 1
+        self.tokens -= entry.own
+        self.statistics.evicted += 1
+        self.statistics.evicted_tokens += entry.own
+        parent = entry.parent
+        if parent is not None:
+            parent.children -= 1
+            # The parent was used whenever its child was.
+            parent.last_used = max(parent.last_used, entry.last_used)
+            self._queue_if_leaf(parent)
+
+    def check_integrity(self) -> None:
+        """Assert every invariant; for tests."""
+        entries: list[Entry] = []
+        for node in self._tree.nodes():
+            entries += node.ending
+            _check_node(node)
+        assert len(entries) == self._entries
+        assert sum(entry.own for entry in entries) == self.tokens
+        assert sum(len(node.label) for node in self._tree.nodes()) == self._tree.characters
+        for entry in entries:
+            assert entry.node is not None
+            assert entry.children == sum(other.parent is entry for other in entries)
+            assert entry in self._tree.shown_node(entry).shown
+            assert entry.parent is None or entry.parent in entries
+
+
+def _check_node(node: Node) -> None:
+    children = node.children or {}
+    below = [child.newest for child in children.values()]
+    assert node.newest is max((*filter(None, below), *node.ending), key=lambda e: e.serial, default=None)
+    assert all(char == child.label[0] and child.parent is node for char, child in children.items())
+    assert node.parent is None or node.ending or node.shown or len(children) > 1, "a node that nobody needs"
+
+
+def _ends_well(entry: Entry, tokens: int, *, complete: bool) -> bool:
+    """Whether a prefix may be reused as it is: it ends in sampled tokens, or (complete) with a whole given run."""
+    part = next(part for part, upto in entry.lineage() if upto >= tokens)
+    end, sampled = next((part.reused + end, sampled) for end, sampled, _ in part.runs if part.reused + end >= tokens)
+    return sampled or (complete and end == tokens)
+
+
+def _up_to_sampled(entry: Entry, trajectory: Trajectory, ends: Ends) -> tuple[Trajectory, Ends, int]:
+    """The prefix without the given tokens at its end."""
+    keep = len(trajectory)
+    for piece in reversed(trajectory.pieces):
+        if piece.logprobs is not None:
+            break
+        keep -= len(piece)
+    if not keep:
+        return Trajectory(), NOTHING, 0
+    tokens, chars = entry.cut_before(keep)
+    return trajectory[:tokens], ends[:tokens], chars

@@ -1,0 +1,54 @@
+"""Which leaf goes first: those of weight versions no longer wanted, then the one not used for the longest time."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+from middleware_hub.radix_tree.entry import Entry
+
+#: Places in a queue that are never worth tidying.
+SMALL = 64
+Waiting = tuple[int, int, Entry]  # (last used, serial, entry) when it was put in
+
+
+class EvictionQueue:
+    """Entries that nothing hangs on, per weight version in order of use. Stale places are dropped when they come up."""
+
+    def __init__(self) -> None:
+        self._heaps: dict[int, list[Waiting]] = {}
+        self._tidy_at: dict[int, int] = {}
+
+    def add(self, entry: Entry) -> None:
+        """An entry has become a leaf, or was used."""
+        heap = self._heaps.setdefault(entry.rank, [])
+        heapq.heappush(heap, (entry.last_used, entry.serial, entry))
+        if len(heap) > self._tidy_at.get(entry.rank, SMALL):  # each use leaves a stale place behind
+            heap[:] = [waiting for waiting in heap if _holds(waiting)]
+            heapq.heapify(heap)
+            self._tidy_at[entry.rank] = max(SMALL, 2 * len(heap))
+
+    def pop(self, oldest_wanted: int) -> Entry | None:
+        """The leaf to evict next: the least recently used of versions before `oldest_wanted`, else of all."""
+        tops = list(self._tops())
+        stale = [top for top in tops if top[2].rank < oldest_wanted]
+        chosen = min(stale or tops, default=None)
+        if chosen is None:
+            return None
+        heapq.heappop(self._heaps[chosen[2].rank])
+        return chosen[2]
+
+    def _tops(self) -> Iterator[Waiting]:
+        for rank, heap in list(self._heaps.items()):
+            while heap and not _holds(heap[0]):
+                heapq.heappop(heap)
+            if heap:
+                yield heap[0]
+            else:
+                del self._heaps[rank]
+                self._tidy_at.pop(rank, None)
+
+
+def _holds(waiting: Waiting) -> bool:
+    used, _, entry = waiting
+    return used == entry.last_used and not entry.children and not entry.pins and entry.node is not None

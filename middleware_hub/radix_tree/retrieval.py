@@ -1,0 +1,164 @@
+"""`POST /retrieve_from_text`: the exact tokens of a text, for the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from middleware_hub.radix_tree.entry import Entry
+from middleware_hub.radix_tree.recording import Recorder
+from miles_router import Exchange
+from miles_router.errors import BadRequest, NotFound
+from miles_router.trajectory import Trajectory, to_json
+from miles_router.trajectory.wire import VERSIONS, pack
+
+BINARY = "application/octet-stream"
+MAX_TEXTS = 4096
+FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp"})
+
+
+@dataclass(frozen=True)
+class Retrieved:
+    """What is known of one text."""
+
+    text: str
+    trajectory: Trajectory
+    matched: int
+    entry: Entry | None
+    candidates: tuple[str, ...]
+
+    def facts(self) -> dict[str, Any]:
+        """Everything but the arrays."""
+        finish = None if self.entry is None else self.entry.finish
+        return {
+            "response": self.text,
+            "token_length": len(self.trajectory),
+            "loss_mask_length": len(self.trajectory),
+            "matched_tokens": self.matched,
+            "ambiguous": len(self.candidates) > 1,
+            "candidates": list(self.candidates),
+            "rid": None if self.entry is None else self.entry.rid,
+            "finish_reason": finish,
+            "finished": None if self.entry is None else self.entry.finished,
+        }
+
+    def as_json(self, *, with_logprobs: bool) -> dict[str, Any]:
+        """The JSON answer; arrays are all as long as `tokens`."""
+        arrays = to_json(self.trajectory)
+        answer = {
+            "tokens": arrays["tokens"],
+            "loss_mask": arrays["loss_mask"],
+            VERSIONS: arrays[VERSIONS],
+            **self.facts(),
+        }
+        return {**answer, "rollout_logp": arrays["logprobs"]} if with_logprobs else answer
+
+
+class Retrieval:
+    """Answers from one cache."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._cache = recorder.cache
+
+    async def answer(self, request: Request) -> Response:
+        """One text, or with `texts` a list of them; safetensors where the client accepts `application/octet-stream`.
+
+        Raises:
+            BadRequest: a field is missing, unknown or of the wrong type.
+            NotFound: no such `rid`; with `strict`, a text that no recorded tokens spell from end to end.
+        """
+        exchange = Exchange.of(request.scope)
+        asked = _checked(exchange.loads(await exchange.read(request.receive)))
+        texts = asked.get("texts")
+        if texts is None:
+            found = [await self._one(asked.get("text"), asked.get("rid"), strict=bool(asked.get("strict")))]
+        else:
+            found = [await self._one(text, None, strict=bool(asked.get("strict"))) for text in texts]
+        if BINARY in request.headers.get("accept", ""):
+            return Response(_binary(found, many=texts is not None), media_type=BINARY)
+        answers = [each.as_json(with_logprobs=asked.get("return_logp", True)) for each in found]
+        body = orjson.dumps(answers if texts is not None else answers[0], option=orjson.OPT_SERIALIZE_NUMPY)
+        return Response(body, media_type="application/json")
+
+    async def _one(self, text: str | None, rid: str | None, *, strict: bool) -> Retrieved:
+        self._cache.statistics.retrievals += 1
+        if rid is not None:
+            return self._by_rid(rid, text)
+        assert text is not None
+        entries = self._cache.retrieve(text)
+        if entries:
+            return self._newest(text, entries)
+        given = await self._recorder.give_text(text)
+        matched = len(given.match.trajectory)
+        if strict and matched < len(given.trajectory):
+            raise NotFound(
+                f"only {given.match.chars} of the text's {len(text)} characters are spelled by recorded tokens"
+            )
+        return Retrieved(text, given.trajectory, matched, None, ())
+
+    def _by_rid(self, rid: str, text: str | None) -> Retrieved:
+        entry = self._cache.by_rid(rid)
+        if entry is None:
+            raise NotFound(f"no generation {rid!r} is held")
+        shown = self._cache.text_of(entry)
+        if text is not None and text != shown:
+            raise BadRequest(f"generation {rid!r} has another text")
+        trajectory = entry.trajectory()
+        return Retrieved(shown, trajectory, len(trajectory), entry, (rid,))
+
+    def _newest(self, text: str, entries: list[Entry]) -> Retrieved:
+        """The newest of several; those that differ from it in their ids make the answer ambiguous."""
+        newest = entries[-1]
+        trajectory = newest.trajectory()
+        others = [each for each in entries[:-1] if not np.array_equal(each.trajectory().tokens, trajectory.tokens)]
+        self._cache.statistics.ambiguous += bool(others)
+        candidates = tuple(each.rid for each in (*others, newest))
+        return Retrieved(text, trajectory, len(trajectory), newest, candidates)
+
+
+def _checked(asked: Any) -> Mapping[str, Any]:
+    if not isinstance(asked, Mapping):
+        raise BadRequest("the request body must be a JSON object")
+    if unknown := set(asked) - FIELDS:
+        raise BadRequest(f"unknown field {min(unknown)!r}; known are {', '.join(sorted(FIELDS))}")
+    for name, wanted in (("text", str), ("rid", str), ("strict", bool), ("return_logp", bool), ("texts", list)):
+        if asked.get(name) is not None and not isinstance(asked[name], wanted):
+            raise BadRequest(f"{name} must be a {wanted.__name__}")
+    texts = asked.get("texts")
+    if texts is None:
+        if asked.get("text") is None and asked.get("rid") is None:
+            raise BadRequest("text, texts or rid is required")
+        _check_text(asked.get("text"))
+        return asked
+    if asked.get("text") is not None or asked.get("rid") is not None:
+        raise BadRequest("texts goes with neither text nor rid")
+    if not texts or len(texts) > MAX_TEXTS:
+        raise BadRequest(f"texts must hold 1 to {MAX_TEXTS} texts")
+    for text in texts:
+        _check_text(text if isinstance(text, str) else "")
+    return asked
+
+
+def _check_text(text: str | None) -> None:
+    if text == "":
+        raise BadRequest("a text must be a string that is not empty")
+
+
+def _binary(found: list[Retrieved], *, many: bool) -> bytes:
+    """safetensors: `tokens`, `loss_mask`, `logprobs`, JSON `facts` in the metadata; of a list with `0.` in front."""
+    arrays = {}
+    for index, each in enumerate(found):
+        prefix = f"{index}." if many else ""
+        trajectory = each.trajectory
+        arrays[f"{prefix}tokens"] = np.asarray(trajectory.tokens)
+        arrays[f"{prefix}logprobs"] = np.asarray(trajectory.logprobs)
+        arrays[f"{prefix}loss_mask"] = np.asarray(trajectory.loss_mask)
+    facts = [{**each.facts(), VERSIONS: [run._asdict() for run in each.trajectory.weight_versions]} for each in found]
+    return pack(arrays, {"facts": orjson.dumps(facts if many else facts[0]).decode()})

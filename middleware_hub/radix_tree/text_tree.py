@@ -1,0 +1,171 @@
+"""A radix tree over characters. Nodes are where texts part or where an entry's text (or its shown text) ends.
+
+An edge holds the characters between two nodes as one string, so a step down compares whole runs of text at memory
+speed, and a look-up takes as many steps as there are partings on its way, whatever the length of the text. Written by
+hand: a trie with a node for each character or block costs a Python object for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from middleware_hub.radix_tree.entry import Entry
+
+
+class Node:
+    """`label` is the text between the parent and here, `depth` the characters from the root to here."""
+
+    __slots__ = ("children", "depth", "ending", "label", "newest", "parent", "shown")
+
+    def __init__(self, parent: Node | None, label: str) -> None:
+        self.parent = parent
+        self.label = label
+        self.depth: int = (parent.depth if parent is not None else 0) + len(label)
+        self.children: dict[str, Node] | None = None  # by first character; most nodes are leaves
+        self.ending: tuple[Entry, ...] = ()  # entries whose text, hidden tail included, ends here
+        self.shown: tuple[Entry, ...] = ()  # entries whose shown text ends here, in order of recording
+        self.newest: Entry | None = None  # of all entries whose text reaches or passes here
+
+    def __repr__(self) -> str:
+        return f"<Node at {self.depth}, {len(self.children or ())} children, {len(self.shown)} shown>"
+
+    def upwards(self) -> Iterator[Node]:
+        """This node and all above it."""
+        node: Node | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+
+class TextTree:
+    """Texts and the entries at their ends."""
+
+    def __init__(self) -> None:
+        self.root = Node(None, "")
+        self.characters = 0  # held in labels
+
+    def descend(self, text: str) -> tuple[Node, int]:
+        """As far as `text` leads: the node at or below that point, and how many characters agree."""
+        node, position = self.root, 0
+        while position < len(text):
+            child = (node.children or {}).get(text[position])
+            if child is None:
+                return node, position
+            if not text.startswith(child.label, position):
+                return child, position + _common(child.label, text, position)
+            node, position = child, position + len(child.label)
+        return node, position
+
+    def at(self, text: str) -> Node | None:
+        """The node exactly at the end of `text`, if there is one."""
+        node, position = self.descend(text)
+        return node if position == len(text) == node.depth else None
+
+    def add(self, text: str, shown: int, entry: Entry) -> None:
+        """Put an entry at the end of its `text`, and at the end of the first `shown` characters of it."""
+        end = self._make(text)
+        place = end if shown == len(text) else self._make(text[:shown])
+        end.ending = (*end.ending, entry)
+        place.shown = (*place.shown, entry)
+        entry.node = end
+        for node in end.upwards():
+            node.newest = entry
+
+    def remove(self, entry: Entry) -> None:
+        """Take an entry out, and every node that only it needed."""
+        end = entry.node
+        assert end is not None
+        place = self.shown_node(entry)
+        place.shown = tuple(each for each in place.shown if each is not entry)
+        end.ending = tuple(each for each in end.ending if each is not entry)
+        entry.node = None
+        for node in list(end.upwards()):
+            if node.newest is entry:
+                node.newest = _newest(node)
+        self._prune(end)
+        if place is not end:
+            self._prune(place)
+
+    def shown_node(self, entry: Entry) -> Node:
+        """The node at the end of an entry's shown text: its end, or one above it."""
+        assert entry.node is not None
+        return next(node for node in entry.node.upwards() if node.depth <= entry.shown)
+
+    def _make(self, text: str) -> Node:
+        node, position = self.descend(text)
+        if position < node.depth:
+            node = self._split(node, position)
+        if position < len(text):
+            child = Node(node, text[position:])
+            self.characters += len(child.label)
+            _adopt(node, child)
+            node = child
+        return node
+
+    def _split(self, node: Node, depth: int) -> Node:
+        """A new node in the middle of the edge that leads to `node`."""
+        assert node.parent is not None
+        keep = len(node.label) - (node.depth - depth)
+        upper = Node(node.parent, node.label[:keep])
+        upper.newest = node.newest
+        node.label = node.label[keep:]
+        node.parent = upper
+        assert upper.parent is not None
+        _adopt(upper.parent, upper)
+        _adopt(upper, node)
+        return upper
+
+    def _prune(self, node: Node) -> None:
+        """Remove a node nobody needs, or join it with its only child, and look at its parent then. What was removed has
+        no parent."""
+        while node.parent is not None and not node.ending and not node.shown:
+            children = node.children or {}
+            parent = node.parent
+            if not children:
+                assert parent.children is not None
+                del parent.children[node.label[0]]
+                if not parent.children:
+                    parent.children = None
+                self.characters -= len(node.label)
+                node.parent = None
+                node = parent
+            elif len(children) == 1:
+                (child,) = children.values()
+                child.label = node.label + child.label
+                child.parent = parent
+                node.parent = None
+                _adopt(parent, child)
+                return
+            else:
+                return
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, parents first."""
+        waiting = [self.root]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += (node.children or {}).values()
+
+
+def _adopt(parent: Node, child: Node) -> None:
+    if parent.children is None:
+        parent.children = {}
+    parent.children[child.label[0]] = child
+
+
+def _newest(node: Node) -> Entry | None:
+    below = [child.newest for child in (node.children or {}).values() if child.newest is not None]
+    return max((*below, *node.ending), key=lambda entry: entry.serial, default=None)
+
+
+def _common(label: str, text: str, position: int) -> int:
+    """How many characters of `label` stand in `text` at `position`, found by halving, so compared at memory speed."""
+    low, high = 0, min(len(label), len(text) - position)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if text.startswith(label[low:middle], position + low):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,214 @@
+"""RadixTreeMiddleware: text rollouts with exact tokens. `/generate` as always, `/retrieve_from_text` for the trainer.
+
+A client sends and receives plain text. The engine is given ids: those it was given and those it sampled before, where
+the text continues an earlier generation, and the encoding of what is new. Every generation is recorded with its ids,
+logprobs, loss mask and weight versions under the text that the client saw.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import orjson
+from prometheus_client.registry import Collector
+from starlette.routing import BaseRoute, Route
+
+from middleware_hub.radix_tree.cache import RadixTreeCache
+from middleware_hub.radix_tree.encoding import TextEncoder
+from middleware_hub.radix_tree.recording import Given, Recorder
+from middleware_hub.radix_tree.replies import EventReader, Growing, Unusable, payload, stripped
+from middleware_hub.radix_tree.retrieval import Retrieval
+from middleware_hub.radix_tree.shapes import NotUnderstood, Shape, rewritten, understand
+from middleware_hub.radix_tree.statistics import CacheCollector, summary
+from miles_router import Exchange, Router, replay
+from miles_router.exchange import Message, Receive, Scope, Send, with_body
+from miles_router.middleware import ASGIApp, HasMetrics, HasRoutes
+from miles_router.trajectory import InvalidTrajectory
+
+logger = logging.getLogger(__name__)
+
+PATH = "/generate"
+RETRIEVE = "/retrieve_from_text"
+NAME = "radix_tree"
+OK = 200
+
+
+class RadixTreeMiddleware:
+    """The text-keyed token cache.
+
+    Args:
+        max_tokens: tokens held; a prefix that trajectories share is counted once. 12 bytes each, and their text.
+        keep_versions: how many weight versions before the newest are kept when room is needed; older ones go first.
+    """
+
+    def __init__(self, app: ASGIApp, *, router: Router, max_tokens: int = 16_000_000, keep_versions: int = 2) -> None:
+        self.app = app
+        self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
+        self._recorder = Recorder(self.cache, TextEncoder(router.tokenizer))
+        self._retrieval = Retrieval(self._recorder)
+        router.statistics[NAME] = lambda: summary(self.cache)
+
+    def routes(self) -> Sequence[BaseRoute]:
+        """`POST /retrieve_from_text`."""
+        return [Route(RETRIEVE, self._retrieval.answer, methods=["POST"])]
+
+    def metrics(self) -> Iterable[Collector]:
+        """The cache's numbers."""
+        return [CacheCollector(self.cache)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Give ids for text on the way in, record on the way out; every other path is none of our business."""
+        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] not in ("POST", "PUT"):
+            await self.app(scope, receive, send)
+            return
+        exchange = Exchange.of(scope)
+        body = await exchange.read(receive)
+        parsed = exchange.loads(body)
+        try:
+            if not isinstance(parsed, Mapping):
+                raise NotUnderstood("no_object")
+            shape = understand(parsed)
+        except NotUnderstood as reason:
+            self._count_passed_through(str(reason))
+            await self.app(scope, replay(body, receive), send)
+            return
+        given = [await self._recorder.give(prompt) for prompt in shape.prompts]
+        changed = orjson.dumps(rewritten(parsed, shape, [each.ids for each in given]))
+        relay = _StreamRelay if shape.stream else _WholeRelay
+        with ExitStack() as held:
+            held.enter_context(self.cache.pinned(*(each.match.entry for each in given)))
+            await self.app(with_body(scope, changed), replay(changed, receive), relay(self, shape, given, send).send)
+
+    def _count_passed_through(self, reason: str) -> None:
+        counts = self.cache.statistics.passed_through
+        counts[reason] = counts.get(reason, 0) + 1
+
+    async def record(self, shape: Shape, given: Sequence[Given], place: int, answer: Mapping[str, Any]) -> None:
+        """Hold one complete answer; one that cannot be held is counted, and said in the log."""
+        prompt = shape.prompt_of(place)
+        skip_special = shape.prompts[prompt].skip_special
+        try:
+            await self._recorder.record(given[prompt], answer, skip_special=skip_special)
+        except (Unusable, InvalidTrajectory) as error:
+            self._count_passed_through("unusable_answer")
+            logger.warning("answer_not_recorded", extra={"fields": {"reason": str(error)}})
+
+
+class _Relay:
+    """Stands between the worker's reply and the client; what is no good answer passes untouched."""
+
+    def __init__(self, middleware: RadixTreeMiddleware, shape: Shape, given: Sequence[Given], send: Send) -> None:
+        self._middleware = middleware
+        self._shape = shape
+        self._given = given
+        self._send = send
+        self._start: Message | None = None
+        self._untouched = False
+
+    async def send(self, message: Message) -> None:
+        """The `send` that the inner app is given."""
+        if message["type"] == "http.response.start":
+            headers = {
+                name: value for name, value in message["headers"] if name in (b"content-type", b"content-encoding")
+            }
+            self._untouched = message["status"] != OK or b"content-encoding" in headers or not self._expects(headers)
+            self._start = message
+            if self._untouched:
+                await self._send(message)
+        elif self._untouched:
+            await self._send(message)
+        else:
+            await self._body(message.get("body", b""), more=message.get("more_body", False))
+
+    def _expects(self, headers: Mapping[bytes, bytes]) -> bool:
+        raise NotImplementedError
+
+    async def _body(self, data: bytes, *, more: bool) -> None:
+        raise NotImplementedError
+
+    async def _record(self, place: int, answer: Mapping[str, Any]) -> None:
+        await self._middleware.record(self._shape, self._given, place, answer)
+
+    def _wanted(self, place: int) -> bool:
+        """Whether the client asked for logprobs itself."""
+        return self._shape.prompts[self._shape.prompt_of(place)].logprobs_wanted
+
+
+class _WholeRelay(_Relay):
+    """One JSON answer: recorded before the client has it, so that it can be retrieved as soon as it is there."""
+
+    def __init__(self, middleware: RadixTreeMiddleware, shape: Shape, given: Sequence[Given], send: Send) -> None:
+        super().__init__(middleware, shape, given, send)
+        self._parts: list[bytes] = []
+
+    def _expects(self, headers: Mapping[bytes, bytes]) -> bool:
+        return headers.get(b"content-type", b"").startswith(b"application/json")
+
+    async def _body(self, data: bytes, *, more: bool) -> None:
+        self._parts.append(data)
+        if more:
+            return
+        assert self._start is not None
+        body = await self._recorded(b"".join(self._parts))
+        headers = [pair for pair in self._start["headers"] if pair[0] != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode("ascii")))
+        await self._send({**self._start, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def _recorded(self, body: bytes) -> bytes:
+        """Record what is in `body`; give it as the client asked for it."""
+        try:
+            parsed = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            return body
+        answers = parsed if isinstance(parsed, list) else [parsed]
+        for place, answer in enumerate(answers):
+            await self._record(place, answer)
+        if all(prompt.logprobs_wanted for prompt in self._shape.prompts):
+            return body
+        shown = [each if self._wanted(place) else stripped(each) for place, each in enumerate(answers)]
+        return orjson.dumps(shown if isinstance(parsed, list) else shown[0])
+
+
+class _StreamRelay(_Relay):
+    """Server-sent events: each is given on as it comes; an answer is recorded before its last event is given on."""
+
+    def __init__(self, middleware: RadixTreeMiddleware, shape: Shape, given: Sequence[Given], send: Send) -> None:
+        super().__init__(middleware, shape, given, send)
+        self._events = EventReader()
+        self._growing: dict[int, Growing] = {}
+
+    def _expects(self, headers: Mapping[bytes, bytes]) -> bool:
+        return headers.get(b"content-type", b"").startswith(b"text/event-stream")
+
+    async def _body(self, data: bytes, *, more: bool) -> None:
+        if self._start is not None:
+            await self._send(self._start)
+            self._start = None
+        shown = [await self._event(event) for event in self._events.feed(data)]
+        if not more:
+            shown.append(self._events.rest)
+        if shown or not more:
+            await self._send({"type": "http.response.body", "body": b"".join(shown), "more_body": more})
+
+    async def _event(self, event: bytes) -> bytes:
+        answer = payload(event)
+        if answer is None:
+            return event
+        place = answer.get("index", 0)
+        try:
+            whole = self._growing.setdefault(place, Growing()).take(answer)
+        except Unusable:
+            whole = None
+        if whole is not None:
+            await self._record(place, whole)
+        if self._wanted(place):
+            return event
+        return b"data: " + orjson.dumps(stripped(answer)) + b"\n\n"
+
+
+_routes: type[HasRoutes] = RadixTreeMiddleware
+_metrics: type[HasMetrics] = RadixTreeMiddleware

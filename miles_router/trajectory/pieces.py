@@ -1,0 +1,141 @@
+"""Runs of token positions that came about in one way, as compact read-only arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.uint8]
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+#: Engines compute in low precision: a certain token's logprob can come out a little above zero.
+LOGPROB_TOLERANCE = 1e-2
+MAX_TOKEN = 2**31 - 1
+
+
+class InvalidTrajectory(ValueError):
+    """Arrays that no rollout can have; `invariant` names the first one broken."""
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(f"{invariant}: {message}")
+        self.invariant = invariant
+
+
+class VersionRun(NamedTuple):
+    """Positions `[start, end)` were sampled by weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Piece:
+    """Positions of one origin: given to the engine (`logprobs` is None) or sampled by it under one weight version.
+
+    `trained=False` keeps a sampled run's logprobs and takes it out of the loss, as for a turn that another sample
+    trains. Pieces never change; `cut` gives views of the same memory.
+    """
+
+    __slots__ = ("logprobs", "tokens", "trained", "version")
+
+    def __init__(
+        self, tokens: Tokens, logprobs: Logprobs | None = None, version: str | None = None, *, trained: bool = True
+    ) -> None:
+        self.tokens = tokens
+        self.logprobs = logprobs
+        self.version = version
+        self.trained = trained and logprobs is not None
+
+    @classmethod
+    def given(cls, ids: Sequence[int] | npt.NDArray[np.integer]) -> Piece:
+        """Tokens the engine was given.
+
+        Raises:
+            InvalidTrajectory: an id is not an int32 from 0.
+        """
+        return cls(token_array(ids))
+
+    @classmethod
+    def sampled(
+        cls,
+        ids: Sequence[int] | npt.NDArray[np.integer],
+        logprobs: Sequence[float] | npt.NDArray[np.floating],
+        version: str | None,
+    ) -> Piece:
+        """Tokens the engine sampled, each with its logprob, all under one weight version (None: it names none).
+
+        Raises:
+            InvalidTrajectory: the lengths differ, or a value cannot be what it claims to be.
+        """
+        tokens = token_array(ids)
+        return cls(tokens, logprob_array(logprobs, len(tokens)), version)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        origin = "given" if self.logprobs is None else f"sampled by {self.version!r}"
+        return f"<Piece of {len(self)} tokens, {origin}>"
+
+    def cut(self, start: int, stop: int) -> Piece:
+        """Positions `[start, stop)`, sharing this piece's memory."""
+        if start == 0 and stop == len(self):
+            return self
+        logprobs = None if self.logprobs is None else self.logprobs[start:stop]
+        return Piece(self.tokens[start:stop], logprobs, self.version, trained=self.trained)
+
+    def untrained(self) -> Piece:
+        """The same positions outside the loss."""
+        return Piece(self.tokens, self.logprobs, self.version, trained=False)
+
+    def same_origin(self, other: Piece) -> bool:
+        """Whether both could be cut from one piece: same kind, same version."""
+        return (self.logprobs is None, self.version, self.trained) == (
+            other.logprobs is None,
+            other.version,
+            other.trained,
+        )
+
+
+def token_array(ids: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
+    """Token ids as a read-only int32 array.
+
+    Raises:
+        InvalidTrajectory: `tokens_are_ids`: an id is no integer from 0 to 2**31 - 1.
+    """
+    try:
+        array = np.asarray(ids, dtype=np.int64) if len(ids) else np.zeros(0, dtype=np.int64)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise InvalidTrajectory("tokens_are_ids", str(error)) from None
+    if array.ndim != 1 or (array.size and (array.min() < 0 or array.max() > MAX_TOKEN)):
+        raise InvalidTrajectory("tokens_are_ids", "token ids must be a flat list of integers from 0 to 2**31 - 1")
+    return frozen(array.astype(np.int32))
+
+
+def logprob_array(logprobs: Sequence[float] | npt.NDArray[np.floating], length: int) -> Logprobs:
+    """Logprobs of `length` sampled tokens as a read-only float32 array.
+
+    Raises:
+        InvalidTrajectory: `aligned`: not `length` of them; `logprobs_are_logprobs`: one is above zero or not a number.
+    """
+    if len(logprobs) != length:
+        raise InvalidTrajectory("aligned", f"{length} sampled tokens have {len(logprobs)} logprobs")
+    try:
+        array = np.asarray(logprobs, dtype=np.float32) if length else np.zeros(0, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise InvalidTrajectory("logprobs_are_logprobs", str(error)) from None
+    if array.ndim != 1 or np.isnan(array).any() or (length and array.max() > LOGPROB_TOLERANCE):
+        raise InvalidTrajectory("logprobs_are_logprobs", "a logprob is above zero or not a number")
+    return frozen(array)
+
+
+def frozen(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    """A view that cannot be written: pieces share memory, so nobody may change it in place."""
+    view: npt.NDArray[Scalar] = array.view()
+    view.flags.writeable = False
+    return view

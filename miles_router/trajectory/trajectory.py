@@ -1,0 +1,241 @@
+"""A rollout's exact tokens with everything aligned to them; append-only, sharing what branches have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from miles_router.trajectory.pieces import (
+    InvalidTrajectory,
+    Logprobs,
+    Mask,
+    Piece,
+    Tokens,
+    VersionRun,
+    logprob_array,
+    token_array,
+)
+
+
+class Trajectory:
+    """Pieces in a row. Immutable: `+`, slices and `append` give new ones that share the pieces' memory.
+
+    For n positions: `tokens` int32 [n], `logprobs` float32 [n] (0.0 where not sampled), `loss_mask` uint8 [n]
+    (1 = sampled by the engine and trained here), `weight_versions` runs over the sampled positions.
+    """
+
+    __slots__ = ("_ends", "pieces")
+
+    def __init__(self, pieces: Iterable[Piece] = ()) -> None:
+        self.pieces: tuple[Piece, ...] = tuple(piece for piece in pieces if len(piece))
+        self._ends: tuple[int, ...] = tuple(accumulate(len(piece) for piece in self.pieces))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __repr__(self) -> str:
+        return f"<Trajectory of {len(self)} tokens, {int(self.loss_mask.sum())} in the loss>"
+
+    def __eq__(self, other: object) -> bool:
+        """Equal positions, however they are cut into pieces."""
+        if not isinstance(other, Trajectory):
+            return NotImplemented
+        return len(self) == len(other) and common_prefix(self, other) == len(self)
+
+    __hash__ = None  # type: ignore[assignment]  # compared by content, too large to hash
+
+    def __add__(self, other: Trajectory) -> Trajectory:
+        return Trajectory((*self.pieces, *other.pieces))
+
+    def append(self, *pieces: Piece) -> Trajectory:
+        """This trajectory with more positions behind it."""
+        return Trajectory((*self.pieces, *pieces))
+
+    def __getitem__(self, positions: slice) -> Trajectory:
+        """Positions `[start, stop)`.
+
+        Raises:
+            ValueError: a step other than 1: a trajectory with holes is none.
+        """
+        start, stop, step = positions.indices(len(self))
+        if step != 1:
+            raise ValueError("a trajectory can only be cut into contiguous parts")
+        parts = []
+        for piece, begin in self._located():
+            if begin < stop and begin + len(piece) > start:
+                parts.append(piece.cut(max(start - begin, 0), min(stop - begin, len(piece))))
+        return Trajectory(parts)
+
+    def _located(self) -> Iterator[tuple[Piece, int]]:
+        begin = 0
+        for piece, end in zip(self.pieces, self._ends, strict=True):
+            yield piece, begin
+            begin = end
+
+    @property
+    def tokens(self) -> Tokens:
+        """Token ids, int32 [n]."""
+        return _joined([piece.tokens for piece in self.pieces], np.int32)
+
+    @property
+    def logprobs(self) -> Logprobs:
+        """Float32 [n]; 0.0 where not sampled."""
+        flat = np.zeros(len(self), dtype=np.float32)
+        for piece, begin in self._located():
+            if piece.logprobs is not None:
+                flat[begin : begin + len(piece)] = piece.logprobs
+        return flat
+
+    @property
+    def loss_mask(self) -> Mask:
+        """Uint8 [n]; 1 = sampled by the engine and trained in this trajectory."""
+        flat = np.zeros(len(self), dtype=np.uint8)
+        for piece, begin in self._located():
+            if piece.trained:
+                flat[begin : begin + len(piece)] = 1
+        return flat
+
+    @property
+    def weight_versions(self) -> list[VersionRun]:
+        """Runs over sampled positions, in order; neighbours of one version are one run."""
+        runs: list[VersionRun] = []
+        for piece, begin in self._located():
+            if piece.logprobs is None or piece.version is None:
+                continue
+            if runs and runs[-1].version == piece.version and runs[-1].end == begin:
+                runs[-1] = runs[-1]._replace(end=begin + len(piece))
+            else:
+                runs.append(VersionRun(piece.version, begin, begin + len(piece)))
+        return runs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays; memory shared with other trajectories is counted here too."""
+        return sum(p.tokens.nbytes + (0 if p.logprobs is None else p.logprobs.nbytes) for p in self.pieces)
+
+    def untrained(self) -> Trajectory:
+        """The same positions with nothing in the loss."""
+        return Trajectory(piece.untrained() for piece in self.pieces)
+
+
+def common_prefix(first: Trajectory, second: Trajectory) -> int:
+    """How many leading positions agree in token, origin, version and (bit for bit) logprob."""
+    shared = 0
+    mine, theirs = _Reader(first), _Reader(second)
+    while (length := min(mine.left, theirs.left)) and mine.piece.same_origin(theirs.piece):
+        one, other = mine.take(length), theirs.take(length)
+        if one.tokens is not other.tokens or one.logprobs is not other.logprobs:
+            agree = _agreeing(one, other)
+            shared += agree
+            if agree < length:
+                return shared
+        else:
+            shared += length
+    return shared
+
+
+class _Reader:
+    """Reads a trajectory in runs of any length."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._pieces = trajectory.pieces
+        self._index = 0
+        self._offset = 0
+
+    @property
+    def piece(self) -> Piece:
+        return self._pieces[self._index]
+
+    @property
+    def left(self) -> int:
+        return len(self.piece) - self._offset if self._index < len(self._pieces) else 0
+
+    def take(self, length: int) -> Piece:
+        piece = self.piece.cut(self._offset, self._offset + length)
+        self._offset += length
+        if self._offset == len(self.piece):
+            self._index, self._offset = self._index + 1, 0
+        return piece
+
+
+def _agreeing(one: Piece, other: Piece) -> int:
+    differ = one.tokens != other.tokens
+    if one.logprobs is not None and other.logprobs is not None:
+        differ = differ | (one.logprobs.view(np.int32) != other.logprobs.view(np.int32))
+    first = int(differ.argmax()) if len(differ) else 0
+    return first if len(differ) and differ[first] else len(differ)
+
+
+def _joined(parts: Sequence[Tokens], dtype: type[np.int32]) -> Tokens:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+
+
+def from_arrays(
+    tokens: Sequence[int] | Tokens,
+    logprobs: Sequence[float] | Logprobs,
+    loss_mask: Sequence[int] | Mask,
+    weight_versions: Iterable[tuple[str, int, int]] = (),
+) -> Trajectory:
+    """A trajectory from flat arrays.
+
+    Raises:
+        InvalidTrajectory: naming the first broken invariant, in this order: `tokens_are_ids`, `aligned`,
+            `mask_is_binary`, `logprobs_are_logprobs`, `versions_in_order`, `versions_cover_the_loss`.
+    """
+    ids = token_array(tokens)
+    if not len(ids) == len(logprobs) == len(loss_mask):
+        lengths = f"{len(ids)} tokens, {len(logprobs)} logprobs, {len(loss_mask)} mask entries"
+        raise InvalidTrajectory("aligned", lengths)
+    mask = np.asarray(loss_mask)
+    if len(mask) and (mask.ndim != 1 or not np.isin(mask, (0, 1)).all()):
+        raise InvalidTrajectory("mask_is_binary", "the loss mask must hold 0 and 1 alone")
+    values = logprob_array(logprobs, len(ids))
+    runs = _checked_runs(weight_versions, len(ids))
+    owner = _owners(runs, len(ids))
+    sampled = (mask == 1) | (values != 0) | (owner >= 0)
+    if runs and bool(((mask == 1) & (owner < 0)).any()):
+        raise InvalidTrajectory("versions_cover_the_loss", "a position in the loss has no weight version")
+    return Trajectory(_pieces(ids, values, mask, sampled, owner, runs))
+
+
+def _checked_runs(weight_versions: Iterable[tuple[str, int, int]], length: int) -> list[VersionRun]:
+    runs = [VersionRun(str(version), start, end) for version, start, end in weight_versions]
+    before = 0
+    for run in runs:
+        if not before <= run.start < run.end <= length:
+            raise InvalidTrajectory("versions_in_order", f"run {tuple(run)} overlaps, is empty or leaves [0, {length})")
+        before = run.end
+    return runs
+
+
+def _owners(runs: Sequence[VersionRun], length: int) -> npt.NDArray[np.int64]:
+    """For each position the index of its run, or -1."""
+    owner = np.full(length, -1, dtype=np.int64)
+    for index, run in enumerate(runs):
+        owner[run.start : run.end] = index
+    return owner
+
+
+def _pieces(
+    ids: Tokens,
+    values: Logprobs,
+    mask: npt.NDArray[np.generic],
+    sampled: npt.NDArray[np.bool_],
+    owner: npt.NDArray[np.int64],
+    runs: Sequence[VersionRun],
+) -> Iterator[Piece]:
+    key = np.stack([sampled.astype(np.int64), mask.astype(np.int64), owner]) if len(ids) else np.zeros((3, 0))
+    bounds = [0, *(np.flatnonzero((key[:, 1:] != key[:, :-1]).any(axis=0)) + 1).tolist(), len(ids)]
+    for start, stop in pairwise(bounds):
+        if start == stop:
+            continue
+        if not sampled[start]:
+            yield Piece(ids[start:stop])
+            continue
+        version = runs[int(owner[start])].version if owner[start] >= 0 else None
+        yield Piece(ids[start:stop], values[start:stop], version, trained=bool(mask[start]))
