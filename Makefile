@@ -66,8 +66,8 @@ demo-sglang: npm
 	@$(call say,the SGLang environment)
 	@set -e; found=$$($(BIN)/python tests/sglang/environment.py); \
 	python=$$(echo "$$found" | sed -n 's/^python  *//p'); model=$$(echo "$$found" | sed -n 's/^dense model  *//p'); \
-	OMP_NUM_THREADS=1 $(DEMO) --worker sglang \
-	  --worker-command "'$$python' tests/sglang/launch_worker.py --model-path '$$model'"
+	$(DEMO) --worker sglang --worker-command \
+	  "'$$python' tests/sglang/launch_worker.py --model-path '$$model' --skip-server-warmup --sleep-on-idle"
 
 npm:
 	@command -v npm >/dev/null || $(call apt,npm) || echo "npm is absent: the SGLang workers' tokenizer comes from it." \

@@ -89,7 +89,7 @@ class RouterConfig:
     readmit: ReadmitPolicy = setting("same-weights", "when a recovered worker may return")
     connect_timeout: float = setting(5.0, "seconds to connect to a worker", _positive)
     request_timeout: float = setting(0.0, "seconds a worker may take for a whole reply; 0: no limit", _at_least(0))
-    max_retries: int = setting(3, "other workers tried when one cannot be reached", _at_least(0))
+    max_retries: int = setting(2, "other workers tried when one cannot be reached or is lost", _at_least(0))
     max_connections: int = setting(0, "requests sent to workers at once, more wait; 0: no limit", _at_least(0))
     max_request_bytes: int = setting(128 * 1024 * 1024, "largest request body", _at_least(1))
     shutdown_timeout: float = setting(30.0, "seconds that requests in flight may take after SIGTERM", _at_least(0))
@@ -264,11 +264,9 @@ class OptionText(str):
 
 def middleware_names(specs: Iterable[MiddlewareSpec]) -> list[str]:
     """The short name of each middleware: its class in snake case, `_2`, `_3` behind those listed again."""
-    names: list[str] = []
-    for spec in specs:
-        base = snake_case(spec.path.rpartition(".")[2])
-        names.append(base if base not in names else f"{base}_{sum(n.startswith(base) for n in names) + 1}")
-    return names
+    bases = [snake_case(spec.path.rpartition(".")[2]) for spec in specs]
+    counts = [bases[: position + 1].count(base) for position, base in enumerate(bases)]
+    return [base if count == 1 else f"{base}_{count}" for base, count in zip(bases, counts, strict=True)]
 
 
 def snake_case(name: str) -> str:

@@ -77,7 +77,7 @@ class Metrics:
         self.broken_replies = 0
         self.transitions: Counter[tuple[str, str]] = Counter()
         self._pool = pool
-        self._registry = CollectorRegistry()
+        self._registry = CollectorRegistry(auto_describe=True)  # else a name could be taken twice
         self.register(_RouterCollector(self, pool))
         pool.listeners.append(self._transition)
 

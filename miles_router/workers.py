@@ -203,6 +203,7 @@ class WorkerPool:
         if attributes:
             worker.attributes = dict(attributes)
         if worker.state is WorkerState.DRAINING and worker.url in self._workers:
+            worker.failures = 0
             self._move(worker, WorkerState.READY, "registered again while draining", before=worker.state)
             self._end_drain(worker)
 

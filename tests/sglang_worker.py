@@ -7,6 +7,8 @@ import contextlib
 import functools
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -45,12 +47,13 @@ class Nursery:
             )
         atexit.register(self.close)
 
-    def fork(self, flags: tuple[str, ...], log_path: Path) -> int:
+    def fork(self, flags: tuple[str, ...], log_path: Path, scratch: str) -> int:
         """Starts a worker and returns its process id, which is also its process group."""
         assert self._process.stdin
         assert self._process.stdout
         with contextlib.suppress(BrokenPipeError):
-            print(json.dumps({"flags": flags, "log": str(log_path)}), file=self._process.stdin, flush=True)
+            order = {"flags": flags, "log": str(log_path), "scratch": scratch}
+            print(json.dumps(order), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
             raise RuntimeError(f"SGLang could not be imported\n{tail(self.log_path)}")
@@ -85,6 +88,7 @@ class RealWorker:
     port: int
     flags: tuple[str, ...] = field(repr=False)
     pid: int | None = None
+    _scratch: str = field(default="", repr=False)
 
     @classmethod
     def start(cls, *flags: str, moe: bool = False, port: int | None = None) -> RealWorker:
@@ -133,21 +137,16 @@ class RealWorker:
     def stop(self) -> None:
         """Ends it as an operator would: SIGTERM, and SIGKILL where that takes too long."""
         if self.pid is not None:
+            leftovers = _shared_memory(self.pid)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
             self._gone_within(STOP_TIMEOUT)
-        self.kill()
+            self._kill_and_clear(leftovers)
 
     def kill(self) -> None:
         """Ends all of its processes at once, as the loss of a machine would."""
-        if self.pid is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        if not self._gone_within(STOP_TIMEOUT):
-            raise TimeoutError(f"process group {self.pid} survives SIGKILL")
-        self.pid = None
-        RealWorker.running.remove(self)
+        if self.pid is not None:
+            self._kill_and_clear(_shared_memory(self.pid))
 
     def restart(self) -> None:
         """Kills it where it still runs, starts it on the same port and waits for it."""
@@ -156,8 +155,21 @@ class RealWorker:
         self.wait()
 
     def _spawn(self) -> None:
-        self.pid = nursery().fork(("--port", str(self.port), *self.flags), self.log_path)
+        self._scratch = tempfile.mkdtemp(prefix="sglang-")
+        self.pid = nursery().fork(("--port", str(self.port), *self.flags), self.log_path, self._scratch)
         RealWorker.running.append(self)
+
+    def _kill_and_clear(self, leftovers: list[Path]) -> None:
+        assert self.pid is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if not self._gone_within(STOP_TIMEOUT):
+            raise TimeoutError(f"process group {self.pid} survives SIGKILL")
+        self.pid = None
+        RealWorker.running.remove(self)
+        for path in leftovers:
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _gone_within(self, timeout: float) -> bool:
         assert self.pid is not None
@@ -181,6 +193,15 @@ class RealWorker:
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=30) as response:
             response.read()
+
+
+def _shared_memory(pid: int) -> list[Path]:
+    """Segments of a worker that SGLang leaves behind even where it is stopped gently."""
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return []
+    return [Path(name) for name in set(re.findall(r"/dev/shm/sglang_\S+", maps))]
 
 
 def _exists(signalled: Callable[[int, int], None], pid: int) -> bool:

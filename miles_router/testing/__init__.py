@@ -7,6 +7,7 @@ if TYPE_CHECKING:
     from miles_router.testing.door import Door, Exchange, GenerationRecord
     from miles_router.testing.engine import Engine, PauseMode
     from miles_router.testing.faults import Faults
+    from miles_router.testing.in_thread import worker_in_thread
     from miles_router.testing.middleware_contract import check_middleware
     from miles_router.testing.moe import MoeShape
     from miles_router.testing.simulated_worker import SimulatedWorker
@@ -24,6 +25,7 @@ __all__ = [
     "Tokenizer",
     "ToyTokenizer",
     "check_middleware",
+    "worker_in_thread",
 ]
 _MODULES = {
     "Door": "door",
@@ -37,6 +39,7 @@ _MODULES = {
     "Tokenizer": "vocabulary",
     "ToyTokenizer": "vocabulary",
     "check_middleware": "middleware_contract",
+    "worker_in_thread": "in_thread",
 }
 
 

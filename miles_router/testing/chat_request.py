@@ -1,6 +1,7 @@
 """`/v1/chat/completions` bodies: the template, the sampling parameters, and what SGLang refuses."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from miles_router.testing.chat_messages import chat_prompt_ids
 from miles_router.testing.generate_input import GenerateInput, parse_generate
 from miles_router.testing.tool_calls import required_call
 from miles_router.testing.visit import Visit, invalid_body
+from miles_router.testing.vocabulary import Tokenizer
 
 # Chat fields that are sampling parameters under the same name.
 _SAMPLING_FIELDS = (
@@ -41,8 +43,8 @@ _NOT_WHILE_STREAMING = {
 }
 
 
-class InvalidRequest(ValueError):
-    """What SGLang finds wrong before it converts a request; it answers with another error type then."""
+class ConversionError(ValueError):
+    """What goes wrong on the way from a chat request to the engine's; SGLang names another error type then."""
 
 
 @dataclass(slots=True)
@@ -68,27 +70,43 @@ def parse_chat(visit: Visit, body: dict[str, Any]) -> ChatInput:
     """ValueError for what SGLang answers with 400, Refusal for bodies that are no chat request at all."""
     _validate(body)
     tokenizer = visit.engine.model.tokenizer
-    given = parse_generate(
-        {
-            "input_ids": chat_prompt_ids(body, tokenizer),
-            "sampling_params": _sampling_params(body),
-            "rid": body.get("rid"),
-            "stream": body.get("stream"),
-            "return_logprob": body.get("logprobs"),
-            "top_logprobs_num": body.get("top_logprobs") or 0,
-            "return_text_in_logprobs": True,
-            "return_routed_experts": body.get("return_routed_experts"),
-            "routed_experts_start_len": body.get("routed_experts_start_len"),
-            "return_prompt_token_ids": True,
-            "lora_path": body.get("lora_path"),
-        },
-        visit.engine,
-    )
+    with conversion():
+        native = _native_body(body, tokenizer)
+    given = parse_generate(native, visit.engine)
     if _is_forced(body):
         for sample in given.samples:
             sample.script = required_call(body["tools"], body["tool_choice"], tokenizer, sample.noise)
     parses = bool(visit.settings.tool_call_parser and body.get("tools") and body.get("tool_choice") != "none")
     return ChatInput(given, body, str(body.get("model") or "default"), int(body.get("n") or 1), parses)
+
+
+def _native_body(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The `/generate` body that asks for the same."""
+    for field, message in _NOT_WHILE_STREAMING.items():
+        if body.get("stream") and body.get(field):
+            raise ValueError(message)
+    return {
+        "input_ids": chat_prompt_ids(body, tokenizer),
+        "sampling_params": _sampling_params(body),
+        "rid": body.get("rid"),
+        "stream": body.get("stream"),
+        "return_logprob": body.get("logprobs"),
+        "top_logprobs_num": body.get("top_logprobs") or 0,
+        "return_text_in_logprobs": True,
+        "return_routed_experts": body.get("return_routed_experts"),
+        "routed_experts_start_len": body.get("routed_experts_start_len"),
+        "return_prompt_token_ids": True,
+        "lora_path": body.get("lora_path"),
+    }
+
+
+@contextmanager
+def conversion() -> Iterator[None]:
+    """Turns a ValueError into a ConversionError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
 
 
 def _validate(body: Mapping[str, Any]) -> None:
@@ -98,19 +116,16 @@ def _validate(body: Mapping[str, Any]) -> None:
     if not isinstance(messages, list):
         raise invalid_body({"type": "list_type", "loc": ("body", "messages"), "msg": "Input should be a valid list"})
     if not messages:
-        raise InvalidRequest("Messages cannot be empty.")
+        raise ValueError("Messages cannot be empty.")
     choice, tools = body.get("tool_choice"), body.get("tools")
     if choice == "required" and not tools:
-        raise InvalidRequest("Tools cannot be empty if tool choice is set to required.")
+        raise ValueError("Tools cannot be empty if tool choice is set to required.")
     if isinstance(choice, Mapping):
         if not tools:
-            raise InvalidRequest("Tools cannot be empty if tool choice is set to a specific tool.")
+            raise ValueError("Tools cannot be empty if tool choice is set to a specific tool.")
         name = choice.get("function", {}).get("name")
         if name not in [tool["function"]["name"] for tool in tools]:
-            raise InvalidRequest(f"Tool '{name}' not found in tools list.")
-    for field, message in _NOT_WHILE_STREAMING.items():
-        if body.get("stream") and body.get(field):
-            raise ValueError(message)
+            raise ValueError(f"Tool '{name}' not found in tools list.")
 
 
 def _is_forced(body: Mapping[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from aiohttp import web
 
-from miles_router.testing.chat_request import ChatInput, InvalidRequest, parse_chat
+from miles_router.testing.chat_request import ChatInput, ConversionError, parse_chat
 from miles_router.testing.native_routes import DONE, admitted, all_answers, all_events, encode_event
 from miles_router.testing.openai_parts import chat_logprobs, metadata_of, refuse, require_json, usage_of
 from miles_router.testing.sampling_params import WrongType
@@ -21,10 +21,10 @@ async def chat_completions(visit: Visit) -> web.StreamResponse:
         chat = parse_chat(visit, visit.json())
     except WrongType as error:
         return await refuse(visit, str(error), "Bad Request")
-    except InvalidRequest as error:
-        return await refuse(visit, str(error))
-    except ValueError as error:
+    except ConversionError as error:
         return await refuse(visit, str(error), "BadRequest")
+    except ValueError as error:
+        return await refuse(visit, str(error))
     try:
         async with admitted(visit, chat.given):
             if not chat.given.stream:

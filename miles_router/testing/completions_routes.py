@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from miles_router.testing.chat_request import InvalidRequest, schema_of
+from miles_router.testing.chat_request import ConversionError, conversion, schema_of
 from miles_router.testing.generate_input import GenerateInput, parse_generate
 from miles_router.testing.native_routes import DONE, admitted, all_answers, all_events, encode_event
 from miles_router.testing.openai_parts import completion_logprobs, metadata_of, refuse, require_json, usage_of
@@ -57,10 +57,10 @@ async def completions(visit: Visit) -> web.StreamResponse:
         asked = _parse(visit, visit.json())
     except WrongType as error:
         return await refuse(visit, str(error), "Bad Request")
-    except InvalidRequest as error:
-        return await refuse(visit, str(error))
-    except ValueError as error:
+    except ConversionError as error:
         return await refuse(visit, str(error), "BadRequest")
+    except ValueError as error:
+        return await refuse(visit, str(error))
     try:
         async with admitted(visit, asked.given):
             if not asked.given.stream:
@@ -76,7 +76,7 @@ async def completions(visit: Visit) -> web.StreamResponse:
 def _parse(visit: Visit, body: dict[str, Any]) -> _Completion:
     prompt = body.get("prompt")
     if prompt == "" or prompt == []:
-        raise InvalidRequest("Prompt cannot be empty")
+        raise ValueError("Prompt cannot be empty")
     if not isinstance(prompt, (str, list)):
         raise invalid_body({"type": "missing", "loc": ("body", "prompt"), "msg": "Field required"})
     params = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
@@ -84,7 +84,8 @@ def _parse(visit: Visit, body: dict[str, Any]) -> _Completion:
     params["min_new_tokens"] = body.get("min_tokens") or 0
     if body.get("seed") is not None:
         params["sampling_seed"] = body["seed"]
-    schema = schema_of(body.get("response_format"))
+    with conversion():
+        schema = schema_of(body.get("response_format"))
     if schema is not None:
         params["json_schema"] = schema
     texts = isinstance(prompt, str) or isinstance(prompt[0], str)

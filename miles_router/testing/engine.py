@@ -52,6 +52,7 @@ class Engine:
         self.held = 0
         self.slow_down_s = 0.0
         self.updating = False
+        self.healthy = True
         self.adapters: dict[str, str] = {}
         self.cache = PrefixCache()
         self.scripts: deque[list[int]] = deque()

@@ -9,7 +9,11 @@ from miles_router.testing.constrained import script_for
 from miles_router.testing.engine import Engine
 from miles_router.testing.generation import GenerationRequest
 from miles_router.testing.sampling_params import SamplingParams
-from miles_router.testing.visit import invalid_body
+from miles_router.testing.visit import InternalError, invalid_body
+
+
+class LethalPrompt(Exception):
+    """A prompt that ends a whole SGLang 0.5.23 worker."""
 
 
 @dataclass(slots=True)
@@ -25,6 +29,7 @@ def parse_generate(body: Mapping[str, Any], engine: Engine) -> GenerateInput:
     """ValueError, in SGLang's words, for a body that it refuses with 400."""
     _check_types(body)
     prompts, single = _prompts(body)
+    _check_lengths(body, len(prompts), single)
     per_prompt = _sampling_dicts(body.get("sampling_params"), len(prompts))
     copies = _parallel_samples(per_prompt)
     rids = _rids(body.get("rid"), len(prompts), copies, single)
@@ -61,6 +66,15 @@ def _check_types(body: Mapping[str, Any]) -> None:
         raise invalid_body(
             {"type": "dict_type", "loc": ("body", "sampling_params"), "msg": "Input should be a dictionary"}
         )
+
+
+def _check_lengths(body: Mapping[str, Any], count: int, single: bool) -> None:
+    """InternalError where SGLang indexes what has another length than the prompts."""
+    rid, sampling = body.get("rid"), body.get("sampling_params")
+    if single and isinstance(rid, list):
+        raise InternalError("rid is a list for one prompt")
+    if isinstance(sampling, list) and (single or len(sampling) != count):
+        raise InternalError("sampling_params is a list of another length than the prompts")
 
 
 def _is_list_of(value: Any, kind: type) -> bool:
@@ -146,6 +160,9 @@ def _fill_options(sample: GenerationRequest, body: Mapping[str, Any], index: int
 def _check(sample: GenerationRequest, engine: Engine) -> None:
     """What SGLang checks once the prompt's length is known."""
     count, limit = len(sample.input_ids), engine.model.context_len
+    vocab_size = engine.model.tokenizer.vocab_size
+    if not count or min(sample.input_ids) < 0 or max(sample.input_ids) >= vocab_size:
+        raise LethalPrompt(f"the prompt is empty or has an id outside of the vocabulary (0 to {vocab_size - 1})")
     if count >= limit:
         raise ValueError(f"The input ({count} tokens) is longer than the model's context length ({limit} tokens).")
     asked = sample.sampling.max_new_tokens
@@ -158,11 +175,10 @@ def _check(sample: GenerationRequest, engine: Engine) -> None:
         )
     _check_starts(sample, count)
     _check_adapter(sample, engine)
-    wrong = [token for token in sample.token_ids_logprob or () if not 0 <= token < engine.model.tokenizer.vocab_size]
+    wrong = [token for token in sample.token_ids_logprob or () if not 0 <= token < vocab_size]
     if wrong:
         raise ValueError(
-            f"token_ids_logprob contains out-of-vocabulary token id {wrong[0]}; "
-            f"valid range is [0, {engine.model.tokenizer.vocab_size})."
+            f"token_ids_logprob contains out-of-vocabulary token id {wrong[0]}; valid range is [0, {vocab_size})."
         )
 
 

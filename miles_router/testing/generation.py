@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +164,9 @@ class Generation:
         if self.request.script is not None:
             return iter(self.request.script).__next__
         sampler, sampling, noise = self._model.sampler, self.request.sampling, self.request.noise
+        forced = sampling.forced
+        if forced is not None:
+            return lambda: forced
         if sampling.sampling_seed is not None:
             noise = key_of(str(sampling.sampling_seed))
         if sampling.min_new_tokens:
@@ -196,6 +200,8 @@ class Generation:
             self.finish_reason = self._to_finish
         elif (matched := self._matched_stop_string()) is not None:
             self.finish_reason = {"type": "stop", "matched": matched}
+        elif (pattern := self._matched_stop_regex()) is not None:
+            self.finish_reason = {"type": "stop", "matched": pattern}
         elif token in self._stop_ids:
             self.finish_reason = {"type": "stop", "matched": token}
         elif len(self.output_ids) >= self.max_new_tokens:
@@ -227,6 +233,13 @@ class Generation:
             return None
         tail = self._tail()
         return next((stop for stop in self.request.sampling.stop_strings if stop in tail), None)
+
+    def _matched_stop_regex(self) -> str | None:
+        """The pattern found in the output; it is named, and nothing is trimmed for it."""
+        if self.request.sampling.stop_regex is None:
+            return None
+        text = self._model.tokenizer.decode(self.output_ids)
+        return next((pattern for pattern in self.request.sampling.stop_regexes if re.search(pattern, text)), None)
 
     def _stop_string_may_be_forming(self) -> bool:
         tail = self._tail()

@@ -19,13 +19,15 @@ async def health(visit: Visit) -> web.StreamResponse:
     engine, settings = visit.engine, visit.settings
     deadline = asyncio.get_running_loop().time() + settings.health_timeout_s
     await asyncio.sleep(settings.health_latency_s)
-    if await engine.generates_before(deadline):
+    engine.healthy = await engine.generates_before(deadline)
+    if engine.healthy:
         return await visit.reply.empty()
     return await visit.reply.empty(503)
 
 
 async def ready(visit: Visit) -> web.StreamResponse:
-    status = 503 if visit.engine.paused else 200
+    """503 while paused, and after a failed `/health` until one succeeds."""
+    status = 200 if visit.engine.paused is None and visit.engine.healthy else 503
     return await visit.reply.empty(status)
 
 
@@ -61,6 +63,10 @@ async def server_info(visit: Visit) -> web.StreamResponse:
             "tokenizer_path": settings.tokenizer_path,
             "served_model_name": settings.served_model_name,
             "context_length": settings.context_len,
+            "max_total_num_tokens": settings.context_len,
+            "max_req_input_len": settings.context_len - 6,
+            "disaggregation_mode": "null",
+            "status": "ready",
             "incremental_streaming_output": settings.incremental_streaming_output,
             "enable_return_routed_experts": settings.moe is not None,
             "weight_version": visit.engine.weight_version,
@@ -145,14 +151,14 @@ async def root(visit: Visit) -> web.StreamResponse:
 
 
 def _load(visit: Visit) -> dict[str, Any]:
-    running = [generation for generation in visit.engine.running.values() if not generation.waiting]
-    retracted = len(visit.engine.running) - len(running)
+    # SGLang shows retracted requests as running, since it publishes no new figures while it is paused.
+    running = list(visit.engine.running.values())
     used = sum(generation.prompt_tokens + len(generation.output_ids) for generation in running)
     return {
         "timestamp": time.time(),
         "dp_rank": 0,
         "num_running_reqs": len(running),
-        "num_waiting_reqs": retracted,
+        "num_waiting_reqs": 0,
         "num_waiting_uncached_tokens": 0,
         "num_used_tokens": used,
         "num_total_tokens": used,
@@ -169,7 +175,7 @@ def _load(visit: Visit) -> dict[str, Any]:
         "decode_moments": None,
         "memory": {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": visit.settings.context_len},
         "disaggregation": {"mode": "null"},
-        "queues": {"waiting": retracted, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
+        "queues": {"waiting": 0, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
     }
 
 

@@ -123,7 +123,8 @@ async def gather(*coroutines: Any) -> list[Any]:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.wait(tasks)
+        if tasks:
+            await asyncio.wait(tasks)
 
 
 def encode_event(value: Any) -> bytes:

@@ -14,12 +14,19 @@ from miles_router.testing.door import Exchange
 from miles_router.testing.faults import Fault
 
 JSON = "application/json"
-TEXT = "text/plain; charset=utf-8"
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 # SGLang allows every origin with credentials, which makes its answers say this.
 _OWN_HEADERS = {"server": "uvicorn", "vary": "Origin"}
 _RST_ON_CLOSE = struct.pack("ii", 1, 0)
 _REPLACING = {"hang", "reset_in_headers", "status", "garbage", "close"}
+
+
+class _ResponseWithoutType(web.Response):
+    """aiohttp names a content type for every body; SGLang does not."""
+
+    async def _prepare_headers(self) -> None:
+        await super()._prepare_headers()
+        self.headers.popall("content-type", None)
 
 
 class Reply:
@@ -60,8 +67,8 @@ class Reply:
         return await self._whole(status, orjson.dumps(value), {"content-type": JSON, **(headers or {})})
 
     async def text(self, text: str, status: int = 200) -> web.StreamResponse:
-        """Answer with plain text."""
-        return await self._whole(status, text.encode(), {"content-type": TEXT})
+        """Answer with plain text, which SGLang gives no content type."""
+        return await self._whole(status, text.encode(), {})
 
     async def empty(self, status: int = 200, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
         """Answer without a body."""
@@ -85,7 +92,8 @@ class Reply:
     async def _whole(self, status: int, body: bytes, headers: dict[str, str]) -> web.StreamResponse:
         if self._fault is None or self._fault.name == "status":
             self._exchange.status = status
-            return web.Response(status=status, body=body, headers={**headers, **_OWN_HEADERS})
+            kind = web.Response if "content-type" in map(str.lower, headers) else _ResponseWithoutType
+            return kind(status=status, body=body, headers={**headers, **_OWN_HEADERS})
         response = await self._start(status, headers, len(body))
         await self._write_body(body)
         await self._finish_cutting()

@@ -7,6 +7,8 @@ from typing import Any
 
 GREEDY_BELOW = 1e-6
 MAX_STOP_STRINGS = 32
+# Logits of real models differ by less than this.
+_CERTAIN_BIAS = 50.0
 
 
 class WrongType(TypeError):
@@ -59,6 +61,16 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def forced(self) -> int | None:
+        """The id that `logit_bias` makes certain, if it does."""
+        bias, token = max(((bias, int(token)) for token, bias in (self.logit_bias or {}).items()), default=(0, 0))
+        return token if bias >= _CERTAIN_BIAS else None
+
+    @property
+    def stop_regexes(self) -> list[str]:
+        return [self.stop_regex] if isinstance(self.stop_regex, str) else list(self.stop_regex or ())
 
     @property
     def stop_strings(self) -> list[str]:

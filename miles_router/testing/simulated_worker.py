@@ -20,6 +20,7 @@ from miles_router.testing.control_routes import CONTROL_ROUTES, Route
 from miles_router.testing.door import Door, Exchange
 from miles_router.testing.engine import Engine
 from miles_router.testing.faults import Faults
+from miles_router.testing.generate_input import LethalPrompt
 from miles_router.testing.generation import Model
 from miles_router.testing.info_routes import INFO_ROUTES, model
 from miles_router.testing.messages_routes import messages
@@ -27,7 +28,7 @@ from miles_router.testing.moe import MoeShape
 from miles_router.testing.native_routes import generate
 from miles_router.testing.reply import Reply, reset
 from miles_router.testing.settings import Settings
-from miles_router.testing.visit import Refusal, Visit
+from miles_router.testing.visit import InternalError, Refusal, Visit
 from miles_router.testing.vocabulary import Tokenizer, ToyTokenizer
 
 logger = logging.getLogger("miles_router.testing.worker")
@@ -80,6 +81,7 @@ class SimulatedWorker:
         enable_lora: bool = False,
         health_latency_s: float = 0.0,
         health_timeout_s: float = 20.0,
+        mortal: bool = False,
         door_limit: int = 10_000,
     ) -> None:
         self.host = host
@@ -111,6 +113,7 @@ class SimulatedWorker:
             health_timeout_s=health_timeout_s,
             started_at=int(time.time()),
         )
+        self._mortal = mortal
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self._reserved: socket.socket | None = None
@@ -277,6 +280,19 @@ class SimulatedWorker:
             return await route(visit)
         except Refusal as refusal:
             return await reply.json(refusal.content, refusal.status)
+        except InternalError as error:
+            logger.error("500 on %s: %s", exchange.target, error)
+            return await reply.text("Internal Server Error", 500)
+        except LethalPrompt as error:
+            return await self._meet_lethal_prompt(reply, error)
+
+    async def _meet_lethal_prompt(self, reply: Reply, error: LethalPrompt) -> web.StreamResponse:
+        """Die of it as SGLang does, if this worker was asked to; else say what would have happened."""
+        logger.error("%s, of which a real worker dies", error)
+        if self._mortal:
+            reply.cut = True
+            await self.kill()
+        return await reply.json({"error": {"message": f"{error}; a real worker dies of this"}}, 400)
 
     def _authorized(self, request: web.BaseRequest, path: str) -> bool:
         key = self.settings.api_key

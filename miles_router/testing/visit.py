@@ -12,6 +12,10 @@ from miles_router.testing.reply import Reply
 from miles_router.testing.settings import Settings
 
 
+class InternalError(Exception):
+    """SGLang meets a Python error here, and answers 500."""
+
+
 class Refusal(Exception):
     """Answer with this status and JSON content instead."""
 

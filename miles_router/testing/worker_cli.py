@@ -85,6 +85,8 @@ async def _serve(args: argparse.Namespace) -> None:
                 router_url=args.router,
                 api_key=args.api_key,
                 incremental_streaming_output=args.incremental_streaming_output,
+                # Nobody looks at the door of a process, and bodies are large.
+                door_limit=16,
             )
             await stack.enter_async_context(worker)
             model = worker.settings.model_path

@@ -117,8 +117,10 @@ def _wrk(port: int, load: Load, seconds: float, script: Path) -> dict[str, float
         "-s", str(script), f"http://{HOST}:{port}",
     ]  # fmt: skip
     output = subprocess.run(command, capture_output=True, text=True, timeout=seconds + 60, check=True).stdout
-    line = next(line for line in output.splitlines() if line.startswith("RESULT "))
-    result: dict[str, float] = json.loads(line.removeprefix("RESULT "))
+    _, found, figures = output.partition("RESULT ")
+    if not found:
+        raise PeerError(f"wrk gave no result: {output[-200:]}")
+    result: dict[str, float] = json.loads(figures)
     return result
 
 

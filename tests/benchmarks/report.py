@@ -176,7 +176,7 @@ def plot(path: Path, results: Results, about: Mapping[str, str]) -> None:
         axis.set_title(LOADS[load_name].title, fontsize=9)
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"CPU time per request, lower is better ({about['date']}, {about['cpu']})", fontsize=10)
+    figure.suptitle(f"CPU time per request or event, lower is better ({about['date']}, {about['cpu']})", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import pytest
 
+from miles_router.testing import MoeShape, SimulatedWorker
 from tests.contract.client import DEADLINE, WorkerClient
 from tests.sglang_worker import RealWorker
 
 KINDS = ["simulated", pytest.param("sglang", marks=pytest.mark.sglang)]
+MOE = MoeShape(layers=4, experts=8, top_k=2)
 TOKEN_LATENCY = 0.004  # seconds; a simulated request in flight must last longer than the test needs it
 
 
 @contextlib.asynccontextmanager
-async def simulated(*, moe: bool) -> AsyncIterator[str]:
-    from miles_router.testing import MoeShape, SimulatedWorker
-
-    shape = MoeShape(layers=4, experts=8, top_k=2) if moe else None
-    async with SimulatedWorker(moe=shape, token_latency_s=TOKEN_LATENCY) as worker:
+async def simulated(**options: Any) -> AsyncIterator[str]:
+    """The URL of a `SimulatedWorker`."""
+    async with SimulatedWorker(token_latency_s=TOKEN_LATENCY, **options) as worker:
         yield worker.url
 
 
@@ -40,7 +41,7 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClient]:
             workers: list[RealWorker] = request.getfixturevalue("sglang_workers")
             url = workers[0].url
         else:
-            url = await stack.enter_async_context(simulated(moe=False))
+            url = await stack.enter_async_context(simulated())
         yield await stack.enter_async_context(client_of(url))
 
 
@@ -52,5 +53,5 @@ async def moe_worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClie
             workers: list[RealWorker] = request.getfixturevalue("sglang_moe_workers")
             url = workers[0].url
         else:
-            url = await stack.enter_async_context(simulated(moe=True))
+            url = await stack.enter_async_context(simulated(moe=MOE))
         yield await stack.enter_async_context(client_of(url))

@@ -66,19 +66,24 @@ async def test_of_several_stop_strings_the_one_met_is_named(worker: WorkerClient
 
 
 async def test_a_stop_token_id_ends_the_text_before_it(worker: WorkerClient) -> None:
-    greedy = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-    ids = (await worker.generate(text="One", sampling_params=greedy))["output_ids"]
-    stop = ids[3]
-    answer = await worker.generate(text="One", sampling_params={**greedy, "stop_token_ids": [stop]})
-    assert answer["output_ids"] == ids[: ids.index(stop) + 1]
-    assert answer["text"] == (await worker.decode(ids[: ids.index(stop)]) if ids.index(stop) else "")
+    stops = [(await worker.encode(digit))[0] for digit in "89"]
+    sampling = {"regex": "a{6}[89]{30}", "stop_token_ids": stops}
+    answer = await worker.generate(text="One", sampling_params=sampling)
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": answer["output_ids"][-1]}
+    assert answer["output_ids"][-1] in stops
+    assert answer["text"] == "aaaaaa"
+    kept = await worker.generate(text="One", sampling_params={**sampling, "no_stop_trim": True})
+    assert kept["text"] in ("aaaaaa8", "aaaaaa9")
 
 
-async def test_a_stop_token_id_is_no_stop_while_ignoring_the_end(worker: WorkerClient) -> None:
+async def test_ignore_eos_ignores_stop_token_ids_and_not_stop_strings(worker: WorkerClient) -> None:
     greedy = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
-    first = (await worker.generate(text="One", sampling_params=greedy))["output_ids"][0]
-    answer = await worker.generate(text="One", sampling_params={**greedy, "stop_token_ids": [first]})
-    assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 4}
+    plain = await worker.generate(text="One", sampling_params=greedy)
+    stops = {"stop_token_ids": plain["output_ids"]}
+    by_id = await worker.generate(text="One", sampling_params={**greedy, **stops})
+    assert by_id["meta_info"]["finish_reason"] == {"type": "length", "length": 4}
+    by_text = await worker.generate(text="One", sampling_params={"regex": THEN_B, "stop": "b", "ignore_eos": True})
+    assert by_text["meta_info"]["finish_reason"] == {"type": "stop", "matched": "b"}
 
 
 async def test_the_whole_output_satisfies_a_json_schema(worker: WorkerClient) -> None:

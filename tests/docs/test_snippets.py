@@ -17,7 +17,7 @@ from miles_router.app import create_app
 from miles_router.config import load
 from miles_router.testing import demo, worker_cli
 from tests.docs.pages import PAGES, ROOT, Block, all_blocks, blocks, name_of
-from tests.docs.shell import STARTS_ROUTER, Console, steps
+from tests.docs.shell import STARTS_ROUTER, Console, Step, steps
 
 PLAYED = [page for page in PAGES if blocks(page, "console", "python")]
 
@@ -104,9 +104,10 @@ def test_every_file_in_configs_starts_a_router(file: Path) -> None:
 
 
 def test_the_stand_in_for_curl_is_enough(tmp_path: Path) -> None:
+    curl, url = Path(__file__).with_name("curl.py"), "http://127.0.0.1:31000"
     with Console(tmp_path) as console:
         console.start_router_and_workers()
-        curl = Path(__file__).with_name("curl.py")
-        text = f"$ {curl} -s -i -X DELETE http://127.0.0.1:31000/workers/none -H 'X-Request-Id: 7'\nHTTP/1.1 404 ...\n"
-        text += f'$ {curl} -sN http://127.0.0.1:31000/generate -d \'{{"text": "Hi"}}\'\n{{"text":...}}\n'
-        console.play(Block(ROOT / "README.md", 0, "console", text))
+        asked = f"{curl} -s -i -X DELETE {url}/workers/none -H 'X-Request-Id: 7'"
+        console.run(Step(asked, 'HTTP/1.1 404 ...x-request-id: 7...{"error":...}'), "DELETE")
+        asked = f"{curl} -sN {url}/generate -H 'content-type: application/json' -d '{{\"text\": \"Hi\"}}'"
+        console.run(Step(asked, '{"text":...}'), "POST")

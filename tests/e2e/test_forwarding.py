@@ -7,10 +7,11 @@ import hashlib
 
 import pytest
 
-from tests.support.http import Client, chunked, request
+from tests.support.http import Client, CutReply, chunked, request
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import HANG, ScriptedWorker, reply, script
+from tests.support.scripted_worker import HANG, ScriptedWorker, head, reply, script
 from tests.support.stage import Stage
+from tests.support.waiting import until
 
 CHUNKED = [("Transfer-Encoding", "chunked")]
 BINARY = bytes(range(256)) * 40
@@ -164,6 +165,29 @@ async def test_an_offer_to_upgrade_is_declined_and_the_request_forwarded_whole(s
     assert not {b"upgrade", b"http2-settings", b"connection"} & {name for name, _ in worker.requests[0].headers}
 
 
+async def test_an_offer_to_upgrade_changes_nothing_for_the_requests_around_it(stage: Stage) -> None:
+    worker, _, client = await pair(stage)
+    offer = [("Connection", "Upgrade"), ("Upgrade", "websocket")]
+    sent = [
+        request("POST", "/1", body=b"one"),
+        request("GET", "/2", offer),
+        request("POST", "/3", [*offer, *CHUNKED]) + chunked(b"th", b"ree"),
+        request("POST", "/4", offer, b"GET /smuggled HTTP/1.1\r\n\r\n"),
+        request("GET", "/5"),
+    ]
+    await client.send(b"".join(sent))
+    for _ in sent:
+        assert (await client.read("POST")).status == 200
+    got = [(received.target, received.body) for received in worker.requests]
+    assert got == [
+        (b"/1", b"one"),
+        (b"/2", b""),
+        (b"/3", b"three"),
+        (b"/4", b"GET /smuggled HTTP/1.1\r\n\r\n"),
+        (b"/5", b""),
+    ]
+
+
 @pytest.mark.parametrize("framing", ["length", "chunked", "many small chunks"])
 @pytest.mark.parametrize("body", [b"", b"x", BINARY, BIG], ids=["empty", "one byte", "10 kB", "32 MB"])
 async def test_bodies_arrive_byte_for_byte_with_their_length(stage: Stage, framing: str, body: bytes) -> None:
@@ -254,6 +278,19 @@ async def test_a_request_that_is_no_http_is_told_so_in_json(stage: Stage, garbag
     assert worker.requests == []
 
 
+async def test_garbage_behind_a_request_is_never_answered_in_the_middle_of_its_reply(stage: Stage) -> None:
+    gate = asyncio.Event()
+    worker, _, client = await pair(stage)
+    worker.next(script(head(200, [("Content-Length", "1000")]) + b"x" * 10, gate, b"x" * 990))
+    await client.send(request("GET", "/x"))
+    await client.read_head()
+    assert await client.read_part() == b"x" * 10
+    await client.send(b"garbage\r\n\r\n")
+    with pytest.raises(CutReply):
+        assert await client.read_part() == b""
+    gate.set()
+
+
 async def test_a_request_head_without_end_is_refused(stage: Stage) -> None:
     worker, router, client = await pair(stage)
     line = b"X-Pad: " + b"x" * 1000 + b"\r\n"
@@ -267,9 +304,9 @@ async def test_a_request_head_without_end_is_refused(stage: Stage) -> None:
 async def test_two_lengths_that_differ_are_refused_and_never_reach_a_worker(stage: Stage) -> None:
     """Request smuggling (CWE-444): both sides must see the same end of a request."""
     worker, router, client = await pair(stage)
-    for head in ([("Content-Length", "4"), ("Content-Length", "5")], [("Content-Length", "4"), *CHUNKED]):
+    for framing in ([("Content-Length", "4"), ("Content-Length", "5")], [("Content-Length", "4"), *CHUNKED]):
         async with await Client.connect(router.url) as other:
-            await other.send(request("POST", "/", head) + b"0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n")
+            await other.send(request("POST", "/", framing) + b"0\r\n\r\nGET /smuggled HTTP/1.1\r\n\r\n")
             assert (await other.read("POST")).status == 400
     assert worker.requests == []
     assert (await client.ask("GET", "/")).status == 200
@@ -279,7 +316,6 @@ async def test_a_hanging_worker_holds_up_no_other_request_of_the_same_router(sta
     worker, router, client = await pair(stage)
     worker.next(script(HANG), script(reply(b"quick")))
     await client.send(request("GET", "/slow"))
-    while not worker.busy:
-        await asyncio.sleep(0.005)
+    await until(lambda: worker.busy, "the worker holds the slow one")
     assert (await router.ask("GET", "/fast")).body == b"quick"
     client.abort()

@@ -257,7 +257,7 @@ async def test_info_shows_version_workers_and_settings_but_no_key(stage: Stage) 
     answer = await router.ask("GET", "/router/info", [("Authorization", "Bearer admin-secret")])
     info = answer.json()
     assert {"version", "uptime_seconds", "workers", "middlewares", "config"} <= set(info)
-    assert info["config"]["max_retries"] == "3"
+    assert info["config"]["max_retries"] == "2"
     assert [worker["url"] for worker in info["workers"]] == [ONE]
     assert b"admin-secret" not in answer.body
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.http import Client, request
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import HANG, RESET, Visit, chunk, chunked_head, head, script
+from tests.support.scripted_worker import HANG, RESET, Visit, chunk, chunked_head, head, reply, script
 from tests.support.stage import WITHIN, Stage
 from tests.support.waiting import until
 
@@ -157,9 +157,29 @@ async def test_a_hundred_clients_leave_at_once(stage: Stage) -> None:
     await assert_given_up(stage, router, leavers=100)
 
 
+async def test_while_it_waits_for_one_of_the_connections_that_are_allowed(stage: Stage) -> None:
+    """The place in the queue is given up, and not the connection of another request."""
+    worker = (await stage.worker()).always(script(HANG))
+    router = await stage.router(worker, max_connections=1)
+    holding, waiting, last = [await stage.client(router) for _ in range(3)]
+    await holding.send(request("POST", "/generate", body=b"{}"))
+    await until(lambda: worker.busy == 1, "the worker has the first request")
+    for client in (waiting, last):
+        await client.send(request("POST", "/generate", body=b"{}"))
+    await until(lambda: router.pool.in_flight == 3, "two requests wait")
+    waiting.abort()
+    await until(lambda: router.pool.in_flight == 2, "one of them is gone")
+    assert worker.busy == 1
+    worker.always(script(reply(b"mine")))
+    holding.abort()
+    assert (await last.read("POST")).body == b"mine"
+    for _ in range(3):
+        assert (await router.ask("GET", "/x")).body == b"mine"
+
+
 async def test_a_client_that_pipelines_and_leaves_is_noticed_too(stage: Stage) -> None:
     """The server reads nothing while a second request waits; the leaving must not go unseen for that."""
-    router, client = await asked(stage)
+    _, client = await asked(stage)
     await client.send(request("GET", "/second"))
     client.abort()
     await stage.nothing_under_way()

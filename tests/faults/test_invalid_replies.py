@@ -25,6 +25,8 @@ GARBAGE = {
     "two different lengths": script(head(200, [("Content-Length", "2"), ("Content-Length", "3")]) + b"abc", HANG),
     "length and chunks": script(head(200, [("Content-Length", "2"), ("Transfer-Encoding", "chunked")]), HANG),
     "a length that is no number": script(head(200, [("Content-Length", "two")]) + b"ab", HANG),
+    "a control character in a header": script(b"HTTP/1.1 200 OK\r\nX-A: a\x01b\r\nContent-Length: 0\r\n\r\n", HANG),
+    "no token as a header's name": script(b"HTTP/1.1 200 OK\r\nX(A): a\r\nContent-Length: 0\r\n\r\n", HANG),
     "a header without a colon": script(b"HTTP/1.1 200 OK\r\nnonsense\r\n\r\n", HANG),
     "a head without end": unread(b"HTTP/1.1 200 OK\r\n", *[b"X-Pad: " + b"x" * 8000 + b"\r\n"] * 50, HANG),
     "an upgrade nobody asked for": script(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.http import RawReply, request
-from tests.support.scripted_worker import CLOSE, HANG, RESET, Behaviour, ScriptedWorker, reply, script, unread
+from tests.support.scripted_worker import CLOSE, HANG, RESET, Behaviour, ScriptedWorker, script, unread
 from tests.support.stage import Stage
 from tests.support.waiting import until
 

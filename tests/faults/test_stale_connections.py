@@ -32,9 +32,7 @@ async def warmed(stage: Stage, connections: int) -> tuple[ScriptedWorker, Runnin
 
 
 @pytest.mark.parametrize("end", [CLOSE, RESET])
-async def test_a_kept_connection_that_dies_under_a_request_is_replaced_without_blame(
-    stage: Stage, end: Action
-) -> None:
+async def test_a_kept_connection_that_dies_under_a_request_is_replaced_without_blame(stage: Stage, end: Action) -> None:
     worker, router = await warmed(stage, 1)
     worker.next(unread(end))
     answer = await router.ask("POST", "/generate", body=b"{}")

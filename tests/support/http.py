@@ -52,7 +52,7 @@ class RawReply:
 
 
 class CutReply(Exception):
-    """The connection ended before the reply did. `reply` holds what came; its status is 0 when not even the head did."""
+    """The connection ended before the reply did. `reply` holds what came; status 0: not even the head did."""
 
     def __init__(self, reply: RawReply) -> None:
         super().__init__(f"cut after status {reply.status} and {len(reply.body)} body bytes")

@@ -147,7 +147,7 @@ async def router_process(*arguments: str, expect_status: int = 0) -> AsyncIterat
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILES_ROUTER_")}
     with tempfile.NamedTemporaryFile(prefix="miles-router-", suffix=".log") as log:
         command = [str(COMMAND), "--port", "0", "--health-check-interval", str(QUIET), *arguments]
-        process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)
+        process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)  # noqa: ASYNC220 (forks, no wait)
         running = RouterProcess("", process, log)
         try:
             await until(lambda: _listening(running) or process.poll() is not None, "a banner", deadline=20)

@@ -195,7 +195,12 @@ class ScriptedWorker:
         self.links: set[Link] = set()  # open now
         self.model_info: Behaviour = script(reply(b'{"model_path": "scripted", "weight_version": "1"}'))
         self.health: Behaviour = script(reply(b""))
-        self.port = 0
+        # Bound for as long as the worker lives, so that nobody takes its port while it refuses.
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self.port: int = self._held.getsockname()[1]
+        self._binding = asyncio.Lock()
         self._always: Behaviour = script(reply())
         self._next: deque[Behaviour] = deque()
         self._server: asyncio.Server | None = None
@@ -221,9 +226,10 @@ class ScriptedWorker:
 
     async def listen(self) -> None:
         """Take connections (again), on the same port as before."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: Link(self), "127.0.0.1", self.port, backlog=2048)
-        self.port = self._server.sockets[0].getsockname()[1]
+        async with self._binding:
+            if self._server is None:
+                loop = asyncio.get_running_loop()
+                self._server = await loop.create_server(lambda: Link(self), "127.0.0.1", self.port, backlog=2048)
 
     def refuse(self) -> None:
         """Take no connection any more; those that exist stay."""
@@ -245,6 +251,7 @@ class ScriptedWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.refuse()
+        self._held.close()
         tasks = [link.task for link in self.links if link.task is not None]
         for link in tuple(self.links):
             link.writer.transport.abort()

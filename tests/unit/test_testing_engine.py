@@ -91,6 +91,12 @@ def test_a_stop_id_stays_in_the_ids_and_leaves_the_text() -> None:
     assert done.finish_reason == {"type": "stop", "matched": END}
 
 
+def test_an_ordinary_id_that_stops_leaves_the_text_too() -> None:
+    sampling: dict[str, Any] = {"ignore_eos": False, "stop_token_ids": [105]}
+    assert run(Generation(model(), scripted([72, 105], **sampling))).text == "H"
+    assert run(Generation(model(), scripted([72, 105], **sampling, no_stop_trim=True))).text == "Hi"
+
+
 def test_no_stop_trim_keeps_the_stop_id_in_the_text() -> None:
     sampling = {"ignore_eos": False, "no_stop_trim": True, "skip_special_tokens": False}
     assert run(Generation(model(), scripted([72, END], **sampling))).text == "H<|im_end|>"

@@ -63,7 +63,9 @@ def test_calls_are_taken_out_of_the_text() -> None:
     assert len({call["id"] for call in calls}) == 2
 
 
-@pytest.mark.parametrize("broken", ["<tool_call>\nno json\n</tool_call>", CALL[:-5], CALL.replace("add", "other")])
+@pytest.mark.parametrize(
+    "broken", ["<tool_call>\nno json\n</tool_call>", CALL[:-5], CALL[:-13], CALL.replace("add", "other")]
+)
 def test_what_is_no_call_of_a_known_tool_is_dropped(broken: str) -> None:
     assert parse_calls("x " + broken, ["add"]) == ("x", None)
 

@@ -63,6 +63,7 @@ def test_special_tokens_are_one_id_each_and_can_be_hidden(toy: ToyTokenizer) -> 
         (token,) = toy.encode(text)
         assert token == toy.token_id(text)
         assert toy.decode([token]) == text
+        assert toy.encode(f"A{text}B") == [65, token, 66]
         assert toy.decode([65, token, 66], skip_special_tokens=True) == "AB"
 
 

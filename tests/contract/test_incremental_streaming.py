@@ -1,0 +1,41 @@
+"""A worker started with `--incremental-streaming-output`: its `/generate` streams are pieces, not growing wholes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.contract.client import WorkerClient
+from tests.contract.conftest import KINDS, client_of, simulated
+from tests.sglang_worker import RealWorker
+
+SHORT = {"max_new_tokens": 8, "ignore_eos": True}
+
+
+@pytest.fixture(params=KINDS)
+async def worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClient]:
+    async with contextlib.AsyncExitStack() as stack:
+        if request.param == "sglang":
+            url = stack.enter_context(RealWorker.start("--incremental-streaming-output")).url
+        else:
+            url = await stack.enter_async_context(simulated(incremental_streaming_output=True))
+        yield await stack.enter_async_context(client_of(url))
+
+
+async def test_every_event_has_only_what_is_new(worker: WorkerClient) -> None:
+    request: dict[str, Any] = {"text": "One", "sampling_params": {**SHORT, "temperature": 0}, "return_logprob": True}
+    plain = await worker.generate(**request)
+    events = await worker.events("/generate", **request)
+    assert len(events) > 1
+    assert [token for event in events for token in event["output_ids"]] == plain["output_ids"]
+    assert "".join(event["text"] for event in events) == plain["text"]
+    for event in events:
+        logprobs = event["meta_info"]["output_token_logprobs"]
+        assert [token for _, token, _ in logprobs] == event["output_ids"]
+    counts = [event["meta_info"]["completion_tokens"] for event in events]
+    assert counts[-1] == 8
+    assert counts == sorted(counts)
+    assert events[-1]["meta_info"]["weight_versions"] == [{"version": "default", "start": 0, "end": 8}]

@@ -1,0 +1,115 @@
+"""The middlewares of docs/writing-a-middleware.md, taken from the page and run in a router."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from miles_router.check import check_path
+from miles_router.config import MiddlewareSpec, RouterConfig
+from miles_router.testing import SimulatedWorker
+from tests.docs.pages import ROOT, blocks
+from tests.support.http import RawReply
+from tests.support.running_router import RunningRouter, running_router
+
+PAGE = ROOT / "docs" / "writing-a-middleware.md"
+SHOWN = {block.file_name: block.text for block in blocks(PAGE, "python") if block.file_name}
+CLASSES = [
+    "token_cap.TokenCap",
+    "reply_size.ReplySize",
+    "ask_again.AskAgain",
+    "probe.Probe",
+    "legacy.Legacy",
+]
+
+
+@pytest.fixture(autouse=True)
+def shown_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The files of the page, importable from the current directory, as its reader has them."""
+    for name, text in SHOWN.items():
+        (tmp_path / str(name)).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield
+    for name in SHOWN:
+        sys.modules.pop(str(name).removesuffix(".py"), None)
+
+
+@asynccontextmanager
+async def serving(*paths: str, **options: Any) -> AsyncIterator[tuple[RunningRouter, SimulatedWorker]]:
+    """A router with this stack in front of one worker; `options` are those of the first class."""
+    specs = [MiddlewareSpec(path) for path in paths]
+    specs[0] = MiddlewareSpec(paths[0], options)
+    async with (
+        SimulatedWorker(stop_probability=0) as worker,
+        running_router(worker.url, middlewares=tuple(specs)) as router,
+    ):
+        yield router, worker
+
+
+async def generate(router: RunningRouter, **sampling_params: Any) -> RawReply:
+    body = orjson.dumps({"text": "Hi", "sampling_params": sampling_params})
+    return await router.ask("POST", "/generate", [("content-type", "application/json")], body)
+
+
+@pytest.mark.parametrize("path", CLASSES)
+def test_every_class_keeps_the_contract(path: str) -> None:
+    verdicts = list(check_path(path, RouterConfig()))
+    assert verdicts
+    assert [verdict for verdict in verdicts if verdict[1]] == []
+
+
+def test_the_page_builds_a_middleware_in_under_40_lines() -> None:
+    assert len(SHOWN["token_cap.py"].splitlines()) < 40
+
+
+async def test_token_cap_cuts_what_is_over_its_limit() -> None:
+    async with serving("token_cap.TokenCap", limit=3) as (router, worker):
+        reply = await generate(router, max_new_tokens=9)
+        assert reply.json()["meta_info"]["completion_tokens"] == 3
+        assert worker.door.last.json()["sampling_params"] == {"max_new_tokens": 3}
+        assert b"token_cap_capped_total 1.0" in (await router.ask("GET", "/metrics")).body
+        assert (await router.ask("GET", "/token_cap")).json() == {"limit": 3}
+
+
+async def test_token_cap_leaves_what_is_within_its_limit_byte_for_byte() -> None:
+    async with serving("token_cap.TokenCap", limit=3) as (router, worker):
+        body = b'{"text":  "Hi",\n"sampling_params": {"max_new_tokens": 3}}'
+        await router.ask("POST", "/generate", [("content-type", "application/json")], body)
+        assert worker.door.last.body == body
+
+
+async def test_ask_again_hides_one_failure_and_no_second() -> None:
+    async with serving("ask_again.AskAgain") as (router, worker):
+        worker.faults.status(500, path="/generate")
+        assert (await generate(router, max_new_tokens=2)).status == 200
+        assert [exchange.status for exchange in worker.door.at("/generate")] == [500, 200]
+        worker.faults.status(500, path="/generate", times=2)
+        assert (await generate(router, max_new_tokens=2)).status == 500
+
+
+async def test_probe_asks_a_worker_by_itself() -> None:
+    async with serving("probe.Probe") as (router, worker):
+        assert (await router.ask("GET", "/probe")).json() == {"worker": worker.url, "tokens": 1}
+        assert router.pool.in_flight == 0
+
+
+async def test_reply_size_writes_while_the_router_runs(tmp_path: Path) -> None:
+    async with serving("reply_size.ReplySize", file="sizes.txt") as (router, _):
+        reply = await generate(router, max_new_tokens=2)
+    assert (tmp_path / "sizes.txt").read_text() == f"/generate {len(reply.body)}\n"
+
+
+async def test_all_of_them_run_in_one_stack() -> None:
+    async with serving(*CLASSES, limit=2) as (router, worker):
+        reply = await generate(router, max_new_tokens=9)
+        assert reply.json()["meta_info"]["completion_tokens"] == 2
+        assert reply.value("x-legacy") == b"seen"
+        assert [layer for layer in vars(router.app.router) if layer == "legacy"] == ["legacy"]
+        assert len(worker.door.at("/generate")) == 1

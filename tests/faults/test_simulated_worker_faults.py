@@ -1,0 +1,385 @@
+"""Each fault of `SimulatedWorker` at a real socket, and its life: kill, restart, registration, threads, the command."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+from yarl import URL
+
+from miles_router.testing import SimulatedWorker, worker_in_thread
+
+SHORT = {"text": "Hello", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
+LONG = {"text": "Hello", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[SimulatedWorker]:
+    async with SimulatedWorker() as made:
+        yield made
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as made:
+        yield made
+
+
+async def ask(session: aiohttp.ClientSession, worker: SimulatedWorker, body: Any = SHORT, **options: Any) -> Any:
+    async with session.post(worker.url + "/generate", json=body, **options) as response:
+        return await response.json()
+
+
+class Wire:
+    """One raw request, and the bytes that come back for it."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    @classmethod
+    async def send(cls, worker: SimulatedWorker, body: Any = SHORT) -> Wire:
+        reader, writer = await asyncio.open_connection(worker.host, worker.port)
+        raw = orjson.dumps(body)
+        head = b"POST /generate HTTP/1.1\r\nHost: w\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        writer.write(head % len(raw) + raw)
+        return cls(reader, writer)
+
+    async def answer(self) -> bytes:
+        """The body of a whole answer with a length."""
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 5)
+        length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+        body = await asyncio.wait_for(self.reader.readexactly(length), 5)
+        self.writer.transport.abort()
+        return body
+
+    async def until_end(self) -> tuple[bytes, bool]:
+        """Everything received, and whether the connection was reset rather than closed."""
+        received, was_reset = b"", False
+        try:
+            while chunk := await asyncio.wait_for(self.reader.read(65536), 5):
+                received += chunk
+        except ConnectionResetError:
+            was_reset = True
+        self.writer.transport.abort()
+        return received, was_reset
+
+
+# Faults
+
+
+async def test_hang_reads_the_request_and_never_answers(worker: SimulatedWorker) -> None:
+    worker.faults.hang()
+    wire = await Wire.send(worker)
+    with pytest.raises(asyncio.TimeoutError):
+        await asyncio.wait_for(wire.reader.read(1), 0.05)
+    assert worker.door.last.json() == SHORT
+    assert not worker.door.last.done
+    wire.writer.transport.abort()
+    await worker.door.wait_for(lambda door: door.last.disconnected)
+    assert worker.door.last.status is None
+
+
+async def test_slow_delays_the_first_byte_and_every_further_chunk(
+    worker: SimulatedWorker, session: aiohttp.ClientSession
+) -> None:
+    worker.faults.slow(first_byte_s=0.03, per_chunk_s=0.01)
+    began = time.perf_counter()
+    async with session.post(worker.url + "/generate", json={**SHORT, "stream": True}) as response:
+        assert time.perf_counter() - began >= 0.03
+        body = await response.read()
+    assert time.perf_counter() - began >= 0.03 + 4 * 0.01
+    assert body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_slow_changes_nothing_but_the_time(worker: SimulatedWorker, session: aiohttp.ClientSession) -> None:
+    worker.faults.slow(first_byte_s=0.01)
+    slow, quick = [await ask(session, worker, {**SHORT, "rid": "x"}) for _ in range(2)]
+    assert slow["output_ids"] == quick["output_ids"]
+    assert [exchange.fault for exchange in worker.door] == ["slow", None]
+
+
+async def test_a_reset_in_the_headers_leaves_half_a_head(worker: SimulatedWorker) -> None:
+    worker.faults.reset_in_headers()
+    received, was_reset = await (await Wire.send(worker)).until_end()
+    assert received.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"\r\n\r\n" not in received
+    assert was_reset
+
+
+@pytest.mark.parametrize(("stream", "after_bytes"), [(False, 1), (False, 100), (True, 300)])
+async def test_a_reset_in_the_body_lets_just_so_many_bytes_through(
+    worker: SimulatedWorker, stream: bool, after_bytes: int
+) -> None:
+    worker.faults.reset_in_body(after_bytes=after_bytes)
+    received, was_reset = await (await Wire.send(worker, {**SHORT, "stream": stream})).until_end()
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK")
+    assert was_reset
+    if stream:
+        assert b"data: {" in body
+        assert b"[DONE]" not in body
+        assert after_bytes <= len(body) <= after_bytes + 100, "framing of chunks comes on top"
+    else:
+        assert len(body) == after_bytes
+
+
+async def test_a_stream_is_reset_at_its_byte_and_not_at_its_end(worker: SimulatedWorker) -> None:
+    worker.engine.token_latency_s = 0.001
+    worker.faults.reset_in_body(after_bytes=300)
+    _, was_reset = await (await Wire.send(worker, {**LONG, "stream": True})).until_end()
+    await worker.door.wait_for(lambda door: door.last.done)
+    assert was_reset
+    assert len(worker.door.last.generation.output_ids) < 10
+
+
+async def test_a_cut_body_ends_in_an_orderly_close_before_its_length(worker: SimulatedWorker) -> None:
+    worker.faults.cut_body(after_bytes=10)
+    received, was_reset = await (await Wire.send(worker)).until_end()
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]) > 10
+    assert len(body) == 10
+    assert not was_reset
+
+
+async def test_a_body_shorter_than_the_fault_is_broken_off_at_its_end(worker: SimulatedWorker) -> None:
+    worker.faults.reset_in_body(after_bytes=10**6)
+    received, was_reset = await (await Wire.send(worker, {**SHORT, "stream": True})).until_end()
+    assert b"data: [DONE]" in received
+    assert not received.endswith(b"0\r\n\r\n"), "the stream is not ended as if it were complete"
+    assert was_reset
+
+
+async def test_a_status_comes_with_its_body_and_headers(
+    worker: SimulatedWorker, session: aiohttp.ClientSession
+) -> None:
+    worker.faults.status(503, b"busy", headers={"Content-Type": "text/plain", "Retry-After": "1"})
+    async with session.post(worker.url + "/generate", json=SHORT) as response:
+        assert (response.status, await response.read()) == (503, b"busy")
+        assert response.headers["Retry-After"] == "1"
+    assert worker.door.last.status == 503
+    assert worker.door.generations == [], "the engine was not asked"
+
+
+async def test_garbage_is_no_http(worker: SimulatedWorker, session: aiohttp.ClientSession) -> None:
+    worker.faults.garbage(b"\x00\xffnonsense", times=2)
+    received, was_reset = await (await Wire.send(worker)).until_end()
+    assert (received, was_reset) == (b"\x00\xffnonsense", False)
+    with pytest.raises(aiohttp.ClientError):
+        await ask(session, worker)
+
+
+async def test_close_sends_nothing_at_all(worker: SimulatedWorker) -> None:
+    worker.faults.close()
+    assert await (await Wire.send(worker)).until_end() == (b"", False)
+
+
+async def test_faults_end_and_leave_other_paths_alone(worker: SimulatedWorker, session: aiohttp.ClientSession) -> None:
+    worker.faults.status(500, path="/generate", times=2)
+    statuses = []
+    for path in ("/health", "/generate", "/generate", "/generate"):
+        async with session.request("GET" if path == "/health" else "POST", worker.url + path, json=SHORT) as response:
+            statuses.append(response.status)
+    assert statuses == [200, 500, 500, 200]
+
+
+async def test_a_worker_that_breaks_off_is_not_taken_for_a_client_that_left(worker: SimulatedWorker) -> None:
+    for plan in (worker.faults.close, worker.faults.reset_in_headers, worker.faults.reset_in_body):
+        plan()
+        await (await Wire.send(worker)).until_end()
+        await worker.door.wait_for(lambda door: door.last.done)
+        assert not worker.door.last.disconnected
+
+
+# Life
+
+
+async def test_refuse_turns_new_connections_away_and_lets_running_requests_end(
+    worker: SimulatedWorker, session: aiohttp.ClientSession
+) -> None:
+    worker.engine.token_latency_s = 0.001
+    body = {"text": "Hello", "sampling_params": {"max_new_tokens": 30, "ignore_eos": True}}
+    running = asyncio.ensure_future(ask(session, worker, body))
+    await worker.door.wait_for(lambda door: worker.running == 1)
+    await worker.refuse()
+    async with aiohttp.ClientSession() as other:
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await ask(other, worker)
+        assert len((await running)["output_ids"]) == 30
+        await worker.restart()
+        assert (await ask(other, worker))["output_ids"]
+
+
+async def test_kill_resets_every_connection_and_restart_listens_on_the_same_port(worker: SimulatedWorker) -> None:
+    worker.engine.token_latency_s = 0.001
+    port = worker.port
+    wire = await Wire.send(worker, {**LONG, "stream": True})
+    await wire.reader.readuntil(b"data: {")
+    await worker.kill()
+    received, was_reset = await wire.until_end()
+    assert was_reset
+    assert b"[DONE]" not in received
+    assert worker.running == 0
+    with pytest.raises(ConnectionRefusedError):
+        await Wire.send(worker)
+    await worker.restart()
+    assert worker.port == port
+    assert orjson.loads(await (await Wire.send(worker)).answer())["output_ids"]
+
+
+async def test_a_client_that_leaves_aborts_its_generation(
+    worker: SimulatedWorker, session: aiohttp.ClientSession
+) -> None:
+    worker.engine.token_latency_s = 0.001
+    for stream in (False, True):
+        with pytest.raises(asyncio.TimeoutError):
+            await ask(session, worker, {**LONG, "stream": stream}, timeout=aiohttp.ClientTimeout(total=0.05))
+        await worker.door.wait_for(lambda door: door.last.disconnected)
+        await worker.door.wait_for(lambda door: worker.running == 0)
+        record = worker.door.last.generation
+        assert 0 < len(record.output_ids) < 4000
+        assert record.finish_reason is None
+
+
+async def test_the_door_knows_what_was_given_and_what_was_sampled(
+    worker: SimulatedWorker, session: aiohttp.ClientSession
+) -> None:
+    body = {**SHORT, "rid": "mine", "return_logprob": True}
+    url = URL(worker.url + "/generate?a=%2F", encoded=True)
+    async with session.post(url, json=body, headers={"X-Thing": "1"}) as response:
+        answer = await response.json()
+    exchange, record = worker.door.last, worker.door.generation("mine")
+    assert (exchange.method, exchange.target, exchange.path) == ("POST", "/generate?a=%2F", "/generate")
+    assert exchange.header("x-thing") == "1"
+    assert exchange.json() == body
+    assert (exchange.rid, exchange.status) == ("mine", 200)
+    assert record.input_ids == worker.tokenizer.encode("Hello")
+    assert record.output_ids == answer["output_ids"]
+    logprobs = answer["meta_info"]["output_token_logprobs"]
+    assert [[value, token] for value, token, _ in logprobs] == [
+        [value, token] for value, token in zip(record.logprobs, record.output_ids, strict=True)
+    ]
+    assert record.finish_reason == {"type": "length", "length": 4}
+    assert worker.door.at("/nowhere") == []
+
+
+async def test_it_says_what_it_is_told_to_once(worker: SimulatedWorker, session: aiohttp.ClientSession) -> None:
+    worker.say("first")
+    worker.say([65, 66])
+    body = {"text": "Hello", "sampling_params": {}}
+    texts = [(await ask(session, worker, body))["text"] for _ in range(3)]
+    assert texts[:2] == ["first", "AB"]
+    assert texts[2] not in ("first", "AB")
+
+
+async def test_it_registers_itself_once_the_router_answers() -> None:
+    async with SimulatedWorker() as reserved:
+        await reserved.refuse()
+        port = reserved.port
+    asked: list[str] = []
+
+    async def add_worker(request: web.BaseRequest) -> web.Response:
+        asked.append(f"{request.method} {request.path} {request.query['url']}")
+        return web.Response(status=200 if len(asked) > 1 else 503)
+
+    async with SimulatedWorker(router_url=f"http://127.0.0.1:{port}/") as worker:
+        router = web.Server(add_worker)
+        listener = await asyncio.get_running_loop().create_server(router, "127.0.0.1", port)
+        try:
+            await eventually(lambda: len(asked) == 2)
+        finally:
+            listener.close()
+            await router.shutdown(1)
+    assert asked == [f"POST /add_worker {worker.url}"] * 2
+
+
+async def test_a_prompt_that_real_workers_die_of_is_refused_or_dies_of(session: aiohttp.ClientSession) -> None:
+    poison = {"input_ids": [1, 10**6]}
+    async with SimulatedWorker() as worker:
+        assert "a real worker dies of this" in (await ask(session, worker, poison))["error"]["message"]
+    async with SimulatedWorker(mortal=True) as worker:
+        assert await (await Wire.send(worker, poison)).until_end() == (b"", True)
+        with pytest.raises(ConnectionRefusedError):
+            await Wire.send(worker)
+
+
+async def test_an_api_key_is_asked_for_except_by_probes(session: aiohttp.ClientSession) -> None:
+    async with SimulatedWorker(api_key="secret") as worker:
+        for headers, status in (({}, 401), ({"Authorization": "Bearer secret"}, 200)):
+            async with session.get(worker.url + "/model_info", headers=headers) as response:
+                assert response.status == status
+        async with session.get(worker.url + "/health") as response:
+            assert response.status == 200
+
+
+def test_it_runs_in_a_thread_for_code_without_an_event_loop() -> None:
+    with worker_in_thread(seed=1) as worker:
+        request = urllib.request.Request(
+            worker.url + "/generate", orjson.dumps(SHORT), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as response:
+            answer = orjson.loads(response.read())
+    assert answer["output_ids"] == worker.door.last.generation.output_ids
+
+
+# The command
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async def until() -> None:
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(until(), 10)
+
+
+async def command(*arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "miles_router.testing.worker_cli",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONWARNINGS": "error"},
+    )
+
+
+async def test_the_command_starts_workers_and_ends_well_at_sigterm(session: aiohttp.ClientSession) -> None:
+    process = await command("--count", "2", "--seed", "7", "--weight-version", "3", "--log-level", "warning")
+    assert process.stdout is not None
+    banners = [(await asyncio.wait_for(process.stdout.readline(), 20)).decode() for _ in range(2)]
+    urls = [next(word for word in banner.split() if word.startswith("http")) for banner in banners]
+    assert all("model=simulated-model" in banner and "seed=7" in banner for banner in banners)
+    assert len(set(urls)) == 2
+    for url in urls:
+        async with session.get(url + "/model_info") as response:
+            assert (await response.json())["weight_version"] == "3"
+    process.send_signal(signal.SIGTERM)
+    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert (process.returncode, errors) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--moe", "4x8"], "expected LAYERSxEXPERTSxTOPK such as 4x8x2, got '4x8'"),
+        (["--count", "0"], "--count must be at least 1"),
+        (["--tokenizer", "/nowhere"], "no tokenizer.json in /nowhere"),
+    ],
+)
+async def test_the_command_refuses_what_it_cannot_use_in_one_line(arguments: list[str], complaint: str) -> None:
+    process = await command(*arguments)
+    _, errors = await asyncio.wait_for(process.communicate(), 20)
+    assert process.returncode == 2
+    assert errors.decode().splitlines()[-1].endswith(f"error: {complaint}")
