@@ -10,10 +10,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from miles_router.connection import Reply
 from miles_router.errors import UpstreamUnreachable
 from miles_router.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.metrics import Metrics
-from miles_router.upstream import Reply, Upstream
+from miles_router.upstream import Upstream
 from miles_router.workers import Lease, Policy, Worker, WorkerPool
 
 logger = logging.getLogger(__name__)

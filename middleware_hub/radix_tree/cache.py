@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from middleware_hub.radix_tree.entry import BYTES_PER_TOKEN, Entry
+from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.eviction import EvictionQueue
 from middleware_hub.radix_tree.spelling import Ends
 from middleware_hub.radix_tree.text_tree import Node, TextTree
@@ -94,6 +94,7 @@ class RadixTreeCache:
         self._by_rid: dict[str, Entry] = {}
         self._ranks: dict[str, int] = {}
         self._entries = 0
+        self._nbytes = 0
         self._clock = 0
 
     def __len__(self) -> int:
@@ -102,7 +103,7 @@ class RadixTreeCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the token blocks; the texts are held besides, once for each distinct run of characters."""
-        return BYTES_PER_TOKEN * self.tokens
+        return self._nbytes
 
     @property
     def characters(self) -> int:
@@ -186,8 +187,11 @@ class RadixTreeCache:
                 self._queue_if_leaf(entry)
             self._evict()
 
-    def record(self, record: Record, hint: Entry | None = None) -> Entry | None:
-        """Hold a generation; `hint` is the entry it continued. Gives None if it is larger than the whole budget."""
+    def record(self, record: Record, hint: Match | Entry | None = None) -> Entry | None:
+        """Hold a generation. Gives None if it is larger than the whole budget.
+
+        `hint` is the match that it continued, which saves comparing what came from there, or the entry.
+        """
         parent, reused, reused_chars = self._shared(record, hint)
         if len(record.trajectory) - reused + ENTRY_CHARGE > self._max_tokens:
             self.statistics.refused += 1
@@ -209,15 +213,18 @@ class RadixTreeCache:
         self._evict()
         return entry
 
-    def _shared(self, record: Record, hint: Entry | None) -> tuple[Entry | None, int, int]:
+    def _shared(self, record: Record, hint: Match | Entry | None) -> tuple[Entry | None, int, int]:
         """With which entry the generation has most tokens in common: `(entry, tokens, characters)`."""
+        continued = hint.entry if isinstance(hint, Match) else hint
+        known = _taken_over(hint.trajectory, record.trajectory) if isinstance(hint, Match) else 0
         node, _ = self._tree.descend(record.text)
         best: tuple[Entry | None, int, int] = (None, 0, 0)
-        for candidate in {node.newest, hint} - {None}:
+        for candidate in {node.newest, continued} - {None}:
             assert candidate is not None
             if candidate.node is None:
                 continue  # evicted since it was looked up
-            common = common_prefix(candidate.trajectory(), record.trajectory)
+            start = min(known, candidate.shared_with(continued)) if known and continued is not None else 0
+            common = start + common_prefix(candidate.trajectory(start), record.trajectory[start:])
             tokens, chars = candidate.cut_before(common) if common else (0, 0)
             if tokens > best[1]:
                 best = (candidate, tokens, chars)
@@ -230,6 +237,7 @@ class RadixTreeCache:
         self._by_rid[entry.rid] = entry
         self._entries += 1
         self.tokens += entry.own
+        self._nbytes += len(entry.block)
         self.statistics.recorded += 1
         self.statistics.partial += not entry.finished
         self._queue.add(entry)
@@ -265,6 +273,7 @@ class RadixTreeCache:
             del self._by_rid[entry.rid]
         self._entries -= 1
         self.tokens -= entry.own
+        self._nbytes -= len(entry.block)
         self.statistics.evicted += 1
         self.statistics.evicted_tokens += entry.own
         parent = entry.parent
@@ -282,6 +291,7 @@ class RadixTreeCache:
             _check_node(node)
         assert len(entries) == self._entries
         assert sum(entry.own for entry in entries) == self.tokens
+        assert sum(len(entry.block) for entry in entries) == self.nbytes
         assert sum(len(node.label) for node in self._tree.nodes()) == self._tree.characters
         for entry in entries:
             assert entry.node is not None
@@ -291,16 +301,26 @@ class RadixTreeCache:
 
 
 def _check_node(node: Node) -> None:
-    children = node.children or {}
+    children = node.children
     below = [child.newest for child in children.values()]
     assert node.newest is max((*filter(None, below), *node.ending), key=lambda e: e.serial, default=None)
     assert all(char == child.label[0] and child.parent is node for char, child in children.items())
     assert node.parent is None or node.ending or node.shown or len(children) > 1, "a node that nobody needs"
 
 
+def _taken_over(matched: Trajectory, recorded: Trajectory) -> int:
+    """How many leading tokens were taken over from a match: those whose pieces are the very same objects."""
+    shared = 0
+    for one, other in zip(matched.pieces, recorded.pieces, strict=False):
+        if one is not other:
+            break
+        shared += len(one)
+    return shared
+
+
 def _ends_well(entry: Entry, tokens: int, *, complete: bool) -> bool:
     """Whether a prefix may be reused as it is: it ends in sampled tokens, or (complete) with a whole given run."""
-    part = next(part for part, upto in entry.lineage() if upto >= tokens)
+    part = entry.part_at(tokens)
     end, sampled = next((part.reused + end, sampled) for end, sampled, _ in part.runs if part.reused + end >= tokens)
     return sampled or (complete and end == tokens)
 

@@ -1,12 +1,13 @@
 """One recorded generation: the tokens that are its own, and the entry whose first tokens it shares.
 
-Own tokens lie in one block of bytes, 12 for each (id int32, end uint32, logprob float32): numpy arrays are made from it
-when they are wanted. An entry's characters and tokens count from the beginning of the text, its own ones from `reused`.
+Own tokens lie in one block of bytes: ids int32, logprobs float32 of those that were sampled, ends uint16 from
+`reused_chars` on (uint32 where they are too far or not all known). numpy arrays are made from it when they are wanted. An
+entry's characters and tokens count from the beginning of the text, its own ones from `reused`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +17,9 @@ from miles_router.trajectory import Piece, Trajectory
 if TYPE_CHECKING:
     from middleware_hub.radix_tree.text_tree import Node
 
-BYTES_PER_TOKEN = 12
+BYTES_PER_TOKEN = 12  # at most
+NEAR, FAR = np.dtype("<u2"), np.dtype("<u4")
+IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 Run = tuple[int, bool, "str | None"]  # (own tokens up to here, sampled?, weight version)
 
 
@@ -26,6 +29,7 @@ class Entry:
     __slots__ = (
         "block",
         "children",
+        "end_type",
         "finish",
         "last_used",
         "node",
@@ -57,7 +61,9 @@ class Entry:
     ) -> None:
         own = trajectory[reused:]
         self.own = len(own)
-        self.block = b"".join([own.tokens.tobytes(), ends[reused:].astype("<u4").tobytes(), own.logprobs.tobytes()])
+        self.end_type, own_ends = _packed(ends[reused:], reused_chars)
+        sampled = [piece.logprobs.astype(LOGPROBS).tobytes() for piece in own.pieces if piece.logprobs is not None]
+        self.block = b"".join([own.tokens.astype(IDS).tobytes(), *sampled, own_ends])
         self.runs = _runs(own)
         self.parent = parent
         self.reused = reused
@@ -83,19 +89,23 @@ class Entry:
     @property
     def own_ends(self) -> Ends:
         """For each own token the characters of the text up to it, or NO_CUT."""
-        return np.frombuffer(self.block, dtype="<u4", count=self.own, offset=4 * self.own)
+        begin = len(self.block) - self.own * self.end_type.itemsize
+        ends = np.frombuffer(self.block, self.end_type, self.own, begin)
+        return ends if self.end_type is FAR else np.add(ends, self.reused_chars, dtype=np.uint32)
 
     def own_pieces(self, stop: int) -> list[Piece]:
         """Own tokens `[0, stop)`."""
-        tokens = np.frombuffer(self.block, dtype="<i4", count=self.own)
-        logprobs = np.frombuffer(self.block, dtype="<f4", count=self.own, offset=8 * self.own)
+        tokens = np.frombuffer(self.block, IDS, self.own)
         pieces = []
-        begin = 0
+        begin, place = 0, 4 * self.own
         for end, sampled, version in self.runs:
-            end = min(end, stop)
-            if begin < end:
-                pieces.append(Piece(tokens[begin:end], logprobs[begin:end] if sampled else None, version))
-            begin = max(begin, end)
+            if begin >= stop:
+                break
+            kept = min(end, stop)
+            logprobs = np.frombuffer(self.block, LOGPROBS, kept - begin, place) if sampled else None
+            pieces.append(Piece(tokens[begin:kept], logprobs, version))
+            place += 4 * (end - begin) if sampled else 0
+            begin = end
         return pieces
 
     def lineage(self) -> list[tuple[Entry, int]]:
@@ -107,6 +117,24 @@ class Entry:
             entry = entry.parent
         parts.reverse()
         return parts
+
+    def shared_with(self, other: Entry) -> int:
+        """How many leading tokens both have from the same entries."""
+        shared = 0
+        for (mine, upto), (theirs, their_upto) in zip(self.lineage(), other.lineage(), strict=False):
+            if mine is not theirs:
+                break
+            shared = min(upto, their_upto)
+            if upto != their_upto:
+                break
+        return shared
+
+    def part_at(self, tokens: int) -> Entry:
+        """The entry that the last of the first `tokens` tokens is own to."""
+        entry = self
+        while entry.parent is not None and tokens <= entry.reused:
+            entry = entry.parent
+        return entry
 
     def prefix(self, tokens: int) -> tuple[Trajectory, Ends]:
         """The first `tokens` positions and their ends."""
@@ -121,9 +149,16 @@ class Entry:
                 break
         return Trajectory(pieces), np.concatenate(ends) if ends else np.zeros(0, dtype=np.uint32)
 
-    def trajectory(self) -> Trajectory:
-        """All of it."""
-        return self.prefix(len(self))[0]
+    def trajectory(self, start: int = 0) -> Trajectory:
+        """All of it, or what comes behind the first `start` positions."""
+        parts = [(self, self.own)]
+        while parts[-1][0].reused > start:
+            entry = parts[-1][0]
+            assert entry.parent is not None
+            parts.append((entry.parent, entry.reused - entry.parent.reused))
+        begin = parts[-1][0].reused
+        whole = Trajectory(piece for entry, stop in reversed(parts) for piece in entry.own_pieces(stop))
+        return whole[start - begin :] if start > begin else whole
 
     def cut_at(self, chars: int) -> tuple[int, int]:
         """The longest prefix that spells at most `chars` characters of the text and ends between characters:
@@ -143,13 +178,19 @@ class Entry:
 
     def cut_before(self, tokens: int) -> tuple[int, int]:
         """The longest prefix of at most `tokens` tokens that ends between characters: `(tokens, characters)`."""
-        entry: Entry = self
-        while entry.parent is not None and tokens <= entry.reused:
-            entry = entry.parent
-        possible = np.flatnonzero(entry.own_ends[: tokens - entry.reused] != NO_CUT)
+        entry = self.part_at(tokens)
+        ends = entry.own_ends
+        possible = np.flatnonzero(ends[: tokens - entry.reused] != NO_CUT)
         if len(possible):
-            return entry.reused + int(possible[-1]) + 1, int(entry.own_ends[possible[-1]])
+            return entry.reused + int(possible[-1]) + 1, int(ends[possible[-1]])
         return entry.reused, entry.reused_chars
+
+
+def _packed(ends: Ends, base: int) -> tuple[np.dtype[np.unsignedinteger[Any]], bytes]:
+    """Ends as bytes, in the smaller type where each is known and near `base`."""
+    if len(ends) and int(ends.min()) >= base and int(ends.max()) - base <= np.iinfo(NEAR).max:
+        return NEAR, (ends - np.uint32(base)).astype(NEAR).tobytes()
+    return FAR, ends.astype(FAR).tobytes()
 
 
 def _runs(own: Trajectory) -> tuple[Run, ...]:

@@ -83,7 +83,7 @@ class Recorder:
         if not sampled.ids:
             return None
         record = await _off_loop(len(sampled.ids), lambda: self._joined(given, sampled, skip_special=skip_special))
-        return self.cache.record(record, hint=given.match.entry)
+        return self.cache.record(record, hint=given.match)
 
     def _joined(self, given: Given, sampled: Generation, *, skip_special: bool) -> Record:
         aligned = self._encoder.align(sampled.ids, sampled.text, skip_special=skip_special)

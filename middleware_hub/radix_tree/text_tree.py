@@ -7,27 +7,66 @@ hand: a trie with a node for each character or block costs a Python object for e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from middleware_hub.radix_tree.entry import Entry
 
 
 class Node:
-    """`label` is the text between the parent and here, `depth` the characters from the root to here."""
+    """`label` is the text between the parent and here, `depth` the characters from the root to here.
 
-    __slots__ = ("children", "depth", "ending", "label", "newest", "parent", "shown")
+    Most nodes have no child or one, so a dictionary is made for the second.
+    """
+
+    __slots__ = ("_below", "depth", "ending", "label", "newest", "parent", "shown")
 
     def __init__(self, parent: Node | None, label: str) -> None:
         self.parent = parent
         self.label = label
         self.depth: int = (parent.depth if parent is not None else 0) + len(label)
-        self.children: dict[str, Node] | None = None  # by first character; most nodes are leaves
+        self._below: Node | dict[str, Node] | None = None  # one child, or several by their first character
         self.ending: tuple[Entry, ...] = ()  # entries whose text, hidden tail included, ends here
         self.shown: tuple[Entry, ...] = ()  # entries whose shown text ends here, in order of recording
         self.newest: Entry | None = None  # of all entries whose text reaches or passes here
 
     def __repr__(self) -> str:
-        return f"<Node at {self.depth}, {len(self.children or ())} children, {len(self.shown)} shown>"
+        return f"<Node at {self.depth}, {len(self.children)} children, {len(self.shown)} shown>"
+
+    @property
+    def children(self) -> Mapping[str, Node]:
+        """The nodes below, by the first character of their labels."""
+        below = self._below
+        if below is None:
+            return {}
+        return {below.label[0]: below} if isinstance(below, Node) else below
+
+    def child(self, char: str) -> Node | None:
+        """The node below whose label begins with this character."""
+        below = self._below
+        if below is None:
+            return None
+        if isinstance(below, Node):
+            return below if below.label[0] == char else None
+        return below.get(char)
+
+    def adopt(self, child: Node) -> None:
+        """Take a child, in place of one whose label begins with the same character."""
+        below, char = self._below, child.label[0]
+        if isinstance(below, dict):
+            below[char] = child
+        elif below is None or below.label[0] == char:
+            self._below = child
+        else:
+            self._below = {below.label[0]: below, char: child}
+
+    def disown(self, child: Node) -> None:
+        """Take a child off."""
+        if not isinstance(self._below, dict):
+            self._below = None
+            return
+        del self._below[child.label[0]]
+        if len(self._below) == 1:
+            (self._below,) = self._below.values()
 
     def upwards(self) -> Iterator[Node]:
         """This node and all above it."""
@@ -48,7 +87,7 @@ class TextTree:
         """As far as `text` leads: the node at or below that point, and how many characters agree."""
         node, position = self.root, 0
         while position < len(text):
-            child = (node.children or {}).get(text[position])
+            child = node.child(text[position])
             if child is None:
                 return node, position
             if not text.startswith(child.label, position):
@@ -76,8 +115,8 @@ class TextTree:
         end = entry.node
         assert end is not None
         place = self.shown_node(entry)
-        place.shown = tuple(each for each in place.shown if each is not entry)
-        end.ending = tuple(each for each in end.ending if each is not entry)
+        place.shown = _without(place.shown, entry)
+        end.ending = _without(end.ending, entry)
         entry.node = None
         for node in list(end.upwards()):
             if node.newest is entry:
@@ -98,7 +137,7 @@ class TextTree:
         if position < len(text):
             child = Node(node, text[position:])
             self.characters += len(child.label)
-            _adopt(node, child)
+            node.adopt(child)
             node = child
         return node
 
@@ -108,24 +147,20 @@ class TextTree:
         keep = len(node.label) - (node.depth - depth)
         upper = Node(node.parent, node.label[:keep])
         upper.newest = node.newest
+        node.parent.adopt(upper)
         node.label = node.label[keep:]
         node.parent = upper
-        assert upper.parent is not None
-        _adopt(upper.parent, upper)
-        _adopt(upper, node)
+        upper.adopt(node)
         return upper
 
     def _prune(self, node: Node) -> None:
         """Remove a node nobody needs, or join it with its only child, and look at its parent then. What was removed has
         no parent."""
         while node.parent is not None and not node.ending and not node.shown:
-            children = node.children or {}
+            children = node.children
             parent = node.parent
             if not children:
-                assert parent.children is not None
-                del parent.children[node.label[0]]
-                if not parent.children:
-                    parent.children = None
+                parent.disown(node)
                 self.characters -= len(node.label)
                 node.parent = None
                 node = parent
@@ -134,7 +169,7 @@ class TextTree:
                 child.label = node.label + child.label
                 child.parent = parent
                 node.parent = None
-                _adopt(parent, child)
+                parent.adopt(child)
                 return
             else:
                 return
@@ -145,17 +180,16 @@ class TextTree:
         while waiting:
             node = waiting.pop()
             yield node
-            waiting += (node.children or {}).values()
+            waiting += node.children.values()
 
 
-def _adopt(parent: Node, child: Node) -> None:
-    if parent.children is None:
-        parent.children = {}
-    parent.children[child.label[0]] = child
+def _without(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
+    place = entries.index(entry)
+    return entries[:place] + entries[place + 1 :]
 
 
 def _newest(node: Node) -> Entry | None:
-    below = [child.newest for child in (node.children or {}).values() if child.newest is not None]
+    below = [child.newest for child in node.children.values() if child.newest is not None]
     return max((*below, *node.ending), key=lambda entry: entry.serial, default=None)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from tests.support.http import CutReply
+from tests.support.http import CutReply, request
 from tests.support.scripted_worker import (
     CLOSE,
     HANG,
@@ -64,11 +66,25 @@ async def test_chunks_that_are_no_chunks_break_the_client_off(stage: Stage, stre
         await client.ask("POST", "/generate", body=b"{}")
 
 
-async def test_bytes_behind_the_announced_length_are_cut_off_and_the_connection_with_them(stage: Stage) -> None:
-    worker = (await stage.worker()).always(script(reply(b"exact") + b"surplus", HANG))
+@pytest.mark.parametrize("pause", ["none", "before the body", "inside the body"])
+async def test_bytes_behind_the_announced_length_are_cut_off_and_the_connection_with_them(
+    stage: Stage, pause: str
+) -> None:
+    gate = asyncio.Event()
+    start, end = {
+        "none": (b"", reply(b"exact")),
+        "before the body": (reply(b"exact")[:-5], b"exact"),
+        "inside the body": (reply(b"exact")[:-2], b"ct"),
+    }[pause]
+    worker = (await stage.worker()).always(script(start, gate, end + b"surplus", HANG))
     router = await stage.router(worker)
     for _ in range(2):
-        answer = await router.ask("POST", "/generate", body=b"{}")
+        client = await stage.client(router)
+        await client.send(request("POST", "/generate", body=b"{}"))
+        if start:
+            await client.read_head()
+        gate.set()
+        answer = await (client.read_body() if start else client.read())
         assert (answer.status, answer.body) == (200, b"exact")
     assert len({id(visit.link) for visit in worker.visits}) == 2
 

@@ -105,6 +105,24 @@ async def test_a_lost_connection_goes_to_another_worker_with_the_same_bytes(stag
     assert {received.values("x-kept")[0] for received in good.requests + bad.requests} == {b"1"}
 
 
+@pytest.mark.parametrize("headers", [[], [("X-Session-Id", "mine")]], ids=["least loaded", "with affinity"])
+async def test_the_worker_that_failed_is_not_asked_again_however_idle_or_wanted_it_is(
+    stage: Stage, headers: list[tuple[str, str]]
+) -> None:
+    bad, good = await stage.worker(), await stage.worker()
+    router = await stage.router(bad)
+    assert (await router.ask("POST", "/generate", headers, b"{}")).status == 200  # the key is at home here
+    await router.ask("POST", f"/add_worker?url={good.url}")
+    good.next(script(HANG))
+    holding = await stage.client(router)
+    await holding.send(request("GET", "/hold"))
+    await until(lambda: good.busy, "the other one is busier")
+    bad.always(script(CLOSE))
+    assert (await router.ask("POST", "/generate", headers, b"{}")).status == 200
+    assert len(good.requests) == 2
+    holding.abort()
+
+
 @losses
 async def test_a_lost_connection_with_nobody_else_is_502(stage: Stage, loss: Behaviour) -> None:
     worker = (await stage.worker()).always(loss)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.http import request
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import CLOSE, RESET, Action, ScriptedWorker, reply, script, unread
+from tests.support.scripted_worker import CLOSE, HANG, RESET, Action, ScriptedWorker, reply, script, unread
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -74,6 +74,15 @@ async def test_bytes_that_nobody_asked_for_end_the_connection_and_reach_no_clien
     link.writer.write(reply(b"unasked"))
     await until(lambda: not worker.links, "the router has dropped the connection")
     assert (await router.ask("GET", "/x")).body == b"{}"
+
+
+async def test_the_beginning_of_a_second_reply_is_not_taken_for_that_of_the_next_request(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    worker.next(script(reply(b"mine") + b"HTTP/1.1 500 Unas", HANG))
+    assert (await router.ask("GET", "/x")).body == b"mine"
+    assert (await router.ask("GET", "/y")).body == b"{}"
+    assert len({id(visit.link) for visit in worker.visits}) == 2
 
 
 async def test_a_second_reply_behind_the_first_reaches_no_client(stage: Stage) -> None:

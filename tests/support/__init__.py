@@ -1,1 +1,1 @@
-"""What socket tests share: a scripted worker, a running router, a client that hides nothing, and the search for leaks."""
+"""What socket tests share: a scripted worker, a running router, a raw client, and the search for leaks."""

@@ -136,14 +136,20 @@ class Client:
             CutReply: the connection ended before.
         """
         await self.read_head(method)
+        return await self.read_body()
+
+    async def read_body(self) -> RawReply:
+        """The reply whose head was read, with what is left of its body.
+
+        Raises:
+            CutReply: the connection ended before.
+        """
         parts = []
         try:
             while part := await self.read_part():
                 parts.append(part)
-        except CutReply:
+        finally:
             self.reply.body = b"".join(parts)
-            raise
-        self.reply.body = b"".join(parts)
         return self.reply
 
     async def read_head(self, method: str = "GET") -> RawReply:

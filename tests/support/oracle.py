@@ -1,0 +1,334 @@
+"""An account of what every generation's tokens must be, kept apart from the router: from what went through the worker's
+door and what the client sent and received, with nothing but the tokenizer's own `decode` and `encode`.
+
+`Ledger.enter` checks what the engine was given against all that came before; `Ledger.compare` checks what was retrieved
+for a generation against its account, position by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.support.door import Generation
+from tests.support.plain_encoding import PlainEncoding
+
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+@dataclass(frozen=True)
+class Visible:
+    """What a client knows of one generation: the text it sent, and when it sent and received."""
+
+    prompt: str
+    sent: float
+    received: float
+
+
+@dataclass
+class Arrays:
+    """Aligned positions, as they must be retrieved."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    mask: list[int]
+    versions: list[str | None]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, part: slice) -> Arrays:
+        return Arrays(self.tokens[part], self.logprobs[part], self.mask[part], self.versions[part])
+
+    def __add__(self, other: Arrays) -> Arrays:
+        return Arrays(
+            self.tokens + other.tokens,
+            self.logprobs + other.logprobs,
+            self.mask + other.mask,
+            self.versions + other.versions,
+        )
+
+
+def given_arrays(ids: Sequence[int]) -> Arrays:
+    """Tokens that nobody sampled."""
+    return Arrays(list(ids), [0.0] * len(ids), [0] * len(ids), [None] * len(ids))
+
+
+def sampled_arrays(generation: Generation) -> Arrays:
+    """The tokens of one reply, as they left the worker."""
+    assert generation.logprob_ids == generation.sampled, "logprobs were asked for and are of these tokens"
+    logprobs = [float(np.float32(value)) for value in generation.logprobs]
+    count = len(generation.sampled)
+    return Arrays(list(generation.sampled), logprobs, [1] * count, list(generation.position_versions()))
+
+
+@dataclass
+class Account:
+    """One generation: its arrays, and which characters of its text each token completes.
+
+    `text` begins with what the client saw (`shown` characters) and goes on with the spelling of what was hidden.
+    `ends[i]` is the number of characters up to token i, or None where a cut behind it is impossible. `certain[i]`: that
+    place is beyond doubt; not so behind bytes that are no character yet.
+    """
+
+    generation: Generation
+    seen: Visible
+    arrays: Arrays
+    text: str
+    shown: int
+    given: int
+    ends: list[int | None]
+    certain: list[bool]
+    whole_run_ends: set[int] = field(default_factory=set)  # counts of tokens behind which a complete prompt ended
+
+    def sampled(self, index: int) -> bool:
+        return self.arrays.mask[index] == 1
+
+    def must_keep(self, text: str) -> tuple[int, int]:
+        """`(tokens, characters)` of the reusable prefix for `text`: whole tokens inside the common text, ending behind a
+        sampled one, or at the end of `text`."""
+        common = common_length(self.text, text)
+        last, best = -1, -1
+        for index, end in enumerate(self.ends):
+            if end is not None and self.certain[index] and best < end <= common:
+                last, best = index, end
+        if last >= 0 and not (best == len(text) and last + 1 in self.whole_run_ends):
+            while last >= 0 and not (self.sampled(last) and self.ends[last] is not None):
+                last -= 1
+        return (last + 1, self.ends[last] or 0) if last >= 0 else (0, 0)
+
+    def cuts(self, text: str) -> Iterator[tuple[int, int]]:
+        """Every prefix that spells the beginning of `text` at all, longest first."""
+        common = common_length(self.text, text)
+        for index in range(len(self.ends) - 1, -1, -1):
+            end = self.ends[index]
+            if end is not None and end <= common:
+                yield index + 1, end
+
+
+@dataclass
+class Ledger:
+    """Accounts of all generations of a run, entered in the order in which their requests came to the doors."""
+
+    tokenizer: Any
+    evicting: bool = False  # with evictions, nothing that was recorded need still be there
+    accounts: dict[str, Account] = field(default_factory=dict)
+    reused: int = 0  # generations that were given recorded tokens
+    shorter: int = 0  # of these, generations for which some other entry had a longer prefix
+
+    def __post_init__(self) -> None:
+        self.plain = PlainEncoding(self.tokenizer)
+
+    def enter(self, generation: Generation, seen: Visible) -> list[Account]:
+        """Check what the engine was given; the accounts it may have (several earlier ones can share its ids).
+
+        Raises:
+            AssertionError: no earlier generation and no encoding explain the given ids.
+        """
+        assert generation.given is not None, "the worker was given text"
+        held = [each for each in self.accounts.values() if each.generation.answered <= generation.arrived]
+        found = [self._fresh(generation, seen)] if self._is_fresh(generation.given, seen.prompt) else []
+        longest = 0
+        for earlier in held:
+            for tokens, chars in self._explains(earlier, generation.given, seen.prompt):
+                found.append(self._extended(generation, seen, earlier, tokens, chars))
+                longest = max(longest, chars)
+        assert found, self._unexplained(generation, seen, held)
+        self._check_length(held, seen, longest)
+        return found
+
+    def settle(self, account: Account) -> None:
+        """The account that this generation turned out to have."""
+        self.accounts[account.generation.rid] = account
+
+    def _check_length(self, held: list[Account], seen: Visible, longest: int) -> None:
+        if self.evicting:
+            return
+        there = [each for each in held if each.seen.received <= seen.sent]
+        self.reused += longest > 0
+        self.shorter += any(each.must_keep(seen.prompt)[1] > longest for each in there)
+        for each in there:
+            if seen.prompt.startswith(each.text[: each.shown]):
+                chars = each.must_keep(seen.prompt)[1]
+                assert chars <= longest, (
+                    f"{chars} characters of {each.generation.rid} could be reused, {longest} were:\n{seen.prompt!r}"
+                )
+
+    def _is_fresh(self, given: list[int], text: str) -> bool:
+        return given in self.plain.whole(text)
+
+    def _explains(self, earlier: Account, given: list[int], text: str) -> Iterator[tuple[int, int]]:
+        """Prefixes of an earlier generation that, with the encoding of the rest of the text, are what was given."""
+        least = earlier.must_keep(text)[1]
+        shared = common_length(earlier.arrays.tokens, given)
+        done: set[int] = set()
+        for tokens, chars in earlier.cuts(text):
+            if chars < least or not tokens:
+                break
+            complete = tokens == len(given) and chars == len(text)
+            if tokens > shared or not (earlier.sampled(tokens - 1) or complete):
+                continue
+            # Of tokens that complete the same character the first is enough: those behind it spell nothing.
+            first = next(i for i, end in enumerate(earlier.ends) if end == chars) + 1
+            if first < tokens and earlier.sampled(first - 1):
+                continue
+            if chars not in done and given[tokens:] in self.plain.rest(text[chars:]):
+                done.add(chars)
+                yield tokens, chars
+
+    def _unexplained(self, generation: Generation, seen: Visible, held: list[Account]) -> str:
+        best = max(held, key=lambda each: each.must_keep(seen.prompt)[1], default=None)
+        lines = ["the given ids are no earlier generation's and the encoding of the rest", f"text {seen.prompt!r}"]
+        lines.append(f"given {generation.given}")
+        if best is not None:
+            tokens, chars = best.must_keep(seen.prompt)
+            lines += [f"closest {best.generation.rid}: {tokens} tokens, {chars} characters of {best.text!r}"]
+            lines += [f"its ids {best.arrays.tokens}", f"its ends {best.ends}", f"its mask {best.arrays.mask}"]
+            lines += [f"its text shown {best.generation.text!r} for {best.generation.sampled}"]
+            lines += [f"the rest must be one of {self.plain.rest(seen.prompt[chars:])}"]
+        return "\n".join(lines)
+
+    def _fresh(self, generation: Generation, seen: Visible) -> Account:
+        assert generation.given is not None
+        count = len(generation.given)
+        ends: list[int | None] = [None] * (count - 1) + [len(seen.prompt)]
+        return self._grown(generation, seen, given_arrays(generation.given), ends, [True] * count)
+
+    def _extended(self, generation: Generation, seen: Visible, earlier: Account, tokens: int, chars: int) -> Account:
+        assert generation.given is not None
+        rest = generation.given[tokens:]
+        arrays = earlier.arrays[:tokens] + given_arrays(rest)
+        ends = list(earlier.ends[:tokens])
+        if rest:
+            ends += [None] * (len(rest) - 1) + [len(seen.prompt)]
+        return self._grown(generation, seen, arrays, ends, [*earlier.certain[:tokens], *[True] * len(rest)])
+
+    def _grown(
+        self, generation: Generation, seen: Visible, given: Arrays, ends: list[int | None], certain: list[bool]
+    ) -> Account:
+        spelled = spell(self.plain, generation)
+        base = len(seen.prompt)
+        return Account(
+            generation,
+            seen,
+            given + sampled_arrays(generation),
+            seen.prompt + spelled.text,
+            base + len(generation.text),
+            len(given),
+            ends + [None if end is None else base + end for end in spelled.ends],
+            certain + spelled.certain,
+            {len(given)},
+        )
+
+    def compare(self, candidates: list[Account], retrieved: Arrays) -> int:
+        """Settle on the candidate that was retrieved and say how many positions agree.
+
+        Raises:
+            AssertionError: it is none of them.
+        """
+        assert len({len(retrieved.logprobs), len(retrieved.mask), len(retrieved.versions), len(retrieved)}) == 1
+        for account in candidates:
+            if same(account.arrays, retrieved):
+                self.settle(account)
+                return len(retrieved)
+        raise AssertionError(difference(candidates[0], retrieved))
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """Sampled tokens held against the text that came with them."""
+
+    text: str
+    ends: list[int | None]
+    certain: list[bool]
+
+
+def spell(plain: PlainEncoding, generation: Generation) -> Spelled:
+    """Which characters each sampled token completes: of the text, and behind it of what was hidden."""
+    ids, shown = generation.sampled, generation.text
+    prefixes = [plain.decode(ids[: index + 1], skip_special=generation.skip_special) for index in range(len(ids))]
+    full = prefixes[-1] if prefixes else ""
+    if not full.startswith(shown):
+        # The worker joined its first bytes to a character that the prompt had begun: reusable only as a whole.
+        return Spelled(shown, [None] * (len(ids) - 1) + [len(shown)] if ids else [], [False] * len(ids))
+    visible = _last_visible(prefixes, shown)
+    ends: list[int | None] = []
+    certain: list[bool] = []
+    for index, prefix in enumerate(prefixes[:visible]):
+        last = index == len(ids) - 1
+        ends.append(len(prefix) if full.startswith(prefix) else None)
+        certain.append(last or not prefix.endswith(UNFINISHED))
+    head = prefixes[visible - 1] if visible else ""
+    hidden = [plain.decode(ids[visible : index + 1], skip_special=False) for index in range(visible, len(ids))]
+    tail = hidden[-1] if hidden else ""
+    for index, prefix in enumerate(hidden):
+        last = index == len(hidden) - 1
+        ends.append(len(head + prefix) if tail.startswith(prefix) else None)
+        certain.append(last or not prefix.endswith(UNFINISHED))
+    return Spelled(head + tail, ends, certain)
+
+
+def _last_visible(prefixes: list[str], shown: str) -> int:
+    """How many tokens it takes to spell what was shown, a character that ends unfinished with all its bytes."""
+    if not shown:
+        return 0
+    count = next(i for i, prefix in enumerate(prefixes) if prefix.startswith(shown)) + 1
+    if shown.endswith(UNFINISHED):
+        count = max(i for i, prefix in enumerate(prefixes) if prefix == prefixes[count - 1]) + 1
+    return count
+
+
+def same(expected: Arrays, retrieved: Arrays) -> bool:
+    """Whether every position agrees; logprobs as float32."""
+    return (
+        expected.tokens == retrieved.tokens
+        and expected.mask == retrieved.mask
+        and expected.versions == retrieved.versions
+        and bool(np.array_equal(_float32(expected.logprobs), _float32(retrieved.logprobs)))
+    )
+
+
+def _float32(values: Sequence[float]) -> npt.NDArray[np.float32]:
+    return np.asarray(values, dtype=np.float32)
+
+
+def difference(account: Account, retrieved: Arrays) -> str:
+    """Where a retrieved trajectory leaves its account."""
+    lines = [
+        f"{account.generation.rid}: {len(account.arrays)} positions went through the door, retrieved {len(retrieved)}"
+    ]
+    for name in ("tokens", "mask", "logprobs", "versions"):
+        expected, found = getattr(account.arrays, name), getattr(retrieved, name)
+        at = common_length(expected, found)
+        if at < max(len(expected), len(found)):
+            lines.append(
+                f"{name} part at {at} (given {account.given}): {expected[at : at + 8]} != {found[at : at + 8]}"
+            )
+    return "\n".join([*lines, f"text {account.text!r}"])
+
+
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How far two sequences agree."""
+    low, high = 0, min(len(first), len(second))
+    if first[:high] == second[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def retrieved_arrays(answer: dict[str, Any]) -> Arrays:
+    """What `/retrieve_from_text` answered, its runs of versions spread over the positions."""
+    versions: list[str | None] = [None] * len(answer["tokens"])
+    for run in answer["weight_versions"]:
+        for index in range(run["start"], run["end"]):
+            versions[index] = run["version"]
+    return Arrays(answer["tokens"], answer["rollout_logp"], answer["loss_mask"], versions)

@@ -1,0 +1,42 @@
+"""What a tokenizer makes of texts and continuations, by the simplest means: for oracles."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+class PlainEncoding:
+    """`encode` and `decode` of a transformers tokenizer, and the same with its dummy prefix taken out of its file."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._continuing = _without_dummy_prefix(self._backend)
+        self._bos: int | None = tokenizer.bos_token_id
+
+    def whole(self, text: str) -> list[list[int]]:
+        """The ids of a text from its beginning."""
+        ids: list[int] = self._backend.encode(text).ids
+        return [ids[1:] if self._bos is not None and ids[:2] == [self._bos, self._bos] else ids]
+
+    def rest(self, text: str) -> list[list[int]]:
+        """The ids that a text may have behind others."""
+        return [self._continuing.encode(text, add_special_tokens=False).ids] if text else [[]]
+
+    def decode(self, ids: list[int], *, skip_special: bool) -> str:
+        """The text of ids that stand behind others."""
+        return str(self._continuing.decode(ids, skip_special_tokens=skip_special))
+
+
+def _without_dummy_prefix(backend: Any) -> Any:
+    """The same tokenizer for text in the middle of a text: no space put in front, none taken away."""
+    from tokenizers import Tokenizer
+
+    description = json.loads(backend.to_str())
+    pre = description["pre_tokenizer"]
+    if pre is not None and pre["type"] == "Metaspace":
+        pre["prepend_scheme"] = "never"
+    decoder = description["decoder"]
+    if decoder["type"] == "Sequence":
+        decoder["decoders"] = [each for each in decoder["decoders"] if each["type"] != "Strip"]
+    return Tokenizer.from_str(json.dumps(description))

