@@ -40,7 +40,7 @@ class RadixTreeMiddleware:
     """The text-keyed token cache.
 
     Args:
-        max_tokens: tokens held; a prefix that trajectories share is counted once. 12 bytes each, and their text.
+        max_tokens: tokens held; a prefix that trajectories share is counted once. At most 12 bytes each and text.
         keep_versions: how many weight versions before the newest are kept when room is needed; older ones go first.
     """
 

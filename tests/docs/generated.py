@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from middleware_hub.radix_tree.cache import RadixTreeCache
+from middleware_hub.radix_tree.encoding import InexactTokenizer
+from middleware_hub.radix_tree.statistics import CacheCollector
 from miles_router.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
 from miles_router.metrics import Metrics
@@ -22,7 +25,11 @@ Rows = list[tuple[str, ...]]
 
 #: Where the class says less, or something else, than a reader of an answer needs.
 STATUS = {ClientDisconnected: "not sent", UpstreamBroken: "broken off, or 502"}
-MEANING = {RouterError: "A defect of the router or of a middleware; the log has its traceback."}
+MEANING = {
+    RouterError: "A defect of the router or of a middleware; the log has its traceback.",
+    InexactTokenizer: "`RadixTreeMiddleware` cannot encode what continues a recorded text: this tokenizer would change "
+    "the text in front of it.",
+}
 
 _MARKED = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
 
@@ -46,10 +53,10 @@ def settings() -> str:
 
 
 def error_classes(base: type[RouterError] = RouterError) -> Iterator[type[RouterError]]:
-    """Every error with an answer of its own, from the root of the tree."""
+    """Every error of ours with an answer of its own, from the root of the tree; not those that tests define."""
     yield base
     for each in base.__subclasses__():
-        if each is not ConfigError:
+        if each is not ConfigError and each.__module__.startswith(("miles_router.", "middleware_hub.")):
             yield from error_classes(each)
 
 
@@ -82,7 +89,26 @@ def metrics() -> str:
     return table(("name", "type", "labels", "meaning"), rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"settings": settings, "errors": errors, "metrics": metrics}
+def text_cache() -> str:
+    """Every metric of the text cache."""
+    cache = RadixTreeCache(max_tokens=1, keep_versions=1)
+    cache.statistics.passed_through["reason"] = 1
+    families = list(CacheCollector(cache).collect())
+    names = [f"{each.name}_total" if each.type == "counter" else each.name for each in families]
+    labels = ["reason" if each.samples[0].labels else "none" for each in families]
+    rows: Rows = [
+        (f"`{name}`", each.type, label, each.documentation)
+        for name, each, label in zip(names, families, labels, strict=True)
+    ]
+    return table(("name", "type", "labels", "meaning"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "errors": errors,
+    "metrics": metrics,
+    "text_cache": text_cache,
+}
 
 
 def regenerated(text: str) -> str:

@@ -82,11 +82,13 @@ class Door:
         self._session = aiohttp.ClientSession(
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None),
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
-        self._runner = web.ServerRunner(web.Server(self._pass, handler_cancellation=True, client_max_size=MAX_BODY))
+        self._runner = web.ServerRunner(
+            web.Server(self._pass, request_factory=_request, handler_cancellation=True), shutdown_timeout=1
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self._port = self._runner.addresses[0][1]
         return self
@@ -147,6 +149,10 @@ class Door:
 
     def by_rid(self) -> dict[str, Generation]:
         return {each.rid: each for each in self.generations}
+
+
+def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    return web.BaseRequest(message, payload, protocol, writer, task, task.get_loop(), client_max_size=MAX_BODY)
 
 
 def _begun(body: bytes) -> list[Generation]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import socket
 import stat
@@ -60,6 +61,8 @@ class Stage:
 async def staged() -> AsyncIterator[Stage]:
     """A stage; at the end requests must be over within a second, and every task and socket gone."""
     tasks, sockets = _tasks(), _sockets()
+    defects = _Defects()
+    logging.getLogger().addHandler(defects)
     try:
         async with AsyncExitStack() as stack:
             stage = Stage(stack)
@@ -68,11 +71,27 @@ async def staged() -> AsyncIterator[Stage]:
     except AssertionError:
         gc.collect()  # a task that failed says so here, and not while pytest parses sources for its report
         raise
+    finally:
+        logging.getLogger().removeHandler(defects)
+    assert not defects.seen
     for worker in stage.workers:
         for crash in worker.crashes:
             raise crash
     await until(lambda: _tasks() <= tasks, f"tasks ended: {_tasks() - tasks}")
     await until(lambda: _sockets() <= sockets, f"sockets closed: {_sockets() - sockets}")
+
+
+class _Defects(logging.Handler):
+    """What the router or its server logs as an error. Failures of clients and workers are warnings at most."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note it, unless it is the server's word for a reply that was broken off on purpose."""
+        if "without completing response" not in record.getMessage():
+            self.seen.append(f"{record.name}: {record.getMessage()} {record.exc_info}")
 
 
 def _tasks() -> set[asyncio.Task[Any]]:
