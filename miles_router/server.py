@@ -98,6 +98,7 @@ def listen(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.listen(BACKLOG)  # before anybody is told where: whoever reads the banner may come at once
     except OSError as error:
         raise ConfigError(f"host, port: cannot listen on {host}:{port}: {error.strerror or error}") from None
     sock.setblocking(False)
@@ -126,7 +127,7 @@ def banner(app: RouterApp, address: tuple[str, int]) -> str:
     layers = [f"{i}. {spec.path}" for i, spec in enumerate(config.middlewares, 1)]
     rows = [
         ("listening", f"http://{host}:{address[1]}"),
-        ("middlewares", " -> ".join([*layers, "worker"]) + ("  (first = outermost)" if layers else "  (none)")),
+        ("middlewares", f"{' -> '.join([*layers, 'worker'])}  (first = outermost)" if layers else "none"),
         ("workers", ", ".join(worker.url for worker in app.router.pool) or "none yet: POST /add_worker?url=..."),
         ("health", _health_line(config)),
         ("keys", _keys_line(config)),

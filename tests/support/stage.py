@@ -25,7 +25,9 @@ WITHIN = 1.0
 class Stage:
     """`stage.worker()`, `stage.router(...)`, `stage.client()`; ended and searched for leaks by the fixture."""
 
-    def __init__(self, stack: AsyncExitStack) -> None:
+    def __init__(self, stack: AsyncExitStack, defects: list[str]) -> None:
+        #: Errors the router has logged; a test that provokes one takes it out.
+        self.defects = defects
         self._stack = stack
         self.workers: list[ScriptedWorker] = []
         self.routers: list[RunningRouter] = []
@@ -65,7 +67,7 @@ async def staged() -> AsyncIterator[Stage]:
     logging.getLogger().addHandler(defects)
     try:
         async with AsyncExitStack() as stack:
-            stage = Stage(stack)
+            stage = Stage(stack, defects.seen)
             yield stage
             await stage.nothing_under_way()
     except AssertionError:
