@@ -89,9 +89,8 @@ class RadixTreeMiddleware:
     async def record(self, shape: Shape, given: Sequence[Given], place: int, answer: Mapping[str, Any]) -> None:
         """Hold one complete answer; one that cannot be held is counted, and said in the log."""
         prompt = shape.prompt_of(place)
-        skip_special = shape.prompts[prompt].skip_special
         try:
-            await self._recorder.record(given[prompt], answer, skip_special=skip_special)
+            await self._recorder.record(given[prompt], answer, shape.prompts[prompt])
         except (Unusable, InvalidTrajectory) as error:
             self._count_passed_through("unusable_answer")
             logger.warning("answer_not_recorded", extra={"fields": {"reason": str(error)}})

@@ -330,8 +330,8 @@ def _taken_over(matched: Trajectory, recorded: Trajectory) -> int:
 
 
 def _reusable(entry: Entry, limit: int, length: int) -> tuple[int, int]:
-    """The longest prefix inside `limit` characters that ends behind a sampled token, or at the end of a text of `length`
-    characters with the end of a given run: `(tokens, characters)`."""
+    """The longest prefix inside `limit` characters that ends behind a sampled token, or, at the end of a text of
+    `length` characters, with a given run: `(tokens, characters)`."""
     tokens, chars = entry.cut_at(limit)
     if not tokens:
         return 0, 0
@@ -344,7 +344,7 @@ def _reusable(entry: Entry, limit: int, length: int) -> tuple[int, int]:
 
 
 def _sampled_within(part: Entry | None, tokens: int) -> int:
-    """Behind the last sampled one of the first `tokens` tokens; `part` is the entry that the last of those is own to."""
+    """Behind the last sampled one of the first `tokens` tokens; the last of those is own to `part`."""
     while part is not None:
         begin, found = part.reused, 0
         for end, sampled, _ in part.runs:

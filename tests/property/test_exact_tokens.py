@@ -14,7 +14,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from miles_router.config import MiddlewareSpec
@@ -25,11 +25,12 @@ from tests.support.exactness import compare_all
 from tests.support.oracle import Ledger, Visible
 from tests.support.rollouts import Turn, generate
 from tests.support.running_router import running_router
-from tests.support.tokenizers import PACKAGES, tokenizer, tokenizer_directory
+from tests.support.tokenizers import tokenizer, tokenizer_directory
 
-EXAMPLES = int(__import__("os").environ.get("EX", "40"))
+EXAMPLES = {"qwen3": 40, "llama2": 40, "gemma3": 15}
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # the account says what is wrong; shrinking takes minutes
 PLENTY = 1_000_000
-RIDS = count()
+RIDS, VERSIONS = count(), count(100)
 PROMPTS = ("Hello", "Say a", "naïve 世界", "x\n", " 12 ", "🚀")
 MORE = ("", "", " and then", "s", "\n\n", " ", "é", "界", "👍🏽", "\N{REPLACEMENT CHARACTER}", "STOP\nuser: hi\n")
 STOPS: tuple[Any, ...] = (None, None, "a", ["e", " "], ["er", "界"])
@@ -43,9 +44,17 @@ def loaded_once() -> Iterator[None]:
         yield
 
 
+class AsSGLangLoadsIt(DirectoryTokenizer):
+    """transformers changes some tokenizers while it loads them (which tokens are special, for one)."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(tokenizer_directory(name))
+        self._fast = tokenizer(name).backend_tokenizer
+
+
 @cache
 def vocabulary(name: str) -> DirectoryTokenizer:
-    return DirectoryTokenizer(tokenizer_directory(name))
+    return AsSGLangLoadsIt(name)
 
 
 @cache
@@ -85,7 +94,7 @@ ASKS = st.builds(
     cut=st.sampled_from((0, 0, 0, 1, 2, 5)),
     more=st.sampled_from(MORE),
     says=st.lists(st.integers(0, 10_000), max_size=10).map(tuple),
-    shape=st.sampled_from(("plain", "plain", "stream", "n", "list", "stream n", "aborted", "ids")),
+    shape=st.sampled_from(("plain", "plain", "stream", "n", "list", "stream n", "aborted", "updated", "ids")),
     stop=st.sampled_from(STOPS),
     no_stop_trim=st.booleans(),
     skip_special_tokens=st.booleans(),
@@ -106,9 +115,7 @@ class Play:
 
     async def step(self, step: list[Ask] | int) -> None:
         if isinstance(step, int):
-            order = {"new_version": str(step), "abort_all_requests": False}
-            async with self.session.post(f"{self.worker.url}/update_weight_version", json=order) as reply:
-                assert reply.status == 200
+            await self.update(step)
             return
         await asyncio.gather(*(self.ask(each) for each in step))
 
@@ -134,7 +141,12 @@ class Play:
             del body["text"]
             texts = [tokenizer(self.name).backend_tokenizer.decode(ids, skip_special_tokens=False)]
         sent = time.monotonic()
-        answers = await (self.aborted(body) if ask.shape == "aborted" else generate(self.session, body))
+        if ask.shape == "aborted":
+            answers = await self.aborted(body)
+        elif ask.shape == "updated":
+            answers = await self.updated(body)
+        else:
+            answers = await generate(self.session, body)
         for index, answer in enumerate(answers):
             seen = Visible(texts[index // samples], sent, time.monotonic(), ids=ask.shape == "ids")
             self.turns.append(Turn(0, 0, 0, answer["meta_info"]["id"], seen, answer["text"]))
@@ -145,9 +157,24 @@ class Play:
         body["sampling_params"] |= {"max_new_tokens": 5000, "ignore_eos": True, "stop": None}
         asking = asyncio.ensure_future(generate(self.session, body))
         while not asking.done():
-            await self.session.post(f"{self.worker.url}/abort_request", json={"rid": body["rid"]})
+            await self.order("/abort_request", {"rid": body["rid"]})
             await asyncio.sleep(0.001)
         return await asking
+
+    async def updated(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Streamed while the weights change."""
+        body["sampling_params"] |= {"max_new_tokens": 40, "ignore_eos": True, "stop": None}
+        asking = asyncio.ensure_future(generate(self.session, {**body, "stream": True}))
+        while not asking.done():
+            await self.update(next(VERSIONS))
+        return await asking
+
+    async def update(self, version: int) -> None:
+        await self.order("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def order(self, path: str, body: dict[str, Any]) -> None:
+        async with self.session.post(self.worker.url + path, json=body) as reply:
+            assert reply.status == 200
 
 
 @asynccontextmanager
@@ -162,9 +189,9 @@ async def stage(name: str, max_tokens: int) -> AsyncIterator[tuple[Play, Door, s
         yield Play(name, worker, session), door, router.url
 
 
-@pytest.mark.parametrize("name", sorted(PACKAGES))
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_retrieved_is_what_was_given_and_sampled(name: str) -> None:
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES[name], phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
     @given(steps=STEPS, max_tokens=st.sampled_from((PLENTY, PLENTY, 40, 150)))
     def holds(steps: list[list[Ask] | int], max_tokens: int) -> None:
         asyncio.run(played(name, steps, max_tokens))

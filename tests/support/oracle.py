@@ -278,8 +278,7 @@ def spell(plain: PlainEncoding, generation: Generation) -> Spelled:
     prefixes = [plain.decode(ids[: index + 1], skip_special=generation.skip_special) for index in range(len(ids))]
     full = prefixes[-1] if prefixes else ""
     if not full.startswith(shown):
-        # The worker joined its first bytes to a character that the prompt had begun: reusable only as a whole.
-        return Spelled(shown, [None] * (len(ids) - 1) + [len(shown)] if ids else [], [False] * len(ids))
+        return _spell_whole(plain, generation)
     visible = _last_visible(prefixes, shown)
     ends: list[int | None] = []
     certain: list[bool] = []
@@ -295,6 +294,27 @@ def spell(plain: PlainEncoding, generation: Generation) -> Spelled:
         ends.append(len(head + prefix) if tail.startswith(prefix) else None)
         certain.append(last or not prefix.endswith(UNFINISHED))
     return Spelled(head + tail, ends, certain)
+
+
+def _spell_whole(plain: PlainEncoding, generation: Generation) -> Spelled:
+    """The worker joined the first bytes to a character that the prompt had begun, so nobody knows what each one shows.
+    Reusable whole, without what was hidden behind it; not at all if a stop string may have cut its last token."""
+    ids, reason = generation.sampled, generation.finish or {}
+    trimmed = None if generation.params.get("no_stop_trim") else reason.get("matched")
+    count = len(ids)
+    while count and (
+        ids[count - 1] == trimmed or not plain.decode([ids[count - 1]], skip_special=generation.skip_special)
+    ):
+        count -= 1
+        trimmed = None
+    ends: list[int | None] = [None] * len(ids)
+    tail = ""
+    if count and not isinstance(reason.get("matched"), str):
+        ends[count - 1] = len(generation.text)
+        for index in range(count, len(ids)):
+            tail += plain.decode([ids[index]], skip_special=False)
+            ends[index] = len(generation.text + tail)
+    return Spelled(generation.text + tail, ends, [end is not None for end in ends])
 
 
 def _last_visible(prefixes: list[str], shown: str) -> int:

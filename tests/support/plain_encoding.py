@@ -22,8 +22,8 @@ class PlainEncoding:
         return [ids[1:] if self._bos is not None and ids[:2] == [self._bos, self._bos] else ids]
 
     def rest(self, text: str) -> list[list[int]]:
-        """The ids that a text has behind others. Behind a special token inside of it a tokenizer with a dummy prefix puts
-        that there too, as in any text."""
+        """The ids that a text has behind others. Behind a special token inside of it a tokenizer with a dummy prefix
+        puts that there too, as in any text."""
         first = min((at for token in self._special if (at := text.find(token)) >= 0), default=len(text))
         begun = self._continuing.encode(text[:first], add_special_tokens=False).ids if first else []
         return [begun + (self._backend.encode(text[first:], add_special_tokens=False).ids if text[first:] else [])]
