@@ -24,6 +24,7 @@ from middleware_hub.radix_tree.retrieval import Retrieval
 from middleware_hub.radix_tree.shapes import NotUnderstood, Shape, rewritten, understand
 from middleware_hub.radix_tree.statistics import CacheCollector, summary
 from miles_router import Exchange, Router, replay
+from miles_router.errors import ConfigError
 from miles_router.exchange import Message, Receive, Scope, Send, with_body
 from miles_router.middleware import ASGIApp, HasMetrics, HasRoutes
 from miles_router.trajectory import InvalidTrajectory
@@ -45,6 +46,10 @@ class RadixTreeMiddleware:
     """
 
     def __init__(self, app: ASGIApp, *, router: Router, max_tokens: int = 16_000_000, keep_versions: int = 2) -> None:
+        if max_tokens < 1:
+            raise ConfigError(f"radix_tree_middleware.max_tokens: must be at least 1, not {max_tokens}")
+        if keep_versions < 0:
+            raise ConfigError(f"radix_tree_middleware.keep_versions: must be at least 0, not {keep_versions}")
         self.app = app
         self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
         self._recorder = Recorder(self.cache, TextEncoder(router.tokenizer))

@@ -54,6 +54,14 @@ class AddedTokens:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self._special, self._added = added_tokens(backend)
+        self._size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    def shown_as(self, ids: Sequence[int]) -> Sequence[int]:
+        """Ids behind the tokenizer's last, which a model with a padded vocabulary can sample, are shown as id 0 (SGLang
+        0.5.23, `DetokenizerManager._clamp_decode_ids`)."""
+        if not len(ids) or max(ids) < self._size:
+            return ids
+        return [token if token < self._size else 0 for token in ids]
 
     def special(self, token: int) -> str | None:
         """See `Speller`."""
@@ -75,7 +83,7 @@ class ByteLevelSpeller(AddedTokens):
         self._bytes: dict[int, bytes] = {}
 
     def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelled | None:
-        parts = [b"" if skip_special and i in self._special else self._token(i) for i in ids]
+        parts = [b"" if skip_special and i in self._special else self._token(i) for i in self.shown_as(ids)]
         joined = b"".join(parts)
         lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
         try:
@@ -112,7 +120,7 @@ class ByteFallbackSpeller(AddedTokens):
         ends: list[int] = []
         run: list[int] = []
         position = 0
-        for token in ids:
+        for token in self.shown_as(ids):
             piece = self._piece(token)
             if isinstance(piece, int):
                 run.append(piece)

@@ -35,11 +35,15 @@ class PlainEncoding:
     def decode_whole(self, ids: list[int]) -> str:
         """The text of ids that begin a text; a beginning-of-sequence token is none of it."""
         shown = ids[1:] if self._bos is not None and ids[:1] == [self._bos] else ids
-        return str(self._backend.decode(shown, skip_special_tokens=False))
+        return str(self._backend.decode(self._shown_as(shown), skip_special_tokens=False))
 
     def decode(self, ids: list[int], *, skip_special: bool) -> str:
         """The text of ids that stand behind others."""
-        return str(self._continuing.decode(ids, skip_special_tokens=skip_special))
+        return str(self._continuing.decode(self._shown_as(ids), skip_special_tokens=skip_special))
+
+    def _shown_as(self, ids: list[int]) -> list[int]:
+        """SGLang shows ids behind the tokenizer's last (of a padded vocabulary) as id 0."""
+        return [token if token < self._backend.get_vocab_size() else 0 for token in ids]
 
 
 @cache
