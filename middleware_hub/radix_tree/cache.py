@@ -140,10 +140,9 @@ class RadixTreeCache:
             if limit <= best[2]:
                 break
             # Below `agreed` any entry will do, the newest is taken; but one that ends here may reach further than it.
-            tried = {*above.ending[-TRIED:], *above.shown[-TRIED:], *((above.newest,) if above is node else ())} - {
-                None
-            }
-            for entry in sorted(tried, key=lambda each: each.serial, reverse=True):
+            ending = {*above.ending[-TRIED:], *above.shown[-TRIED:]}
+            tried = {*ending, above.newest} if above is node else ending
+            for entry in sorted(filter(None, tried), key=lambda each: each.serial, reverse=True):
                 tokens, chars = _reusable(entry, limit, len(text))
                 if chars > best[2]:
                     best = (entry, tokens, chars)

@@ -102,6 +102,29 @@ async def test_errors_of_the_worker_pass_and_leave_nothing(trial: Trial, stream:
 
 
 @pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (400, [("Content-Type", "application/json")]),
+        (500, [("Content-Type", "application/json")]),
+        (200, [("Content-Type", "text/plain")]),
+        (200, [("Content-Type", "application/json"), ("Content-Encoding", "identity")]),
+        (200, []),
+    ],
+)
+async def test_what_is_no_good_json_answer_passes_byte_for_byte(
+    stage: Stage, status: int, headers: list[tuple[str, str]]
+) -> None:
+    worker = await stage.worker()
+    odd = b'{ "output_ids" : [1.50],   "text": "\\u00e9", "meta_info": {"output_token_logprobs": [] } }'
+    worker.always(script(reply(odd, status, headers)))
+    trial = await trial_before(stage, worker)
+    answer = await trial.post("/generate", {"text": "one"})
+    assert (answer.status, answer.body) == (status, odd)
+    assert [answer.value(name) for name, _ in headers] == [value.encode() for _, value in headers]
+    assert trial.statistics()["entries"] == 0
+
+
+@pytest.mark.parametrize(
     "answer",
     [
         b'"no object"',
