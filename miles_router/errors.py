@@ -10,6 +10,7 @@
     │   └── BodyTooLarge            413 request_too_large
     ├── ClientDisconnected          nothing is rendered: nobody is listening
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
+    ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     └── UpstreamError               502 upstream_error
         ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
         ├── UpstreamInvalidResponse 502 upstream_invalid_response: the worker does not speak HTTP
@@ -96,6 +97,15 @@ class NoWorkerAvailable(RouterError):
 
     status = 503
     type = "no_worker_available"
+    retryable = True
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
+class FleetPaused(RouterError):
+    """The fleet is paused or asleep, and this request cannot wait (any longer)."""
+
+    status = 503
+    type = "fleet_paused"
     retryable = True
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 

@@ -17,16 +17,20 @@ from contextlib import asynccontextmanager
 import orjson
 
 from miles_router import tasks
-from miles_router.errors import UpstreamError, UpstreamTimeout
+from miles_router.errors import UpstreamError, UpstreamTimeout, UpstreamUnreachable
+from miles_router.gate import Gate
 from miles_router.headers import RawHeaders
 from miles_router.upstream import Upstream
-from miles_router.workers import Transition, Worker, WorkerPool, WorkerState
+from miles_router.worker_url import WorkerUrl
+from miles_router.workers import ALIVE, Transition, Worker, WorkerPool, WorkerState
 
 logger = logging.getLogger(__name__)
 
 #: The cheap check, newest name first; SGLang before 0.5 has only the second.
 LIVENESS_PATHS = ("/model_info", "/get_model_info")
 DEEP_PATH = "/health"
+READY_PATH = "/ready"
+UNAVAILABLE = 503
 NOT_FOUND = 404
 #: SGLang's `/health` gives up after 20 s and says 503, paused or busy: beyond this many seconds its word is silence.
 DEEP_PATIENCE = 10.0
@@ -36,13 +40,14 @@ class HealthMonitor:
     """Runs the probes between `running()`'s enter and exit."""
 
     def __init__(
-        self, *, pool: WorkerPool, upstream: Upstream, interval: float, timeout: float, deep_interval: float
+        self, *, pool: WorkerPool, upstream: Upstream, interval: float, timeout: float, deep_interval: float, gate: Gate
     ) -> None:
         self._pool = pool
         self._upstream = upstream
         self._interval = interval
         self._timeout = timeout
         self._deep_interval = deep_interval
+        self._gate = gate
         self._deep_passed: dict[str, float] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
 
@@ -60,9 +65,13 @@ class HealthMonitor:
 
     async def _tick(self) -> None:
         while True:
-            for worker in self._pool:
-                self.check_soon(worker)
+            self.check_all()
             await asyncio.sleep(self._interval)
+
+    def check_all(self) -> None:
+        """Probe every worker now."""
+        for worker in self._pool:
+            self.check_soon(worker)
 
     def check_soon(self, worker: Worker) -> None:
         """Probe one worker now, unless a probe of it is under way."""
@@ -81,8 +90,18 @@ class HealthMonitor:
         try:
             version = await self._liveness(worker)
         except UpstreamError as error:
-            self._pool.record_failure(worker, str(error))
+            # Silence of a fleet that was silenced proves nothing; a port that nobody listens on does.
+            if not self._gate.deliberate or (isinstance(error, UpstreamUnreachable) and error.refused):
+                self._pool.record_failure(worker, str(error))
             return
+        if self._gate.deliberate:
+            self._pool.record_alive(worker, version)
+            return
+        if worker.state in ALIVE and await self._is_paused(worker):
+            self._pool.record_alive(worker, version)
+            self._pool.set_paused(worker, "paused by somebody else: /ready answers 503")
+            return
+        self._pool.set_unpaused(worker)
         if worker.state is WorkerState.QUARANTINED:
             self._pool.record_alive(worker, version)
             await self._try_readmission(worker)
@@ -104,6 +123,27 @@ class HealthMonitor:
             if status != NOT_FOUND:
                 break
         return _weight_version(body)
+
+    async def _is_paused(self, worker: Worker) -> bool:
+        """Whether a worker that lives says that it is not ready. SGLang says so while it is paused, and after a failed
+        `/health` until one succeeds: that one is asked for here."""
+        try:
+            status, _ = await self._get(worker, READY_PATH, self._timeout)
+            if status != UNAVAILABLE:
+                return False
+            return await self._refusal(worker) is not None
+        except UpstreamTimeout:
+            return True
+        except UpstreamError:
+            return False
+
+    async def weight_version(self, address: WorkerUrl, api_key: str | None) -> str | None:
+        """The version that a worker about to be registered has; None if it cannot be asked."""
+        probed = Worker(address, api_key=api_key, attributes={}, now=0.0)
+        try:
+            return await self._liveness(probed)
+        except UpstreamError:
+            return None
 
     def _deep_due(self, worker: Worker) -> bool:
         passed_at = self._deep_passed.setdefault(worker.url, time.monotonic())
@@ -166,5 +206,6 @@ def log_transition(transition: Transition) -> None:
     """One line for each change of a worker's state, with its reason."""
     worker = transition.worker
     after = transition.after.value if transition.after else "removed"
-    level = logging.WARNING if transition.after is WorkerState.QUARANTINED else logging.INFO
+    in_order = transition.after in (None, WorkerState.READY, WorkerState.DRAINING)
+    level = logging.INFO if in_order else logging.WARNING
     logger.log(level, f"worker_{after}", extra={"fields": {"worker": worker.url, "reason": transition.reason}})

@@ -8,8 +8,10 @@ from __future__ import annotations
 import time
 
 from miles_router.exchange import Exchange, Receive, Scope, Send
-from miles_router.forwarding import Forwarded, Forwarder, outgoing
+from miles_router.forwarding import Forwarded, Forwarder, Outgoing, outgoing
+from miles_router.gate import Gate, generates
 from miles_router.headers import HOP_BY_HOP, RawHeaders, end_to_end
+from miles_router.inflight import InFlight
 from miles_router.metrics import Metrics
 from miles_router.watch import Watch
 
@@ -19,10 +21,14 @@ NOT_MODIFIED = 304
 class Proxy:
     """ASGI app that forwards every request to one worker of the pool."""
 
-    def __init__(self, forwarder: Forwarder, metrics: Metrics, *, request_timeout: float) -> None:
+    def __init__(
+        self, forwarder: Forwarder, metrics: Metrics, *, gate: Gate, in_flight: InFlight, request_timeout: float
+    ) -> None:
         self._forwarder = forwarder
         self._metrics = metrics
         self._request_timeout = request_timeout
+        self._gate = gate
+        self._in_flight = in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward one HTTP request.
@@ -36,13 +42,21 @@ class Proxy:
         self._metrics.bytes_in += len(body)
         request = outgoing(scope, exchange.request_id, body)
         with Watch(receive, self._request_timeout):
-            forwarded = await self._forwarder.open(request)
-            exchange.worker_url = forwarded.worker.url
-            exchange.first_byte_at = time.perf_counter()
+            if self._gate.closed and generates(scope["path"]):
+                await self._gate.wait(exchange)
+            self._in_flight.enter(exchange, body)
             try:
-                await self._relay(forwarded, send)
+                await self._forward(request, exchange, send)
             finally:
-                forwarded.close()
+                self._in_flight.leave(exchange)
+
+    async def _forward(self, request: Outgoing, exchange: Exchange, send: Send) -> None:
+        forwarded = await self._forwarder.open(request, lambda worker: setattr(exchange, "worker_url", worker.url))
+        exchange.first_byte_at = time.perf_counter()
+        try:
+            await self._relay(forwarded, send)
+        finally:
+            forwarded.close()
 
     async def _relay(self, forwarded: Forwarded, send: Send) -> None:
         reply = forwarded.reply

@@ -1,7 +1,7 @@
 """One recorded generation: the tokens that are its own, and the entry whose first tokens it shares.
 
 Own tokens lie in one block of bytes: ids int32, logprobs float32 of those that were sampled, ends uint16 from
-`reused_chars` on (uint32 where they are too far or not all known). numpy arrays are made from it when they are wanted. An
+Own tokens lie in one block of bytes, 12 for each (id int32, end uint32, logprob float32): numpy arrays are made of it
 entry's characters and tokens count from the beginning of the text, its own ones from `reused`.
 """
 

@@ -22,7 +22,7 @@ from typing import Any
 from miles_router.tasks import spawn
 
 Pairs = Iterable[tuple[str, str]]
-PROBES = ("/model_info", "/get_model_info", "/health")
+PROBES = ("/model_info", "/get_model_info", "/health", "/ready")
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 seconds
 LAST_CHUNK = b"0\r\n\r\n"
 

@@ -1,0 +1,143 @@
+"""Where generation waits while the fleet is paused or asleep. The router's own knowledge of what it did to the fleet.
+
+Closed for any of three reasons: the router paused the fleet, put it to sleep, or every worker that could answer was
+paused behind its back. While it is open, passing it costs one attribute check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from miles_router.errors import FleetPaused
+
+#: Paths whose requests generate; all others pass a closed gate.
+GENERATION = frozenset(
+    {
+        "/generate",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/api/chat",
+        "/api/generate",
+    }
+)
+SESSION_PREFIX = "/sessions/"
+
+
+def generates(path: str) -> bool:
+    """Whether a request to this path generates, by itself or within a session."""
+    if path.startswith(SESSION_PREFIX):
+        path = path[path.find("/", len(SESSION_PREFIX)) :]
+    return path in GENERATION
+
+
+class Gate:
+    """Holds at most `max_held` requests, each for at most `timeout` seconds (0: as long as it takes).
+
+    They are let through in the order in which they came.
+    """
+
+    def __init__(self, *, max_held: int, timeout: float, now: Callable[[], float] = time.time) -> None:
+        self.closed = False
+        self.mode: str | None = None  # of the router's own pause
+        self.paused_since: float | None = None
+        self.asleep_since: float | None = None
+        self.workers_paused_since: float | None = None
+        #: How often generation was cut off since the start; a request that saw it change may have been cut.
+        self.pauses = 0
+        self._max_held = max_held
+        self._timeout = timeout
+        self._now = now
+        self._held: OrderedDict[object, asyncio.Future[None]] = OrderedDict()
+
+    @property
+    def held(self) -> int:
+        """Requests that wait."""
+        return len(self._held)
+
+    @property
+    def deliberate(self) -> bool:
+        """Whether the router itself made the fleet silent, so that silence says nothing about health."""
+        return self.paused_since is not None or self.asleep_since is not None
+
+    def pause(self, mode: str) -> None:
+        """The fleet is being paused."""
+        self.pauses += 1
+        self.mode, self.paused_since = mode, self.paused_since or self._now()
+        self._update()
+
+    def resume(self) -> None:
+        """The fleet goes on."""
+        self.mode, self.paused_since = None, None
+        self._update()
+
+    def sleep(self) -> None:
+        """The fleet's memory is being released."""
+        self.asleep_since = self.asleep_since or self._now()
+        self._update()
+
+    def wake(self) -> None:
+        """The fleet's memory is back."""
+        self.asleep_since = None
+        self._update()
+
+    def workers_paused(self, paused: bool) -> None:
+        """Whether all workers that answer were paused by somebody else."""
+        self.workers_paused_since = (self.workers_paused_since or self._now()) if paused else None
+        self._update()
+
+    def _update(self) -> None:
+        self.closed = self.deliberate or self.workers_paused_since is not None
+        while self._held and not self.closed:
+            _, waiting = self._held.popitem(last=False)
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def wait(self, who: object) -> None:
+        """Wait until the gate is open. `who` names the request, for `release`.
+
+        Raises:
+            FleetPaused: too many wait already, or this one has waited for too long.
+        """
+        while self.closed:
+            if len(self._held) >= self._max_held:
+                raise FleetPaused(f"{self.reason()}; {self._max_held} requests wait already (--gate-max-held)")
+            waiting = self._held[who] = asyncio.get_running_loop().create_future()
+            try:
+                done, _ = await asyncio.wait({waiting}, timeout=self._timeout or None)
+            finally:
+                self._held.pop(who, None)
+            if not done:
+                raise FleetPaused(f"{self.reason()}, and this request has waited {self._timeout:g} s (--gate-timeout)")
+            if waiting.result() is None and self.closed and getattr(who, "aborted", False):
+                return
+
+    def release(self, who: object) -> None:
+        """Let one request through although the gate is closed: it was aborted and will not generate."""
+        waiting = self._held.pop(who, None)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    def reason(self) -> str:
+        """Why it is closed, in words."""
+        if self.asleep_since is not None:
+            return "the fleet is asleep"
+        if self.paused_since is not None:
+            return f"the fleet is paused ({self.mode})"
+        return "every worker is paused"
+
+    def describe(self) -> dict[str, object]:
+        """What `GET /router/info` shows; times are Unix seconds."""
+        return {
+            "closed": self.closed,
+            "mode": self.mode,
+            "paused_since": self.paused_since,
+            "asleep_since": self.asleep_since,
+            "workers_paused_since": self.workers_paused_since,
+            "held": self.held,
+            "pauses": self.pauses,
+        }
