@@ -22,7 +22,14 @@ from miles_router.admin import Admin
 from miles_router.auth import Key
 from miles_router.config import RouterConfig
 from miles_router.control import Control
-from miles_router.errors import ClientDisconnected, MethodNotAllowed, MiddlewareLoadError, RouterError, UpstreamBroken
+from miles_router.errors import (
+    ClientDisconnected,
+    ConfigError,
+    MethodNotAllowed,
+    MiddlewareLoadError,
+    RouterError,
+    UpstreamBroken,
+)
 from miles_router.exchange import SCOPE_KEY, Exchange, Message, Receive, Scope, Send, request_id
 from miles_router.fan_out import FanOut
 from miles_router.forwarding import Forwarder
@@ -252,6 +259,9 @@ def _own_routes(
         if doors.get(segment, data) is not data:
             raise MiddlewareLoadError(f"a middleware wants to answer {segment!r}, which is the router's own")
         doors[segment] = data
+    own = {_path(route) for route in (*opened, *administration)}
+    if taken := own & {_path(route) for route in control}:
+        raise ConfigError(f"fan_out: {min(taken)} is the router's own")
     every = [*opened, *administration, *control]
     fences = [Route(path, _WrongMethod()) for path in dict.fromkeys(_path(route) for route in every)]
     return Routes([*every, *fences, *extra], redirect_slashes=False, default=stack), doors

@@ -52,7 +52,12 @@ def _key(value: str | None) -> str | None:
 
 
 def _paths(paths: Iterable[str]) -> str | None:
-    return None if all(path.startswith("/") and path != "/" for path in paths) else "every path must start with /"
+    for path in paths:
+        if not path.startswith("/") or path == "/":
+            return "every path must start with /"
+        if any(char in "{}?#%" or char.isspace() for char in path):
+            return "a path must stand as it is: without parameters, query or escapes"
+    return None
 
 
 def _host(value: str) -> str | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,8 @@ TABLE = (
     Endpoint("/stop_expert_distribution_record", methods=("GET", "POST")),
     Endpoint("/dump_expert_distribution_record", methods=("GET", "POST"), timeout=SLOW),
 )
+#: What no generation can do without; released and resumed whole, or by the request's `tags`.
+MEMORY = frozenset({"weights", "kv_cache"})
 #: Endpoints after which every worker is asked for its weight version anew.
 WEIGHTS = frozenset({"/update_weights_from_disk", "/update_weight_version", "/end_weight_update"})
 
@@ -118,13 +121,14 @@ class Control:
         extra: Iterable[str] = (),
         on_new_weights: Callable[[], None] = lambda: None,
     ) -> None:
-        self.endpoints = {row.path: row for row in (*TABLE, *(Endpoint(path) for path in extra))}
+        self.endpoints = {row.path: row for row in (*(Endpoint(path) for path in extra), *TABLE)}
         self.on_new_weights = on_new_weights
         self._pool = pool
         self._forwarder = forwarder
         self._gate = gate
         self._in_flight = in_flight
         self._one_at_a_time = asyncio.Lock()
+        self._released: set[str] = set()  # the parts of its memory that the fleet is without
 
     async def send(self, path: str, request: Outgoing, request_id: str) -> Answer:
         """One control request to every worker it concerns.
@@ -143,9 +147,19 @@ class Control:
                 return await self._pause(request, str(arguments.get("mode", "abort")), request_id)
             if path == "/release_memory_occupation":
                 self._gate.sleep()
-            outcomes = await self._ask(self.endpoints[path], request, list(self._pool))
+            with self._changing_weights(path):
+                outcomes = await self._ask(self.endpoints[path], request, list(self._pool))
             self._took_effect(path, arguments, outcomes)
             return self._answer(outcomes, request_id)
+
+    @contextmanager
+    def _changing_weights(self, path: str) -> Iterator[None]:
+        """What probes hear of weight versions meanwhile is neither the old fleet nor the new one."""
+        self._pool.weights_epoch += path in WEIGHTS
+        try:
+            yield
+        finally:
+            self._pool.weights_epoch += path in WEIGHTS
 
     async def _pause(self, request: Outgoing, mode: str, request_id: str) -> Answer:
         """All pause or none: where some worker refuses, those that did pause go on again."""
@@ -168,15 +182,22 @@ class Control:
                 self._pool.set_paused(outcome.worker, "could not be continued")
         elif path == "/resume_memory_occupation":
             if not _failed(outcomes):
-                self._gate.wake()
+                self._released -= _tags(arguments) or self._released
+            self._stay_asleep_or_wake()
         elif path == "/release_memory_occupation":
-            if not any(outcome.ok for outcome in outcomes):
-                self._gate.wake()
+            if any(outcome.ok for outcome in outcomes):
+                self._released |= _tags(arguments) or MEMORY
+            self._stay_asleep_or_wake()
         elif path in WEIGHTS:
             version = arguments.get("new_version", arguments.get("weight_version"))
             if version is not None:
                 self._pool.updated([outcome.worker for outcome in outcomes if outcome.ok], str(version))
             self.on_new_weights()
+
+    def _stay_asleep_or_wake(self) -> None:
+        """Trainers wake a fleet in steps: its weights, an update, then the rest. It sleeps until the last."""
+        if not self._released:
+            self._gate.wake()
 
     async def _abort(self, request: Outgoing, arguments: Mapping[str, Any]) -> list[Outcome]:
         """`rid`: only where it runs; one the router cannot place is asked of everybody, which harms nobody."""
@@ -219,7 +240,7 @@ class Control:
         return Outcome(worker, 0, [], str(error).encode(), reachable=False)
 
     async def _exchange(self, request: Outgoing, worker: Worker) -> Outcome:
-        reply = await self._forwarder.send_to(worker, request)
+        reply = await self._forwarder.send_to(worker, request, slot=False)
         try:
             return Outcome(worker, reply.status, reply.headers, await reply.read_all(MAX_ANSWER))
         finally:
@@ -244,8 +265,17 @@ def _excused(outcome: Outcome) -> bool:
     return not outcome.reachable and outcome.worker.state is WorkerState.QUARANTINED
 
 
-def _failed(outcomes: Iterable[Outcome]) -> list[Outcome]:
+def _failed(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Whose failure makes the request fail; everybody's, where nobody did it."""
+    if not any(outcome.ok for outcome in outcomes):
+        return list(outcomes)
     return [outcome for outcome in outcomes if not outcome.ok and not _excused(outcome)]
+
+
+def _tags(arguments: Mapping[str, Any]) -> frozenset[str]:
+    """The parts of the memory that are meant; none: all."""
+    tags = arguments.get("tags")
+    return frozenset(map(str, tags)) if isinstance(tags, list) else frozenset()
 
 
 def _agreed(outcomes: Sequence[Outcome]) -> dict[str, object]:

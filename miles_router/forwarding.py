@@ -125,8 +125,9 @@ class Forwarder:
                 lease.release()
                 raise
 
-    async def send_to(self, worker: Worker, request: Outgoing) -> Reply:
-        """Send `request` to one worker, without a lease: control requests and such. The caller closes the reply.
+    async def send_to(self, worker: Worker, request: Outgoing, *, slot: bool = True) -> Reply:
+        """Send `request` to one worker, without a lease: control requests and such, which take no `slot` of
+        `--max-connections` either. The caller closes the reply.
 
         Raises:
             UpstreamError: as `Upstream.open`.
@@ -135,7 +136,9 @@ class Forwarder:
         if worker.api_key is not None:
             headers = [pair for pair in headers if pair[0] != b"authorization"]
             headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
-        return await self._upstream.open(worker.address, request.method, request.target, headers, request.body)
+        return await self._upstream.open(
+            worker.address, request.method, request.target, headers, request.body, slot=slot
+        )
 
     def _unreachable(self, worker: Worker, error: UpstreamUnreachable) -> None:
         logger.warning("worker_unreachable", extra={"fields": {"worker": worker.url, "reason": str(error)}})

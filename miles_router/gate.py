@@ -52,7 +52,8 @@ class Gate:
         self._max_held = max_held
         self._timeout = timeout
         self._now = now
-        self._held: OrderedDict[object, asyncio.Future[None]] = OrderedDict()
+        #: What each waits for, and who it is; one request may wait several times, once for each of its generations.
+        self._held: OrderedDict[asyncio.Future[None], object] = OrderedDict()
 
     @property
     def held(self) -> int:
@@ -93,7 +94,7 @@ class Gate:
     def _update(self) -> None:
         self.closed = self.deliberate or self.workers_paused_since is not None
         while self._held and not self.closed:
-            _, waiting = self._held.popitem(last=False)
+            waiting, _ = self._held.popitem(last=False)
             if not waiting.done():
                 waiting.set_result(None)
 
@@ -103,24 +104,29 @@ class Gate:
         Raises:
             FleetPaused: too many wait already, or this one has waited for too long.
         """
+        loop = asyncio.get_running_loop()
+        came_at = loop.time()
         while self.closed:
             if len(self._held) >= self._max_held:
                 raise FleetPaused(f"{self.reason()}; {self._max_held} requests wait already (--gate-max-held)")
-            waiting = self._held[who] = asyncio.get_running_loop().create_future()
+            waiting: asyncio.Future[None] = loop.create_future()
+            self._held[waiting] = who
+            left = max(0.0, came_at + self._timeout - loop.time()) if self._timeout else None
             try:
-                done, _ = await asyncio.wait({waiting}, timeout=self._timeout or None)
+                done, _ = await asyncio.wait({waiting}, timeout=left)
             finally:
-                self._held.pop(who, None)
+                self._held.pop(waiting, None)
             if not done:
                 raise FleetPaused(f"{self.reason()}, and this request has waited {self._timeout:g} s (--gate-timeout)")
-            if waiting.result() is None and self.closed and getattr(who, "aborted", False):
+            if self.closed and getattr(who, "aborted", False):
                 return
 
     def release(self, who: object) -> None:
         """Let one request through although the gate is closed: it was aborted and will not generate."""
-        waiting = self._held.pop(who, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(None)
+        for waiting in [waiting for waiting, holder in self._held.items() if holder is who]:
+            del self._held[waiting]
+            if not waiting.done():
+                waiting.set_result(None)
 
     def reason(self) -> str:
         """Why it is closed, in words."""

@@ -87,6 +87,18 @@ class HealthMonitor:
             self.check_soon(transition.worker)
 
     async def _probe(self, worker: Worker) -> None:
+        """Probe once; again if the weights were changed meanwhile, because what it was told of them may be the past."""
+        while True:
+            epoch = self._pool.weights_epoch
+            await self._probe_once(worker, epoch)
+            if epoch == self._pool.weights_epoch:
+                return
+
+    def _alive(self, worker: Worker, version: str | None, epoch: int) -> None:
+        trusted = epoch % 2 == 0 and epoch == self._pool.weights_epoch
+        self._pool.record_alive(worker, version if trusted else None)
+
+    async def _probe_once(self, worker: Worker, epoch: int) -> None:
         try:
             version = await self._liveness(worker)
         except UpstreamError as error:
@@ -95,18 +107,18 @@ class HealthMonitor:
                 self._pool.record_failure(worker, str(error))
             return
         if self._gate.deliberate:
-            self._pool.record_alive(worker, version)
+            self._alive(worker, version, epoch)
             return
         if worker.state in ALIVE and await self._is_paused(worker):
-            self._pool.record_alive(worker, version)
+            self._alive(worker, version, epoch)
             self._pool.set_paused(worker, "paused by somebody else: /ready answers 503")
             return
         self._pool.set_unpaused(worker)
         if worker.state is WorkerState.QUARANTINED:
-            self._pool.record_alive(worker, version)
+            self._alive(worker, version, epoch)
             await self._try_readmission(worker)
         elif not self._deep_due(worker) or (sick := await self._deep(worker)) is None:
-            self._pool.record_alive(worker, version)
+            self._alive(worker, version, epoch)
         else:
             self._pool.record_failure(worker, sick)
 

@@ -35,21 +35,30 @@ class InFlight:
     def abort(self, rid: str | None) -> list[Exchange]:
         """Mark the requests that an abort means (all for None), so that nothing carries them on; give them.
 
-        SGLang aborts every request whose id begins with `rid`, and so does this.
+        SGLang aborts every request whose id begins with `rid`, on workers where a request has exactly this id, and so
+        does this.
         """
-        found = [e for e, body in self._bodies.items() if rid is None or _is_meant(e, body, rid)]
+        found = list(self._bodies) if rid is None else self._meant(rid)
         for exchange in found:
             exchange.aborted = True
         return found
 
+    def _meant(self, rid: str) -> list[Exchange]:
+        ids = {exchange: _ids(exchange, body, rid) for exchange, body in self._bodies.items()}
+        where = {exchange.worker_url for exchange, own in ids.items() if rid in own}
+        return [
+            exchange
+            for exchange, own in ids.items()
+            if exchange.worker_url in where and any(each.startswith(rid) for each in own)
+        ]
 
-def _is_meant(exchange: Exchange, body: bytes, rid: str) -> bool:
-    if any(known.startswith(rid) for known in exchange.rids):
-        return True
+
+def _ids(exchange: Exchange, body: bytes, rid: str) -> set[str]:
+    """The ids of a request's generations; those in its body only if `rid` could be one of them."""
     if orjson.dumps(rid)[:-1] not in body:
-        return False
+        return exchange.rids
     try:
         own = exchange.loads(body).get("rid")
     except (AttributeError, BadRequest):
-        return False
-    return any(isinstance(each, str) and each.startswith(rid) for each in (own if isinstance(own, list) else [own]))
+        return exchange.rids
+    return exchange.rids | {each for each in (own if isinstance(own, list) else [own]) if isinstance(each, str)}

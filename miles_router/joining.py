@@ -14,6 +14,7 @@ Answer = Mapping[str, Any]
 
 CONCATENATED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 ADDED = ("completion_tokens", "output_token_logprobs_length", "num_retractions", "reasoning_tokens", "e2e_latency")
+OF_THE_REQUEST = ("id", "e2e_latency", "resumed")
 OF_THE_END = ("finish_reason", "weight_version")
 EXPERTS = "routed_experts"
 VERSIONS = "weight_versions"
@@ -24,7 +25,9 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 def join(first: Answer, second: Answer) -> dict[str, Any]:
     """`first` carried on by `second`, whose prompt was the first's prompt and output."""
     head, tail = first["meta_info"], second["meta_info"]
-    meta = dict(head)
+    if not first["output_ids"]:  # cut before it sampled anything, while it queued say: the second part is the answer
+        head = {name: head[name] for name in OF_THE_REQUEST if name in head}
+    meta = {**tail, **head}
     for name in CONCATENATED:
         if head.get(name) is not None or tail.get(name) is not None:
             meta[name] = [*(head.get(name) or ()), *(tail.get(name) or ())]
@@ -75,8 +78,9 @@ def join_base64(head: str, tail: str) -> str:
     return base64.b64encode(base64.b64decode(head) + base64.b64decode(tail)).decode("ascii")
 
 
-def cut(answer: Answer, tokens: int, text: str, finish: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer as if it had ended after `tokens` tokens, with `text` and `finish`."""
+def cut(answer: Answer, tokens: int, text: str, finish: Mapping[str, Any], *, experts_start: int = 0) -> dict[str, Any]:
+    """The answer as if it had ended after `tokens` tokens, with `text` and `finish`. `experts_start` is the token that
+    its first row of routed experts is about."""
     meta = dict(answer["meta_info"])
     dropped = len(answer["output_ids"]) - tokens
     for name in CONCATENATED:
@@ -90,7 +94,8 @@ def cut(answer: Answer, tokens: int, text: str, finish: Mapping[str, Any]) -> di
         meta[VERSIONS] = spans
         meta["weight_version"] = spans[-1]["version"] if spans else meta.get("weight_version")
     if meta.get(EXPERTS):
-        meta[EXPERTS] = _without_rows(meta[EXPERTS], dropped, meta["prompt_tokens"] + meta["completion_tokens"] - 1)
+        rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - experts_start
+        meta[EXPERTS] = _without_rows(meta[EXPERTS], dropped, rows)
     meta["finish_reason"] = dict(finish)
     return {**answer, "text": text, "output_ids": answer["output_ids"][:tokens], "meta_info": meta}
 

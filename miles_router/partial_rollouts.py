@@ -205,21 +205,24 @@ class _Run:
         Raises:
             CannotResume: not exactly.
         """
+        sampled = part.answer["output_ids"] if part.answer is not None else []
+        if not sampled:  # it had only queued
+            return orjson.dumps(dict(part.request))
         stateful = [name for name in STATEFUL if part.params.get(name)]
         stateful += [name for name, neutral in PENALTIES.items() if part.params.get(name, neutral) != neutral]
         if stateful:
             raise CannotResume(f"sampling with {stateful[0]} depends on the output so far")
         if not part.prompt:
             part.prompt = await self._prompt_ids(part)
-        answer = part.answer
-        sampled = answer["output_ids"] if answer is not None else []
         params = {**part.params}
-        params["max_new_tokens"] = params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS) - len(sampled)
+        budget = params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        if budget is not None:  # null: as much as fits
+            params["max_new_tokens"] = budget - len(sampled)
         if params.get("min_new_tokens"):
             params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(sampled))
         request = {name: value for name, value in part.request.items() if name not in OF_THE_PROMPT}
         request |= {"input_ids": [*part.prompt, *sampled], "sampling_params": params}
-        if request.get("return_routed_experts") and sampled:
+        if request.get("return_routed_experts"):
             request["routed_experts_start_len"] = len(part.prompt) + len(sampled) - 1
         return orjson.dumps(request)
 
@@ -265,7 +268,8 @@ class _Run:
         at, stop = found
         tokens = await self._tokens_up_to(part, joined, stop, at)
         text = joined["text"][: at + len(stop)] if part.params.get("no_stop_trim") else joined["text"][:at]
-        return cut(joined, tokens, text, {"type": "stop", "matched": stop})
+        start = part.request.get("routed_experts_start_len") or 0
+        return cut(joined, tokens, text, {"type": "stop", "matched": stop}, experts_start=start)
 
     async def _whole_text(self, part: Part, joined: Mapping[str, Any]) -> str:
         finish = joined["meta_info"].get("finish_reason") or {}
@@ -344,12 +348,14 @@ class _Whole(_Run):
 
     async def _answered(self, body: bytes) -> tuple[Message, bytes]:
         """One whole answer; under `resume_lost` one that was cut by the loss of its worker is asked for again."""
+        lost = 0
         while True:
             collected = _Collector()
             try:
                 await self.ask(body, collected.send)
             except UpstreamBroken:
-                if not self.layer.resume_lost:
+                lost += 1
+                if not self.layer.resume_lost or lost > self.router.config.max_retries:
                     raise
                 continue
             assert collected.start is not None
@@ -392,6 +398,7 @@ class _Stream(_Run):
         await self.send({"type": "http.response.body", "body": LAST_EVENT, "more_body": False})
 
     async def _carry_on(self, part: Part) -> None:
+        lost = 0  # in a row, without a token: what ends every worker it meets must not meet them all
         while not part.done:
             part.next_go()
             try:
@@ -403,7 +410,8 @@ class _Stream(_Run):
                 except Enough:
                     pass
                 except UpstreamBroken:
-                    if not self.layer.resume_lost:
+                    lost = 0 if part.current is not None and part.current["output_ids"] else lost + 1
+                    if not self.layer.resume_lost or lost >= self.router.config.max_retries:
                         raise
             except ClientDisconnected:
                 raise
@@ -413,8 +421,9 @@ class _Stream(_Run):
             self.layer.resumed += 1
         else:
             return
-        if part.answer is not None:
-            await self.emit(part, part.answer)
+        if part.answer is None or part.answer["meta_info"].get("finish_reason") is None:
+            raise UpstreamBroken("the worker was lost and the generation not carried on")  # it must not look complete
+        await self.emit(part, part.answer)
 
     async def emit(self, part: Part, answer: Mapping[str, Any]) -> None:
         """Give one event to the client."""

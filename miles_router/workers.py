@@ -139,6 +139,8 @@ class WorkerPool:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.weight_version: str | None = None
+        #: Odd while an update of the weights is under way; a version that was asked for under another number is none.
+        self.weights_epoch = 0
         self.listeners: list[Callable[[Transition], None]] = []
         self._failure_threshold = failure_threshold
         self._readmit = readmit

@@ -11,9 +11,12 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
+import miles_router.app  # noqa: F401  # every module, and so every error
 from miles_router.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
+from miles_router.control import SLOW, TABLE
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
-from miles_router.metrics import Metrics
+from miles_router.gate import Gate
+from miles_router.metrics import GateCollector, Metrics
 from miles_router.worker_url import parse_worker_url
 from miles_router.workers import WorkerPool
 from tests.docs.pages import PAGES, name_of
@@ -49,7 +52,7 @@ def error_classes(base: type[RouterError] = RouterError) -> Iterator[type[Router
     """Every error with an answer of its own, from the root of the tree."""
     yield base
     for each in base.__subclasses__():
-        if each is not ConfigError:
+        if each is not ConfigError and "type" in vars(each):  # without one it never leaves the router
             yield from error_classes(each)
 
 
@@ -67,6 +70,7 @@ def exposition() -> str:
     """`GET /metrics` of a router that has seen something of everything."""
     pool = WorkerPool()
     metrics = Metrics(pool)
+    metrics.register(GateCollector(Gate(max_held=1, timeout=0)))
     worker = pool.add(parse_worker_url("http://127.0.0.1:30001"))
     metrics.finished("/generate", 200, worker.url, 1.0, 0.5)
     return metrics.render().decode()
@@ -82,7 +86,21 @@ def metrics() -> str:
     return table(("name", "type", "labels", "meaning"), rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"settings": settings, "errors": errors, "metrics": metrics}
+def fan_out() -> str:
+    """Every endpoint that goes to all workers."""
+    rows: Rows = []
+    for row in TABLE:
+        patience = f"{row.timeout / 60:g} min" if row.timeout == SLOW else f"{row.timeout:g} s"
+        rows.append((f"`{row.path}`", ", ".join(row.methods), patience))
+    return table(("path", "methods", "a worker may take"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "settings": settings,
+    "errors": errors,
+    "metrics": metrics,
+    "fan_out": fan_out,
+}
 
 
 def regenerated(text: str) -> str:

@@ -130,7 +130,11 @@ async def test_a_worker_whose_health_answers_sick_is_quarantined(stage: Stage) -
 
 async def test_an_older_worker_without_model_info_is_asked_by_the_older_name(stage: Stage) -> None:
     worker = await stage.worker()
-    answers = {"/model_info": reply(b"", 404), "/get_model_info": reply(b'{"weight_version": "old"}')}
+    answers = {
+        "/model_info": reply(b"", 404),
+        "/get_model_info": reply(b'{"weight_version": "old"}'),
+        "/ready": reply(b"", 404),
+    }
     worker.model_info = lambda visit: visit.run([answers[visit.request.path]])
     router = await router_of(stage, worker)
     record = router.worker(worker)

@@ -37,6 +37,8 @@ class Generation:
     text: str = ""
     finish: dict[str, Any] | None = None
     rid: str = ""
+    request_id: str = ""  # the router's `X-Request-Id`
+    version: str = ""  # at the last event
     answered: float = float("inf")  # when its end came out of the worker
     kept: bool = False
 
@@ -69,6 +71,7 @@ class Door:
 
     def __init__(self, worker_url: str, *, incremental: bool = False) -> None:
         self.generations: list[Generation] = []
+        self.begun: list[Generation] = []  # all of them, those that broke off included
         self.exchanges: list[Exchange] = []
         self._target = worker_url.rstrip("/")
         self._incremental = incremental
@@ -82,11 +85,13 @@ class Door:
         self._session = aiohttp.ClientSession(
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None),
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
-        self._runner = web.ServerRunner(web.Server(self._pass, handler_cancellation=True, client_max_size=MAX_BODY))
+        self._runner = web.ServerRunner(
+            web.Server(self._pass, request_factory=_request, handler_cancellation=True), shutdown_timeout=1
+        )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0, shutdown_timeout=1)
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self._port = self._runner.addresses[0][1]
         return self
@@ -102,6 +107,9 @@ class Door:
         self.exchanges.append(exchange)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
         noted = _begun(exchange.body) if request.path == "/generate" and request.method == "POST" else []
+        self.begun += noted
+        for each in noted:
+            each.request_id = request.headers.get("X-Request-Id", "")
         try:
             async with self._session.request(
                 request.method, self._target + request.raw_path, data=exchange.body, headers=headers
@@ -149,6 +157,10 @@ class Door:
         return {each.rid: each for each in self.generations}
 
 
+def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+    return web.BaseRequest(message, payload, protocol, writer, task, task.get_loop(), client_max_size=MAX_BODY)
+
+
 def _begun(body: bytes) -> list[Generation]:
     """The samples that a request asks for, prompt by prompt."""
     try:
@@ -189,6 +201,7 @@ def _take(generation: Generation, answer: dict[str, Any], *, more: bool) -> None
     generation.text += answer["text"]
     generation.rid = meta["id"]
     generation.finish = meta["finish_reason"]
+    generation.version = meta["weight_version"]
     if generation.finish is not None:
         generation.versions = [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]]
         generation.answered = time.monotonic()
