@@ -22,7 +22,7 @@ apt = { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && printf '==> apt-
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.installed ## rollouts over two workers; WORKER=sglang takes two real SGLang workers
+demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=sglang takes two real SGLang workers
 	@$(MAKE) --no-print-directory demo-$(WORKER)
 
 test: install lint types imports sglang ## everything that is checked, with real SGLang workers
@@ -66,7 +66,7 @@ demo-sglang: npm
 	@$(call say,the SGLang environment)
 	@set -e; found=$$($(BIN)/python tests/sglang/environment.py); \
 	python=$$(echo "$$found" | sed -n 's/^python  *//p'); model=$$(echo "$$found" | sed -n 's/^dense model  *//p'); \
-	$(DEMO) --worker sglang --worker-command \
+	$(DEMO) --worker sglang --hf-checkpoint "$$model" --worker-command \
 	  "'$$python' tests/sglang/launch_worker.py --model-path '$$model' --skip-server-warmup --sleep-on-idle"
 
 npm:
@@ -80,7 +80,7 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@$(call say,installing miles-router into $(VENV))
-	@$(PIP) -e .
+	@$(PIP) -e '.[tito]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python

@@ -24,6 +24,7 @@ from middleware_hub.radix_tree.retrieval import Retrieval
 from middleware_hub.radix_tree.shapes import NotUnderstood, Shape, rewritten, understand
 from middleware_hub.radix_tree.statistics import CacheCollector, summary
 from miles_router import Exchange, Router, replay
+from miles_router.errors import ConfigError
 from miles_router.events import EventReader, event, payload
 from miles_router.exchange import Message, Receive, Scope, Send, with_body
 from miles_router.middleware import ASGIApp, HasMetrics, HasRoutes
@@ -41,11 +42,15 @@ class RadixTreeMiddleware:
     """The text-keyed token cache.
 
     Args:
-        max_tokens: tokens held; a prefix that trajectories share is counted once. 12 bytes each, and their text.
+        max_tokens: tokens held; a prefix that trajectories share is counted once. At most 12 bytes each and text.
         keep_versions: how many weight versions before the newest are kept when room is needed; older ones go first.
     """
 
     def __init__(self, app: ASGIApp, *, router: Router, max_tokens: int = 16_000_000, keep_versions: int = 2) -> None:
+        if max_tokens < 1:
+            raise ConfigError(f"radix_tree_middleware.max_tokens: must be at least 1, not {max_tokens}")
+        if keep_versions < 0:
+            raise ConfigError(f"radix_tree_middleware.keep_versions: must be at least 0, not {keep_versions}")
         self.app = app
         self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
         self._recorder = Recorder(self.cache, TextEncoder(router.tokenizer))
@@ -90,9 +95,8 @@ class RadixTreeMiddleware:
     async def record(self, shape: Shape, given: Sequence[Given], place: int, answer: Mapping[str, Any]) -> None:
         """Hold one complete answer; one that cannot be held is counted, and said in the log."""
         prompt = shape.prompt_of(place)
-        skip_special = shape.prompts[prompt].skip_special
         try:
-            await self._recorder.record(given[prompt], answer, skip_special=skip_special)
+            await self._recorder.record(given[prompt], answer, shape.prompts[prompt])
         except (Unusable, InvalidTrajectory) as error:
             self._count_passed_through("unusable_answer")
             logger.warning("answer_not_recorded", extra={"fields": {"reason": str(error)}})

@@ -6,9 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
-from miles_router.config import FIELDS, PATHS, Loaded, load, shown, type_name
+from miles_router.config import FIELDS, PATHS, Loaded, load, nearest, shown, type_name
 from miles_router.errors import ConfigError
 from miles_router.version import __version__
 
@@ -38,14 +38,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     sys.path.insert(0, os.getcwd())  # a middleware written in the current directory is importable, as with python -m
     try:
         ACTIONS[command](options)
+        sys.stdout.flush()
     except ConfigError as error:
         print(f"miles-router: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # whoever reads a table has seen enough; nothing more may be written at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as for every other setting."""
+
+    def error(self, message: str) -> NoReturn:
+        flag = next((word for word in message.split() if word.startswith("--")), "")
+        known = [option for action in self._actions for option in action.option_strings]
+        near = nearest(flag.partition("=")[0], known) if message.startswith("unrecognized") else ""
+        self.exit(2, f"miles-router: {message}{near}\n")
 
 
 def parser() -> argparse.ArgumentParser:
     """One flag for each setting; values stay text here and are converted with all other sources."""
-    made = argparse.ArgumentParser(
+    made = _Parser(
         prog="miles-router",
         description=DESCRIPTION,
         epilog=COMMANDS,

@@ -7,6 +7,7 @@ Reply       what one exchange delivers: status, headers, then body chunks exactl
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import deque
 from typing import Any, Protocol, cast
 
@@ -24,6 +25,14 @@ JOIN_LIMIT = 64 * 1024
 MAX_HEAD_BYTES = 256 * 1024
 #: Request bodies up to this size share one write with their head.
 INLINE_BODY = 64 * 1024
+#: A worker whose machine loses its power says nothing more. The kernel asks after 30 s of silence, and gives up the
+#: connection, and with it the request, a minute later.
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
+)
 BODILESS = frozenset({204, 304})
 MAX_STATUS = 599
 
@@ -249,6 +258,9 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
+        sock = transport.get_extra_info("socket")
+        for level, option, value in KEEPALIVE:
+            sock.setsockopt(level, option, value)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._pool.read_buffer

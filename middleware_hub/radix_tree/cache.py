@@ -24,6 +24,8 @@ NOTHING: Ends = np.zeros(0, dtype=np.uint32)
 #: What an entry is charged besides its own tokens, so that entries without any (a generation repeated token for token)
 #: are bounded too.
 ENTRY_CHARGE = 16
+#: Of entries that end at one place (generations of one text), how many are looked at.
+TRIED = 4
 
 
 @dataclass(frozen=True)
@@ -121,31 +123,32 @@ class RadixTreeCache:
         """
         self.statistics.lookups += 1
         entry, tokens, chars = self._longest(text)
-        if entry is None or not tokens:
+        if entry is None:
             return NO_MATCH
         trajectory, ends = entry.prefix(tokens)
-        if not _ends_well(entry, tokens, complete=chars == len(text)):
-            trajectory, ends, chars = _up_to_sampled(entry, trajectory, ends)
-        if not len(trajectory):
-            return NO_MATCH
         self._use(entry)
         self.statistics.hits += 1
         self.statistics.reused_tokens += len(trajectory)
         return Match(trajectory, ends, chars, entry)
 
     def _longest(self, text: str) -> tuple[Entry | None, int, int]:
-        """The entry with the longest prefix inside `text` that ends between tokens: `(entry, tokens, characters)`."""
+        """The entry with the longest prefix to reuse for `text`: `(entry, tokens, characters)`."""
         node, agreed = self._tree.descend(text)
         best: tuple[Entry | None, int, int] = (None, 0, 0)
         for above in node.upwards():
-            if above.depth <= best[2]:
+            limit = min(agreed, above.depth)
+            if limit <= best[2]:
                 break
-            # Below `agreed` any entry will do, the newest is taken; at nodes above, entries whose text ends there.
-            for entry in ({above.newest} if above is node else set(above.ending[-1:] + above.shown[-1:])) - {None}:
-                assert entry is not None
-                tokens, chars = entry.cut_at(min(agreed, above.depth))
-                if (chars, entry.serial) > (best[2], best[0].serial if best[0] else -1):
+            # Below `agreed` any entry will do, the newest is taken; but one that ends here may reach further than it.
+            tried = {*above.ending[-TRIED:], *above.shown[-TRIED:], *((above.newest,) if above is node else ())} - {
+                None
+            }
+            for entry in sorted(tried, key=lambda each: each.serial, reverse=True):
+                tokens, chars = _reusable(entry, limit, len(text))
+                if chars > best[2]:
                     best = (entry, tokens, chars)
+                if chars == limit:
+                    break
         return best
 
     def retrieve(self, text: str) -> list[Entry]:
@@ -224,10 +227,10 @@ class RadixTreeCache:
             if candidate.node is None:
                 continue  # evicted since it was looked up
             start = min(known, candidate.shared_with(continued)) if known and continued is not None else 0
-            common = start + common_prefix(candidate.trajectory(start), record.trajectory[start:])
+            common = start + _alike(*candidate.behind(start), record.trajectory[start:], record.ends[start:])
             tokens, chars = candidate.cut_before(common) if common else (0, 0)
             if tokens > best[1]:
-                best = (candidate, tokens, chars)
+                best = (candidate.part_at(tokens), tokens, chars)
         return best
 
     def _insert(self, entry: Entry, text: str) -> None:
@@ -298,6 +301,7 @@ class RadixTreeCache:
             assert entry.children == sum(other.parent is entry for other in entries)
             assert entry in self._tree.shown_node(entry).shown
             assert entry.parent is None or entry.parent in entries
+            assert entry.parent is None or entry.parent.reused < entry.reused <= len(entry.parent)
 
 
 def _check_node(node: Node) -> None:
@@ -306,6 +310,13 @@ def _check_node(node: Node) -> None:
     assert node.newest is max((*filter(None, below), *node.ending), key=lambda e: e.serial, default=None)
     assert all(char == child.label[0] and child.parent is node for char, child in children.items())
     assert node.parent is None or node.ending or node.shown or len(children) > 1, "a node that nobody needs"
+
+
+def _alike(held: Trajectory, held_ends: Ends, given: Trajectory, given_ends: Ends) -> int:
+    """How many leading positions agree, in the characters they spell too: a special token is shown to some clients."""
+    common = common_prefix(held, given)
+    differ = np.flatnonzero(held_ends[:common] != given_ends[:common])
+    return int(differ[0]) if len(differ) else common
 
 
 def _taken_over(matched: Trajectory, recorded: Trajectory) -> int:
@@ -318,21 +329,29 @@ def _taken_over(matched: Trajectory, recorded: Trajectory) -> int:
     return shared
 
 
-def _ends_well(entry: Entry, tokens: int, *, complete: bool) -> bool:
-    """Whether a prefix may be reused as it is: it ends in sampled tokens, or (complete) with a whole given run."""
+def _reusable(entry: Entry, limit: int, length: int) -> tuple[int, int]:
+    """The longest prefix inside `limit` characters that ends behind a sampled token, or, at the end of a text of
+    `length` characters, with a given run: `(tokens, characters)`."""
+    tokens, chars = entry.cut_at(limit)
+    if not tokens:
+        return 0, 0
     part = entry.part_at(tokens)
-    end, sampled = next((part.reused + end, sampled) for end, sampled, _ in part.runs if part.reused + end >= tokens)
-    return sampled or (complete and end == tokens)
+    closes = any(part.reused + end == tokens for end, _, _ in part.runs)
+    sampled = _sampled_within(part, tokens)
+    if sampled == tokens or (closes and chars == length):
+        return tokens, chars
+    return entry.cut_before(sampled) if sampled else (0, 0)
 
 
-def _up_to_sampled(entry: Entry, trajectory: Trajectory, ends: Ends) -> tuple[Trajectory, Ends, int]:
-    """The prefix without the given tokens at its end."""
-    keep = len(trajectory)
-    for piece in reversed(trajectory.pieces):
-        if piece.logprobs is not None:
-            break
-        keep -= len(piece)
-    if not keep:
-        return Trajectory(), NOTHING, 0
-    tokens, chars = entry.cut_before(keep)
-    return trajectory[:tokens], ends[:tokens], chars
+def _sampled_within(part: Entry | None, tokens: int) -> int:
+    """Behind the last sampled one of the first `tokens` tokens; the last of those is own to `part`."""
+    while part is not None:
+        begin, found = part.reused, 0
+        for end, sampled, _ in part.runs:
+            if sampled and begin < tokens:
+                found = min(part.reused + end, tokens)
+            begin = part.reused + end
+        if found:
+            return found
+        tokens, part = part.reused, part.parent
+    return 0

@@ -87,9 +87,17 @@ class TextEncoder:
         ends[-1:] = len(text)
         return Spelled(text, ends)
 
-    def align(self, ids: Sequence[int], shown: str, *, skip_special: bool) -> Aligned:
+    def align(
+        self,
+        ids: Sequence[int],
+        shown: str,
+        *,
+        skip_special: bool,
+        stop: int | str | None = None,
+        no_stop_trim: bool = False,
+    ) -> Aligned:
         """See `spelling.align`."""
-        return align(self._speller, ids, shown, skip_special=skip_special)
+        return align(self._speller, ids, shown, skip_special=skip_special, stop=stop, no_stop_trim=no_stop_trim)
 
     def _ends(self, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str) -> Ends:
         spelled = self._speller.spell(ids, skip_special=False)

@@ -1,8 +1,8 @@
 """One recorded generation: the tokens that are its own, and the entry whose first tokens it shares.
 
 Own tokens lie in one block of bytes: ids int32, logprobs float32 of those that were sampled, ends uint16 from
-Own tokens lie in one block of bytes, 12 for each (id int32, end uint32, logprob float32): numpy arrays are made of it
-entry's characters and tokens count from the beginning of the text, its own ones from `reused`.
+`reused_chars` on (uint32 where they are too far or not all known). numpy arrays are made from it when they are
+wanted. An entry's characters and tokens count from the beginning of the text, its own ones from `reused`.
 """
 
 from __future__ import annotations
@@ -149,16 +149,21 @@ class Entry:
                 break
         return Trajectory(pieces), np.concatenate(ends) if ends else np.zeros(0, dtype=np.uint32)
 
-    def trajectory(self, start: int = 0) -> Trajectory:
-        """All of it, or what comes behind the first `start` positions."""
+    def trajectory(self) -> Trajectory:
+        """All of it."""
+        return self.prefix(len(self))[0]
+
+    def behind(self, start: int) -> tuple[Trajectory, Ends]:
+        """The positions behind the first `start` and their ends."""
         parts = [(self, self.own)]
         while parts[-1][0].reused > start:
             entry = parts[-1][0]
             assert entry.parent is not None
             parts.append((entry.parent, entry.reused - entry.parent.reused))
-        begin = parts[-1][0].reused
-        whole = Trajectory(piece for entry, stop in reversed(parts) for piece in entry.own_pieces(stop))
-        return whole[start - begin :] if start > begin else whole
+        parts.reverse()
+        skip = start - parts[0][0].reused
+        whole = Trajectory(piece for entry, stop in parts for piece in entry.own_pieces(stop))
+        return whole[skip:], np.concatenate([entry.own_ends[:stop] for entry, stop in parts])[skip:]
 
     def cut_at(self, chars: int) -> tuple[int, int]:
         """The longest prefix that spells at most `chars` characters of the text and ends between characters:

@@ -73,8 +73,8 @@ class Recorder:
         rest = ids[len(match.trajectory) :]
         return Given(spelled.text, match.trajectory.append(Piece.given(rest)), spelled.ends, match)
 
-    async def record(self, given: Given, answer: Mapping[str, Any], *, skip_special: bool) -> Entry | None:
-        """Hold what an answer added to what was given. Gives None for an answer without tokens.
+    async def record(self, given: Given, answer: Mapping[str, Any], prompt: Prompt) -> Entry | None:
+        """Hold what an answer added to what was given for `prompt`. Gives None for an answer without tokens.
 
         Raises:
             Unusable, InvalidTrajectory: the answer cannot be recorded.
@@ -82,11 +82,17 @@ class Recorder:
         sampled = generation(answer)
         if not sampled.ids:
             return None
-        record = await _off_loop(len(sampled.ids), lambda: self._joined(given, sampled, skip_special=skip_special))
+        record = await _off_loop(len(sampled.ids), lambda: self._joined(given, sampled, prompt))
         return self.cache.record(record, hint=given.match)
 
-    def _joined(self, given: Given, sampled: Generation, *, skip_special: bool) -> Record:
-        aligned = self._encoder.align(sampled.ids, sampled.text, skip_special=skip_special)
+    def _joined(self, given: Given, sampled: Generation, prompt: Prompt) -> Record:
+        aligned = self._encoder.align(
+            sampled.ids,
+            sampled.text,
+            skip_special=prompt.skip_special,
+            stop=sampled.stop,
+            no_stop_trim=prompt.no_stop_trim,
+        )
         self.cache.statistics.unaligned += not aligned.exact
         return Record(
             text=given.text + aligned.text,

@@ -36,6 +36,7 @@ class Generation:
     logprobs: list[float]
     rid: str
     finish: str
+    stop: int | str | None
     spans: list[tuple[str | None, int, int]]
 
     def pieces(self) -> list[Piece]:
@@ -58,8 +59,16 @@ def generation(answer: Mapping[str, Any]) -> Generation:
         ids, logprobs = answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]]
         if [entry[1] for entry in meta["output_token_logprobs"]] != ids:
             raise Unusable("logprobs_of_other_tokens")
-        finish = meta["finish_reason"]["type"]
-        return Generation(answer["text"], ids, logprobs, str(meta["id"]), finish, version_spans(meta, len(ids)))
+        reason = meta["finish_reason"]
+        return Generation(
+            text=answer["text"],
+            ids=ids,
+            logprobs=logprobs,
+            rid=str(meta["id"]),
+            finish=reason["type"],
+            stop=reason.get("matched"),
+            spans=version_spans(meta, len(ids)),
+        )
     except (KeyError, TypeError, IndexError) as error:
         raise Unusable("incomplete") from error
 

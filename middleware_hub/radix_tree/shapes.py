@@ -24,6 +24,7 @@ class Prompt:
     text: str | None
     ids: list[int] | None
     skip_special: bool
+    no_stop_trim: bool
     logprobs_wanted: bool
 
 
@@ -65,6 +66,7 @@ def understand(body: Mapping[str, Any]) -> Shape:
             text=source if of_text else None,
             ids=None if of_text else source,
             skip_special=bool(one.get("skip_special_tokens", True)),
+            no_stop_trim=bool(one.get("no_stop_trim", False)),
             logprobs_wanted=want,
         )
         for source, one, want in zip(sources, each, wanted, strict=True)

@@ -33,6 +33,10 @@ class Speller(Protocol):
         """The text of `ids` behind other text; None if this tokenizer's tokens have no spelling of their own."""
         ...
 
+    def special(self, token: int) -> str | None:
+        """The content of a special token; None for every other."""
+        ...
+
 
 def speller_for(backend: Any) -> Speller:
     """The speller of a `tokenizers.Tokenizer`, told by its decoder."""
@@ -41,26 +45,45 @@ def speller_for(backend: Any) -> Speller:
         return ByteLevelSpeller(backend)
     if "ByteFallback()" in description and 'Replace(pattern=String("▁"), content=" ")' in description:
         return ByteFallbackSpeller(backend)
-    return UnknownSpeller()
+    return UnknownSpeller(backend)
 
 
-class UnknownSpeller:
+class AddedTokens:
+    """The tokens that a tokenizer has beside those of its model."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self._special, self._added = added_tokens(backend)
+        self._size: int = backend.get_vocab_size(with_added_tokens=True)
+
+    def shown_as(self, ids: Sequence[int]) -> Sequence[int]:
+        """Ids behind the tokenizer's last, which a model with a padded vocabulary can sample, are shown as id 0 (SGLang
+        0.5.23, `DetokenizerManager._clamp_decode_ids`)."""
+        if not len(ids) or max(ids) < self._size:
+            return ids
+        return [token if token < self._size else 0 for token in ids]
+
+    def special(self, token: int) -> str | None:
+        """See `Speller`."""
+        return self._added[token] if token in self._special else None
+
+
+class UnknownSpeller(AddedTokens):
     """For decoders nobody has taken apart: every generation is one run."""
 
     def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelled | None:
         return None
 
 
-class ByteLevelSpeller:
+class ByteLevelSpeller(AddedTokens):
     """Byte-level BPE (GPT-2, Llama 3, Qwen, DeepSeek): each token is a run of bytes, text is their UTF-8."""
 
     def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self._special, self._added = added_tokens(backend)
+        super().__init__(backend)
         self._bytes: dict[int, bytes] = {}
 
     def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelled | None:
-        parts = [b"" if skip_special and i in self._special else self._token(i) for i in ids]
+        parts = [b"" if skip_special and i in self._special else self._token(i) for i in self.shown_as(ids)]
         joined = b"".join(parts)
         lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
         try:
@@ -82,15 +105,14 @@ class ByteLevelSpeller:
         return bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
 
 
-class ByteFallbackSpeller:
+class ByteFallbackSpeller(AddedTokens):
     """SentencePiece BPE (Llama 2, Mistral, Gemma): tokens are text with ▁ for space, and <0xNN> for bytes without one.
 
     A run of byte tokens is one UTF-8 string if it is valid and one U+FFFD a token if not, so it cannot be cut inside.
     """
 
     def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self._special, self._added = added_tokens(backend)
+        super().__init__(backend)
         self._pieces: dict[int, str | int] = {}
 
     def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelled | None:
@@ -98,7 +120,7 @@ class ByteFallbackSpeller:
         ends: list[int] = []
         run: list[int] = []
         position = 0
-        for token in ids:
+        for token in self.shown_as(ids):
             piece = self._piece(token)
             if isinstance(piece, int):
                 run.append(piece)
@@ -117,10 +139,8 @@ class ByteFallbackSpeller:
         return known
 
     def _spelled_out(self, token: int) -> str | int:
-        if token in self._added:
-            return self._added[token]
-        text: str = self._backend.id_to_token(token) or ""
-        if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        text: str = self._added.get(token) or self._backend.id_to_token(token) or ""
+        if token not in self._added and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             return int(text[3:5], 16)
         return text.replace("▁", " ")
 
@@ -188,17 +208,25 @@ class Aligned(NamedTuple):
     exact: bool
 
 
-def align(speller: Speller, ids: Sequence[int], shown: str, *, skip_special: bool) -> Aligned:
+def align(
+    speller: Speller,
+    ids: Sequence[int],
+    shown: str,
+    *,
+    skip_special: bool,
+    stop: int | str | None = None,
+    no_stop_trim: bool = False,
+) -> Aligned:
     """Hold sampled `ids` against the text the client was shown for them.
 
     The hidden tail (a trimmed stop token or stop string, special tokens at the end, bytes of an unfinished character)
     is spelled verbatim behind the shown text. Special tokens left out between shown characters have no width.
+    `stop` is what ended the generation, a token or a string.
     """
     seen = speller.spell(ids, skip_special=skip_special)
     if seen is None or not seen.text.startswith(shown):
-        ends = np.full(len(ids), NO_CUT, dtype=np.uint32)
-        ends[-1:] = len(shown)
-        return Aligned(shown, ends, len(shown), exact=False)
+        hidden = skip_special, None if no_stop_trim else stop
+        return _indivisible(speller, ids, shown, reusable=not isinstance(stop, str), hidden=hidden)
     if not skip_special:
         return Aligned(seen.text, seen.ends, len(shown), exact=True)
     first_hidden = _first_hidden(seen.ends, len(shown))
@@ -217,3 +245,23 @@ def _first_hidden(ends: Ends, shown: int) -> int:
         return 0
     reaching = np.flatnonzero((ends != NO_CUT) & (ends >= shown))
     return int(reaching[0]) + 1 if len(reaching) else len(ends)
+
+
+def _indivisible(
+    speller: Speller, ids: Sequence[int], shown: str, *, reusable: bool, hidden: tuple[bool, int | str | None]
+) -> Aligned:
+    """A generation that is reused whole, without the stop token behind it, or, where a stop string may have cut its
+    last token, not at all. `hidden`: whether special tokens are, and the token that is."""
+    ends = np.full(len(ids), NO_CUT, dtype=np.uint32)
+    all_special, trimmed = hidden
+    keep = len(ids)
+    while keep and (ids[keep - 1] == trimmed or (all_special and speller.special(ids[keep - 1]) is not None)):
+        keep -= 1
+        trimmed = None
+    text = shown
+    if reusable and keep:
+        ends[keep - 1] = len(shown)
+        for index in range(keep, len(ids)):
+            text += speller.special(ids[index]) or ""
+            ends[index] = len(text)
+    return Aligned(text, ends, len(shown), exact=False)

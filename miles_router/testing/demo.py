@@ -1,7 +1,8 @@
 """Rollouts over two workers, start to finish: `python -m miles_router.testing.demo`.
 
 Starts a router and two workers as processes of their own, registers the workers over HTTP, runs a GRPO-style rollout
-client against the router and prints what came of it. Exit status 0: every sample is whole and both workers served.
+client of two turns against the router, retrieves the exact tokens of every rollout and prints what came of it. Exit
+status 0: every sample is whole and exact, and both workers served.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from miles_router.testing.demo_cache import Exactness, Rollout, Turn, cache_lines, checkpoint, router_options
 from miles_router.testing.fleet import POLL, Fleet, ProcessError, free_port
 
 WORKERS = 2
-PROMPT = "Question: what is {a} + {b}?\nAnswer:"
-ROUTER_PATIENCE = 20.0
+TURNS = 2
+PROMPT = "<|im_start|>user\nWhat is {a} + {b}?<|im_end|>\n<|im_start|>assistant\n"
+AGAIN = "<|im_end|>\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
+#: Seconds; the first start after an installation compiles a tokenizer library's modules.
+ROUTER_PATIENCE = 60.0
 #: Seconds until a worker must be registered; a real one loads a model first.
 WORKER_PATIENCE = {"simulated": 20.0, "sglang": 300.0}
 BAR_WIDTH = 32
@@ -41,9 +46,10 @@ T = TypeVar("T")
 # Processes
 
 
-async def start_router(fleet: Fleet) -> str:
+async def start_router(fleet: Fleet, options: argparse.Namespace) -> str:
     """Start `miles-router` on a free port; gives its URL once it answers."""
-    router = fleet.start("router", sys.executable, "-m", "miles_router", "--port", "0")
+    command = [sys.executable, "-m", "miles_router", "--port", "0", *router_options(options.hf_checkpoint)]
+    router = fleet.start("router", *command)
 
     async def listening() -> str | None:
         found = LISTENING.search(router.output)
@@ -62,6 +68,7 @@ async def start_simulated_worker(fleet: Fleet, options: argparse.Namespace, rout
     """Start `miles-router-worker`, which registers itself."""
     port = free_port()
     command = [sys.executable, "-m", "miles_router.testing.worker_cli", "--port", str(port), "--router", router]
+    command += ["--tokenizer", options.hf_checkpoint] if options.hf_checkpoint else []
     worker = fleet.start(name, *command, "--token-latency-ms", str(options.token_latency_ms))
     url = f"http://127.0.0.1:{port}"
 
@@ -131,6 +138,7 @@ class Tally:
     wanted: int
     latencies: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
     tokens: int = 0
     started_at: float = field(default_factory=time.monotonic)
 
@@ -151,30 +159,54 @@ async def rollouts(router: str, options: argparse.Namespace, tally: Tally) -> No
 
         async def one(prompt: str) -> None:
             async with free:
-                await rollout(http, f"{router}/generate", prompt, options.max_new_tokens, tally)
+                await rollout(http, router, prompt, options.max_new_tokens, tally)
 
         await gather(*(one(prompt) for prompt in prompts for _ in range(options.samples)))
 
 
-async def rollout(http: aiohttp.ClientSession, url: str, prompt: str, max_new_tokens: int, tally: Tally) -> None:
-    """One sample: prompt out, tokens and logprobs in."""
+async def rollout(http: aiohttp.ClientSession, router: str, prompt: str, max_new_tokens: int, tally: Tally) -> None:
+    """One sample of two turns: text out; text, tokens and logprobs in."""
     sampling = {"temperature": 1.0, "max_new_tokens": max_new_tokens}
     started_at = time.monotonic()
+    made = Rollout(prompt)
+    for turn in range(TURNS):
+        made.text += AGAIN if turn else ""
+        asked = {"text": made.text, "sampling_params": sampling, "return_logprob": True}
+        answer = await post(http, f"{router}/generate", asked)
+        if isinstance(answer, str) or (problem := unusable(answer)):
+            tally.failures.append(answer if isinstance(answer, str) else str(problem))
+            return
+        made.text += answer["text"]
+        made.rid = answer["meta_info"]["id"]
+        made.turns.append(Turn.of(answer))
+        tally.tokens += len(answer["output_ids"])
+    tally.latencies.append(time.monotonic() - started_at)
+    tally.rollouts.append(made)
+
+
+async def post(http: aiohttp.ClientSession, url: str, payload: dict[str, Any]) -> Any:
+    """The answer's JSON object, or what went wrong as text."""
     try:
-        payload = {"text": prompt, "sampling_params": sampling, "return_logprob": True}
         async with http.post(url, json=payload) as response:
             if response.status != 200:
-                tally.failures.append(f"status {response.status}: {(await response.text())[:200]}")
-                return
-            sample = await response.json()
+                return f"status {response.status}: {(await response.text())[:200]}"
+            return await response.json()
     except (aiohttp.ClientError, ValueError) as error:
-        tally.failures.append(f"{type(error).__name__}: {error}")
-        return
-    if problem := unusable(sample):
-        tally.failures.append(problem)
-        return
-    tally.latencies.append(time.monotonic() - started_at)
-    tally.tokens += len(sample["output_ids"])
+        return f"{type(error).__name__}: {error}"
+
+
+async def retrieve(router: str, tally: Tally) -> Exactness:
+    """The trainer's part: every rollout's tokens by its text, held against what the workers answered."""
+    exactness = Exactness()
+    async with session() as http:
+        for made in tally.rollouts:
+            asked = {"text": made.text, "rid": made.rid, "strict": True}
+            retrieved = await post(http, f"{router}/retrieve_from_text", asked)
+            if isinstance(retrieved, str):
+                tally.failures.append(f"not retrieved: {retrieved}")
+            else:
+                exactness.take(made, retrieved)
+    return exactness
 
 
 def unusable(sample: dict[str, Any]) -> str | None:
@@ -230,16 +262,12 @@ def worker_lines(served: dict[str, int]) -> Iterator[str]:
 
 
 def sample_lines(options: argparse.Namespace, tally: Tally, seconds: float) -> Iterator[str]:
-    yield f"samples   {len(tally.latencies)} whole of {tally.wanted}, in groups of {options.samples}"
-    yield f"failures  {len(tally.failures)}"
-    yield f"tokens    {tally.tokens:,} generated, {tally.tokens / seconds:,.0f} per second"
-    if tally.latencies:
-        yield "latency   " + ", ".join(f"{name} {value:.2f} s" for name, value in percentiles(tally.latencies).items())
-
-
-def cache_lines() -> Iterator[str]:
-    """What a prefix cache saved. Empty: this release has no radix-tree middleware, which will report here."""
-    yield from ()
+    whole = len(tally.latencies)
+    yield f"samples    {whole} whole of {tally.wanted}, in groups of {options.samples}, {TURNS} turns each"
+    yield f"failures   {len(tally.failures)}"
+    yield f"tokens     {tally.tokens:,} generated, {tally.tokens / seconds:,.0f} per second"
+    if whole:
+        yield "latency    " + ", ".join(f"{name} {value:.2f} s" for name, value in percentiles(tally.latencies).items())
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -260,7 +288,7 @@ async def demo(options: argparse.Namespace, fleet: Fleet) -> int:
     """All of it, in order. Gives the exit status."""
     wanted = options.prompts * options.samples
     print(f"{options.prompts} prompts x {options.samples} samples over {WORKERS} {options.worker} workers\n")
-    router = await start_router(fleet)
+    router = await start_router(fleet, options)
     print(f"  router   {router}  (dashboard: {router}/dashboard)", flush=True)
     started_at = time.monotonic()
     workers = await start_workers(fleet, options, router)
@@ -271,15 +299,19 @@ async def demo(options: argparse.Namespace, fleet: Fleet) -> int:
     await with_progress(rollouts(router, options, tally), tally)
     seconds = tally.seconds
     served = await requests_served(router, workers)
-    for lines in (worker_lines(served), sample_lines(options, tally, seconds), cache_lines()):
+    exactness = await retrieve(router, tally) if options.hf_checkpoint else None
+    cache = cache_lines(exactness, await get_json(f"{router}/router/info"))
+    for lines in (worker_lines(served), sample_lines(options, tally, seconds), cache):
         print_block(lines)
-    return verdict(tally, served)
+    return verdict(tally, served, exactness)
 
 
-def verdict(tally: Tally, served: dict[str, int]) -> int:
+def verdict(tally: Tally, served: dict[str, int], exactness: Exactness | None) -> int:
     """Say whether all is well; the exit status."""
+    inexact = exactness.rollouts - exactness.exact if exactness is not None else 0
     problems = [f"failed: {reason}" for reason in dict.fromkeys(tally.failures)]
     problems += [f"{worker} served nothing" for worker, count in served.items() if not count]
+    problems += [f"{inexact} rollouts are not what the workers sampled"] if inexact else []
     for problem in problems[:5]:
         print(f"  {problem}", file=sys.stderr)
     return 1 if problems else 0
@@ -303,6 +335,7 @@ async def interruptible(options: argparse.Namespace) -> int:
 
 async def _with_fleet(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="miles-router-demo-") as logs:
+        options.hf_checkpoint = checkpoint(options.hf_checkpoint, Path(logs))
         fleet = Fleet(Path(logs))
         try:
             return await demo(options, fleet)
@@ -317,6 +350,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--worker", choices=list(WORKER_PATIENCE), default="simulated", help="kind of worker (default: %(default)s)")
     add("--worker-command", metavar="COMMAND", help="how a SGLang worker is started; `--port N` is added to it")
+    add("--hf-checkpoint", metavar="DIR", help="the workers' tokenizer (default: a tiny one, made for the demo)")
     add("--prompts", type=_positive, default=8, help="groups (default: %(default)s)")
     add("--samples", type=_positive, default=8, help="samples of each prompt (default: %(default)s)")
     add("--max-new-tokens", type=_positive, default=64, help="longest sample (default: %(default)s)")
@@ -336,8 +370,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; gives the exit status."""
     parser = build_parser()
     options = parser.parse_args(argv)
-    if options.worker == "sglang" and not options.worker_command:
-        parser.error("--worker sglang needs --worker-command, for example 'python -m sglang.launch_server ...'")
+    if options.worker == "sglang" and not (options.worker_command and options.hf_checkpoint):
+        example = "--worker-command 'python -m sglang.launch_server ...'"
+        parser.error(f"--worker sglang needs --worker-command and --hf-checkpoint, for example {example}")
     return asyncio.run(interruptible(options))
 
 

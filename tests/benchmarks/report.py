@@ -76,7 +76,7 @@ def _ratio(samples: Sequence[Sample], references: Sequence[Sample], figure: str)
     return f"{median(a / b for a, b in pairs):.2f}" if pairs and all(a and b for a, b in pairs) else "-"
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
@@ -98,13 +98,13 @@ def _row(name: str, by_peer: Mapping[str, Sequence[Sample]]) -> list[str]:
     ]
     cpu_digits = 0 if (sample.cpu_us or 0) >= 1000 else 1
     return [
-        name, _number(sample.rate, 0 if sample.rate >= 1000 else 1), _number(sample.mb_per_s, 1),
-        _number(sample.p50_ms, 2), _number(sample.p99_ms, 2), _number(sample.cpu_us, cpu_digits),
-        _number(sample.cores, 2), _number(sample.rss_mb, 0), *ratios, _number(sample.others, 2),
+        name, number(sample.rate, 0 if sample.rate >= 1000 else 1), number(sample.mb_per_s, 1),
+        number(sample.p50_ms, 2), number(sample.p99_ms, 2), number(sample.cpu_us, cpu_digits),
+        number(sample.cores, 2), number(sample.rss_mb, 0), *ratios, number(sample.others, 2),
     ]  # fmt: skip
 
 
-def _table(header: list[str], rows: list[list[str]], markdown: bool) -> str:
+def table(header: list[str], rows: list[list[str]], markdown: bool) -> str:
     if markdown:
         padded = [row + [""] * (len(header) - len(row)) for row in rows]
         lines = [header, ["---"] + ["---:"] * (len(header) - 1), *padded]
@@ -138,7 +138,7 @@ def render(results: Results, about: Mapping[str, str], markdown: bool) -> str:
     for load_name, by_peer in results.items():
         rows = [_row(name, by_peer) for name in by_peer]
         load = LOADS[load_name]
-        lines += ["", f"{mark and '#### '}{load.title}", "", _table(_header(load), rows, markdown)]
+        lines += ["", f"{mark and '#### '}{load.title}", "", table(_header(load), rows, markdown)]
     return "\n".join(lines)
 
 

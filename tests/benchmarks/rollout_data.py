@@ -1,5 +1,5 @@
 """Made-up rollouts with the shape of real ones, for the text cache: words, tokens of a few characters, GRPO groups of
-eight over one prompt, several turns each, a stop token behind every answer. No tokenizer: the cache never looks at one."""
+eight over one prompt, several turns each, a stop token behind every answer. No tokenizer: the cache never sees one."""
 
 from __future__ import annotations
 

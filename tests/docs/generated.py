@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from prometheus_client.parser import text_string_to_metric_families
 
 import miles_router.app  # noqa: F401  # every module, and so every error
+from middleware_hub.radix_tree.cache import RadixTreeCache
+from middleware_hub.radix_tree.encoding import InexactTokenizer
+from middleware_hub.radix_tree.statistics import CacheCollector
 from miles_router.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from miles_router.control import SLOW, TABLE
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
@@ -25,7 +28,11 @@ Rows = list[tuple[str, ...]]
 
 #: Where the class says less, or something else, than a reader of an answer needs.
 STATUS = {ClientDisconnected: "not sent", UpstreamBroken: "broken off, or 502"}
-MEANING = {RouterError: "A defect of the router or of a middleware; the log has its traceback."}
+MEANING = {
+    RouterError: "A defect of the router or of a middleware; the log has its traceback.",
+    InexactTokenizer: "`RadixTreeMiddleware` cannot encode what continues a recorded text: this tokenizer would change "
+    "the text in front of it.",
+}
 
 _MARKED = re.compile(r"(<!-- generated: (?P<name>\w+) -->\n)(?P<text>.*?)(<!-- end -->)", re.DOTALL)
 
@@ -49,10 +56,11 @@ def settings() -> str:
 
 
 def error_classes(base: type[RouterError] = RouterError) -> Iterator[type[RouterError]]:
-    """Every error with an answer of its own, from the root of the tree."""
+    """Every error of ours with an answer of its own, from the root of the tree; not those that tests define."""
     yield base
     for each in base.__subclasses__():
-        if each is not ConfigError and "type" in vars(each):  # without one it never leaves the router
+        ours = each.__module__.startswith(("miles_router.", "middleware_hub."))
+        if each is not ConfigError and ours and "type" in vars(each):  # without one it never leaves the router
             yield from error_classes(each)
 
 
@@ -95,11 +103,26 @@ def fan_out() -> str:
     return table(("path", "methods", "a worker may take"), rows)
 
 
+def text_cache() -> str:
+    """Every metric of the text cache."""
+    cache = RadixTreeCache(max_tokens=1, keep_versions=1)
+    cache.statistics.passed_through["reason"] = 1
+    families = list(CacheCollector(cache).collect())
+    names = [f"{each.name}_total" if each.type == "counter" else each.name for each in families]
+    labels = ["reason" if each.samples[0].labels else "none" for each in families]
+    rows: Rows = [
+        (f"`{name}`", each.type, label, each.documentation)
+        for name, each, label in zip(names, families, labels, strict=True)
+    ]
+    return table(("name", "type", "labels", "meaning"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
     "metrics": metrics,
     "fan_out": fan_out,
+    "text_cache": text_cache,
 }
 
 

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from starlette.routing import Route
 
+from middleware_hub.radix_tree.retrieval import FIELDS as FIELDS_OF_RETRIEVAL
+from middleware_hub.radix_tree.retrieval import Retrieved
+from middleware_hub.radix_tree_middleware import RadixTreeMiddleware
 from miles_router import cli
 from miles_router.admin import Admin
 from miles_router.app import create_app
 from miles_router.compat import FRAMEWORK_NAMES, FRAMEWORK_PATHS
-from miles_router.config import ENVIRONMENT_PREFIX, FIELDS
+from miles_router.config import ENVIRONMENT_PREFIX, FIELDS, RouterConfig
 from miles_router.metrics import ROUTES
 from miles_router.testing import worker_cli
+from miles_router.trajectory import Trajectory
 from tests.docs.generated import TABLES, error_classes, exposition, marked, regenerated
 from tests.docs.pages import PAGES, ROOT, name_of, read
+
+
+def reasons() -> list[str]:
+    """Why the text cache leaves a request or an answer alone."""
+    sources = [ROOT / "middleware_hub" / name for name in ("radix_tree_middleware.py", "radix_tree/shapes.py")]
+    text = "".join(source.read_text(encoding="utf-8") for source in sources)
+    raised = re.findall(r"(?:NotUnderstood|_count_passed_through)\((.*)\)$", text, re.M)
+    return sorted({name for call in raised for name in re.findall(r'"(\w+)"', call)})
 
 
 def flags(parser: argparse.ArgumentParser) -> set[str]:
@@ -84,6 +98,42 @@ def own_routes() -> Iterator[str]:
 @pytest.mark.parametrize("route", list(own_routes()))
 def test_every_route_of_the_routers_own_is_documented(route: str) -> None:
     assert f"| `{route}` |" in read("docs/http-api.md")
+
+
+@pytest.fixture(scope="module")
+def text_cache(checkpoint: Path) -> RadixTreeMiddleware:
+    """The middleware in a router."""
+    router = create_app(RouterConfig(hf_checkpoint=str(checkpoint))).router
+    return RadixTreeMiddleware(lambda scope, receive, send: None, router=router)  # type: ignore[arg-type]
+
+
+def test_every_route_of_a_middleware_is_documented(text_cache: RadixTreeMiddleware) -> None:
+    for route in text_cache.routes():
+        assert isinstance(route, Route)
+        assert f"| `POST {route.path}` | `RadixTreeMiddleware` |" in read("docs/http-api.md")
+
+
+def test_every_option_of_a_middleware_is_documented_with_its_default() -> None:
+    for name, option in inspect.signature(RadixTreeMiddleware).parameters.items():
+        if name not in ("app", "router"):
+            assert f"| `{name}` | {option.default} |" in read("docs/text-rollouts.md")
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS_OF_RETRIEVAL))
+def test_every_field_of_a_retrieval_is_documented(field: str) -> None:
+    assert f"| `{field}` |" in read("docs/text-rollouts.md")
+
+
+def test_every_field_of_a_retrievals_answer_is_documented() -> None:
+    answer = Retrieved("text", Trajectory(), 0, None, ()).as_json(with_logprobs=True)
+    rows = read("docs/text-rollouts.md").partition("| field of the answer |")[2].partition("\n\n")[0]
+    named = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row[1:].partition("|")[0])}
+    assert set(answer) == named
+
+
+@pytest.mark.parametrize("reason", reasons())
+def test_every_reason_for_passing_through_is_documented(reason: str) -> None:
+    assert f"`{reason}`" in read("docs/metrics.md")
 
 
 @pytest.mark.parametrize("name", [*FRAMEWORK_NAMES, FRAMEWORK_PATHS])

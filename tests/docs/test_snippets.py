@@ -90,15 +90,15 @@ def test_json_parses(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", all_blocks("yaml"), ids=str)
-def test_configurations_in_pages_load(block: Block, tmp_path: Path) -> None:
+def test_configurations_in_pages_load(block: Block, tmp_path: Path, checkpoint: Path) -> None:
     file = tmp_path / "shown.yaml"
     file.write_text(block.text, encoding="utf-8")
-    create_app(load({}, {}, (), str(file)).config)
+    create_app(load({}, {"MILES_ROUTER_HF_CHECKPOINT": str(checkpoint)}, (), str(file)).config)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*")), ids=lambda file: file.name)
-def test_every_file_in_configs_starts_a_router(file: Path) -> None:
-    loaded = load({}, {}, (), str(file))
+def test_every_file_in_configs_starts_a_router(file: Path, checkpoint: Path) -> None:
+    loaded = load({}, {"MILES_ROUTER_HF_CHECKPOINT": str(checkpoint)}, (), str(file))
     create_app(loaded.config)
     assert str(file) in loaded.origins.values()
 

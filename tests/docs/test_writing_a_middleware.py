@@ -10,9 +10,11 @@ from typing import Any
 
 import orjson
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from miles_router.check import check_path
 from miles_router.config import MiddlewareSpec, RouterConfig
+from miles_router.router import Router
 from miles_router.testing import SimulatedWorker
 from tests.docs.pages import ROOT, blocks
 from tests.support.http import RawReply
@@ -113,3 +115,20 @@ async def test_all_of_them_run_in_one_stack() -> None:
         assert reply.value("x-legacy") == b"seen"
         assert [layer for layer in vars(router.app.router) if layer == "legacy"] == ["legacy"]
         assert len(worker.door.at("/generate")) == 1
+
+
+class AnnouncedLength:
+    """Stands inside TokenCap and notes the length that the scope announces, as a layer that trusts it would."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self._app, self._state = app, router.state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._state.announced = int(dict(scope["headers"])[b"content-length"])
+        await self._app(scope, receive, send)
+
+
+async def test_the_layers_inside_token_cap_are_told_the_new_length() -> None:
+    async with serving("token_cap.TokenCap", f"{__name__}.AnnouncedLength", limit=3) as (router, worker):
+        await generate(router, max_new_tokens=100_000)
+        assert router.app.router.state.announced == len(worker.door.last.body)

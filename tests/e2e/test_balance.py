@@ -148,6 +148,7 @@ async def test_a_routing_key_counts_before_a_session_header_and_both_before_the_
     assert other is not home
     both = [("X-Session-Id", "b"), ("X-SMG-Routing-Key", "a")]
     assert await took(router, workers, "/sessions/c/x", both) is home
+    assert await took(router, workers, "/sessions/c/x", both[::-1]) is home
     assert await took(router, workers, "/sessions/c/x", both[:1]) is other
 
 

@@ -246,6 +246,14 @@ async def test_the_clients_request_id_goes_to_the_worker_and_back(stage: Stage, 
     assert worker.requests[0].values("x-request-id") == [b"abc-123_~!"]
 
 
+async def test_a_request_id_of_the_workers_own_does_not_come_beside_it(stage: Stage) -> None:
+    worker, _, client = await pair(stage)
+    worker.next(script(reply(headers=[("X-Request-Id", "of-the-worker")])))
+    answer = await client.ask("GET", "/", [("X-Request-Id", "mine"), ("X-Request-Id", "twice")])
+    assert answer.values("x-request-id") == [b"mine"]
+    assert worker.requests[0].values("x-request-id") == [b"mine"]
+
+
 async def test_without_a_request_id_each_request_gets_its_own(stage: Stage) -> None:
     worker, _, client = await pair(stage)
     returned = [(await client.ask("GET", "/")).value("x-request-id") for _ in range(3)]

@@ -136,6 +136,7 @@ async def test_a_defect_in_a_middleware_is_a_500_that_tells_nothing(stage: Stage
     answer = await router.ask("POST", "/generate", body=b"{}")
     assert (answer.status, answer.error_type) == (500, "internal_error")
     assert b"secret" not in answer.body
+    assert "internal_error" in stage.defects.pop()
 
 
 async def test_router_info_shows_the_stack(stage: Stage) -> None:

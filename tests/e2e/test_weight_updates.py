@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import aiohttp
@@ -58,7 +59,7 @@ class Rollout:
         if not self.stream:
             return json.loads(self.raw)
         events = self.events()
-        for before, after in zip(events, events[1:], strict=False):
+        for before, after in pairwise(events):
             count = len(before["output_ids"])
             assert after["output_ids"][:count] == before["output_ids"], "a stream never takes back an id"
             assert after["text"].startswith(before["text"]), "or a text"

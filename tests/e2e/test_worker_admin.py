@@ -13,7 +13,7 @@ from tests.support.scripted_worker import HANG, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
-ONE, TWO = "http://10.9.8.7:30000", "https://worker.example/engine"
+ONE, TWO = "http://10.9.8.7:30000", "https://10.9.8.8:8443/engine"
 BAD_URLS = [
     "",
     " ",
@@ -90,12 +90,12 @@ async def test_registering_again_changes_nothing(router: RunningRouter) -> None:
 @pytest.mark.parametrize(
     ("given", "normal"),
     [
-        ("http://host:80", "http://host"),
-        ("https://host:443/", "https://host"),
-        ("http://HOST:8000", "http://host:8000"),
-        ("http://host:8000/engines/0//", "http://host:8000/engines/0"),
+        ("http://10.9.8.7:80", "http://10.9.8.7"),
+        ("https://10.9.8.7:443/", "https://10.9.8.7"),
+        ("HTTP://LOCALHOST:9", "http://localhost:9"),
+        ("http://10.9.8.7:8000/engines/0//", "http://10.9.8.7:8000/engines/0"),
         ("http://[2001:DB8::1]:8000/", "http://[2001:db8::1]:8000"),
-        ("  http://host:8000\n", "http://host:8000"),
+        ("  http://10.9.8.7:8000\n", "http://10.9.8.7:8000"),
     ],
 )
 async def test_a_url_is_normalised(router: RunningRouter, given: str, normal: str) -> None:
@@ -120,6 +120,8 @@ async def test_a_missing_url_or_a_body_that_is_no_object_is_400_and_changes_noth
     for body in (None, *BAD_BODIES):
         answer = await post(router, path, body)
         assert (answer.status, answer.error_type) == (400, "invalid_request"), body
+    for body in (b"[]", b"not json"):  # whatever the query says
+        assert (await post(router, f"{path}?url={TWO}", body)).status == 400
     assert await listed(router) == [ONE]
 
 

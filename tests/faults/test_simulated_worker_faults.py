@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -343,8 +344,9 @@ async def eventually(condition: Callable[[], bool]) -> None:
     await asyncio.wait_for(until(), 10)
 
 
-async def command(*arguments: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
+@contextlib.asynccontextmanager
+async def command(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "miles_router.testing.worker_cli",
@@ -353,21 +355,27 @@ async def command(*arguments: str) -> asyncio.subprocess.Process:
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONWARNINGS": "error"},
     )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
 
 
 async def test_the_command_starts_workers_and_ends_well_at_sigterm(session: aiohttp.ClientSession) -> None:
-    process = await command("--count", "2", "--seed", "7", "--weight-version", "3", "--log-level", "warning")
-    assert process.stdout is not None
-    banners = [(await asyncio.wait_for(process.stdout.readline(), 20)).decode() for _ in range(2)]
-    urls = [next(word for word in banner.split() if word.startswith("http")) for banner in banners]
-    assert all("model=simulated-model" in banner and "seed=7" in banner for banner in banners)
-    assert len(set(urls)) == 2
-    for url in urls:
-        async with session.get(url + "/model_info") as response:
-            assert (await response.json())["weight_version"] == "3"
-    process.send_signal(signal.SIGTERM)
-    _, errors = await asyncio.wait_for(process.communicate(), 20)
-    assert (process.returncode, errors) == (0, b"")
+    async with command("--count", "2", "--seed", "7", "--weight-version", "3", "--log-level", "warning") as process:
+        assert process.stdout is not None
+        banners = [(await asyncio.wait_for(process.stdout.readline(), 20)).decode() for _ in range(2)]
+        urls = [next(word for word in banner.split() if word.startswith("http")) for banner in banners]
+        assert all("model=simulated-model" in banner and "seed=7" in banner for banner in banners)
+        assert len(set(urls)) == 2
+        for url in urls:
+            async with session.get(url + "/model_info") as response:
+                assert (await response.json())["weight_version"] == "3"
+        process.send_signal(signal.SIGTERM)
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        assert (process.returncode, errors) == (0, b"")
 
 
 @pytest.mark.parametrize(
@@ -379,7 +387,7 @@ async def test_the_command_starts_workers_and_ends_well_at_sigterm(session: aioh
     ],
 )
 async def test_the_command_refuses_what_it_cannot_use_in_one_line(arguments: list[str], complaint: str) -> None:
-    process = await command(*arguments)
-    _, errors = await asyncio.wait_for(process.communicate(), 20)
-    assert process.returncode == 2
-    assert errors.decode().splitlines()[-1].endswith(f"error: {complaint}")
+    async with command(*arguments) as process:
+        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 2
+        assert errors.decode().splitlines()[-1].endswith(f"error: {complaint}")

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miles_router.testing import MoeShape, SimulatedWorker
-from miles_router.testing.engine import PauseMode
+from miles_router.testing.engine import Engine
+from miles_router.testing.generation import Generation
 from miles_router.testing.moe import route
 from tests.support.chains import chain, check
 from tests.support.door import Door
@@ -99,14 +100,35 @@ plans = st.builds(
 )
 
 
+class Brake:
+    """Stops an engine between two tokens until it is paused or the brake is off."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.on = False
+        self._engine = engine
+        self._thaw = engine._thaw
+        engine._thaw = self._held  # type: ignore[method-assign]
+
+    async def _held(self, generation: Generation) -> None:
+        await self._thaw(generation)
+        while self.on and self._engine.paused is None:
+            await asyncio.sleep(0.0002)
+            await self._thaw(generation)
+
+
 @dataclass
 class Scene:
     """Two workers behind doors, and a third like them that nobody disturbs."""
 
     workers: list[SimulatedWorker]
     doors: list[Door]
+    brakes: list[Brake]
     reference: SimulatedWorker
     router: RunningRouter
+
+    def brake(self, *, on: bool) -> None:
+        for brake in self.brakes:
+            brake.on = on
 
     def reached(self, tokens: int) -> bool:
         goes = [go for worker in self.workers for go in worker.engine.running.values()]
@@ -122,13 +144,11 @@ async def scene_of(stage: Stage, plan: Plan) -> AsyncIterator[Scene]:
             await stack.enter_async_context(SimulatedWorker(**kind, replica=number, token_latency_s=0.0005))
             for number in range(2)
         ]
-        doors = [
-            await stack.enter_async_context(Door(worker.url, incremental=plan.incremental)) for worker in workers
-        ]
+        doors = [await stack.enter_async_context(Door(worker.url, incremental=plan.incremental)) for worker in workers]
         router = await stage.router(
             *(door.url for door in doors), partial_rollout="resume", resume_on_worker_loss=True, max_retries=9
         )
-        yield Scene(workers, doors, reference, router)
+        yield Scene(workers, doors, [Brake(worker.engine) for worker in workers], reference, router)
 
 
 async def control(router: RunningRouter, path: str, **body: Any) -> None:
@@ -140,21 +160,20 @@ async def disturb(scene: Scene, plan: Plan, asked: asyncio.Future[RawReply]) -> 
     """Stop the engines exactly where the plan says, and only then do what it says. Counts the cuts."""
     done = 0
     for version, (kind, tokens) in enumerate(plan.cuts, 1):
-        while not scene.reached(tokens) and not asked.done():
+        while not scene.reached(tokens) and not asked.done():  # noqa: ASYNC110 - progress announces no event
             await asyncio.sleep(0)
         if asked.done():
             break
         done += 1
-        for worker in scene.workers:
-            worker.engine.paused = PauseMode.IN_PLACE
+        scene.brake(on=True)
         if kind == "loss":
             victim = max(scene.workers, key=lambda worker: worker.running)
             await victim.kill()
-            for worker in scene.workers:
-                worker.engine.resume()
+            scene.brake(on=False)
             await victim.restart()
             continue
         await control(scene.router, "/pause_generation", mode=kind)
+        scene.brake(on=False)
         await control(scene.router, "/update_weight_version", new_version=str(version), abort_all_requests=False)
         await control(scene.router, "/continue_generation")
     return done
@@ -231,7 +250,7 @@ async def play(stage: Stage, plan: Plan) -> None:
         data = json.dumps(body).encode()
         uncut = answers(plan, await ask(scene.reference.url, "POST", "/generate", JSON, data))
         asked = asyncio.ensure_future(scene.router.ask("POST", "/generate", JSON, data))
-        await disturb(scene, plan, asked)
+        await asyncio.wait_for(disturb(scene, plan, asked), 5)
         came = answers(plan, await asyncio.wait_for(asked, 10))
         await stage.nothing_under_way()
         for index, (answer, whole) in enumerate(zip(came, uncut, strict=True)):

@@ -25,7 +25,9 @@ class Piece:
         return self.go.position_versions()[:count] if self.go.finish is not None else [self.go.version] * count
 
 
-def chain(doors: Iterable[Door], request_id: str, answer: dict[str, Any], *, index: int = 0, of: int = 1) -> list[Piece]:
+def chain(
+    doors: Iterable[Door], request_id: str, answer: dict[str, Any], *, index: int = 0, of: int = 1
+) -> list[Piece]:
     """The goes of one of a request's `of` generations, in order; one that gave nothing has an empty piece."""
     ids = answer["output_ids"]
     goes = sorted((go for door in doors for go in door.begun if go.request_id == request_id), key=lambda go: go.arrived)

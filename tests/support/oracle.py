@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.support.door import Generation
-from tests.support.plain_encoding import PlainEncoding
+from tests.support.plain_encoding import PlainEncoding, plain_encoding
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
@@ -27,6 +27,7 @@ class Visible:
     prompt: str
     sent: float
     received: float
+    ids: bool = False  # the client sent ids of its own; `prompt` is their text
 
 
 @dataclass
@@ -89,8 +90,8 @@ class Account:
         return self.arrays.mask[index] == 1
 
     def must_keep(self, text: str) -> tuple[int, int]:
-        """`(tokens, characters)` of the reusable prefix for `text`: whole tokens inside the common text, ending behind a
-        sampled one, or at the end of `text`."""
+        """`(tokens, characters)` of the prefix to reuse for `text`: whole tokens inside the common text, the last one
+        sampled, or at the end of `text`."""
         common = common_length(self.text, text)
         last, best = -1, -1
         for index, end in enumerate(self.ends):
@@ -100,6 +101,21 @@ class Account:
             while last >= 0 and not (self.sampled(last) and self.ends[last] is not None):
                 last -= 1
         return (last + 1, self.ends[last] or 0) if last >= 0 else (0, 0)
+
+    def first_certain(self, chars: int) -> int | None:
+        """The count of tokens it takes to complete so many characters beyond doubt."""
+        places = (i + 1 for i, end in enumerate(self.ends) if end == chars and self.certain[i])
+        return next(places, None)
+
+    def check_decodes(self, plain: PlainEncoding) -> None:
+        """The given ids, without those that the client was never shown, decode to the text that it sent."""
+        text = self.seen.prompt
+        if UNFINISHED in text or not plain.reversible(text):
+            return  # the tokenizer itself cannot give this text back
+        before: list[int | None] = [0, *self.ends]
+        given = self.arrays.tokens[: self.given]
+        shown = [token for i, token in enumerate(given) if self.ends[i] is None or self.ends[i] != before[i]]
+        assert plain.decode_whole(shown) == text, (text, shown, given, self.ends)
 
     def cuts(self, text: str) -> Iterator[tuple[int, int]]:
         """Every prefix that spells the beginning of `text` at all, longest first."""
@@ -121,7 +137,7 @@ class Ledger:
     shorter: int = 0  # of these, generations for which some other entry had a longer prefix
 
     def __post_init__(self) -> None:
-        self.plain = PlainEncoding(self.tokenizer)
+        self.plain = plain_encoding(self.tokenizer)
 
     def enter(self, generation: Generation, seen: Visible) -> list[Account]:
         """Check what the engine was given; the accounts it may have (several earlier ones can share its ids).
@@ -131,21 +147,29 @@ class Ledger:
         """
         assert generation.given is not None, "the worker was given text"
         held = [each for each in self.accounts.values() if each.generation.answered <= generation.arrived]
-        found = [self._fresh(generation, seen)] if self._is_fresh(generation.given, seen.prompt) else []
+        fresh = seen.ids or generation.given in self.plain.whole(seen.prompt)
+        found = [self._fresh(generation, seen)] if fresh else []
         longest = 0
         for earlier in held:
-            for tokens, chars in self._explains(earlier, generation.given, seen.prompt):
+            for tokens, chars in self._explains(earlier, generation.given, seen):
                 found.append(self._extended(generation, seen, earlier, tokens, chars))
                 longest = max(longest, chars)
         assert found, self._unexplained(generation, seen, held)
-        self._check_length(held, seen, longest)
+        if not seen.ids:
+            self._check_length(held, generation, seen, longest)
+            for account in found:
+                account.check_decodes(self.plain)
         return found
 
     def settle(self, account: Account) -> None:
         """The account that this generation turned out to have."""
         self.accounts[account.generation.rid] = account
 
-    def _check_length(self, held: list[Account], seen: Visible, longest: int) -> None:
+    def leave_open(self, accounts: list[Account]) -> None:
+        """Nobody can tell any more which account this generation had."""
+        self.accounts |= {f"{each.generation.rid}#{index}": each for index, each in enumerate(accounts)}
+
+    def _check_length(self, held: list[Account], generation: Generation, seen: Visible, longest: int) -> None:
         if self.evicting:
             return
         there = [each for each in held if each.seen.received <= seen.sent]
@@ -154,18 +178,13 @@ class Ledger:
         for each in there:
             if seen.prompt.startswith(each.text[: each.shown]):
                 chars = each.must_keep(seen.prompt)[1]
-                assert chars <= longest, (
-                    f"{chars} characters of {each.generation.rid} could be reused, {longest} were:\n{seen.prompt!r}"
-                )
+                assert chars <= longest, self._too_short(each, generation, seen, longest)
 
-    def _is_fresh(self, given: list[int], text: str) -> bool:
-        return given in self.plain.whole(text)
-
-    def _explains(self, earlier: Account, given: list[int], text: str) -> Iterator[tuple[int, int]]:
+    def _explains(self, earlier: Account, given: list[int], seen: Visible) -> Iterator[tuple[int, int]]:
         """Prefixes of an earlier generation that, with the encoding of the rest of the text, are what was given."""
+        text = seen.prompt
         least = earlier.must_keep(text)[1]
         shared = common_length(earlier.arrays.tokens, given)
-        done: set[int] = set()
         for tokens, chars in earlier.cuts(text):
             if chars < least or not tokens:
                 break
@@ -173,16 +192,22 @@ class Ledger:
             if tokens > shared or not (earlier.sampled(tokens - 1) or complete):
                 continue
             # Of tokens that complete the same character the first is enough: those behind it spell nothing.
-            first = next(i for i, end in enumerate(earlier.ends) if end == chars) + 1
-            if first < tokens and earlier.sampled(first - 1):
+            first = earlier.first_certain(chars)
+            if first is not None and first < tokens and earlier.sampled(first - 1):
                 continue
-            if chars not in done and given[tokens:] in self.plain.rest(text[chars:]):
-                done.add(chars)
+            if seen.ids or given[tokens:] in self.plain.rest(text[chars:]):
                 yield tokens, chars
+
+    def _too_short(self, best: Account, generation: Generation, seen: Visible, longest: int) -> str:
+        line = f"recorded tokens of {longest} characters were given, {best.must_keep(seen.prompt)[1]} could be"
+        return "\n".join([line, self._unexplained(generation, seen, [best])])
 
     def _unexplained(self, generation: Generation, seen: Visible, held: list[Account]) -> str:
         best = max(held, key=lambda each: each.must_keep(seen.prompt)[1], default=None)
-        lines = ["the given ids are no earlier generation's and the encoding of the rest", f"text {seen.prompt!r}"]
+        lines = [
+            "not an earlier generation's ids, as many as possible, and the encoding of the rest",
+            f"text {seen.prompt!r}",
+        ]
         lines.append(f"given {generation.given}")
         if best is not None:
             tokens, chars = best.must_keep(seen.prompt)
@@ -253,8 +278,7 @@ def spell(plain: PlainEncoding, generation: Generation) -> Spelled:
     prefixes = [plain.decode(ids[: index + 1], skip_special=generation.skip_special) for index in range(len(ids))]
     full = prefixes[-1] if prefixes else ""
     if not full.startswith(shown):
-        # The worker joined its first bytes to a character that the prompt had begun: reusable only as a whole.
-        return Spelled(shown, [None] * (len(ids) - 1) + [len(shown)] if ids else [], [False] * len(ids))
+        return _spell_whole(plain, generation)
     visible = _last_visible(prefixes, shown)
     ends: list[int | None] = []
     certain: list[bool] = []
@@ -270,6 +294,27 @@ def spell(plain: PlainEncoding, generation: Generation) -> Spelled:
         ends.append(len(head + prefix) if tail.startswith(prefix) else None)
         certain.append(last or not prefix.endswith(UNFINISHED))
     return Spelled(head + tail, ends, certain)
+
+
+def _spell_whole(plain: PlainEncoding, generation: Generation) -> Spelled:
+    """The worker joined the first bytes to a character that the prompt had begun, so nobody knows what each one shows.
+    Reusable whole, without what was hidden behind it; not at all if a stop string may have cut its last token."""
+    ids, reason = generation.sampled, generation.finish or {}
+    trimmed = None if generation.params.get("no_stop_trim") else reason.get("matched")
+    count = len(ids)
+    while count and (
+        ids[count - 1] == trimmed or not plain.decode([ids[count - 1]], skip_special=generation.skip_special)
+    ):
+        count -= 1
+        trimmed = None
+    ends: list[int | None] = [None] * len(ids)
+    tail = ""
+    if count and not isinstance(reason.get("matched"), str):
+        ends[count - 1] = len(generation.text)
+        for index in range(count, len(ids)):
+            tail += plain.decode([ids[index]], skip_special=False)
+            ends[index] = len(generation.text + tail)
+    return Spelled(generation.text + tail, ends, [end is not None for end in ends])
 
 
 def _last_visible(prefixes: list[str], shown: str) -> int:

@@ -47,6 +47,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
+        await self.on_tick(0)  # which sets the headers that the server adds, if it adds any
         await self.stop.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import os
 import socket
 import stat
@@ -24,7 +25,9 @@ WITHIN = 1.0
 class Stage:
     """`stage.worker()`, `stage.router(...)`, `stage.client()`; ended and searched for leaks by the fixture."""
 
-    def __init__(self, stack: AsyncExitStack) -> None:
+    def __init__(self, stack: AsyncExitStack, defects: list[str]) -> None:
+        #: Errors the router has logged; a test that provokes one takes it out.
+        self.defects = defects
         self._stack = stack
         self.workers: list[ScriptedWorker] = []
         self.routers: list[RunningRouter] = []
@@ -60,19 +63,37 @@ class Stage:
 async def staged() -> AsyncIterator[Stage]:
     """A stage; at the end requests must be over within a second, and every task and socket gone."""
     tasks, sockets = _tasks(), _sockets()
+    defects = _Defects()
+    logging.getLogger().addHandler(defects)
     try:
         async with AsyncExitStack() as stack:
-            stage = Stage(stack)
+            stage = Stage(stack, defects.seen)
             yield stage
             await stage.nothing_under_way()
     except AssertionError:
         gc.collect()  # a task that failed says so here, and not while pytest parses sources for its report
         raise
+    finally:
+        logging.getLogger().removeHandler(defects)
+    assert not defects.seen
     for worker in stage.workers:
         for crash in worker.crashes:
             raise crash
     await until(lambda: _tasks() <= tasks, f"tasks ended: {_tasks() - tasks}")
     await until(lambda: _sockets() <= sockets, f"sockets closed: {_sockets() - sockets}")
+
+
+class _Defects(logging.Handler):
+    """What the router or its server logs as an error. Failures of clients and workers are warnings at most."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note it, unless it is the server's word for a reply that was broken off on purpose."""
+        if "without completing response" not in record.getMessage():
+            self.seen.append(f"{record.name}: {record.getMessage()} {record.exc_info}")
 
 
 def _tasks() -> set[asyncio.Task[Any]]:

@@ -1,0 +1,108 @@
+"""The demo's second half: every rollout's tokens retrieved by its text, and held against what the workers answered."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles_router.testing import tiny_tokenizer
+
+MIDDLEWARE = "middleware_hub.radix_tree_middleware.RadixTreeMiddleware"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One generation as the worker answered it: `given` tokens went in, `ids` with `logprobs` came out."""
+
+    given: int
+    ids: list[int]
+    logprobs: list[float]
+
+    @classmethod
+    def of(cls, answer: Mapping[str, Any]) -> "Turn":
+        meta = answer["meta_info"]
+        return cls(meta["prompt_tokens"], answer["output_ids"], [entry[0] for entry in meta["output_token_logprobs"]])
+
+
+@dataclass
+class Rollout:
+    """A finished rollout: its text, its last generation's id, its turns."""
+
+    text: str = ""
+    rid: str = ""
+    turns: list[Turn] = field(default_factory=list)
+
+
+@dataclass
+class Exactness:
+    """What the retrieved arrays came to."""
+
+    rollouts: int = 0
+    exact: int = 0
+    tokens: int = 0
+    right: int = 0
+
+    def take(self, rollout: Rollout, retrieved: Mapping[str, Any]) -> None:
+        """Count one retrieved rollout."""
+        right = right_positions(rollout.turns, retrieved)
+        self.rollouts += 1
+        self.tokens += len(right)
+        self.right += sum(right)
+        self.exact += all(right)
+
+
+def right_positions(turns: Sequence[Turn], retrieved: Mapping[str, Any]) -> list[bool]:
+    """For each retrieved position whether it is what the workers say. The last turn's tokens must all be there; of an
+    earlier turn's, those that count as sampled must be the ones sampled, and a prompt counts as given."""
+    ids, mask = retrieved["tokens"], retrieved["loss_mask"]
+    logprobs = np.array(retrieved["rollout_logp"], dtype=np.float32)
+    last = turns[-1]
+    whole = len(ids) == len(mask) == len(logprobs) == last.given + len(last.ids)
+    right = [whole and not sampled for sampled in mask]
+    for turn in turns:
+        for offset, (token, logprob) in enumerate(
+            zip(turn.ids, np.array(turn.logprobs, dtype=np.float32), strict=True)
+        ):
+            place = turn.given + offset
+            if place < len(ids) and mask[place]:
+                right[place] = whole and ids[place] == token and bool(logprobs[place] == logprob)
+            elif place < len(ids) and turn is last:
+                right[place] = False
+    return right
+
+
+def checkpoint(given: str | None, scratch: Path) -> str | None:
+    """The directory with the tokenizer that router and workers share: the one given, or a tiny one made now. None where
+    the packages for it are not installed."""
+    if given is not None:
+        return given
+    if find_spec("tokenizers") is None or find_spec("transformers") is None:
+        return None
+    directory = scratch / "model"
+    tiny_tokenizer.build(directory)
+    return str(directory)
+
+
+def router_options(directory: str | None) -> list[str]:
+    """How the router is told of the cache."""
+    return [] if directory is None else ["--middleware-paths", MIDDLEWARE, "--hf-checkpoint", directory]
+
+
+def cache_lines(exactness: Exactness | None, info: Mapping[str, Any]) -> Iterator[str]:
+    """The report's last block."""
+    if exactness is None:
+        yield "cache      off: it needs a tokenizer, pip install 'miles-router[tito]'"
+        return
+    counted = info["statistics"]["radix_tree"]
+    share = exactness.right / exactness.tokens if exactness.tokens else 0.0
+    yield f"retrieved  {exactness.rollouts} rollouts by their text, {exactness.tokens:,} tokens"
+    yield f"exact      {_percent(share)} of the tokens, {exactness.exact} of {exactness.rollouts} rollouts"
+    yield f"reused     {counted['reused_tokens']:,} tokens of earlier turns and siblings' prompts, not encoded again"
+
+
+def _percent(share: float) -> str:
+    """`100 %` only where it is all of them."""
+    return "100 %" if share == 1 else f"{min(share, 0.9999):.2%}".replace("%", " %")

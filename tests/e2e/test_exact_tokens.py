@@ -1,0 +1,123 @@
+"""Text rollouts against real SGLang: what is retrieved is what went through the workers' doors, at every position."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import Any
+
+import aiohttp
+import pytest
+
+from miles_router.config import MiddlewareSpec
+from miles_router.tasks import spawn
+from tests.sglang.environment import ensure
+from tests.sglang_worker import RealWorker
+from tests.support.door import Door
+from tests.support.exactness import compare_all, drift, retrieve
+from tests.support.oracle import Ledger, Visible
+from tests.support.rollouts import GROUPS, SIZE, TURNS, Rollouts, Turn, generate
+from tests.support.running_router import RunningRouter, running_router
+from tests.support.tokenizers import tokenizer
+
+pytestmark = pytest.mark.sglang
+
+CACHE = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware", {})
+
+
+@pytest.fixture
+async def doors(sglang_workers: list[RealWorker]) -> AsyncIterator[list[Door]]:
+    async with Door(sglang_workers[0].url) as one, Door(sglang_workers[1].url) as other:
+        yield [one, other]
+
+
+@pytest.fixture
+async def router(doors: list[Door]) -> AsyncIterator[RunningRouter]:
+    model = str(ensure().dense_model)
+    async with running_router(*(door.url for door in doors), middlewares=(CACHE,), hf_checkpoint=model) as running:
+        yield running
+
+
+@asynccontextmanager
+async def changing_versions(workers: list[RealWorker]) -> AsyncIterator[None]:
+    """New weight versions under the requests in flight, until the block ends."""
+    async with aiohttp.ClientSession() as session:
+
+        async def update(version: str) -> None:
+            for worker in workers:
+                order = {"new_version": version, "abort_all_requests": False}
+                async with session.post(f"{worker.url}/update_weight_version", json=order) as reply:
+                    assert reply.status == 200
+
+        async def keep_updating() -> None:
+            for version in count(1):
+                await asyncio.sleep(2)
+                await update(str(version))
+
+        updating = spawn(keep_updating(), name="weight updates")
+        try:
+            yield
+        finally:
+            updating.cancel()
+            await asyncio.wait([updating])
+            await update("default")
+
+
+async def test_every_position_is_what_the_engine_was_given_or_sampled(
+    router: RunningRouter,
+    doors: list[Door],
+    sglang_workers: list[RealWorker],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    begun = time.monotonic()
+    rollouts = Rollouts(router.url)
+    async with changing_versions(sglang_workers):
+        await rollouts.run()
+    generated = time.monotonic()
+    ledger = Ledger(tokenizer("qwen3"))
+    compared = await compare_all(router.url, doors, rollouts.turns, ledger)
+    assert compared.generations >= GROUPS * SIZE * TURNS
+    assert len({version for each in ledger.accounts.values() for version in each.arrays.versions}) > 3
+    assert ledger.reused > compared.generations / 2
+    finals = [ledger.accounts[turn.rid] for turn in rollouts.last.values()]
+    assert len(finals) == GROUPS * SIZE
+    measured = drift(finals, tokenizer("qwen3"))
+    with capsys.disabled():
+        print(
+            f"\n{compared}; {ledger.reused} generations were given recorded tokens, {ledger.shorter} of them fewer than"
+        )
+        print(f"some other entry had; {router.app.router.statistics['radix_tree']()}\n{measured}")
+        print(f"{generated - begun:.1f} s of rollouts, {time.monotonic() - generated:.1f} s of comparison")
+    assert measured.changed_rollouts > measured.rollouts / 2, "random weights are the hardest input there is"
+
+
+async def test_siblings_with_one_text_and_different_ids_are_kept_apart(
+    router: RunningRouter, doors: list[Door]
+) -> None:
+    spelling = tokenizer("qwen3").backend_tokenizer.token_to_id
+    whole, first, second = spelling("Ġthem"), spelling("Ġth"), spelling("em")
+    prompt = "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\nIt was"
+    async with aiohttp.ClientSession(router.url) as session:
+
+        async def forced(text: str, token: int) -> Turn:
+            params = {"max_new_tokens": 1, "logit_bias": {str(token): 100}}
+            sent = time.monotonic()
+            (answer,) = await generate(session, {"text": text, "sampling_params": params})
+            assert answer["output_ids"] == [token]
+            return Turn(0, 0, 0, answer["meta_info"]["id"], Visible(text, sent, time.monotonic()), answer["text"])
+
+        half = await forced(prompt, first)
+        split = await forced(half.whole, second)
+        joined = await forced(prompt, whole)
+        assert split.whole == joined.whole == f"{prompt} them"
+        found: dict[str, Any] = await retrieve(session, text=joined.whole)
+        assert (found["ambiguous"], found["rid"]) == (True, joined.rid), "the newest, and it says so"
+        assert set(found["candidates"]) == {split.rid, joined.rid}
+        by_rid = [(await retrieve(session, rid=turn.rid))["tokens"] for turn in (split, joined)]
+        assert [tokens[-2:] for tokens in by_rid] == [[first, second], [*by_rid[1][-2:-1], whole]]
+        further = [await forced(f"{joined.whole}{more}", second) for more in ("", " and", "e")]
+    compared = await compare_all(router.url, doors, [half, split, joined, *further], Ledger(tokenizer("qwen3")))
+    assert (compared.generations, compared.ambiguous) == (6, 1)

@@ -1,0 +1,195 @@
+"""RadixTreeMiddleware on `/generate`: every request shape, the client's view unchanged, streams event by event."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from miles_router.testing import SimulatedWorker
+from tests.support.cache_trial import (
+    JSON,
+    SHORT,
+    STREAM,
+    Trial,
+    ask_worker,
+    checkpoint,
+    data_of,
+    event,
+    events,
+    exactly_recorded,
+    simulated_trial,
+    trial_before,
+)
+from tests.support.http import request
+from tests.support.scripted_worker import chunk, chunked_head, script
+from tests.support.stage import Stage
+
+LOGPROBS = {"input_token_logprobs", "output_token_logprobs", "output_token_logprobs_length"}
+
+
+@pytest.fixture
+async def trial(stage: Stage) -> AsyncIterator[Trial]:
+    async with simulated_trial(stage) as made:
+        yield made
+
+
+# Request shapes
+
+
+async def test_a_second_turn_is_given_the_sampled_ids_of_the_first(trial: Trial) -> None:
+    first = await trial.generate(text="Question: one?")
+    (given,) = trial.given()
+    second = await trial.generate(text=f"Question: one?{first['text']}\nand two?")
+    assert trial.given()[0][: len(given) + 6] == given + first["output_ids"]
+    await exactly_recorded(trial, second, trial.given()[0])
+    found = await trial.retrieve(rid=second["meta_info"]["id"])
+    assert found["loss_mask"][len(given) : len(given) + 6] == [1] * 6, "sampled before, sampled still"
+
+
+async def test_lists_of_texts_are_answered_in_their_order(trial: Trial) -> None:
+    answers = await trial.generate(text=["one", "and two"], sampling_params=[SHORT, {**SHORT, "max_new_tokens": 2}])
+    assert [len(each["output_ids"]) for each in answers] == [6, 2]
+    assert len(trial.given()) == 2
+    for answer, given in zip(answers, trial.given(), strict=True):
+        await exactly_recorded(trial, answer, given)
+    assert (await trial.retrieve(text=f"and two{answers[1]['text']}"))["rid"] == answers[1]["meta_info"]["id"]
+
+
+async def test_a_list_of_one_text_stays_a_list(trial: Trial) -> None:
+    answers = await trial.generate(text=["one"])
+    assert isinstance(answers, list)
+    await exactly_recorded(trial, answers[0], trial.given()[0])
+
+
+async def test_several_samples_of_each_prompt_belong_to_it(trial: Trial) -> None:
+    answers = await trial.generate(text=["one", "and two"], sampling_params={**SHORT, "n": 3})
+    assert len(answers) == 6
+    for answer, given in zip(answers, trial.given(), strict=True):
+        await exactly_recorded(trial, answer, given)
+    assert trial.given()[:3] == [trial.given()[0]] * 3
+
+
+@pytest.mark.parametrize("name", ["input_ids", "input_tokens"])
+async def test_ids_of_the_client_are_given_as_they_are_and_recognised(trial: Trial, name: str) -> None:
+    first = await trial.generate(text="one")
+    sent = trial.given()[0] + first["output_ids"] + [40, 41]
+    second = await trial.generate(**{name: sent})
+    assert trial.given() == [sent]
+    found = await trial.retrieve(rid=second["meta_info"]["id"])
+    assert found["tokens"] == sent + second["output_ids"]
+    assert found["loss_mask"] == [0] * len(trial.given()[0][:-8]) + [1] * 6 + [0, 0] + [1] * 6
+
+
+async def test_lists_of_ids(trial: Trial) -> None:
+    answers = await trial.generate(input_ids=[[40, 41], [42]])
+    assert trial.given() == [[40, 41], [42]]
+    for answer, given in zip(answers, trial.given(), strict=True):
+        await exactly_recorded(trial, answer, given)
+
+
+async def test_unknown_fields_reach_the_worker_untouched(trial: Trial) -> None:
+    await trial.generate(text="one", priority=7, bogus={"a": [1.5, None, "é"]}, logprob_start_len=-1)
+    sent = trial.door[-1].json()
+    assert (sent["priority"], sent["bogus"]) == (7, {"a": [1.5, None, "é"]})
+    assert "text" not in sent
+    assert sent["return_logprob"] is True
+
+
+# The client's view
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"return_logprob": True},
+        {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True},
+        {"return_logprob": True, "logprob_start_len": 0},
+        {"stream": True},
+        {"stream": True, "return_logprob": True},
+    ],
+)
+@pytest.mark.parametrize("shape", [{"text": "one"}, {"text": ["one", "two"]}, {"text": "one", "n": 2}])
+async def test_the_client_sees_what_the_worker_shows(
+    trial: Trial, extra: dict[str, Any], shape: dict[str, Any]
+) -> None:
+    params = {**SHORT, "n": shape.get("n", 1), "temperature": 0}
+    body = {"text": shape["text"], "sampling_params": params, "rid": "r", **extra}
+    through = await trial.post("/generate", body)
+    async with SimulatedWorker(tokenizer=checkpoint()) as other:
+        direct = await ask_worker(other.url, body)
+    assert through.value("content-type") == direct.value("content-type")
+    seen = events(through.body) if "stream" in extra else through.json()
+    assert steady(seen) == steady(events(direct.body) if "stream" in extra else direct.json())
+    if "return_logprob" not in extra:
+        assert not any(name.encode() in through.body for name in LOGPROBS)
+
+
+def steady(answer: Any) -> Any:
+    """Without times, made-up ids, and the interleaving of a stream's answers."""
+    if isinstance(answer, list):
+        return sorted(
+            (steady(each) for each in answer), key=lambda each: (each.get("index", 0), len(each["output_ids"]))
+        )
+    passing = ("e2e_latency", "response_sent_to_client_ts", "id", "cached_tokens", "cached_tokens_details")
+    meta = {name: None if name in passing else value for name, value in answer["meta_info"].items()}
+    return {**answer, "meta_info": meta}
+
+
+async def test_a_stream_is_given_on_event_by_event(stage: Stage) -> None:
+    gates = [asyncio.Event() for _ in range(2)]
+    worker = await stage.worker()
+    parts = [event([7], "a"), event([7, 8], "ab"), event([7, 8, 9], "abc", finish=True) + b"data: [DONE]\n\n"]
+    begin = chunked_head(STREAM)
+    steps = (begin, chunk(parts[0]), gates[0], chunk(parts[1]), gates[1], chunk(parts[2]), b"0\r\n\r\n")
+    worker.always(script(*steps))
+    trial = await trial_before(stage, worker)
+    client = await stage.client(trial.router)
+    body = json.dumps({"text": "one", "stream": True}).encode()
+    await client.send(request("POST", "/generate", JSON, body))
+    assert (await client.read_head("POST")).status == 200
+    for part, gate in zip(parts, [*gates, None], strict=True):
+        got = await client.read_part()
+        while gate is None and not got.endswith(b"[DONE]\n\n"):
+            got += await client.read_part()
+        assert [each["text"] for each in map(json.loads, filter(None, data_of(got)))] == [
+            json.loads(data_of(part)[0])["text"]
+        ]
+        if gate is not None:
+            assert not trial.statistics()["recorded"]
+            gate.set()
+    assert (await trial.retrieve(rid="r1"))["tokens"][-3:] == [7, 8, 9]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 64, 1000])
+async def test_events_are_understood_however_they_are_cut(stage: Stage, cut: int) -> None:
+    whole = event([7], "a") + event([7, 8], "aé") + event([7, 8, 9], "aéc", finish=True) + b"data: [DONE]\n\n"
+    pieces = [chunk(whole[i : i + cut]) for i in range(0, len(whole), cut)]
+    worker = await stage.worker()
+    worker.always(script(chunked_head(STREAM), *pieces, b"0\r\n\r\n"))
+    trial = await trial_before(stage, worker)
+    answer = await trial.post("/generate", {"text": "one", "stream": True, "return_logprob": True})
+    assert answer.body == whole
+    assert (await trial.retrieve(rid="r1"))["tokens"][-3:] == [7, 8, 9]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("shape", [{"text": "one"}, {"text": ["one", "and two"]}, {"input_ids": [40]}])
+async def test_cumulative_and_incremental_streams_are_recorded_alike(
+    stage: Stage, incremental: bool, shape: dict[str, Any]
+) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint(), incremental_streaming_output=incremental) as worker:
+        trial = await trial_before(stage, worker)
+        body = {**shape, "sampling_params": {**SHORT, "max_new_tokens": 20}, "stream": True}
+        answer = await trial.post("/generate", body)
+        sizes = [len(each["output_ids"]) for each in events(answer.body)]
+        assert max(sizes) == (20 if not incremental else max(sizes)), sizes
+        assert sum(sizes) == 20 * len(trial.given()) or not incremental
+        for generation in trial.door[-1].generations:
+            found = await trial.retrieve(rid=generation.rid)
+            assert found["tokens"] == generation.input_ids + generation.output_ids
+            assert found["rollout_logp"][-20:] == pytest.approx(generation.logprobs, rel=1e-7)

@@ -1,0 +1,268 @@
+"""`POST /retrieve_from_text`, and the cache's numbers at `/metrics` and `/router/info`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from miles_router.errors import ConfigError
+from tests.support.cache_trial import JSON, SHORT, Trial, exactly_recorded, simulated_trial, trial_before
+from tests.support.exactness import binary_arrays
+from tests.support.oracle import retrieved_arrays, same
+from tests.support.stage import Stage
+
+BINARY = "application/octet-stream"
+
+
+@pytest.fixture
+async def trial(stage: Stage) -> AsyncIterator[Trial]:
+    async with simulated_trial(stage) as made:
+        yield made
+
+
+async def siblings(trial: Trial) -> tuple[str, list[str]]:
+    """Two generations with one text and different ids: the text, and their ids."""
+    assert trial.worker is not None
+    encode = trial.worker.tokenizer.encode
+    whole, split = encode(" the"), [*encode(" t"), *encode("h"), *encode("e")]
+    assert whole != split
+    answers = []
+    for ids in (whole, split):
+        trial.worker.say(ids)
+        params = {"max_new_tokens": len(ids), "ignore_eos": True}
+        answers.append(await trial.generate(text="This is", sampling_params=params))
+    assert [each["text"] for each in answers] == [" the", " the"]
+    return "This is the", [each["meta_info"]["id"] for each in answers]
+
+
+# What is found
+
+
+async def test_a_generated_text_gives_its_tokens_with_everything_aligned(trial: Trial) -> None:
+    answer = await trial.generate(text="one")
+    found = await trial.retrieve(text=f"one{answer['text']}")
+    (given,) = trial.given()
+    assert found["tokens"] == given + answer["output_ids"]
+    assert found["loss_mask"] == [0] * len(given) + [1] * 6
+    assert found["rollout_logp"][: len(given)] == [0.0] * len(given)
+    assert found["rollout_logp"][len(given) :] == pytest.approx(trial.door[-1].generation.logprobs, rel=1e-7)
+    assert found["weight_versions"] == [{"version": "default", "start": len(given), "end": len(given) + 6}]
+    assert {name: found[name] for name in ("response", "rid", "finish_reason", "finished", "ambiguous")} == {
+        "response": f"one{answer['text']}",
+        "rid": answer["meta_info"]["id"],
+        "finish_reason": "length",
+        "finished": True,
+        "ambiguous": False,
+    }
+    assert found["token_length"] == found["loss_mask_length"] == found["matched_tokens"] == len(given) + 6
+
+
+async def test_a_text_never_generated_is_encoded_and_says_so(trial: Trial) -> None:
+    assert trial.worker is not None
+    found = await trial.retrieve(text="Nobody generated this.")
+    assert found["tokens"] == trial.worker.tokenizer.encode("Nobody generated this.")
+    assert found["loss_mask"] == [0] * found["token_length"]
+    assert found["rollout_logp"] == [0.0] * found["token_length"]
+    assert (found["matched_tokens"], found["weight_versions"], found["rid"]) == (0, [], None)
+    assert (found["ambiguous"], found["finished"]) == (False, None)
+
+
+async def test_a_text_that_goes_on_behind_a_generation_says_how_much_was_recorded(trial: Trial) -> None:
+    answer = await trial.generate(text="one")
+    found = await trial.retrieve(text=f"one{answer['text']} and more")
+    known = trial.given()[0] + answer["output_ids"]
+    assert found["tokens"][: found["matched_tokens"]] == known[: found["matched_tokens"]]
+    assert 0 < found["matched_tokens"] < found["token_length"]
+    assert sum(found["loss_mask"]) == found["matched_tokens"] - len(trial.given()[0])
+
+
+async def test_strict_refuses_what_was_not_recorded_from_end_to_end(trial: Trial) -> None:
+    answer = await trial.generate(text="one")
+    whole = f"one{answer['text']}"
+    assert (await trial.retrieve(text=whole, strict=True))["finished"]
+    for text in ("never", f"{whole} and more", whole[:-1] + "§"):
+        refused = await trial.post("/retrieve_from_text", {"text": text, "strict": True})
+        assert (refused.status, refused.error_type) == (404, "not_found")
+
+
+async def test_several_spellings_of_one_text_are_ambiguous_and_a_rid_selects_one(trial: Trial) -> None:
+    text, rids = await siblings(trial)
+    found = await trial.retrieve(text=text)
+    assert (found["ambiguous"], found["rid"]) == (True, rids[1]), "the newest"
+    assert sorted(found["candidates"]) == sorted(rids)
+    lengths = []
+    for rid in rids:
+        one = await trial.retrieve(rid=rid)
+        lengths.append(one["token_length"])
+        assert (one["response"], one["rid"]) == (text, rid)
+        assert not one["ambiguous"], "an id selects exactly one"
+        assert await trial.retrieve(rid=rid, text=text) == one
+    assert lengths[0] < lengths[1]
+    assert trial.statistics()["ambiguous"] == 1
+
+
+async def test_equal_spellings_are_not_ambiguous(trial: Trial) -> None:
+    for _ in range(2):
+        await trial.generate(text="one", sampling_params={**SHORT, "temperature": 0})
+    answer = await trial.generate(text="one", sampling_params={**SHORT, "temperature": 0})
+    found = await trial.retrieve(text=f"one{answer['text']}")
+    assert (found["ambiguous"], found["rid"]) == (False, answer["meta_info"]["id"])
+
+
+async def test_texts_are_answered_in_their_order(trial: Trial) -> None:
+    answers = [await trial.generate(text=text) for text in ("one", "two")]
+    texts = [f"two{answers[1]['text']}", "never", f"one{answers[0]['text']}"]
+    found = await trial.retrieve(texts=texts)
+    assert [each["response"] for each in found] == texts
+    assert [each["matched_tokens"] > 0 for each in found] == [True, False, True]
+    assert found[0] == await trial.retrieve(text=texts[0])
+
+
+async def test_binary_answers_hold_the_same(trial: Trial) -> None:
+    answer = await trial.generate(text="one")
+    asked = {"text": f"one{answer['text']}"}
+    headers = [*JSON, ("Accept", BINARY)]
+    binary = await trial.post("/retrieve_from_text", asked, headers)
+    assert binary.value("content-type") == BINARY.encode()
+    plain = await trial.retrieve(**asked)
+    assert same(binary_arrays(binary.body), retrieved_arrays(plain))
+    several = await trial.post("/retrieve_from_text", {"texts": ["never", asked["text"]]}, headers)
+    assert same(binary_arrays(several.body, "1."), retrieved_arrays(plain))
+    assert sum(binary_arrays(several.body, "0.").mask) == 0
+    refused = await trial.post("/retrieve_from_text", {"rid": "unknown"}, headers)
+    assert (refused.status, refused.error_type) == (404, "not_found")
+
+
+async def test_logprobs_can_be_left_out(trial: Trial) -> None:
+    answer = await trial.generate(text="one")
+    found = await trial.retrieve(text=f"one{answer['text']}", return_logp=False)
+    assert "rollout_logp" not in found
+    assert len(found["tokens"]) == len(found["loss_mask"])
+
+
+async def test_a_text_with_its_hidden_tail_is_found_too(trial: Trial) -> None:
+    assert trial.worker is not None
+    trial.worker.say([*trial.worker.tokenizer.encode("Yes."), *trial.worker.tokenizer.encode("<|im_end|>")])
+    answer = await trial.generate(text="one", sampling_params={"max_new_tokens": 20})
+    assert answer["text"] == "Yes."
+    found = [await trial.retrieve(text=f"oneYes.{tail}", strict=True) for tail in ("", "<|im_end|>")]
+    assert found[0]["tokens"] == found[1]["tokens"] == trial.given()[0] + answer["output_ids"]
+
+
+async def test_retrieving_while_others_generate(trial: Trial) -> None:
+    async def rollout(number: int) -> None:
+        text = f"rollout {number}:"
+        for _ in range(4):
+            answer = await trial.generate(text=text)
+            text += answer["text"]
+            found = await trial.retrieve(rid=answer["meta_info"]["id"])
+            assert found["response"] == text
+            assert found["tokens"][-6:] == answer["output_ids"]
+
+    await asyncio.gather(*(rollout(number) for number in range(16)))
+    assert trial.statistics()["recorded"] == 64
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"text": ""},
+        {"texts": [""]},
+        {"texts": ["a", 7]},
+        {"texts": []},
+        {"texts": "a"},
+        {"texts": ["a"] * 5000},
+        {"text": 7},
+        {"rid": 7},
+        {},
+        {"strict": True},
+        {"text": "a", "strict": "yes"},
+        {"text": "a", "return_logp": 1},
+        {"text": "a", "texts": ["a"]},
+        {"rid": "a", "texts": ["a"]},
+        {"text": "a", "unknown": 1},
+        ["a"],
+        "a",
+        None,
+    ],
+)
+async def test_what_cannot_be_asked_is_refused(trial: Trial, asked: Any) -> None:
+    refused = await trial.post("/retrieve_from_text", asked)
+    assert (refused.status, refused.error_type) == (400, "invalid_request")
+
+
+async def test_malformed_json_is_refused(trial: Trial) -> None:
+    for body in (b"", b"{", b"\xff"):
+        assert (await trial.post("/retrieve_from_text", body)).status == 400
+
+
+async def test_an_unknown_rid_is_not_found_and_one_of_another_text_is_refused(trial: Trial) -> None:
+    answer = await trial.generate(text="one")
+    assert (await trial.post("/retrieve_from_text", {"rid": "unknown"})).status == 404
+    rid = answer["meta_info"]["id"]
+    assert (await trial.post("/retrieve_from_text", {"rid": rid, "text": "another"})).status == 400
+
+
+async def test_other_methods_are_not_ours(trial: Trial) -> None:
+    assert (await trial.router.ask("GET", "/retrieve_from_text")).status in (404, 405)
+
+
+# Numbers
+
+
+async def test_numbers_are_shown_in_both_places(trial: Trial) -> None:
+    answer = await trial.generate(text="one")
+    (given,) = trial.given()
+    await trial.generate(text=f"one{answer['text']} more")
+    await trial.retrieve(text="never")
+    numbers = (await trial.router.ask("GET", "/router/info")).json()["statistics"]["radix_tree"]
+    assert numbers == trial.statistics()
+    expected = {"lookups": 3, "hits": 1, "recorded": 2, "retrievals": 1, "ambiguous": 0, "evicted": 0, "entries": 2}
+    assert {name: numbers[name] for name in expected} == expected
+    assert 0 < numbers["reused_tokens"] <= len(given) + 6
+    assert numbers["tokens"] == len(given) + 6 + len(trial.given()[0]) - numbers["reused_tokens"] + 6
+    assert 0 < numbers["token_bytes"] <= 12 * numbers["tokens"]
+    metrics = (await trial.router.ask("GET", "/metrics")).body.decode()
+    for name in expected:
+        ending = "" if name == "entries" else "_total"
+        assert f"miles_router_radix_tree_{name}{ending} {float(expected[name])}" in metrics
+
+
+async def test_a_small_budget_is_kept_and_evictions_are_counted(stage: Stage) -> None:
+    async with simulated_trial(stage) as plenty:
+        assert plenty.worker is not None
+        trial = await trial_before(stage, plenty.worker, max_tokens=100)
+        for number in range(30):
+            answer = await trial.generate(text=f"{number}")
+        numbers = trial.statistics()
+        assert numbers["tokens"] + 16 * numbers["entries"] <= 100
+        assert numbers["evicted"] == 30 - numbers["entries"]
+        await exactly_recorded(trial, answer, trial.given()[0])
+        assert (await trial.retrieve(text="0"))["matched_tokens"] == 0
+
+
+async def test_old_versions_are_evicted_first(stage: Stage) -> None:
+    async with simulated_trial(stage) as plenty:
+        assert plenty.worker is not None
+        trial = await trial_before(stage, plenty.worker, max_tokens=100, keep_versions=0)
+        old = await trial.generate(text="old")
+        plenty.worker.engine.weight_version = "new"
+        answers = [await trial.generate(text=f"{n}") for n in range(2)]
+        await trial.retrieve(rid=old["meta_info"]["id"])  # used last, and yet the first to go
+        answers += [await trial.generate(text=f"{n}") for n in range(2, 4)]
+        assert (await trial.post("/retrieve_from_text", {"rid": old["meta_info"]["id"]})).status == 404
+        assert (await trial.retrieve(rid=answers[1]["meta_info"]["id"]))["weight_versions"][0]["version"] == "new"
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": "x"}, {"keep_versions": -1}])
+async def test_senseless_options_are_refused_at_the_start(stage: Stage, options: dict[str, Any]) -> None:
+    async with simulated_trial(stage) as plenty:
+        assert plenty.worker is not None
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            await trial_before(stage, plenty.worker, **options)
