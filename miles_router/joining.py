@@ -7,7 +7,7 @@ or added up; what it says of the prompt is the first part's, of the end the last
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 Answer = Mapping[str, Any]
@@ -19,6 +19,7 @@ OF_THE_END = ("finish_reason", "weight_version")
 EXPERTS = "routed_experts"
 VERSIONS = "weight_versions"
 RESUMED = "resumed"  # how often the generation was carried on
+LAST_TOKEN = 16  # characters that may stand behind a stop string in the token that completes it
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -115,3 +116,27 @@ def straddling(text: str, boundary: int, stops: Sequence[str]) -> tuple[int, str
         if 0 <= at < boundary:
             found.append((at, stop))
     return min(found, default=None)
+
+
+def forming(text: str, boundary: int, stops: Sequence[str]) -> int:
+    """Where a stop string may have begun before `boundary` that could still be completed; the end of `text` if none."""
+    for at in range(max(0, boundary - max(map(len, stops), default=0)), boundary):
+        if any(len(stop) > len(text) - at and stop.startswith(text[at:]) for stop in stops):
+            return at
+    return len(text)
+
+
+def ending(answer: Answer, stops: Sequence[str], end_ids: Collection[int], budget: int | None) -> dict[str, Any] | None:
+    """The `finish_reason` of an answer whose last token would have ended it, had it not been aborted at that very
+    token: an engine looks for an abort first."""
+    ids, text = answer["output_ids"], answer["text"]
+    if not ids:
+        return None
+    found = [(at, stop) for stop in stops if (at := text.find(stop, max(0, len(text) - len(stop) - LAST_TOKEN))) >= 0]
+    if found:
+        return {"type": "stop", "matched": min(found)[1]}
+    if ids[-1] in end_ids:
+        return {"type": "stop", "matched": ids[-1]}
+    if budget is not None and len(ids) >= budget:
+        return {"type": "length", "length": len(ids)}
+    return None

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -20,8 +19,9 @@ from miles_router.events import LAST_EVENT, EventReader, event, payload
 from miles_router.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
 from miles_router.headers import first
 from miles_router.inflight import InFlight
-from miles_router.joining import UNFINISHED, cut, join, straddling
+from miles_router.joining import CONCATENATED, EXPERTS, UNFINISHED, VERSIONS, cut, ending, forming, join_base64, straddling
 from miles_router.middleware import ASGIApp
+from miles_router.parts import Part, split
 from miles_router.router import Router
 from miles_router.tasks import together
 from miles_router.watch import Watch
@@ -35,10 +35,12 @@ DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's `SamplingParams`
 #: Sampling that depends on the output so far, which an engine that is given it as prompt no longer counts as output.
 STATEFUL = ("regex", "json_schema", "ebnf", "structural_tag", "stop_regex", "custom_params")
 PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
-#: Fields of a request that may hold one value for each prompt.
-PER_PROMPT = ("sampling_params", "return_logprob", "top_logprobs_num", "token_ids_logprob", "lora_path", "rid")
 #: Fields about the prompt, which the first part has answered.
 OF_THE_PROMPT = ("text", "input_tokens", "logprob_start_len")
+#: What a stream says at its end.
+OF_THE_LAST_EVENT = (VERSIONS, EXPERTS)
+#: Tokens on either side of a cut that are decoded to see the character it may have halved.
+WINDOW = 16
 
 
 class Enough(Exception):
@@ -47,82 +49,6 @@ class Enough(Exception):
 
 class CannotResume(RouterError):
     """A generation that cannot be carried on exactly; it is returned as it is."""
-
-
-@dataclass
-class Part:
-    """One generation of a request: what was asked, and what has come so far."""
-
-    index: int
-    request: Mapping[str, Any]  # for this generation alone
-    streamed_index: bool
-    answer: dict[str, Any] | None = None  # of the goes before this one, joined
-    current: dict[str, Any] | None = None  # of this go, cumulative
-    incremental: bool = False
-    done: bool = False
-    prompt: list[int] = field(default_factory=list)
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        return self.request.get("sampling_params") or {}
-
-    @property
-    def stops(self) -> list[str]:
-        stop = self.params.get("stop") or []
-        return [stop] if isinstance(stop, str) else list(stop)
-
-    def so_far(self) -> dict[str, Any] | None:
-        """Everything that has come, joined."""
-        if self.current is None:
-            return self.answer
-        return dict(self.current) if self.answer is None else join(self.answer, self.current)
-
-    def next_go(self) -> None:
-        """What has come becomes what was before."""
-        self.answer, self.current = self.so_far(), None
-
-    def absorb(self, answer: dict[str, Any]) -> None:
-        """One event of this go: everything so far, or (`--incremental-streaming-output`) what is new."""
-        known = self.current
-        if known is None or len(answer["output_ids"]) == answer["meta_info"]["completion_tokens"]:
-            self.current = answer
-            return
-        self.incremental = True
-        meta = dict(answer["meta_info"])
-        for name in ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"):
-            if meta.get(name) is not None:
-                meta[name] = [*(known["meta_info"].get(name) or ()), *meta[name]]
-        ids = [*known["output_ids"], *answer["output_ids"]]
-        self.current = {**answer, "text": known["text"] + answer["text"], "output_ids": ids, "meta_info": meta}
-
-
-def split(body: Mapping[str, Any]) -> list[Part]:
-    """The generations a request asks for, in the order of their answers (prompt-major, `n` each)."""
-    text, ids = body.get("text"), body.get("input_ids", body.get("input_tokens"))
-    batch = isinstance(text, list) or (isinstance(ids, list) and bool(ids) and isinstance(ids[0], list))
-    source: Any = text if text is not None else ids
-    prompts = list(source) if batch else [source]
-    parts: list[Part] = []
-    for place, prompt in enumerate(prompts):
-        own = {name: _own(body, name, place, len(prompts) if batch else None) for name in PER_PROMPT if name in body}
-        params = dict(own.get("sampling_params") or {})
-        samples = params.pop("n", 1)
-        if samples != 1:
-            own.pop("rid", None)
-        request = {**body, **own, "sampling_params": params, ("text" if text is not None else "input_ids"): prompt}
-        request.pop("input_tokens", None)
-        indexed = batch or samples != 1
-        parts += [Part(len(parts) + sample, request, indexed) for sample in range(samples)]
-    return parts
-
-
-def _own(body: Mapping[str, Any], name: str, place: int, prompts: int | None) -> Any:
-    value = body[name]
-    if prompts is None:
-        return value
-    if name == "rid" and isinstance(value, str):
-        return f"{value}_{place}"
-    return value[place] if isinstance(value, list) and len(value) == prompts else value
 
 
 class PartialRollouts:
@@ -142,6 +68,8 @@ class PartialRollouts:
         self.router = router
         self.resume_cut = resume_cut
         self.resume_lost = resume_lost
+        self.incremental: bool | None = None  # unknown yet
+        self.end_ids: set[int] = set()  # tokens that answers were seen to end with
         self.resumed = 0
         self.returned = 0
         router.statistics["partial_rollouts"] = lambda: {"resumed": self.resumed, "returned": self.returned}
@@ -223,7 +151,7 @@ class _Run:
         request = {name: value for name, value in part.request.items() if name not in OF_THE_PROMPT}
         request |= {"input_ids": [*part.prompt, *sampled], "sampling_params": params}
         if request.get("return_routed_experts"):
-            request["routed_experts_start_len"] = len(part.prompt) + len(sampled) - 1
+            request["routed_experts_start_len"] = part.experts_from
         return orjson.dumps(request)
 
     async def _prompt_ids(self, part: Part) -> list[int]:
@@ -236,10 +164,12 @@ class _Run:
             raise CannotResume("the worker's tokenizer does not give the prompt it had")
         return list(tokens)
 
-    async def _worker(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Ask a worker's own tokenizer."""
+    async def _worker(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Ask a worker something that it answers at once."""
         headers = [(b"content-type", b"application/json")]
-        async with self.router.forward("POST", path, headers=headers, body=orjson.dumps(body)) as forwarded:
+        data = b"" if body is None else orjson.dumps(body)
+        method = "GET" if body is None else "POST"
+        async with self.router.forward(method, path, headers=headers, body=data) as forwarded:
             data = await forwarded.reply.read_all(MAX_ANSWER)
         if forwarded.reply.status != OK:
             raise CannotResume(f"{path} answered {forwarded.reply.status}")
@@ -257,30 +187,96 @@ class _Run:
                 await self.gate.wait(self.exchange)
         return not self.exchange.aborted
 
-    async def mend(self, part: Part, joined: dict[str, Any], boundary: int) -> dict[str, Any]:
-        """Put right what joining cannot know: a character cut in two, and a stop string across the cut."""
+    async def ended(self, part: Part) -> bool:
+        """Whether the cut fell on the very token that ends the generation; it is over then."""
+        answer, params = part.answer, part.params
+        if answer is None:
+            return False
+        ends = set() if params.get("ignore_eos") else {*self.layer.end_ids, *(params.get("stop_token_ids") or ())}
+        finish = ending(answer, part.stops, ends, params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS))
+        if finish is None or (part.experts_lost and finish["type"] == "length"):
+            return False
+        text, matched = answer["text"], finish.get("matched")
+        if not params.get("no_stop_trim") and matched is not None:
+            last = (
+                matched if isinstance(matched, str) else (await self._detokenize(part, [answer["output_ids"][-1:]]))[0]
+            )
+            text = text[: text.rindex(last)] if last and last in text else text
+        part.answer = {**answer, "text": text, "meta_info": {**answer["meta_info"], "finish_reason": finish}}
+        part.done = True
+        return True
+
+    async def incremental(self) -> bool:
+        """Whether workers stream only what is new (`--incremental-streaming-output`)."""
+        if self.layer.incremental is None:
+            info = await self._worker("/server_info")
+            self.layer.incremental = bool(info.get("incremental_streaming_output"))
+        return self.layer.incremental
+
+    def learn_end(self, part: Part, answer: Mapping[str, Any]) -> None:
+        """Which tokens the model ends with, nobody tells; its answers do."""
+        matched = (answer["meta_info"].get("finish_reason") or {}).get("matched")
+        if isinstance(matched, int) and matched not in (part.params.get("stop_token_ids") or ()):
+            self.layer.end_ids.add(matched)
+
+    async def complete_character(self, part: Part, *, finished: bool) -> None:
+        """Put right the last character before the cut, which the cut may have halved, once the rest of it is there."""
+        head = part.answer
+        if head is None or part.current is None or not head["text"].endswith(UNFINISHED) or not part.prompt:
+            return
+        before = [*part.prompt, *head["output_ids"]][-WINDOW:]
+        half, more = await self._detokenize(part, [before, [*before, *part.current["output_ids"][:WINDOW]]])
+        if not finished and len(more) <= len(half) and more.endswith(UNFINISHED):
+            return
+        size = len(head["text"]) - len(head["text"].rstrip(UNFINISHED))
+        part.answer = {**head, "text": head["text"][:-size] + more[len(half) - size : len(half)]}
+        part.halved = False
+
+    async def reveal(self, part: Part) -> None:
+        """What a worker that was lost had still held back of the text: characters and stop strings in the making."""
+        answer = part.answer
+        if answer is None or answer["meta_info"].get("finish_reason") is not None or not answer["output_ids"]:
+            return
+        if not part.prompt:
+            part.prompt = await self._prompt_ids(part)
+        before = part.prompt[-WINDOW:]
+        half, more = await self._detokenize(part, [before, [*before, *answer["output_ids"]]])
+        part.answer = {**answer, "text": more[len(half) :]}
+        part.halved = part.answer["text"].endswith(UNFINISHED)
+
+    async def mended(self, part: Part, *, finished: bool) -> tuple[dict[str, Any], bool]:
+        """All that has come, and whether a stop string across the cut ends it: an engine that has the first part as
+        its prompt does not see that."""
         assert part.answer is not None
-        if part.answer["text"].endswith(UNFINISHED):
-            joined = {**joined, "text": await self._whole_text(part, joined)}
-        found = straddling(joined["text"], boundary, part.stops)
+        if part.halved:
+            await self.complete_character(part, finished=finished)
+        joined = part.so_far()
+        assert joined is not None
+        found = straddling(joined["text"], len(part.answer["text"]), part.stops) if part.stops else None
         if found is None:
-            return joined
+            return joined, False
         at, stop = found
         tokens = await self._tokens_up_to(part, joined, stop, at)
         text = joined["text"][: at + len(stop)] if part.params.get("no_stop_trim") else joined["text"][:at]
+        finish = {"type": "stop", "matched": stop}
+        if part.request.get("return_routed_experts") and not finished:
+            rows = await self._experts(part, joined["output_ids"][:tokens])
+            held = part.answer["meta_info"].get(EXPERTS) or ""
+            whole = cut({**joined, "meta_info": {**joined["meta_info"], EXPERTS: None}}, tokens, text, finish)
+            whole["meta_info"][EXPERTS] = join_base64(held, rows)
+            return whole, True
         start = part.request.get("routed_experts_start_len") or 0
-        return cut(joined, tokens, text, {"type": "stop", "matched": stop}, experts_start=start)
+        return cut(joined, tokens, text, finish, experts_start=start), True
 
-    async def _whole_text(self, part: Part, joined: Mapping[str, Any]) -> str:
-        finish = joined["meta_info"].get("finish_reason") or {}
-        ids, matched = joined["output_ids"], finish.get("matched")
-        if isinstance(matched, int) and not part.params.get("no_stop_trim"):
-            ids = ids[:-1]
-        text: str = (await self._detokenize(part, [ids]))[0]
-        if isinstance(matched, str):
-            at = text.rfind(matched)
-            text = text[: at + len(matched)] if part.params.get("no_stop_trim") else text[:at]
-        return text
+    async def _experts(self, part: Part, sampled: Sequence[int]) -> str:
+        """The rows that are not held yet, of a generation that ends before its worker says so."""
+        request = {
+            "input_ids": [*part.prompt, *sampled],
+            "sampling_params": {"max_new_tokens": 0},
+            "return_routed_experts": True,
+            "routed_experts_start_len": part.experts_from,
+        }
+        return str((await self._worker(PATH, request))["meta_info"].get(EXPERTS) or "")
 
     async def _tokens_up_to(self, part: Part, joined: Mapping[str, Any], stop: str, at: int) -> int:
         """How many tokens it takes to spell the stop string at `at`."""
@@ -316,6 +312,7 @@ class _Whole(_Run):
         changed = False
         for part, answer in zip(self.parts, answers, strict=True):
             part.current = answer
+            self.learn_end(part, answer)
             changed = changed or self.was_cut(answer)
         if not changed:
             await self._send_on(start, data)
@@ -331,20 +328,24 @@ class _Whole(_Run):
             part.next_go()
             assert part.answer is not None
             try:
-                if not await self.may_go_on():
+                if await self.ended(part) or not await self.may_go_on():
                     return
                 start, data = await self._answered(await self.continuation(part))
                 answers = _answers(data)
                 if start["status"] != OK or not answers:
                     raise CannotResume(f"the worker answered {start['status']}")
-                joined = join(part.answer, answers[0])
-                part.answer = await self.mend(part, joined, len(part.answer["text"]))
+                part.current = answers[0]
+                joined, stopped = await self.mended(part, finished=True)
+                self.learn_end(part, answers[0])
             except ClientDisconnected:
                 raise
             except RouterError as error:
                 self.give_up(part, error)
                 return
             self.layer.resumed += 1
+            if stopped:
+                part.answer, part.current = joined, None
+                return
 
     async def _answered(self, body: bytes) -> tuple[Message, bytes]:
         """One whole answer; under `resume_lost` one that was cut by the loss of its worker is asked for again."""
@@ -402,8 +403,9 @@ class _Stream(_Run):
         while not part.done:
             part.next_go()
             try:
-                if not await self.may_go_on():
+                if await self._over(part):
                     break
+                part.incremental = part.incremental or await self.incremental()
                 go = _Go(self, [part], opening=False)
                 try:
                     await self.ask(await self.continuation(part), go.send)
@@ -425,9 +427,24 @@ class _Stream(_Run):
             raise UpstreamBroken("the worker was lost and the generation not carried on")  # it must not look complete
         await self.emit(part, part.answer)
 
-    async def emit(self, part: Part, answer: Mapping[str, Any]) -> None:
-        """Give one event to the client."""
-        shown = {**answer, "index": part.index} if part.streamed_index else answer
+    async def _over(self, part: Part) -> bool:
+        await self.reveal(part)
+        return await self.ended(part) or not await self.may_go_on()
+
+    async def emit(self, part: Part, answer: Mapping[str, Any], *, until: int | None = None) -> None:
+        """Give one event to the client, with the text `until` there; in an incremental stream only what is new."""
+        text = answer["text"][:until]
+        shown = {**answer, "text": text}
+        if part.incremental:
+            meta = {**answer["meta_info"]}
+            for name in CONCATENATED:
+                if meta.get(name) is not None:
+                    meta[name] = meta[name][part.shown_ids :]
+            shown |= {"text": text[part.shown_text :], "output_ids": answer["output_ids"][part.shown_ids :]}
+            shown["meta_info"] = meta
+        part.shown_ids, part.shown_text = len(answer["output_ids"]), max(part.shown_text, len(text))
+        if part.streamed_index:
+            shown["index"] = part.index
         await self.send({"type": "http.response.body", "body": event(shown), "more_body": True})
 
 
@@ -466,13 +483,18 @@ class _Go:
         part.absorb(answer)
         assert part.current is not None
         if self.run.was_cut(part.current):
-            return
+            return  # what it brought is shown with the next event
         finished = answer["meta_info"].get("finish_reason") is not None
         part.done = finished
-        if part.answer is None:
+        if finished:
+            self.run.learn_end(part, answer)
+        if part.answer is not None:
+            await self._carried_on(part, finished=finished)
+        elif self.opening:
+            part.shown_ids, part.shown_text = len(part.current["output_ids"]), len(part.current["text"])
             await self.run.send({"type": "http.response.body", "body": raw, "more_body": True})
         else:
-            await self._carried_on(part, answer, finished=finished)
+            await self.run.emit(part, part.current)
 
     async def _foreign(self, raw: bytes) -> None:
         """An event that is no answer, an error say: the client's, unless it answers a request of ours."""
@@ -482,30 +504,21 @@ class _Go:
             part.done = True
         await self.run.send({"type": "http.response.body", "body": raw, "more_body": True})
 
-    async def _carried_on(self, part: Part, answer: Mapping[str, Any], *, finished: bool) -> None:
+    async def _carried_on(self, part: Part, *, finished: bool) -> None:
         assert part.answer is not None
-        joined = part.so_far()
-        assert joined is not None
-        mended = joined
-        if finished or straddling(joined["text"], len(part.answer["text"]), part.stops):
-            mended = await self.run.mend(part, joined, len(part.answer["text"]))
-        stopped = mended is not joined and mended["meta_info"]["finish_reason"] is not None
-        if part.incremental and not stopped and not finished:
-            counts = {"completion_tokens": mended["meta_info"]["completion_tokens"]}
-            meta = {**answer["meta_info"], **counts, "id": part.answer["meta_info"].get("id")}
-            mended = {**answer, "meta_info": meta}
-        elif part.incremental:
-            mended = _delta(part, mended)
-        await self.run.emit(part, mended)
+        joined, stopped = await self.run.mended(part, finished=finished)
+        if finished or stopped:
+            await self.run.emit(part, joined)
+        else:
+            boundary = len(part.answer["text"])
+            until = forming(joined["text"], boundary, part.stops) if part.stops else None
+            if part.halved:
+                until = len(part.answer["text"].rstrip(UNFINISHED))
+            meta = {name: value for name, value in joined["meta_info"].items() if name not in OF_THE_LAST_EVENT}
+            await self.run.emit(part, {**joined, "meta_info": meta}, until=until)
         if stopped and not finished:
             part.done = True
             raise Enough
-
-
-def _delta(part: Part, joined: Mapping[str, Any]) -> dict[str, Any]:
-    """The last event of an incremental stream: what is new in it, and the account of the whole."""
-    assert part.answer is not None
-    return {**joined, "text": joined["text"][len(part.answer["text"]) :], "output_ids": []}
 
 
 def _answers(data: bytes) -> list[dict[str, Any]] | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from miles_router.testing import MoeShape, SimulatedWorker
@@ -137,7 +137,7 @@ class Scene:
 
 @asynccontextmanager
 async def scene_of(stage: Stage, plan: Plan) -> AsyncIterator[Scene]:
-    kind: dict[str, Any] = {"moe": MOE, "incremental_streaming_output": plan.incremental, "weight_version": "0"}
+    kind: dict[str, Any] = {"moe": MOE, "incremental_streaming_output": plan.incremental, "weight_version": "0", "stop_probability": 0.0}
     async with AsyncExitStack() as stack:
         reference = await stack.enter_async_context(SimulatedWorker(**kind))
         workers = [
@@ -261,7 +261,8 @@ async def play(stage: Stage, plan: Plan) -> None:
 
 def verify(scene: Scene, plan: Plan, body: dict[str, Any], answer: dict[str, Any], index: int) -> None:
     meta, ids = answer["meta_info"], answer["output_ids"]
-    check(answer, chain(scene.doors, "it", answer, index=index, of=plan.count))
+    if not (plan.greedy and plan.n > 1):  # samples that are alike cannot be told apart at the doors
+        check(answer, chain(scene.doors, "it", answer, index=index, of=plan.count))
     assert meta["finish_reason"]["type"] in ("length", "stop")
     if meta["finish_reason"]["type"] == "length":
         assert meta["finish_reason"]["length"] == len(ids) == plan.budget
@@ -277,7 +278,13 @@ def texts(body: dict[str, Any]) -> list[str]:
     return [body["text"]] if isinstance(body["text"], str) else body["text"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=1500,
+    phases=[Phase.explicit, Phase.generate],
+    print_blob=False,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(plans)
 async def test_what_was_cut_is_what_an_uncut_one_would_be(plan: Plan) -> None:
     async with staged() as stage:

@@ -20,9 +20,9 @@ class Piece:
 
     @property
     def versions(self) -> list[str]:
-        """The engine's own account; of a stream that broke off, what its last event said."""
-        count = self.end - self.start
-        return self.go.position_versions()[:count] if self.go.finish is not None else [self.go.version] * count
+        """The engine's own account; of a stream that broke off, what its events said."""
+        told = self.go.position_versions() if self.go.finish is not None else self.go.told
+        return told[: self.end - self.start]
 
 
 def chain(

@@ -8,6 +8,7 @@ what each `/generate` was given and what came back. It knows the worker's protoc
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ class Generation:
     finish: dict[str, Any] | None = None
     rid: str = ""
     request_id: str = ""  # the router's `X-Request-Id`
-    version: str = ""  # at the last event
+    told: list[str] = field(default_factory=list)  # the version that each token's event named
     answered: float = float("inf")  # when its end came out of the worker
     kept: bool = False
 
@@ -118,7 +119,7 @@ class Door:
         except aiohttp.ClientError:
             assert request.transport is not None
             request.transport.abort()
-            raise ConnectionResetError("the worker broke off") from None
+            raise asyncio.CancelledError from None  # which ends the connection without a word in the log
 
     async def _answer(
         self, request: web.BaseRequest, exchange: Exchange, reply: aiohttp.ClientResponse, noted: list[Generation]
@@ -201,7 +202,7 @@ def _take(generation: Generation, answer: dict[str, Any], *, more: bool) -> None
     generation.text += answer["text"]
     generation.rid = meta["id"]
     generation.finish = meta["finish_reason"]
-    generation.version = meta["weight_version"]
+    generation.told += [meta["weight_version"]] * (len(generation.sampled) - len(generation.told))
     if generation.finish is not None:
         generation.versions = [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]]
         generation.answered = time.monotonic()
