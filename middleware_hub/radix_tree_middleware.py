@@ -19,12 +19,13 @@ from starlette.routing import BaseRoute, Route
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.encoding import TextEncoder
 from middleware_hub.radix_tree.recording import Given, Recorder
-from middleware_hub.radix_tree.replies import EventReader, Growing, Unusable, payload, stripped
+from middleware_hub.radix_tree.replies import Growing, Unusable, stripped
 from middleware_hub.radix_tree.retrieval import Retrieval
 from middleware_hub.radix_tree.shapes import NotUnderstood, Shape, rewritten, understand
 from middleware_hub.radix_tree.statistics import CacheCollector, summary
 from miles_router import Exchange, Router, replay
 from miles_router.errors import ConfigError
+from miles_router.events import EventReader, event, payload
 from miles_router.exchange import Message, Receive, Scope, Send, with_body
 from miles_router.middleware import ASGIApp, HasMetrics, HasRoutes
 from miles_router.trajectory import InvalidTrajectory
@@ -192,16 +193,16 @@ class _StreamRelay(_Relay):
         if self._start is not None:
             await self._send(self._start)
             self._start = None
-        shown = [await self._event(event) for event in self._events.feed(data)]
+        shown = [await self._event(raw) for raw in self._events.feed(data)]
         if not more:
             shown.append(self._events.rest)
         if shown or not more:
             await self._send({"type": "http.response.body", "body": b"".join(shown), "more_body": more})
 
-    async def _event(self, event: bytes) -> bytes:
-        answer = payload(event)
+    async def _event(self, raw: bytes) -> bytes:
+        answer = payload(raw)
         if answer is None:
-            return event
+            return raw
         place = answer.get("index", 0)
         try:
             whole = self._growing.setdefault(place, Growing()).take(answer)
@@ -210,8 +211,8 @@ class _StreamRelay(_Relay):
         if whole is not None:
             await self._record(place, whole)
         if self._wanted(place):
-            return event
-        return b"data: " + orjson.dumps(stripped(answer)) + b"\n\n"
+            return raw
+        return event(stripped(answer))
 
 
 _routes: type[HasRoutes] = RadixTreeMiddleware

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
 from typing import Any
 
@@ -38,13 +38,18 @@ class Json(Response):
         return orjson.dumps(content)
 
 
+#: Asks a worker that is not registered yet for its weight version.
+VersionOf = Callable[[WorkerUrl, "str | None"], Awaitable["str | None"]]
+
+
 class Admin:
     """Answers for one router."""
 
-    def __init__(self, router: Router, stack: list[dict[str, object]]) -> None:
+    def __init__(self, router: Router, stack: list[dict[str, object]], version_of: VersionOf) -> None:
         self._router = router
         self._pool = router.pool
         self._stack = stack
+        self._version_of = version_of
         self._started = time.time()
 
     def open_routes(self) -> list[BaseRoute]:
@@ -73,7 +78,7 @@ class Admin:
     # Workers, the spelling of slime and miles
 
     async def add_worker(self, request: Request) -> Response:
-        self._add(await _arguments(request))
+        await self._add(await _arguments(request))
         return Json({"status": "success", "worker_urls": self._in_flight()})
 
     async def remove_worker(self, request: Request) -> Response:
@@ -88,7 +93,7 @@ class Admin:
     # Workers, the REST spelling of the SGLang gateway
 
     async def create_worker(self, request: Request) -> Response:
-        return Json(self._add(await _arguments(request)).describe(), status_code=201)
+        return Json((await self._add(await _arguments(request))).describe(), status_code=201)
 
     async def show_workers(self, request: Request) -> Response:
         return Json({"workers": [worker.describe() for worker in self._pool], "total": len(self._pool)})
@@ -118,6 +123,7 @@ class Admin:
                 "uptime_seconds": round(time.time() - self._started, 3),
                 **self._counts(),
                 "weight_version": self._pool.weight_version,
+                "gate": self._router.gate.describe(),
                 "workers": [worker.describe() for worker in self._pool],
                 "middlewares": self._stack,
                 "statistics": {name: give() for name, give in self._router.statistics.items()},
@@ -135,7 +141,7 @@ class Admin:
 
     # What they share
 
-    def _add(self, arguments: Mapping[str, Any]) -> Worker:
+    async def _add(self, arguments: Mapping[str, Any]) -> Worker:
         address = _url(arguments)
         api_key = arguments.get("api_key")
         if api_key is not None and (not isinstance(api_key, str) or not api_key.isascii() or not api_key.isprintable()):
@@ -145,7 +151,12 @@ class Admin:
         attributes = {name: arguments[name] for name in ATTRIBUTES if name in arguments}
         if len(orjson.dumps(attributes)) > MAX_ATTRIBUTES_BYTES:
             raise BadRequest(f"a worker's attributes may take {MAX_ATTRIBUTES_BYTES} bytes")
-        return self._pool.add(address, api_key=api_key or None, attributes=attributes)
+        version = None
+        if self._pool.weight_version is not None and address.url not in {worker.url for worker in self._pool}:
+            # Before it can be chosen, not at its first probe: it may come with weights the fleet no longer has.
+            version = await self._version_of(address, api_key or None)
+        async with self._router.control.admitting(address, api_key or None):
+            return self._pool.add(address, api_key=api_key or None, attributes=attributes, weight_version=version)
 
     async def _remove(self, worker: Worker, *, drain: bool) -> None:
         if not drain:
@@ -165,6 +176,8 @@ class Admin:
             "workers_routable": len(self._pool.routable),
             "workers_quarantined": states.count(WorkerState.QUARANTINED),
             "workers_draining": states.count(WorkerState.DRAINING),
+            "workers_outdated": states.count(WorkerState.OUTDATED),
+            "workers_paused": states.count(WorkerState.PAUSED),
             "in_flight": self._pool.in_flight,
         }
 

@@ -21,12 +21,23 @@ from starlette.types import Lifespan
 from miles_router.admin import Admin
 from miles_router.auth import Key
 from miles_router.config import RouterConfig
-from miles_router.errors import ClientDisconnected, MethodNotAllowed, MiddlewareLoadError, RouterError, UpstreamBroken
+from miles_router.control import Control
+from miles_router.errors import (
+    ClientDisconnected,
+    ConfigError,
+    MethodNotAllowed,
+    MiddlewareLoadError,
+    RouterError,
+    UpstreamBroken,
+)
 from miles_router.exchange import SCOPE_KEY, Exchange, Message, Receive, Scope, Send, request_id
+from miles_router.fan_out import FanOut
 from miles_router.forwarding import Forwarder
+from miles_router.gate import Gate
 from miles_router.headers import first
 from miles_router.health import HealthMonitor, log_transition
-from miles_router.metrics import Metrics
+from miles_router.inflight import InFlight
+from miles_router.metrics import GateCollector, Metrics
 from miles_router.middleware import (
     ASGIApp,
     HasLifespan,
@@ -36,12 +47,13 @@ from miles_router.middleware import (
     build_stack,
     load_middlewares,
 )
+from miles_router.partial_rollouts import PartialRollouts
 from miles_router.policies import KeyAffinity, LeastInFlight
 from miles_router.proxy import Proxy
 from miles_router.router import Router
 from miles_router.upstream import Upstream
 from miles_router.worker_url import parse_worker_url
-from miles_router.workers import WorkerPool
+from miles_router.workers import WorkerPool, WorkerState
 
 logger = logging.getLogger(__name__)
 access_logger = logging.getLogger("miles_router.access")
@@ -112,7 +124,9 @@ class RouterApp:
     async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         path: str = scope["path"]
         end = path.find("/", 1)
-        door = self._doors.get(path if end < 0 else path[:end])
+        door = self._doors.get(path)
+        if door is None and end > 0:
+            door = self._doors.get(path[:end])
         if door not in (None, self._data_key) and not self._is_own(scope):
             door = None  # `/health/x` is not ours because `/health` is: it goes to a worker, with the key that needs
         key = self._data_key if door is None else door
@@ -184,42 +198,79 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
         metrics=metrics,
         max_retries=config.max_retries,
     )
-    router = Router(config=config, pool=pool, forwarder=forwarder, metrics=metrics, args=args)
-    proxy = Proxy(forwarder, metrics, request_timeout=config.request_timeout)
-    stack, layers = build_stack(proxy, loaded, router)
-    for url in config.worker_urls:
-        pool.add(parse_worker_url(url))
+    gate = Gate(max_held=config.gate_max_held, timeout=config.gate_timeout)
+    pool.listeners.append(lambda _: gate.workers_paused(_all_paused(pool)))
+    in_flight = InFlight()
     health = HealthMonitor(
         pool=pool,
         upstream=upstream,
         interval=config.health_check_interval,
         timeout=config.health_check_timeout,
         deep_interval=config.deep_health_check_interval,
+        gate=gate,
     )
+    control = Control(
+        pool=pool,
+        forwarder=forwarder,
+        gate=gate,
+        in_flight=in_flight,
+        extra=config.fan_out,
+        on_new_weights=health.check_all,
+    )
+    router = Router(
+        config=config, pool=pool, forwarder=forwarder, metrics=metrics, gate=gate, control=control, args=args
+    )
+    metrics.register(GateCollector(gate))
+    innermost: ASGIApp = Proxy(
+        forwarder, metrics, gate=gate, in_flight=in_flight, request_timeout=config.request_timeout
+    )
+    if config.partial_rollout == "resume" or config.resume_on_worker_loss:
+        innermost = PartialRollouts(
+            innermost,
+            router=router,
+            in_flight=in_flight,
+            is_paused=health.is_paused,
+            resume_cut=config.partial_rollout == "resume",
+            resume_lost=config.resume_on_worker_loss,
+        )
+    stack, layers = build_stack(innermost, loaded, router)
+    for url in config.worker_urls:
+        pool.add(parse_worker_url(url))
     data_key = Key(config.api_key)
     guarded = Key(config.effective_admin_key)
-    routes, doors = _own_routes(Admin(router, _described(loaded)), guarded, data_key, layers, stack)
+    admin = Admin(router, _described(loaded), health.weight_version)
+    routes, doors = _own_routes(admin, FanOut(control), guarded, data_key, layers, stack)
     routes.lifespan_context = _lifespan(layers, health, upstream)
     _register_metrics(metrics, layers)
     return RouterApp(config=config, router=router, routes=routes, doors=doors, data_key=data_key, stack=stack)
 
 
 def _own_routes(
-    admin: Admin, guarded: Key, data: Key, layers: Iterable[ASGIApp], stack: ASGIApp
+    admin: Admin, fan_out: FanOut, guarded: Key, data: Key, layers: Iterable[ASGIApp], stack: ASGIApp
 ) -> tuple[Routes, dict[str, Key]]:
-    """The router's own routes and those of the middlewares, and the key that each first path segment needs."""
-    opened, administration = admin.open_routes(), admin.guarded_routes()
+    """The router's own routes and those of the middlewares, and the key that each first path segment needs. Control
+    endpoints are found by their whole path: their first segment may have others behind it."""
+    opened, administration, control = admin.open_routes(), admin.guarded_routes(), fan_out.routes()
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
     doors = {_first_segment(route): _OPEN for route in opened}
     doors |= {_first_segment(route): guarded for route in administration}
+    doors |= {_path(route): guarded for route in control}
     for route in extra:
         segment = _first_segment(route)
         if doors.get(segment, data) is not data:
             raise MiddlewareLoadError(f"a middleware wants to answer {segment!r}, which is the router's own")
         doors[segment] = data
-    every = [*opened, *administration]
+    own = {_path(route) for route in (*opened, *administration)}
+    if taken := own & {_path(route) for route in control}:
+        raise ConfigError(f"fan_out: {min(taken)} is the router's own")
+    every = [*opened, *administration, *control]
     fences = [Route(path, _WrongMethod()) for path in dict.fromkeys(_path(route) for route in every)]
     return Routes([*every, *fences, *extra], redirect_slashes=False, default=stack), doors
+
+
+def _all_paused(pool: WorkerPool) -> bool:
+    """Whether nobody takes traffic and somebody would, were it not paused."""
+    return not pool.routable and any(worker.state is WorkerState.PAUSED for worker in pool)
 
 
 def _path(route: BaseRoute) -> str:

@@ -51,6 +51,15 @@ def _key(value: str | None) -> str | None:
     return None
 
 
+def _paths(paths: Iterable[str]) -> str | None:
+    for path in paths:
+        if not path.startswith("/") or path == "/":
+            return "every path must start with /"
+        if any(char in "{}?#%" or char.isspace() for char in path):
+            return "a path must stand as it is: without parameters, query or escapes"
+    return None
+
+
 def _host(value: str) -> str | None:
     return None if value and not any(c.isspace() for c in value) else "must name a host or an address"
 
@@ -92,6 +101,13 @@ class RouterConfig:
     max_retries: int = setting(2, "other workers tried when one cannot be reached or is lost", _at_least(0))
     max_connections: int = setting(0, "requests sent to workers at once, more wait; 0: no limit", _at_least(0))
     max_request_bytes: int = setting(128 * 1024 * 1024, "largest request body", _at_least(1))
+    gate_max_held: int = setting(10_000, "requests that may wait while the fleet is paused", _at_least(0))
+    gate_timeout: float = setting(0.0, "seconds a request may wait there; 0: as long as it takes", _at_least(0))
+    partial_rollout: Literal["return", "resume"] = setting(
+        "return", "a generation cut by a pause: return the part, or resume it after continue"
+    )
+    resume_on_worker_loss: bool = setting(False, "carry a stream on at another worker when its worker is lost")
+    fan_out: tuple[str, ...] = setting((), "further paths whose requests go to every worker", _paths)
     shutdown_timeout: float = setting(30.0, "seconds that requests in flight may take after SIGTERM", _at_least(0))
     api_key: str | None = setting(None, "key that clients must send (Authorization: Bearer)", _key, secret=True)
     admin_api_key: str | None = setting(

@@ -10,6 +10,7 @@
     │   └── BodyTooLarge            413 request_too_large
     ├── ClientDisconnected          nothing is rendered: nobody is listening
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
+    ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     └── UpstreamError               502 upstream_error
         ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
         ├── UpstreamInvalidResponse 502 upstream_invalid_response: the worker does not speak HTTP
@@ -100,6 +101,15 @@ class NoWorkerAvailable(RouterError):
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
 
+class FleetPaused(RouterError):
+    """The fleet is paused or asleep, and this request cannot wait (any longer)."""
+
+    status = 503
+    type = "fleet_paused"
+    retryable = True
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
 class UpstreamError(RouterError):
     """Talking to a worker failed."""
 
@@ -117,6 +127,8 @@ class UpstreamUnreachable(UpstreamError):
         super().__init__(message)
         #: True when no connection could be made at all, which speaks against the worker itself.
         self.refused = refused
+        #: How many workers were tried.
+        self.attempts = 1
 
 
 class UpstreamInvalidResponse(UpstreamError):

@@ -37,7 +37,7 @@ _count = itertools.count(1)
 class Exchange:
     """What the layers of one request share. Get it with `Exchange.of(scope)`."""
 
-    __slots__ = ("_parses", "first_byte_at", "max_body_bytes", "notes", "request_id", "worker_url")
+    __slots__ = ("_parses", "aborted", "first_byte_at", "max_body_bytes", "notes", "request_id", "rids", "worker_url")
 
     def __init__(self, request_id: str, *, max_body_bytes: int = UNBOUNDED) -> None:
         self.request_id = request_id
@@ -48,6 +48,10 @@ class Exchange:
         self.worker_url: str | None = None
         #: `time.perf_counter()` at the head of the worker's reply.
         self.first_byte_at: float | None = None
+        #: A client asked to abort it: it must not be carried on.
+        self.aborted = False
+        #: Ids that workers gave its generations (SGLang's `meta_info.id`), where a layer has read them.
+        self.rids: set[str] = set()
         self._parses: list[tuple[bytes, Any]] = []
 
     @classmethod

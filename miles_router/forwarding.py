@@ -7,7 +7,7 @@ home. Repeating is safe exactly as long as no part of a reply exists (`UpstreamU
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from miles_router.connection import Reply
@@ -96,10 +96,11 @@ class Forwarder:
         self._metrics = metrics
         self._max_retries = max_retries
 
-    async def open(self, request: Outgoing) -> Forwarded:
+    async def open(self, request: Outgoing, chosen: Callable[[Worker], None] | None = None) -> Forwarded:
         """Send `request` to the worker that policy chooses and wait for the head of its reply.
 
-        The caller closes what it gets. A worker that cannot be reached is replaced by another, `max_retries` times.
+        The caller closes what it gets; `chosen` is told of every worker before that is asked. A worker that cannot be
+        reached is replaced by another, `max_retries` times.
 
         Raises:
             NoWorkerAvailable: no routable worker at all.
@@ -109,25 +110,36 @@ class Forwarder:
         tried: list[Worker] = []
         while True:
             lease = self._pool.lease(self._policy, request.key, tried)
+            if chosen is not None:
+                chosen(lease.worker)
             try:
-                return Forwarded(lease, await self._send(lease.worker, request))
+                return Forwarded(lease, await self.send_to(lease.worker, request))
             except UpstreamUnreachable as error:
                 lease.release()
                 tried.append(lease.worker)
                 self._unreachable(lease.worker, error)
                 if len(tried) > self._max_retries or not self._others(tried):
+                    error.attempts = len(tried)
                     raise
                 self._metrics.retries += 1
             except BaseException:
                 lease.release()
                 raise
 
-    async def _send(self, worker: Worker, request: Outgoing) -> Reply:
+    async def send_to(self, worker: Worker, request: Outgoing, *, slot: bool = True) -> Reply:
+        """Send `request` to one worker, without a lease: control requests and such, which take no `slot` of
+        `--max-connections` either. The caller closes the reply.
+
+        Raises:
+            UpstreamError: as `Upstream.open`.
+        """
         headers = request.headers
         if worker.api_key is not None:
             headers = [pair for pair in headers if pair[0] != b"authorization"]
             headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
-        return await self._upstream.open(worker.address, request.method, request.target, headers, request.body)
+        return await self._upstream.open(
+            worker.address, request.method, request.target, headers, request.body, slot=slot
+        )
 
     def _unreachable(self, worker: Worker, error: UpstreamUnreachable) -> None:
         logger.warning("worker_unreachable", extra={"fields": {"worker": worker.url, "reason": str(error)}})

@@ -17,16 +17,20 @@ from contextlib import asynccontextmanager
 import orjson
 
 from miles_router import tasks
-from miles_router.errors import UpstreamError, UpstreamTimeout
+from miles_router.errors import UpstreamError, UpstreamTimeout, UpstreamUnreachable
+from miles_router.gate import Gate
 from miles_router.headers import RawHeaders
 from miles_router.upstream import Upstream
-from miles_router.workers import Transition, Worker, WorkerPool, WorkerState
+from miles_router.worker_url import WorkerUrl
+from miles_router.workers import ALIVE, Transition, Worker, WorkerPool, WorkerState
 
 logger = logging.getLogger(__name__)
 
 #: The cheap check, newest name first; SGLang before 0.5 has only the second.
 LIVENESS_PATHS = ("/model_info", "/get_model_info")
 DEEP_PATH = "/health"
+READY_PATH = "/ready"
+UNAVAILABLE = 503
 NOT_FOUND = 404
 #: SGLang's `/health` gives up after 20 s and says 503, paused or busy: beyond this many seconds its word is silence.
 DEEP_PATIENCE = 10.0
@@ -36,13 +40,14 @@ class HealthMonitor:
     """Runs the probes between `running()`'s enter and exit."""
 
     def __init__(
-        self, *, pool: WorkerPool, upstream: Upstream, interval: float, timeout: float, deep_interval: float
+        self, *, pool: WorkerPool, upstream: Upstream, interval: float, timeout: float, deep_interval: float, gate: Gate
     ) -> None:
         self._pool = pool
         self._upstream = upstream
         self._interval = interval
         self._timeout = timeout
         self._deep_interval = deep_interval
+        self._gate = gate
         self._deep_passed: dict[str, float] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
 
@@ -60,9 +65,13 @@ class HealthMonitor:
 
     async def _tick(self) -> None:
         while True:
-            for worker in self._pool:
-                self.check_soon(worker)
+            self.check_all()
             await asyncio.sleep(self._interval)
+
+    def check_all(self) -> None:
+        """Probe every worker now."""
+        for worker in self._pool:
+            self.check_soon(worker)
 
     def check_soon(self, worker: Worker) -> None:
         """Probe one worker now, unless a probe of it is under way."""
@@ -71,6 +80,19 @@ class HealthMonitor:
             self._probes[worker.url] = task
             task.add_done_callback(lambda _: self._probes.pop(worker.url, None))
 
+    async def is_paused(self, url: str) -> bool:
+        """Whether somebody else has paused the worker at `url`, by what it says now; it takes no traffic then."""
+        worker = next((worker for worker in self._pool if worker.url == url), None)
+        if worker is None:
+            return False
+        under_way = self._probes.get(url)
+        if under_way is not None:  # it may have asked before the pause
+            await asyncio.wait({under_way})
+        if worker.state in ALIVE and worker.state is not WorkerState.PAUSED:
+            self.check_soon(worker)
+            await asyncio.wait({self._probes[url]})
+        return worker.state is WorkerState.PAUSED
+
     def _transition(self, transition: Transition) -> None:
         if transition.after is None:
             self._deep_passed.pop(transition.worker.url, None)
@@ -78,16 +100,44 @@ class HealthMonitor:
             self.check_soon(transition.worker)
 
     async def _probe(self, worker: Worker) -> None:
+        """Probe once; again if the weights were changed meanwhile, because what it was told of them may be the past."""
+        while True:
+            epoch = self._pool.weights_epoch
+            await self._probe_once(worker, epoch)
+            if epoch == self._pool.weights_epoch:
+                return
+
+    def _alive(self, worker: Worker, version: str | None, epoch: int) -> None:
+        trusted = epoch % 2 == 0 and epoch == self._pool.weights_epoch
+        self._pool.record_alive(worker, version if trusted else None)
+
+    async def _probe_once(self, worker: Worker, epoch: int) -> None:
+        silenced, pauses = self._gate.deliberate, self._gate.pauses
         try:
             version = await self._liveness(worker)
         except UpstreamError as error:
-            self._pool.record_failure(worker, str(error))
+            # Silence of a fleet that was silenced proves nothing; a port that nobody listens on does.
+            refused = isinstance(error, UpstreamUnreachable) and error.refused
+            if refused or not (silenced or self._gate.deliberate):
+                self._pool.record_failure(worker, str(error))
             return
+        paused = worker.state in ALIVE and not self._gate.deliberate and await self._is_paused(worker)
+        if self._gate.deliberate or self._gate.pauses != pauses:  # then the pause may be the router's own
+            self._alive(worker, version, epoch)
+        elif paused:
+            self._alive(worker, version, epoch)
+            self._pool.set_paused(worker, "paused by somebody else: /ready answers 503")
+        else:
+            self._pool.set_unpaused(worker)
+            await self._judge(worker, version, epoch)
+
+    async def _judge(self, worker: Worker, version: str | None, epoch: int) -> None:
+        """What becomes of a worker that answers and is not paused."""
         if worker.state is WorkerState.QUARANTINED:
-            self._pool.record_alive(worker, version)
+            self._alive(worker, version, epoch)
             await self._try_readmission(worker)
         elif not self._deep_due(worker) or (sick := await self._deep(worker)) is None:
-            self._pool.record_alive(worker, version)
+            self._alive(worker, version, epoch)
         else:
             self._pool.record_failure(worker, sick)
 
@@ -104,6 +154,29 @@ class HealthMonitor:
             if status != NOT_FOUND:
                 break
         return _weight_version(body)
+
+    async def _is_paused(self, worker: Worker) -> bool:
+        """Whether a worker that lives says that it is not ready. SGLang says so while it is paused, and after a failed
+        `/health` until one succeeds: that one is asked for here, and its silence is the proof. That of `/ready` is
+        none: a busy worker is late."""
+        try:
+            status, _ = await self._get(worker, READY_PATH, self._timeout)
+        except UpstreamError:
+            return False
+        if status != UNAVAILABLE:
+            return False
+        try:
+            return await self._refusal(worker) is not None
+        except UpstreamTimeout:
+            return True
+
+    async def weight_version(self, address: WorkerUrl, api_key: str | None) -> str | None:
+        """The version that a worker about to be registered has; None if it cannot be asked."""
+        probed = Worker(address, api_key=api_key, attributes={}, now=0.0)
+        try:
+            return await self._liveness(probed)
+        except UpstreamError:
+            return None
 
     def _deep_due(self, worker: Worker) -> bool:
         passed_at = self._deep_passed.setdefault(worker.url, time.monotonic())
@@ -166,5 +239,6 @@ def log_transition(transition: Transition) -> None:
     """One line for each change of a worker's state, with its reason."""
     worker = transition.worker
     after = transition.after.value if transition.after else "removed"
-    level = logging.WARNING if transition.after is WorkerState.QUARANTINED else logging.INFO
+    in_order = transition.after in (None, WorkerState.READY, WorkerState.DRAINING)
+    level = logging.INFO if in_order else logging.WARNING
     logger.log(level, f"worker_{after}", extra={"fields": {"worker": worker.url, "reason": transition.reason}})

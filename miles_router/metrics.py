@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from miles_router.gate import Gate
 from miles_router.workers import Transition, WorkerPool, WorkerState
 
 #: Seconds. From a cache hit to a generation of an hour.
@@ -175,3 +176,20 @@ class _RouterCollector(Collector):
             in_flight.add_metric((worker.url,), worker.in_flight)
             routable.add_metric((worker.url,), float(worker.state is WorkerState.READY))
         yield from (in_flight, routable, states)
+
+
+class GateCollector(Collector):
+    """Whether generation waits, why, and how many requests do."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate = gate
+
+    def collect(self) -> Iterable[Metric]:
+        gate = self._gate
+        paused = GaugeMetricFamily("miles_router_gate_closed", "1: generation waits.", labels=("reason",))
+        paused.add_metric(("paused",), float(gate.paused_since is not None))
+        paused.add_metric(("asleep",), float(gate.asleep_since is not None))
+        paused.add_metric(("workers_paused",), float(gate.workers_paused_since is not None))
+        yield paused
+        yield GaugeMetricFamily("miles_router_gate_held", "Requests that wait at the gate.", gate.held)
+        yield CounterMetricFamily("miles_router_pauses", "Pauses asked of the fleet.", gate.pauses)

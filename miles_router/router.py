@@ -10,9 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from miles_router.config import RouterConfig
+from miles_router.control import Control
 from miles_router.errors import ConfigError
 from miles_router.exchange import request_id
 from miles_router.forwarding import Forwarded, Forwarder, Outgoing
+from miles_router.gate import Gate
 from miles_router.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.metrics import Metrics
 from miles_router.workers import WorkerPool
@@ -25,11 +27,23 @@ class Router:
     """
 
     def __init__(
-        self, *, config: RouterConfig, pool: WorkerPool, forwarder: Forwarder, metrics: Metrics, args: Namespace | None
+        self,
+        *,
+        config: RouterConfig,
+        pool: WorkerPool,
+        forwarder: Forwarder,
+        metrics: Metrics,
+        gate: Gate,
+        control: Control,
+        args: Namespace | None,
     ) -> None:
         self.config = config
         self.pool = pool
         self.metrics = metrics
+        #: Whether the fleet is paused or asleep, and who waits.
+        self.gate = gate
+        #: Requests to every worker at once.
+        self.control = control
         #: Free for middlewares to leave each other things that last longer than a request.
         self.state = SimpleNamespace()
         #: The argparse Namespace of the framework that embeds us, or one with the names such frameworks use.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -24,6 +24,27 @@ def _finished(task: asyncio.Task[Any]) -> None:
     _running.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         logger.error("task_crashed", exc_info=error, extra={"fields": {"task": task.get_name()}})
+
+
+async def together(works: Sequence[Coroutine[Any, Any, None]], *, name: str) -> None:
+    """Run all of `works` at once; the first that fails, or the caller's cancellation, ends them all.
+
+    Raises:
+        Whatever the first failure was.
+    """
+    if len(works) == 1:
+        await works[0]
+    if len(works) < 2:
+        return
+    running = [asyncio.get_running_loop().create_task(work, name=f"{name} {i}") for i, work in enumerate(works)]
+    try:
+        done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.wait(running)
+    for task in done:
+        task.result()
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:

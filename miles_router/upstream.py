@@ -36,15 +36,18 @@ class Upstream:
         #: Where every connection's bytes arrive. One is enough: the event loop fills it and empties it in one step.
         self.read_buffer = memoryview(bytearray(READ_BYTES))
 
-    async def open(self, address: WorkerUrl, method: str, target: bytes, headers: RawHeaders, body: bytes) -> Reply:
+    async def open(
+        self, address: WorkerUrl, method: str, target: bytes, headers: RawHeaders, body: bytes, *, slot: bool = True
+    ) -> Reply:
         """Send a request and wait for the head of its reply. `headers` are end-to-end ones, without Host and length.
+        Without `slot` it waits for none of the `max_connections`: it must get through while all are taken.
 
         Raises:
             UpstreamUnreachable: no connection, or it was lost before a reply began.
             UpstreamInvalidResponse: the worker does not speak HTTP.
         """
         head = _head(address, method, target, headers, body)
-        if self._slots is None:
+        if self._slots is None or not slot:
             return await self._exchange(address, method, head, body)
         await self._slots.acquire()
         try:

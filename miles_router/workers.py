@@ -1,8 +1,9 @@
 """The pool of workers as a state machine: who is registered, who may be chosen, how many requests each carries.
 
     add ──> READY ──(K consecutive failures)──> QUARANTINED ──(probe passes, policy agrees)──> READY
-              │                                      │
-              └──────────── drain ──> DRAINING <─────┘          remove: forgotten, from any state
+              │ ├──(other weights than the fleet's)──> OUTDATED ──(the same again)──> READY
+              │ └──(paused by somebody else)──> PAUSED ──(goes on)──> READY
+              └── drain ──> DRAINING (from any state)           remove: forgotten, from any state
 
 Two numbers must never be wrong: `in_flight` (a `Lease` adds one and gives it back exactly once, whatever happens) and
 the list of routable workers (rebuilt on every transition, never filtered per request). No I/O, no asyncio: probes and
@@ -28,7 +29,13 @@ class WorkerState(str, Enum):
 
     READY = "ready"
     QUARANTINED = "quarantined"
+    OUTDATED = "outdated"
+    PAUSED = "paused"
     DRAINING = "draining"
+
+
+#: States of workers that answer.
+ALIVE = frozenset({WorkerState.READY, WorkerState.OUTDATED, WorkerState.PAUSED})
 
 
 class Worker:
@@ -132,12 +139,15 @@ class WorkerPool:
         now: Callable[[], float] = time.time,
     ) -> None:
         self.weight_version: str | None = None
+        #: Odd while an update of the weights is under way; a version that was asked for under another number is none.
+        self.weights_epoch = 0
         self.listeners: list[Callable[[Transition], None]] = []
         self._failure_threshold = failure_threshold
         self._readmit = readmit
         self._now = now
         self._workers: dict[str, Worker] = {}
         self._routable: list[Worker] = []
+        self._paused: list[Worker] = []
         self._leaving: dict[str, Worker] = {}  # removed, with requests still in flight
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
@@ -177,10 +187,16 @@ class WorkerPool:
     # Registration
 
     def add(
-        self, address: WorkerUrl, *, api_key: str | None = None, attributes: Mapping[str, object] | None = None
+        self,
+        address: WorkerUrl,
+        *,
+        api_key: str | None = None,
+        attributes: Mapping[str, object] | None = None,
+        weight_version: str | None = None,
     ) -> Worker:
-        """Register a worker; it is routable at once. Registering it again changes only the key and attributes given,
-        and ends a drain. A quarantined worker stays so until a probe readmits it."""
+        """Register a worker; it is routable at once, unless its `weight_version` (if known) is not the fleet's.
+        Registering it again changes only the key and attributes given, and ends a drain. A quarantined worker stays so
+        until a probe readmits it."""
         known = self._workers.get(address.url)
         if known is not None:
             self._update(known, api_key, attributes)
@@ -194,7 +210,9 @@ class WorkerPool:
             self._end_drain(worker)
             worker.failures, worker.weight_version = 0, None
         self._workers[address.url] = worker
+        worker.weight_version = weight_version
         self._move(worker, WorkerState.READY, "registered", before=None)
+        self._sort_by_weights()
         return worker
 
     def _update(self, worker: Worker, api_key: str | None, attributes: Mapping[str, object] | None) -> None:
@@ -230,12 +248,13 @@ class WorkerPool:
     # Requests
 
     def lease(self, policy: Policy, key: str | None = None, excluded: Collection[Worker] = ()) -> Lease:
-        """Take a slot on the worker that `policy` chooses among the routable ones not in `excluded`.
+        """Take a slot on the worker that `policy` chooses among the routable ones not in `excluded`. Where all are
+        paused, among those: they answer what does not generate, and what does waits at the gate.
 
         Raises:
             NoWorkerAvailable: none is registered, none is routable, or all routable ones are excluded.
         """
-        candidates: Sequence[Worker] = self._routable
+        candidates: Sequence[Worker] = self._routable or self._paused
         if excluded:
             candidates = [worker for worker in candidates if worker not in excluded]
         if not candidates:
@@ -275,7 +294,7 @@ class WorkerPool:
         """A probe failed or no connection could be made; the K-th in a row quarantines the worker."""
         worker.failures += 1
         worker.last_check = self._now()
-        if worker.failures >= self._failure_threshold and self._is(worker, WorkerState.READY):
+        if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is(worker, worker.state):
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
 
     def record_alive(self, worker: Worker, weight_version: str | None) -> None:
@@ -285,6 +304,27 @@ class WorkerPool:
         if weight_version is not None and weight_version != worker.weight_version:
             worker.weight_version = weight_version
             self._refresh_weight_version()
+            self._sort_by_weights()
+
+    def updated(self, workers: Collection[Worker], version: str) -> None:
+        """An update of the weights passed through the router: the fleet's version is now this one, and `workers` have
+        it; whoever has not takes no traffic under `same-weights`."""
+        self.weight_version = version
+        for worker in workers:
+            worker.weight_version = version
+        self._refresh_weight_version()
+        self._sort_by_weights()
+
+    def set_paused(self, worker: Worker, reason: str) -> None:
+        """A worker answers and does not generate."""
+        if worker.state is not WorkerState.PAUSED and worker.state in ALIVE and self._is(worker, worker.state):
+            self._move(worker, WorkerState.PAUSED, reason, before=worker.state)
+
+    def set_unpaused(self, worker: Worker) -> None:
+        """A worker that was paused goes on."""
+        if self._is(worker, WorkerState.PAUSED):
+            self._move(worker, WorkerState.READY, "goes on", before=worker.state)
+            self._sort_by_weights()
 
     def readmission_refused(self, worker: Worker) -> str | None:
         """Why policy keeps a recovered worker out, or None if it may return."""
@@ -299,6 +339,7 @@ class WorkerPool:
         if not self._is(worker, WorkerState.QUARANTINED) or self.readmission_refused(worker):
             return False
         self._move(worker, WorkerState.READY, reason, before=worker.state)
+        self._sort_by_weights()
         return True
 
     def keep_out(self, worker: Worker, reason: str) -> None:
@@ -310,15 +351,32 @@ class WorkerPool:
         return worker.state is state and self._workers.get(worker.url) is worker
 
     def _refresh_weight_version(self) -> None:
-        """The fleet's version is the one most routable workers hold. A tie changes nothing; with nobody routable
+        """The fleet's version is the one most workers that answer hold. A tie changes nothing; with nobody routable
         only a unanimous fleet may change it, so that one restarted worker cannot speak for all."""
-        voters = self._routable or list(self._workers.values())
+        alive = [worker for worker in self if worker.state in ALIVE]
+        voters = alive if self._routable else list(self._workers.values())
         votes: Counter[str | None] = Counter(w.weight_version for w in voters if w.weight_version is not None)
         if not votes or (not self._routable and len(votes) > 1):
             return
         most = max(votes.values())
         if votes[self.weight_version] < most:
             self.weight_version = next(version for version, count in votes.items() if count == most)
+
+    def _sort_by_weights(self) -> None:
+        """Under `same-weights`, who has other weights than the fleet takes no traffic until that is over."""
+        if self._readmit != "same-weights":
+            return
+        for worker in self:
+            other = worker.weight_version not in (None, self.weight_version)
+            if other and worker.state is WorkerState.READY:
+                reason = (
+                    f"its weight version {worker.weight_version!r} differs from the fleet's {self.weight_version!r}"
+                )
+                self._move(worker, WorkerState.OUTDATED, reason, before=worker.state)
+            elif not other and worker.state is WorkerState.OUTDATED:
+                self._move(
+                    worker, WorkerState.READY, f"has weight version {worker.weight_version!r}", before=worker.state
+                )
 
     # Transitions
 
@@ -330,6 +388,7 @@ class WorkerPool:
 
     def _rebuild(self) -> None:
         self._routable = [w for w in self._workers.values() if w.state is WorkerState.READY]
+        self._paused = [w for w in self._workers.values() if w.state is WorkerState.PAUSED]
 
     def _tell(self, transition: Transition) -> None:
         for listener in self.listeners:

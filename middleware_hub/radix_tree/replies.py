@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
-
-import orjson
 
 from miles_router.trajectory import Piece
 
@@ -23,9 +21,6 @@ LOGPROB_FIELDS = frozenset(
         "output_token_ids_logprobs",
     }
 )
-DATA = b"data: "
-DONE = b"[DONE]"
-EVENT_END = b"\n\n"
 
 
 class Unusable(Exception):
@@ -126,36 +121,3 @@ class Growing:
             return None
         whole = {**meta, "output_token_logprobs": self.logprobs}
         return {"text": self.text, "output_ids": self.ids, "meta_info": whole}
-
-
-class EventReader:
-    """Cuts a stream of bytes into server-sent events, each with the empty line that ends it."""
-
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """The events that are complete now."""
-        data = self._rest + data
-        begin = 0
-        while (end := data.find(EVENT_END, begin)) >= 0:
-            end += len(EVENT_END)
-            yield data[begin:end]
-            begin = end
-        self._rest = data[begin:]
-
-    @property
-    def rest(self) -> bytes:
-        """What came behind the last complete event."""
-        return self._rest
-
-
-def payload(event: bytes) -> dict[str, Any] | None:
-    """The JSON object in an event, or None for `[DONE]` and whatever else is no answer."""
-    if not event.startswith(DATA) or event[len(DATA) :].startswith(DONE):
-        return None
-    try:
-        parsed = orjson.loads(event[len(DATA) :])
-    except orjson.JSONDecodeError:
-        return None
-    return parsed if isinstance(parsed, dict) and "output_ids" in parsed else None

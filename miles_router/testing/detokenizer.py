@@ -72,4 +72,10 @@ class IncrementalDetokenizer:
         return self._decode(readable)[len(context) :]
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+        """Ids that the tokenizer does not have are shown as id 0."""
+        if not ids:
+            return ""
+        size = self._tokenizer.size
+        if max(ids) >= size:
+            ids = [token if token < size else 0 for token in ids]
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)

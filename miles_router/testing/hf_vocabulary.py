@@ -38,6 +38,10 @@ class DirectoryTokenizer:
         self.model_max_length = int(self._config.get("model_max_length") or 32768)
         self._template = _chat_template(path, self._config)
 
+    @property
+    def size(self) -> int:
+        return int(self._fast.get_vocab_size(with_added_tokens=True))
+
     def encode(self, text: str) -> list[int]:
         return list(self._fast.encode(text).ids)
 

@@ -59,6 +59,10 @@ class Tokenizer(Protocol):
         """How many ids the model can sample: `0 .. vocab_size - 1`."""
 
     @property
+    def size(self) -> int:
+        """How many of them the tokenizer has; a model with a padded vocabulary can sample ids behind its last."""
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a generation unless `ignore_eos`."""
 
@@ -112,6 +116,7 @@ class ToyTokenizer:
         self._added = {text: len(pieces) + offset for offset, text in enumerate(added)}
         self._added_pattern = re.compile("(" + "|".join(map(re.escape, added)) + ")")
         self._all = dict(enumerate([*pieces, *(text.encode() for text in added)]))
+        self.size = len(self._all)
         special = {self._added[text] for text in SPECIAL_TOKENS}
         self._visible = {token: piece for token, piece in self._all.items() if token not in special}
         self.eos_token_ids = frozenset({self._added["<|endoftext|>"], self._added["<|im_end|>"]})

@@ -9,6 +9,7 @@ import pytest
 
 from tests.contract.client import WorkerClient
 
+LAST_IDS = {"simulated": 1023, "sglang": 151_935}  # of the models, whose vocabularies are larger than the tokenizers'
 THEN_B = "a{6}b[xy]{30}"  # single characters, so that no tokenisation can hide the stop string from the worker
 
 
@@ -45,6 +46,25 @@ async def test_ignore_eos_makes_the_end_an_ordinary_token(worker: WorkerClient) 
     sampling = {"max_new_tokens": 7, "logit_bias": {str(eos): 100}}
     stopped = await worker.generate(text="One", sampling_params={**sampling, "ignore_eos": True})
     assert stopped["meta_info"]["finish_reason"] == {"type": "length", "length": 7}
+
+
+async def test_a_token_that_is_forced_says_whether_the_model_ends_with_it(worker: WorkerClient) -> None:
+    *_, before, eos = (await ended_by_eos(worker))["output_ids"]
+    for token, finish in ((eos, {"type": "stop", "matched": eos}), (before, {"type": "length", "length": 1})):
+        sampling = {"max_new_tokens": 1, "logit_bias": {str(token): 10_000}}
+        answer = await worker.generate(input_ids=[token], sampling_params=sampling)
+        assert (answer["output_ids"], answer["meta_info"]["finish_reason"]) == ([token], finish)
+
+
+async def test_ids_that_the_tokenizer_does_not_have_are_shown_as_id_0(
+    worker: WorkerClient, request: pytest.FixtureRequest
+) -> None:
+    padding = LAST_IDS[request.node.callspec.params["worker"]]
+    sampling = {"max_new_tokens": 3, "ignore_eos": True, "logit_bias": {str(padding): 100}}
+    answer = await worker.generate(text="One", sampling_params=sampling)
+    assert answer["output_ids"] == [padding] * 3
+    assert answer["text"] == await worker.decode([0] * 3) != ""
+    assert await worker.decode([padding] * 3) == "", "but `/v1/detokenize` leaves them out"
 
 
 async def test_a_stop_string_is_trimmed_from_the_text_and_not_from_the_ids(worker: WorkerClient) -> None:

@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
 
+import miles_router.app  # noqa: F401  # every module, and so every error
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.encoding import InexactTokenizer
 from middleware_hub.radix_tree.statistics import CacheCollector
 from miles_router.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
+from miles_router.control import SLOW, TABLE
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
-from miles_router.metrics import Metrics
+from miles_router.gate import Gate
+from miles_router.metrics import GateCollector, Metrics
 from miles_router.worker_url import parse_worker_url
 from miles_router.workers import WorkerPool
 from tests.docs.pages import PAGES, name_of
@@ -56,7 +59,8 @@ def error_classes(base: type[RouterError] = RouterError) -> Iterator[type[Router
     """Every error of ours with an answer of its own, from the root of the tree; not those that tests define."""
     yield base
     for each in base.__subclasses__():
-        if each is not ConfigError and each.__module__.startswith(("miles_router.", "middleware_hub.")):
+        ours = each.__module__.startswith(("miles_router.", "middleware_hub."))
+        if each is not ConfigError and ours and "type" in vars(each):  # without one it never leaves the router
             yield from error_classes(each)
 
 
@@ -74,6 +78,7 @@ def exposition() -> str:
     """`GET /metrics` of a router that has seen something of everything."""
     pool = WorkerPool()
     metrics = Metrics(pool)
+    metrics.register(GateCollector(Gate(max_held=1, timeout=0)))
     worker = pool.add(parse_worker_url("http://127.0.0.1:30001"))
     metrics.finished("/generate", 200, worker.url, 1.0, 0.5)
     return metrics.render().decode()
@@ -87,6 +92,15 @@ def metrics() -> str:
         name = f"{family.name}_total" if family.type == "counter" else family.name
         rows.append((f"`{name}`", family.type, ", ".join(labels) or "none", family.documentation))
     return table(("name", "type", "labels", "meaning"), rows)
+
+
+def fan_out() -> str:
+    """Every endpoint that goes to all workers."""
+    rows: Rows = []
+    for row in TABLE:
+        patience = f"{row.timeout / 60:g} min" if row.timeout == SLOW else f"{row.timeout:g} s"
+        rows.append((f"`{row.path}`", ", ".join(row.methods), patience))
+    return table(("path", "methods", "a worker may take"), rows)
 
 
 def text_cache() -> str:
@@ -107,6 +121,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
     "metrics": metrics,
+    "fan_out": fan_out,
     "text_cache": text_cache,
 }
 

@@ -75,7 +75,7 @@ async def test_token_cap_cuts_what_is_over_its_limit() -> None:
     async with serving("token_cap.TokenCap", limit=3) as (router, worker):
         reply = await generate(router, max_new_tokens=9)
         assert reply.json()["meta_info"]["completion_tokens"] == 3
-        assert worker.door.last.json()["sampling_params"] == {"max_new_tokens": 3}
+        assert worker.door.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3}
         assert b"token_cap_capped_total 1.0" in (await router.ask("GET", "/metrics")).body
         assert (await router.ask("GET", "/token_cap")).json() == {"limit": 3}
 
@@ -84,7 +84,7 @@ async def test_token_cap_leaves_what_is_within_its_limit_byte_for_byte() -> None
     async with serving("token_cap.TokenCap", limit=3) as (router, worker):
         body = b'{"text":  "Hi",\n"sampling_params": {"max_new_tokens": 3}}'
         await router.ask("POST", "/generate", [("content-type", "application/json")], body)
-        assert worker.door.last.body == body
+        assert worker.door.at("/generate")[-1].body == body
 
 
 async def test_ask_again_hides_one_failure_and_no_second() -> None:

@@ -94,7 +94,10 @@ async def test_a_worker_behind_a_path_prefix_gets_it_in_front_of_every_path(stag
     router = await stage.router(f"{worker.url}/engines/0/")
     await router.ask("GET", "/a%2Fb?c=d")
     assert worker.requests[-1].target == b"/engines/0/a%2Fb?c=d"
-    assert {received.target for received in worker.requests[:-1]} <= {b"/engines/0/model_info"}
+    assert {received.target for received in worker.requests[:-1]} <= {
+        b"/engines/0/model_info",
+        b"/engines/0/ready",
+    }
 
 
 async def test_an_absolute_target_reaches_the_worker_as_its_path(stage: Stage) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -130,7 +131,11 @@ async def test_a_worker_whose_health_answers_sick_is_quarantined(stage: Stage) -
 
 async def test_an_older_worker_without_model_info_is_asked_by_the_older_name(stage: Stage) -> None:
     worker = await stage.worker()
-    answers = {"/model_info": reply(b"", 404), "/get_model_info": reply(b'{"weight_version": "old"}')}
+    answers = {
+        "/model_info": reply(b"", 404),
+        "/get_model_info": reply(b'{"weight_version": "old"}'),
+        "/ready": reply(b"", 404),
+    }
     worker.model_info = lambda visit: visit.run([answers[visit.request.path]])
     router = await router_of(stage, worker)
     record = router.worker(worker)
@@ -159,6 +164,39 @@ async def test_probes_get_through_while_all_connections_are_taken_by_requests(st
     assert router.worker(worker).state is WorkerState.READY
     for client in clients:
         client.abort()
+
+
+# Paused
+
+
+def with_ready(*steps: Any) -> Behaviour:
+    """`/ready` does `steps`; the others are answered."""
+    return lambda visit: visit.run(steps if visit.request.path == "/ready" else [reply(b'{"weight_version": "1"}')])
+
+
+async def test_a_worker_whose_ready_hangs_is_busy_and_not_paused(stage: Stage) -> None:
+    worker = await stage.worker()
+    worker.model_info = with_ready(HANG)
+    router = await router_of(stage, worker, health_check_timeout=0.03)
+    await until(lambda: sum(probe.path == "/ready" for probe in worker.probes) >= 3, "it was asked thrice")
+    record = router.worker(worker)
+    assert (record.state, record.reason, record.failures) == (WorkerState.READY, "registered", 0)
+
+
+async def test_what_ready_says_about_the_routers_own_pause_is_no_news(stage: Stage) -> None:
+    """The question is under way when the pause comes, and what follows from it is known after continue."""
+    worker, paused = await stage.worker(), asyncio.Event()
+    router = await router_of(stage, worker, health_check_timeout=0.3)
+    worker.model_info, worker.health = with_ready(paused, reply(b"", 503)), script(HANG)
+    worker.probes.clear()
+    await until(lambda: any(probe.path == "/ready" for probe in worker.probes), "it is asked")
+    await router.ask("POST", "/pause_generation", body=b"{}")
+    worker.model_info = model_info("1")
+    paused.set()
+    await until(lambda: any(probe.path == "/health" for probe in worker.probes), "and asked whether it is sick")
+    await router.ask("POST", "/continue_generation", body=b"{}")
+    await probed(worker)
+    assert (router.worker(worker).state, router.worker(worker).reason) == (WorkerState.READY, "registered")
 
 
 # Readmission

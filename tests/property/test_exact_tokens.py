@@ -27,7 +27,7 @@ from tests.support.rollouts import Turn, generate
 from tests.support.running_router import running_router
 from tests.support.tokenizers import tokenizer, tokenizer_directory
 
-EXAMPLES = {"qwen3": 40, "llama2": 40, "gemma3": 15}
+EXAMPLES = {"qwen3": 60, "llama2": 60, "gemma3": 20}
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # the account says what is wrong; shrinking takes minutes
 PLENTY = 1_000_000
 RIDS, VERSIONS = count(), count(100)
@@ -154,11 +154,13 @@ class Play:
     async def aborted(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """Asked under an id, and aborted by it once the worker generates."""
         body["rid"] = f"aborted {next(RIDS)}."
-        body["sampling_params"] |= {"max_new_tokens": 5000, "ignore_eos": True, "stop": None}
+        body["sampling_params"] |= {"max_new_tokens": 100, "ignore_eos": True, "stop": None}
+        self.worker.engine.token_latency_s = 0.001
         asking = asyncio.ensure_future(generate(self.session, body))
         while not asking.done():
             await self.order("/abort_request", {"rid": body["rid"]})
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.003)
+        self.worker.engine.token_latency_s = 0.0
         return await asking
 
     async def updated(self, body: dict[str, Any]) -> list[dict[str, Any]]:

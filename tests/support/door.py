@@ -8,14 +8,15 @@ what each `/generate` was given and what came back. It knows the worker's protoc
 
 from __future__ import annotations
 
-import json
+import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import aiohttp
+import orjson
 from aiohttp import web
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"}
@@ -37,6 +38,9 @@ class Generation:
     text: str = ""
     finish: dict[str, Any] | None = None
     rid: str = ""
+    request_id: str = ""  # the router's `X-Request-Id`
+    told: list[str] = field(default_factory=list)  # the version that each token's event named
+    experts: str = ""  # the rows of routed experts it came with, in base64
     answered: float = float("inf")  # when its end came out of the worker
     kept: bool = False
 
@@ -58,7 +62,7 @@ class Exchange:
     method: str
     path: str
     body: bytes
-    headers: dict[str, str]
+    headers: dict[str, str]  # names in lower case
     status: int = 0
     reply: bytes = b""
     ended: bool = False
@@ -69,6 +73,7 @@ class Door:
 
     def __init__(self, worker_url: str, *, incremental: bool = False) -> None:
         self.generations: list[Generation] = []
+        self.begun: list[Generation] = []  # all of them, those that broke off included
         self.exchanges: list[Exchange] = []
         self._target = worker_url.rstrip("/")
         self._incremental = incremental
@@ -100,10 +105,13 @@ class Door:
         await self._session.close()
 
     async def _pass(self, request: web.BaseRequest) -> web.StreamResponse:
-        exchange = Exchange(request.method, request.path, await request.read(), dict(request.headers))
+        exchange = Exchange(request.method, request.path, await request.read(), _lower(request.headers))
         self.exchanges.append(exchange)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
         noted = _begun(exchange.body) if request.path == "/generate" and request.method == "POST" else []
+        self.begun += noted
+        for each in noted:
+            each.request_id = request.headers.get("X-Request-Id", "")
         try:
             async with self._session.request(
                 request.method, self._target + request.raw_path, data=exchange.body, headers=headers
@@ -112,7 +120,7 @@ class Door:
         except aiohttp.ClientError:
             assert request.transport is not None
             request.transport.abort()
-            raise ConnectionResetError("the worker broke off") from None
+            raise asyncio.CancelledError from None  # which ends the connection without a word in the log
 
     async def _answer(
         self, request: web.BaseRequest, exchange: Exchange, reply: aiohttp.ClientResponse, noted: list[Generation]
@@ -133,7 +141,7 @@ class Door:
             if streaming:
                 events.feed(data)
             elif reply.status == 200 and noted and sum(map(len, parts)) == reply.content_length:
-                _take_plain(noted, json.loads(b"".join(parts)))
+                _take_plain(noted, orjson.loads(b"".join(parts)))
             self._keep(noted)  # before the router can know of them
             await answer.write(data)
         exchange.reply, exchange.ended = b"".join(parts), True
@@ -155,10 +163,14 @@ def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) 
     return web.BaseRequest(message, payload, protocol, writer, task, task.get_loop(), client_max_size=MAX_BODY)
 
 
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    return {name.lower(): value for name, value in headers.items()}
+
+
 def _begun(body: bytes) -> list[Generation]:
     """The samples that a request asks for, prompt by prompt."""
     try:
-        asked = json.loads(body)
+        asked = orjson.loads(body)
     except ValueError:
         return []
     if not isinstance(asked, dict):
@@ -195,6 +207,8 @@ def _take(generation: Generation, answer: dict[str, Any], *, more: bool) -> None
     generation.text += answer["text"]
     generation.rid = meta["id"]
     generation.finish = meta["finish_reason"]
+    generation.experts = meta.get("routed_experts") or ""
+    generation.told += [meta["weight_version"]] * (len(generation.sampled) - len(generation.told))
     if generation.finish is not None:
         generation.versions = [(span["version"], span["start"], span["end"]) for span in meta["weight_versions"]]
         generation.answered = time.monotonic()
@@ -209,7 +223,7 @@ class _Events:
     def feed(self, data: bytes) -> None:
         for event in self._complete(data):
             if event.startswith(b"data: {"):
-                answer = json.loads(event[len(b"data: ") :])
+                answer = orjson.loads(event[len(b"data: ") :])
                 if "output_ids" in answer:
                     _take(self._noted[answer.get("index", 0)], answer, more=self._incremental)
 

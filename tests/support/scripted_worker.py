@@ -22,7 +22,7 @@ from typing import Any
 from miles_router.tasks import spawn
 
 Pairs = Iterable[tuple[str, str]]
-PROBES = ("/model_info", "/get_model_info", "/health")
+PROBES = ("/model_info", "/get_model_info", "/health", "/ready")
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 seconds
 LAST_CHUNK = b"0\r\n\r\n"
 
@@ -201,6 +201,7 @@ class ScriptedWorker:
         self._held.bind(("127.0.0.1", 0))
         self.port: int = self._held.getsockname()[1]
         self._binding = asyncio.Lock()
+        self.standing: dict[str, Behaviour] = {}  # by path: what is answered whenever it is asked, and not listed
         self._always: Behaviour = script(reply())
         self._next: deque[Behaviour] = deque()
         self._server: asyncio.Server | None = None
@@ -295,6 +296,8 @@ class ScriptedWorker:
         if received.method == "GET" and received.path in PROBES:
             self.probes.append(received)
             return self.health if received.path == "/health" else self.model_info
+        if received.path in self.standing:
+            return self.standing[received.path]
         self.requests.append(received)
         self.visits.append(visit)
         return self._next.popleft() if self._next else self._always

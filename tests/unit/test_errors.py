@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 from miles_router import errors
-from miles_router.errors import ConfigError, NoWorkerAvailable, RouterError, UpstreamUnreachable
+from miles_router.errors import ConfigError, FleetPaused, NoWorkerAvailable, RouterError, UpstreamUnreachable
 
 CLASSES = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, RouterError)]
 
@@ -33,11 +33,16 @@ def test_the_body_is_type_message_and_request_id() -> None:
 
 
 def test_only_errors_without_any_part_of_a_reply_may_be_tried_again() -> None:
-    assert {cls.__name__ for cls in CLASSES if cls.retryable} == {"NoWorkerAvailable", "UpstreamUnreachable"}
+    assert {cls.__name__ for cls in CLASSES if cls.retryable} == {
+        "FleetPaused",
+        "NoWorkerAvailable",
+        "UpstreamUnreachable",
+    }
 
 
-def test_no_worker_tells_when_to_come_back() -> None:
-    assert int(NoWorkerAvailable.headers["Retry-After"]) >= 1
+@pytest.mark.parametrize("cls", [FleetPaused, NoWorkerAvailable])
+def test_who_cannot_be_served_now_is_told_when_to_come_back(cls: type[RouterError]) -> None:
+    assert int(cls.headers["Retry-After"]) >= 1
 
 
 def test_a_configuration_error_is_a_value_error_too() -> None:

@@ -1,0 +1,160 @@
+"""Where generation waits while the fleet is paused or asleep. The router's own knowledge of what it did to the fleet.
+
+Closed for any of three reasons: the router paused the fleet, put it to sleep, or every worker that could answer was
+paused behind its back. While it is open, passing it costs one attribute check.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Protocol
+
+from miles_router.errors import FleetPaused
+
+#: Paths whose requests generate; all others pass a closed gate.
+GENERATION = frozenset(
+    {
+        "/generate",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/messages",
+        "/v1/responses",
+        "/api/chat",
+        "/api/generate",
+    }
+)
+SESSION_PREFIX = "/sessions/"
+
+
+def endpoint(path: str) -> str:
+    """The engine's part of a path: all of it, or what stands behind the session."""
+    return path[path.find("/", len(SESSION_PREFIX)) :] if path.startswith(SESSION_PREFIX) else path
+
+
+def generates(path: str) -> bool:
+    """Whether a request to this path generates, by itself or within a session."""
+    return endpoint(path) in GENERATION
+
+
+class Waiting(Protocol):
+    """Who waits: a request, which may be aborted meanwhile."""
+
+    aborted: bool
+
+
+class Gate:
+    """Holds at most `max_held` requests, each for at most `timeout` seconds (0: as long as it takes).
+
+    They are let through in the order in which they came. Who is aborted waits no longer.
+    """
+
+    def __init__(self, *, max_held: int, timeout: float, now: Callable[[], float] = time.time) -> None:
+        self.closed = False
+        self.mode: str | None = None  # of the router's own pause
+        self.paused_since: float | None = None
+        self.asleep_since: float | None = None
+        self.workers_paused_since: float | None = None
+        #: How often it was paused since the start,
+        self.pauses = 0
+        #: and how often so that what ran was aborted; a generation during which this changed was cut.
+        self.cuts = 0
+        self._max_held = max_held
+        self._timeout = timeout
+        self._now = now
+        #: What each waits for, and who it is; one request may wait several times, once for each of its generations.
+        self._held: OrderedDict[asyncio.Future[None], Waiting] = OrderedDict()
+
+    @property
+    def held(self) -> int:
+        """Requests that wait."""
+        return len(self._held)
+
+    @property
+    def deliberate(self) -> bool:
+        """Whether the router itself made the fleet silent, so that silence says nothing about health."""
+        return self.paused_since is not None or self.asleep_since is not None
+
+    def pause(self, mode: str) -> None:
+        """The fleet is being paused."""
+        self.pauses += 1
+        self.cuts += mode == "abort"
+        self.mode, self.paused_since = mode, self.paused_since or self._now()
+        self._update()
+
+    def resume(self) -> None:
+        """The fleet goes on."""
+        self.mode, self.paused_since = None, None
+        self._update()
+
+    def sleep(self) -> None:
+        """The fleet's memory is being released."""
+        self.asleep_since = self.asleep_since or self._now()
+        self._update()
+
+    def wake(self) -> None:
+        """The fleet's memory is back."""
+        self.asleep_since = None
+        self._update()
+
+    def workers_paused(self, paused: bool) -> None:
+        """Whether all workers that answer were paused by somebody else."""
+        self.workers_paused_since = (self.workers_paused_since or self._now()) if paused else None
+        self._update()
+
+    def _update(self) -> None:
+        self.closed = self.deliberate or self.workers_paused_since is not None
+        while self._held and not self.closed:
+            waiting, _ = self._held.popitem(last=False)
+            if not waiting.done():
+                waiting.set_result(None)
+
+    async def wait(self, who: Waiting) -> None:
+        """Wait until the gate is open, or `who` is aborted and released.
+
+        Raises:
+            FleetPaused: too many wait already, or this one has waited for too long.
+        """
+        loop = asyncio.get_running_loop()
+        came_at = loop.time()
+        while self.closed and not who.aborted:
+            if len(self._held) >= self._max_held:
+                raise FleetPaused(f"{self.reason()}; {self._max_held} requests wait already (--gate-max-held)")
+            waiting: asyncio.Future[None] = loop.create_future()
+            self._held[waiting] = who
+            left = max(0.0, came_at + self._timeout - loop.time()) if self._timeout else None
+            try:
+                done, _ = await asyncio.wait({waiting}, timeout=left)
+            finally:
+                self._held.pop(waiting, None)
+            if not done:
+                raise FleetPaused(f"{self.reason()}, and this request has waited {self._timeout:g} s (--gate-timeout)")
+
+    def release(self, who: Waiting) -> None:
+        """Let one request go on although the gate is closed: it was aborted and will not generate."""
+        for waiting in [waiting for waiting, holder in self._held.items() if holder is who]:
+            del self._held[waiting]
+            if not waiting.done():
+                waiting.set_result(None)
+
+    def reason(self) -> str:
+        """Why it is closed, in words."""
+        if self.asleep_since is not None:
+            return "the fleet is asleep"
+        if self.paused_since is not None:
+            return f"the fleet is paused ({self.mode})"
+        return "every worker is paused"
+
+    def describe(self) -> dict[str, object]:
+        """What `GET /router/info` shows; times are Unix seconds."""
+        return {
+            "closed": self.closed,
+            "mode": self.mode,
+            "paused_since": self.paused_since,
+            "asleep_since": self.asleep_since,
+            "workers_paused_since": self.workers_paused_since,
+            "held": self.held,
+            "pauses": self.pauses,
+        }

@@ -1,0 +1,89 @@
+"""The request that carries a generation on from exactly the tokens it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from miles_router.partial_rollouts.engine import CannotResume, Engine
+from miles_router.partial_rollouts.parts import Part
+
+#: Sampling that depends on the output so far, which an engine that is given it as prompt no longer counts as output.
+STATEFUL = ("regex", "json_schema", "ebnf", "structural_tag", "stop_regex", "custom_params", "watermark")
+PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "beam_width": 1}
+#: The same of fields beside the sampling parameters, and answers that are not joined.
+ALSO_STATEFUL = (
+    "custom_logit_processor",
+    "max_thinking_tokens",
+    "require_reasoning",
+    "watermark",
+    "session_params",
+    "input_embeds",
+    "positional_embed_overrides",
+    "return_hidden_states",
+    "return_sampling_mask",
+    "return_entropy",
+    "return_indexer_topk",
+    "return_flat_raw_output_top_logprobs",
+)
+#: Fields about the prompt, which the first part has answered.
+OF_THE_PROMPT = ("text", "logprob_start_len")
+
+
+async def continuation(part: Part, engine: Engine) -> bytes:
+    """The body of the request that carries `part` on.
+
+    Raises:
+        CannotResume: not exactly.
+    """
+    answer = part.answer
+    if answer is None or not answer["output_ids"]:  # it had only queued
+        return orjson.dumps(dict(part.request))
+    sampled, params = answer["output_ids"], {**part.params}
+    stateful = [name for name in STATEFUL if params.get(name)]
+    stateful += [name for name, neutral in PENALTIES.items() if params.get(name) not in (None, neutral)]
+    stateful += [name for name in ALSO_STATEFUL if part.request.get(name)]
+    if stateful:
+        raise CannotResume(f"{stateful[0]} depends on the output so far")
+    await learn_prompt(part, engine)
+    if part.budget is not None:  # null: as much as fits
+        params["max_new_tokens"] = part.budget - len(sampled)
+    if params.get("min_new_tokens"):
+        params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(sampled))
+    request = {name: value for name, value in part.request.items() if name not in OF_THE_PROMPT}
+    request |= {"input_ids": [*part.prompt, *sampled], "sampling_params": params}
+    if request.get("return_routed_experts"):
+        request["routed_experts_start_len"] = part.experts_from
+    return orjson.dumps(request)
+
+
+async def learn_prompt(part: Part, engine: Engine) -> None:
+    """Know the ids of the prompt: given, or as the worker's own tokenizer says.
+
+    Raises:
+        CannotResume: that is not the prompt the generation had.
+    """
+    if part.prompt:
+        return
+    ids, meta = part.request.get("input_ids"), part.answer["meta_info"] if part.answer is not None else {}
+    tokens = list(ids) if ids is not None else await engine.tokenize(part.request["text"])
+    counted = meta.setdefault("prompt_tokens", len(tokens))  # one that was aborted in the queue does not say
+    if ids is None and len(tokens) != counted:
+        raise CannotResume("the worker's tokenizer does not give the prompt it had")
+    part.prompt = tokens
+
+
+def check_prompt(part: Part, answer: Mapping[str, Any]) -> None:
+    """See that an answer is to all that came before: a worker may be set to cut a prompt that is too long.
+
+    Raises:
+        CannotResume: it is to something else.
+    """
+    before = part.answer
+    if before is None or not before["output_ids"]:
+        return
+    expected = before["meta_info"].get("prompt_tokens", 0) + len(before["output_ids"])
+    if answer["meta_info"].get("prompt_tokens") not in (None, expected):
+        raise CannotResume("the worker did not take all that came before as its prompt")

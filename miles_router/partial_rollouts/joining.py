@@ -1,0 +1,145 @@
+"""Parts of one generation, sampled in several goes, joined into the answer one go would have given. Pure.
+
+An answer is one of SGLang's `/generate`: `text`, `output_ids`, `meta_info`. What it says of the output is concatenated
+or added up; what it says of the prompt is the first part's, of the end the last part's.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+Answer = Mapping[str, Any]
+
+CONCATENATED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+ADDED = ("completion_tokens", "output_token_logprobs_length", "num_retractions", "reasoning_tokens", "e2e_latency")
+OF_THE_REQUEST = ("id", "e2e_latency", "resumed")
+OF_THE_PROMPT = ("prompt_tokens", "cached_tokens", "cached_tokens_details")
+OF_THE_END = ("finish_reason", "weight_version")
+EXPERTS = "routed_experts"
+VERSIONS = "weight_versions"
+RESUMED = "resumed"  # how often the generation was carried on
+LAST_TOKEN = 16  # characters that may stand behind a stop string in the token that completes it
+AT_ONCE = 16  # tokens that an engine may add in one step
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+def join(first: Answer, second: Answer) -> dict[str, Any]:
+    """`first` carried on by `second`, whose prompt was the first's prompt and output."""
+    head, tail = first["meta_info"], second["meta_info"]
+    if first["output_ids"]:  # and the prompt of the second is another
+        tail = {name: tail[name] for name in tail if name not in OF_THE_PROMPT}
+    if not first["output_ids"]:  # cut before it sampled anything, while it queued say: the second part is the answer
+        head = {name: head[name] for name in OF_THE_REQUEST if name in head}
+    meta = {**tail, **head}
+    for name in CONCATENATED:
+        if head.get(name) is not None or tail.get(name) is not None:
+            meta[name] = [*(head.get(name) or ()), *(tail.get(name) or ())]
+    for name in ADDED:
+        if isinstance(head.get(name), (int, float)) or isinstance(tail.get(name), (int, float)):
+            meta[name] = (head.get(name) or 0) + (tail.get(name) or 0)
+    for name in OF_THE_END:
+        if name in tail:
+            meta[name] = tail[name]
+    shift = len(first["output_ids"])
+    if VERSIONS in tail:
+        meta[VERSIONS] = join_spans(head.get(VERSIONS) or (), tail[VERSIONS] or (), shift)
+    if EXPERTS in head or EXPERTS in tail:
+        meta[EXPERTS] = join_base64(head.get(EXPERTS) or "", tail.get(EXPERTS) or "")
+    meta["finish_reason"] = _whole_length(tail.get("finish_reason"), shift)
+    meta[RESUMED] = head.get(RESUMED, 0) + 1
+    ids = [*first["output_ids"], *second["output_ids"]]
+    return {**first, "text": first["text"] + second["text"], "output_ids": ids, "meta_info": meta}
+
+
+def _whole_length(finish: Any, shift: int) -> Any:
+    """`{"type": "length", "length": n}` counts the whole output."""
+    if isinstance(finish, Mapping) and isinstance(finish.get("length"), int):
+        return {**finish, "length": finish["length"] + shift}
+    return finish
+
+
+def join_spans(
+    head: Sequence[Mapping[str, Any]], tail: Sequence[Mapping[str, Any]], shift: int
+) -> list[dict[str, Any]]:
+    """Version spans in a row; neighbours of one version are one, empty ones none."""
+    spans: list[dict[str, Any]] = []
+    moved = [{**span, "start": span["start"] + shift, "end": span["end"] + shift} for span in tail]
+    for span in [*map(dict, head), *moved]:
+        if span["start"] == span["end"]:
+            continue
+        if spans and spans[-1]["version"] == span["version"] and spans[-1]["end"] == span["start"]:
+            spans[-1]["end"] = span["end"]
+        else:
+            spans.append(span)
+    return spans
+
+
+def join_base64(head: str, tail: str) -> str:
+    """Base64 of two byte strings in a row; decoded only if the first does not end on a boundary of three bytes."""
+    if not head.endswith("="):
+        return head + tail
+    return base64.b64encode(base64.b64decode(head) + base64.b64decode(tail)).decode("ascii")
+
+
+def cut(answer: Answer, tokens: int, text: str, finish: Mapping[str, Any], *, experts_start: int = 0) -> dict[str, Any]:
+    """The answer as if it had ended after `tokens` tokens, with `text` and `finish`. `experts_start` is the token that
+    its first row of routed experts is about."""
+    meta = dict(answer["meta_info"])
+    dropped = len(answer["output_ids"]) - tokens
+    for name in CONCATENATED:
+        if meta.get(name) is not None:
+            meta[name] = meta[name][:tokens]
+    for name in ("completion_tokens", "output_token_logprobs_length"):
+        if isinstance(meta.get(name), int):
+            meta[name] -= dropped
+    if meta.get(VERSIONS):
+        spans = [{**span, "end": min(span["end"], tokens)} for span in meta[VERSIONS] if span["start"] < tokens]
+        meta[VERSIONS] = spans
+        meta["weight_version"] = spans[-1]["version"] if spans else meta.get("weight_version")
+    if meta.get(EXPERTS) and dropped:
+        rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - experts_start
+        meta[EXPERTS] = _without_rows(meta[EXPERTS], dropped, rows)
+    meta["finish_reason"] = dict(finish)
+    return {**answer, "text": text, "output_ids": answer["output_ids"][:tokens], "meta_info": meta}
+
+
+def _without_rows(encoded: str, dropped: int, rows: int) -> str:
+    data = base64.b64decode(encoded)
+    row = len(data) // (rows + dropped)
+    return base64.b64encode(data[: rows * row]).decode("ascii")
+
+
+def straddling(text: str, boundary: int, stops: Sequence[str], *, halved: bool = False) -> tuple[int, str] | None:
+    """The first stop string that begins before `boundary` and ends behind it: `(where, which)`. An engine that has the
+    first part as its prompt cannot see it. Nor does it see one that begins with a character that the cut has `halved`,
+    which stands behind the boundary."""
+    found = []
+    for stop in stops:
+        at = text.find(stop, max(0, boundary - len(stop) + 1), boundary + halved + len(stop) - 1)
+        if at >= 0:
+            found.append((at, stop))
+    return min(found, default=None)
+
+
+def forming(text: str, boundary: int, stops: Sequence[str], *, halved: bool = False) -> bool:
+    """Whether a stop string may have begun before `boundary` that could still be completed behind `text`."""
+    first = max(0, boundary - max(map(len, stops), default=0))
+    places = range(first, boundary + halved)
+    return any(len(stop) > len(text) - at and stop.startswith(text[at:]) for at in places for stop in stops)
+
+
+def ending(
+    ids: Sequence[int], tail: str, stops: Sequence[str], end_ids: Collection[int], budget: int | None
+) -> tuple[int, dict[str, Any]] | None:
+    """After how many tokens an answer would have ended, and its `finish_reason`, had it not been aborted at that very
+    moment: an engine looks for an abort first. `tail` is what the last tokens spell. Several may have come at once, by
+    speculative decoding."""
+    found = [(at, stop) for stop in stops if (at := tail.find(stop, max(0, len(tail) - len(stop) - LAST_TOKEN))) >= 0]
+    if found:
+        return len(ids), {"type": "stop", "matched": min(found)[1]}
+    end = next((at + 1 for at in range(max(0, len(ids) - AT_ONCE), len(ids)) if ids[at] in end_ids), None)
+    if budget is not None and len(ids) >= budget and (end is None or end > budget):
+        return budget, {"type": "length", "length": budget}
+    return (end, {"type": "stop", "matched": ids[end - 1]}) if end is not None else None

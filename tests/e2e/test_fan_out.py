@@ -1,0 +1,395 @@
+"""Control requests reach every worker, and one answer says what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from miles_router.app import create_app
+from miles_router.config import RouterConfig, load
+from miles_router.control import TABLE, Endpoint
+from miles_router.errors import ConfigError
+from miles_router.policies import LeastInFlight
+from miles_router.testing import SimulatedWorker
+from miles_router.workers import WorkerState
+from tests.support.http import RawReply, ask
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import HANG, Behaviour, reply, script
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+JSON = [("Content-Type", "application/json")]
+ROWS = [(method, row.path) for row in TABLE for method in row.methods]
+#: A body that a worker takes; `{}` for all others.
+BODIES: dict[str, dict[str, Any]] = {
+    "/abort_request": {"abort_all": True},
+    "/update_weights_from_disk": {"model_path": "elsewhere"},
+    "/update_weight_version": {"new_version": "2"},
+    "/load_lora_adapter": {"lora_name": "a", "lora_path": "/a"},
+    "/unload_lora_adapter": {"lora_name": "a"},
+    "/slow_down": {"forward_sleep_time": None},
+}
+BAD: list[tuple[str, bytes]] = [
+    ("/pause_generation", b'{"mode": "gently"}'),
+    ("/pause_generation", b'{"mode": null}'),
+    ("/pause_generation", b'{"mode": ["abort"]}'),
+    ("/update_weight_version", b"{}"),
+    ("/update_weight_version", b'{"new_version": 7}'),
+    ("/update_weights_from_disk", b"{}"),
+    ("/update_weights_from_disk", b'{"model_path": null}'),
+    ("/abort_request", b"{}"),
+    ("/abort_request", b'{"rid": 7}'),
+    ("/abort_request", b'{"rid": null, "abort_all": false}'),
+    *((path, body) for path in ("/continue_generation", "/flush_cache") for body in (b"[]", b'"abort"', b"{", b"\xff")),
+]
+
+
+async def post(router: RunningRouter, path: str, **fields: Any) -> RawReply:
+    return await router.ask("POST", path, JSON, orjson.dumps(fields))
+
+
+def answers(body: bytes, status: int = 200, kind: str = "application/json") -> Behaviour:
+    return script(reply(body, status, [("Content-Type", kind)]))
+
+
+@asynccontextmanager
+async def simulated(**settings: Any) -> AsyncIterator[tuple[SimulatedWorker, SimulatedWorker]]:
+    async with SimulatedWorker(**settings) as first, SimulatedWorker(**settings) as second:
+        yield first, second
+
+
+# Every row
+
+
+@pytest.mark.parametrize(("method", "path"), ROWS)
+async def test_every_row_reaches_every_worker_and_gives_their_own_answer(stage: Stage, method: str, path: str) -> None:
+    body = orjson.dumps(BODIES.get(path, {}))
+    async with simulated(enable_lora=True) as workers, SimulatedWorker(enable_lora=True) as alone:
+        expected = await ask(alone.url, method, path, JSON, body)
+        router = await stage.router(*(worker.url for worker in workers))
+        answer = await router.ask(method, path, JSON, body)
+        assert (answer.status, answer.body) == (expected.status, expected.body)
+        assert answer.value("content-type") == expected.value("content-type")
+        for worker in workers:
+            (came,) = worker.door.at(path)
+            assert (came.method, came.target, came.body) == (method, path, body)
+
+
+@pytest.mark.parametrize("path", [row.path for row in TABLE])
+async def test_a_method_that_a_row_does_not_take_is_405_and_asks_nobody(stage: Stage, path: str) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    wrong = ["PUT", "DELETE"] + ["GET"] * (("POST", path) in ROWS and ("GET", path) not in ROWS)
+    for method in wrong:
+        answer = await router.ask(method, path, JSON, orjson.dumps(BODIES.get(path, {})))
+        assert (answer.status, answer.error_type) == (405, "method_not_allowed")
+    assert worker.requests == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/pause_generation",
+        "/continue_generation",
+        "/release_memory_occupation",
+        "/resume_memory_occupation",
+    ],
+)
+async def test_a_body_that_only_sglang_insists_on_may_be_left_out(stage: Stage, path: str) -> None:
+    async with simulated() as workers:
+        router = await stage.router(*(worker.url for worker in workers))
+        assert (await router.ask("POST", path)).status == 200
+        assert [worker.door.last.body for worker in workers] == [b"{}", b"{}"]
+
+
+async def test_the_query_and_the_request_id_reach_every_worker(stage: Stage) -> None:
+    workers = [await stage.worker(), await stage.worker()]
+    router = await stage.router(*workers)
+    await router.ask("GET", "/flush_cache?timeout=3", [("X-Request-Id", "mine")])
+    assert [worker.requests[0].target for worker in workers] == [b"/flush_cache?timeout=3"] * 2
+    assert [worker.requests[0].values("x-request-id") for worker in workers] == [[b"mine"]] * 2
+
+
+# Who is asked
+
+
+async def test_all_workers_are_asked_at_the_same_time(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(3)]
+    all_asked = asyncio.Event()
+    for worker in workers:
+        worker.always(script(all_asked, reply()))
+    router = await stage.router(*workers)
+    asking = asyncio.ensure_future(post(router, "/flush_cache"))
+    await until(lambda: all(worker.requests for worker in workers), "each was asked before any answered")
+    all_asked.set()
+    assert (await asking).status == 200
+
+
+async def test_a_quarantined_worker_is_asked_too(stage: Stage) -> None:
+    ready, sick = await stage.worker(), await stage.worker()
+    router = await stage.router(ready, sick, health_check_failure_threshold=1)
+    router.pool.record_failure(router.worker(sick), "sick")
+    answer = await post(router, "/flush_cache")
+    assert (answer.status, answer.body) == (200, b"{}")
+    assert len(sick.requests) == 1
+    sick.always(answers(b'{"success":false}', 400))
+    answer = await post(router, "/flush_cache")
+    assert answer.status == 502, "it answered, so its refusal counts"
+
+
+async def test_a_quarantined_worker_that_cannot_be_reached_is_named_and_does_not_fail_the_rest(stage: Stage) -> None:
+    ready, dead = await stage.worker(), await stage.worker()
+    ready.always(answers(b'{"success":true,"message":"done"}'))
+    router = await stage.router(ready, dead, health_check_failure_threshold=1)
+    router.pool.record_failure(router.worker(dead), "sick")
+    dead.kill()
+    answer = await post(router, "/flush_cache")
+    said = answer.json()
+    assert (answer.status, said["success"], said["message"]) == (200, True, "done")
+    assert said["workers"][ready.url] == {"status": 200, "body": {"success": True, "message": "done"}}
+    assert said["workers"][dead.url]["status"] == 0
+    assert "connection" in said["workers"][dead.url]["body"]
+
+
+async def test_where_nobody_can_be_reached_nothing_was_done(stage: Stage) -> None:
+    dead = await stage.worker()
+    router = await stage.router(dead, health_check_failure_threshold=1)
+    router.pool.record_failure(router.worker(dead), "sick")
+    dead.kill()
+    answer = await post(router, "/pause_generation", mode="abort")
+    assert (answer.status, answer.json()["error"]["type"]) == (502, "fan_out_failed")
+    assert not router.app.router.gate.closed
+
+
+async def test_a_ready_worker_that_cannot_be_reached_fails_it_and_is_named(stage: Stage) -> None:
+    ready, dead = await stage.worker(), await stage.worker()
+    router = await stage.router(ready, dead)
+    dead.kill()
+    answer = await post(router, "/flush_cache")
+    said = answer.json()
+    assert (answer.status, set(said), said["error"]["type"]) == (502, {"error", "workers"}, "fan_out_failed")
+    assert dead.url in said["error"]["message"]
+    assert ready.url not in said["error"]["message"]
+    assert said["workers"][ready.url] == {"status": 200, "body": {}}
+    assert said["workers"][dead.url]["status"] == 0
+
+
+async def test_a_worker_that_hangs_holds_the_answer_no_longer_than_its_time_and_is_named(stage: Stage) -> None:
+    ready, hanging = await stage.worker(), await stage.worker()
+    hanging.always(script(HANG))
+    router = await stage.router(ready, hanging)
+    router.app.router.control.endpoints["/flush_cache"] = Endpoint("/flush_cache", timeout=0.1)
+    answer = await asyncio.wait_for(post(router, "/flush_cache"), 3)
+    said = answer.json()["workers"][hanging.url]
+    assert (answer.status, said) == (502, {"status": 0, "body": "no answer within 0.1 s"})
+
+
+async def test_without_any_worker_it_is_503(stage: Stage) -> None:
+    router = await stage.router()
+    answer = await post(router, "/pause_generation")
+    assert (answer.status, answer.error_type) == (503, "no_worker_available")
+
+
+async def test_a_control_request_gets_through_while_all_connections_are_taken(stage: Stage) -> None:
+    worker = await stage.worker()
+    done = asyncio.Event()
+    worker.next(script(done, reply(b"late")))
+    router = await stage.router(worker, max_connections=1)
+    generating = asyncio.ensure_future(post(router, "/generate", text="Hi"))
+    await until(lambda: worker.requests, "the only connection is taken")
+    assert (await asyncio.wait_for(post(router, "/pause_generation"), 3)).status == 200
+    done.set()
+    assert (await generating).body == b"late"
+
+
+# What the answer says
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind"),
+    [
+        (b"Cache flushed.\n", 200, "text/plain; charset=utf-8"),
+        (b"Flush cache failed.\n", 400, "text/plain; charset=utf-8"),
+        (b'{"success": false,  "message": "no"}', 400, "application/json"),
+        (b"", 200, "application/json"),
+    ],
+)
+async def test_where_all_agree_the_answer_is_the_workers_own_byte_for_byte(
+    stage: Stage, body: bytes, status: int, kind: str
+) -> None:
+    workers = [(await stage.worker()).always(answers(body, status, kind)) for _ in range(2)]
+    answer = await post(await stage.router(*workers), "/flush_cache")
+    assert (answer.status, answer.body, answer.value("content-type")) == (status, body, kind.encode())
+
+
+async def test_where_bodies_differ_the_fields_they_agree_in_stand_beside_each_workers_own(stage: Stage) -> None:
+    one = (await stage.worker()).always(answers(b'{"success":true,"message":"ok","seconds":1,"only":1}'))
+    two = (await stage.worker()).always(answers(b'{"success":true,"message":"ok","seconds":2}'))
+    answer = await post(await stage.router(one, two), "/flush_cache")
+    assert (answer.status, answer.value("content-type")) == (200, b"application/json")
+    assert answer.json() == {
+        "success": True,
+        "message": "ok",
+        "workers": {
+            one.url: {"status": 200, "body": {"success": True, "message": "ok", "seconds": 1, "only": 1}},
+            two.url: {"status": 200, "body": {"success": True, "message": "ok", "seconds": 2}},
+        },
+    }
+
+
+async def test_texts_that_differ_are_shown_as_texts(stage: Stage) -> None:
+    one = (await stage.worker()).always(answers(b"one", kind="text/plain"))
+    two = (await stage.worker()).always(answers(b"\xfftwo", kind="text/plain"))
+    answer = await post(await stage.router(one, two), "/flush_cache")
+    shown = {one.url: {"status": 200, "body": "one"}, two.url: {"status": 200, "body": "\N{REPLACEMENT CHARACTER}two"}}
+    assert (answer.status, answer.json()) == (200, {"workers": shown})
+
+
+async def test_where_some_refuse_it_is_502_with_what_each_said(stage: Stage) -> None:
+    one = (await stage.worker()).always(answers(b"Cache flushed.\n", kind="text/plain"))
+    two = (await stage.worker()).always(answers(b"Flush cache failed.\n", 400, "text/plain"))
+    answer = await post(await stage.router(one, two), "/flush_cache")
+    said = answer.json()
+    assert (answer.status, set(said), set(said["error"])) == (
+        502,
+        {"error", "workers"},
+        {"type", "message", "request_id"},
+    )
+    assert said["workers"] == {
+        one.url: {"status": 200, "body": "Cache flushed.\n"},
+        two.url: {"status": 400, "body": "Flush cache failed.\n"},
+    }
+
+
+async def test_where_all_fail_within_it_is_502_and_not_their_500(stage: Stage) -> None:
+    workers = [(await stage.worker()).always(answers(b"Internal Server Error", 500)) for _ in range(2)]
+    answer = await post(await stage.router(*workers), "/flush_cache")
+    assert (answer.status, {each["status"] for each in answer.json()["workers"].values()}) == (502, {500})
+
+
+@pytest.mark.parametrize(("path", "body"), BAD)
+async def test_bad_input_is_refused_before_any_worker_is_asked(stage: Stage, path: str, body: bytes) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    answer = await router.ask("POST", path, JSON, body)
+    assert (answer.status, answer.error_type, worker.requests) == (400, "invalid_request", [])
+    assert not router.app.router.gate.closed
+
+
+# Rows of the user's
+
+
+async def test_rows_from_the_configuration_go_to_every_worker_and_their_neighbours_to_one(stage: Stage) -> None:
+    workers = [await stage.worker(), await stage.worker()]
+    router = await stage.router(*workers, fan_out=("/v1/set_rate", "/mine"))
+    for path in ("/v1/set_rate", "/mine"):
+        assert (await post(router, path, rate=1)).status == 200
+        assert [worker.requests[-1].path for worker in workers] == [path, path]
+        assert [worker.requests[-1].body for worker in workers] == [b'{"rate":1}'] * 2
+    for path in ("/v1/models", "/v1/set_rate/x", "/mine/x", "/v1"):
+        before = sum(len(worker.requests) for worker in workers)
+        assert (await router.ask("GET", path)).status == 200
+        assert sum(len(worker.requests) for worker in workers) == before + 1, path
+    assert (await router.ask("GET", "/mine")).status == 405
+
+
+async def test_a_row_named_again_keeps_what_the_table_says_of_it(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, fan_out=("/flush_cache",))
+    assert (await router.ask("GET", "/flush_cache")).status == 200
+
+
+def test_rows_can_be_given_as_flag_environment_and_yaml(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("fan_out: [/a, /v1/b]\n")
+    assert load({}, {}, (), str(file)).config.fan_out == ("/a", "/v1/b")
+    assert load({"fan_out": ["/c"]}, {}, (), str(file)).config.fan_out == ("/c",)
+    assert load({}, {"MILES_ROUTER_FAN_OUT": "/d,/e"}, (), None).config.fan_out == ("/d", "/e")
+
+
+@pytest.mark.parametrize("path", ["a", "/", "", "/a/{b}", "/a?b=1", "/a b", "/a%20b"])
+def test_a_row_that_could_never_match_is_refused_at_the_start(path: str) -> None:
+    with pytest.raises(ConfigError, match="fan_out"):
+        RouterConfig(fan_out=(path,))
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/router/info", "/add_worker"])
+def test_a_row_cannot_take_a_route_of_the_routers_own(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"fan_out: {path} is the router's own"):
+        create_app(RouterConfig(fan_out=(path,)))
+
+
+# Aborts
+
+
+async def generating(stage: Stage, router: RunningRouter, rid: str) -> asyncio.Task[RawReply]:
+    before = router.pool.in_flight
+    sampling = {"max_new_tokens": 4000, "ignore_eos": True}
+    task = asyncio.ensure_future(post(router, "/generate", text="Hi", rid=rid, sampling_params=sampling))
+    await until(lambda: router.pool.in_flight > before, "it is under way")
+    return task
+
+
+async def test_an_abort_by_rid_goes_only_to_the_worker_that_holds_it(stage: Stage) -> None:
+    async with simulated(token_latency_s=0.02, stop_probability=0) as workers:
+        router = await stage.router(*(worker.url for worker in workers))
+        tasks = {rid: await generating(stage, router, rid) for rid in ("first", "second")}
+        await until(lambda: all(worker.running for worker in workers), "one runs on each")
+        assert (await post(router, "/abort_request", rid="first")).status == 200
+        aborted = (await tasks["first"]).json()["meta_info"]
+        assert (aborted["id"], aborted["finish_reason"]["type"]) == ("first", "abort")
+        (asked,) = [worker for worker in workers if worker.door.at("/abort_request")]
+        assert asked.door.at("/generate")[0].json()["rid"] == "first"
+        assert not tasks["second"].done()
+        assert (await post(router, "/abort_request", rid="unknown")).status == 200
+        assert [worker.door.last.json() for worker in workers] == [{"rid": "unknown"}] * 2
+        assert not tasks["second"].done()
+        assert (await post(router, "/abort_request", abort_all=True)).status == 200
+        assert [worker.door.last.json() for worker in workers] == [{"abort_all": True}] * 2
+        assert (await tasks["second"]).json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+# Keys
+
+
+async def test_every_row_needs_the_administration_key_where_one_is_set(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, api_key="data", admin_api_key="admin", fan_out=("/v1/mine",))
+    for method, path in [*ROWS, ("POST", "/v1/mine")]:
+        body = orjson.dumps(BODIES.get(path, {}))
+        for headers in ([], [("Authorization", "Bearer data")]):
+            answer = await router.ask(method, path, [*JSON, *headers], body)
+            assert (answer.status, answer.error_type) == (401, "unauthorized"), path
+        assert worker.requests == []
+        assert (await router.ask(method, path, [*JSON, ("Authorization", "Bearer admin")], body)).status == 200, path
+        assert b"admin" not in worker.requests.pop().head
+    assert (await router.ask("POST", "/v1/other", [("Authorization", "Bearer data")], b"{}")).status == 200
+
+
+async def test_each_worker_gets_its_own_key(stage: Stage) -> None:
+    workers = [await stage.worker(), await stage.worker()]
+    router = await stage.router()
+    for worker, key in zip(workers, ("one", "two"), strict=True):
+        await post(router, "/workers", url=worker.url, api_key=key)
+    await router.ask("POST", "/flush_cache", [("Authorization", "Bearer of-the-client")])
+    assert [worker.requests[0].values("authorization") for worker in workers] == [[b"Bearer one"], [b"Bearer two"]]
+
+
+# States
+
+
+async def test_a_worker_that_is_drained_is_still_told(stage: Stage) -> None:
+    workers = [await stage.worker(), await stage.worker()]
+    router = await stage.router(*workers)
+    lease = router.pool.lease(LeastInFlight())
+    router.pool.drain(lease.worker, lambda: None)
+    assert lease.worker.state is WorkerState.DRAINING
+    await post(router, "/flush_cache")
+    assert [len(worker.requests) for worker in workers] == [1, 1]
+    lease.release()

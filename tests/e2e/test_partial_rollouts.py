@@ -1,0 +1,513 @@
+"""Generations that are carried on, where a simulated worker has no such case: a test writes down what a worker says."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+import pytest
+
+from miles_router.testing import SimulatedWorker
+from miles_router.testing.engine import PauseMode
+from tests.support.http import RawReply, request
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import (
+    HANG,
+    RESET,
+    Behaviour,
+    ScriptedWorker,
+    Step,
+    Visit,
+    chunk,
+    chunked_head,
+    reply,
+    script,
+)
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+JSON = [("Content-Type", "application/json")]
+EVENTS = chunked_head([("Content-Type", "text/event-stream")])
+DONE = b"data: [DONE]\n\n"
+END = (chunk(DONE), chunk(b""))
+ABORT = {"type": "abort", "message": "Aborted"}
+IN_THE_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
+PROMPT = [1, 2]
+EOS = 99
+
+
+async def post(router: RunningRouter, path: str, **fields: Any) -> RawReply:
+    return await router.ask("POST", path, JSON, orjson.dumps(fields))
+
+
+def answer(ids: Sequence[int], finish: object = None, *, prompt: int = len(PROMPT), **meta: Any) -> dict[str, Any]:
+    """What a worker says of a go; its text is an x for each token."""
+    said = {"id": "w", "finish_reason": finish, "prompt_tokens": prompt, "completion_tokens": len(ids), **meta}
+    return {"text": "x" * len(ids), "output_ids": list(ids), "meta_info": said}
+
+
+def length(count: int) -> dict[str, Any]:
+    return {"type": "length", "length": count}
+
+
+def in_one(answers: Sequence[object]) -> bytes:
+    return reply(orjson.dumps(answers[0] if len(answers) == 1 else answers))
+
+
+def told(*answers: object) -> Behaviour:
+    """A go that is answered in one piece."""
+    return script(in_one(answers))
+
+
+def event(said: object) -> bytes:
+    return chunk(b"data: %b\n\n" % orjson.dumps(said))
+
+
+def streamed(*answers: object) -> Behaviour:
+    """A go that is answered event by event."""
+    return script(EVENTS, *map(event, answers), *END)
+
+
+class Engine:
+    """A worker whose goes are written down; what else it is asked it answers as one would whose model ends with `EOS`
+    and whose text is an x for each token."""
+
+    def __init__(self, worker: ScriptedWorker) -> None:
+        self.worker = worker
+        self.goes: deque[Behaviour] = deque()
+        self.asked: list[dict[str, Any]] = []
+        self.probed: list[int] = []
+        self.keys: list[bytes] = []
+        worker.standing |= {
+            "/generate": self._generate,
+            "/v1/tokenize": self._tokenize,
+            "/v1/detokenize": self._detokenize,
+            "/server_info": script(reply(b'{"incremental_streaming_output": false}')),
+        }
+
+    async def _generate(self, visit: Visit) -> None:
+        body = orjson.loads(await visit.read_body())
+        biased = (body.get("sampling_params") or {}).get("logit_bias")
+        if biased is None:
+            self.asked.append(body)
+            await self.goes.popleft()(visit)
+            return
+        (token,) = map(int, biased)
+        self.probed.append(token)
+        finish = {"type": "stop", "matched": token} if token == EOS else length(1)
+        await visit.write(reply(orjson.dumps(answer([token], finish))))
+
+    async def _tokenize(self, visit: Visit) -> None:
+        self.keys += visit.request.values("authorization")
+        await script(reply(orjson.dumps({"tokens": PROMPT})))(visit)
+
+    async def _detokenize(self, visit: Visit) -> None:
+        ids = orjson.loads(await visit.read_body())["tokens"]
+        await visit.write(reply(orjson.dumps({"text": ["x" * len(each) for each in ids]})))
+
+
+async def engine(stage: Stage) -> Engine:
+    return Engine(await stage.worker())
+
+
+Generating = asyncio.Future[RawReply]
+
+
+def generate(router: RunningRouter, *headers: tuple[str, str], **fields: Any) -> Generating:
+    """A request, of the ids of `PROMPT` unless it says otherwise."""
+    body = {"input_ids": PROMPT, **fields}
+    if "text" in body:
+        del body["input_ids"]
+    return asyncio.ensure_future(router.ask("POST", "/generate", [*JSON, *headers], orjson.dumps(body)))
+
+
+def held(router: RunningRouter) -> int:
+    return router.app.router.gate.held
+
+
+Cut = Callable[[asyncio.Event], Behaviour]
+
+
+def one_piece(*answers: object) -> Cut:
+    """A go that a pause ends."""
+    return lambda paused: script(paused, in_one(answers))
+
+
+def a_stream(*answers: object) -> Cut:
+    *before, last = map(event, answers)
+    return lambda paused: script(EVENTS, *before, paused, last, *END)
+
+
+async def pause(router: RunningRouter, one: Engine, cut: Cut, asking: Callable[[], Generating]) -> Generating:
+    """A generation whose first go a pause has cut, so that it waits for the fleet to go on."""
+    paused = asyncio.Event()
+    one.goes.append(cut(paused))
+    before = len(one.asked)
+    generating = asking()
+    await until(lambda: len(one.asked) > before, "it runs")
+    await post(router, "/pause_generation")
+    paused.set()
+    await until(lambda: held(router), "it was cut and waits")
+    return generating
+
+
+async def going_on(router: RunningRouter, generating: Generating) -> RawReply:
+    assert (await post(router, "/continue_generation")).status == 200
+    return await asyncio.wait_for(generating, 5)
+
+
+def events(came: RawReply) -> list[dict[str, Any]]:
+    *said, done, _ = came.body.split(b"\n\n")
+    assert done == DONE.strip()
+    return [orjson.loads(each.removeprefix(b"data: ")) for each in said]
+
+
+# What is asked of the next worker
+
+
+async def test_what_workers_assume_counts_where_the_request_is_silent(stage: Stage) -> None:
+    one = await engine(stage)
+    preferred = {"preferred_sampling_params": {"max_new_tokens": 3, "top_p": 0.5, "temperature": 1}}
+    one.worker.model_info = script(reply(orjson.dumps(preferred)))
+    router = await stage.router(one.worker, partial_rollout="resume")
+    asking = lambda: generate(router, sampling_params={"temperature": 0})  # noqa: E731
+    generating = await pause(router, one, one_piece(answer([5], ABORT)), asking)
+    one.goes.append(told(answer([6, 7], length(2), prompt=3)))
+    assert (await going_on(router, generating)).json()["meta_info"]["finish_reason"] == length(3)
+    assert one.asked[1]["sampling_params"] == {"temperature": 0, "top_p": 0.5, "max_new_tokens": 2}
+
+
+async def test_the_clients_key_goes_with_every_question(stage: Stage) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    key = ("Authorization", "Bearer mine")
+    generating = await pause(router, one, one_piece(answer([5], ABORT)), lambda: generate(router, key, text="Hi"))
+    one.goes.append(told(answer([6], length(1), prompt=3)))
+    await going_on(router, generating)
+    assert one.keys == [b"Bearer mine"]
+
+
+async def test_a_prompt_whose_length_nobody_told_is_the_tokenizers(stage: Stage) -> None:
+    """SGLang does not tell it of what it aborts in its queue."""
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    first = answer([5], IN_THE_QUEUE)
+    del first["meta_info"]["prompt_tokens"]
+    generating = await pause(router, one, one_piece(first), lambda: generate(router, text="Hi"))
+    one.goes.append(told(answer([6], length(1), prompt=3, cached_tokens=2)))
+    came = (await going_on(router, generating)).json()
+    assert (came["output_ids"], came["meta_info"]["prompt_tokens"]) == ([5, 6], 2)
+    assert "cached_tokens" not in came["meta_info"], "that of the second prompt says nothing of the first"
+
+
+# The cut fell on the end
+
+
+async def test_a_cut_at_the_token_that_the_model_ends_with_is_its_end(stage: Stage) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    for _ in range(2):
+        generating = await pause(router, one, one_piece(answer([5, EOS], ABORT)), lambda: generate(router))
+        came = (await going_on(router, generating)).json()
+        assert came["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+        assert (came["output_ids"], came["text"]) == ([5, EOS], "x")
+    assert len(one.asked) == 2, "there was nothing to carry on"
+    assert one.probed == [EOS], "what is known is not asked again"
+
+
+async def test_what_ends_a_grammar_does_not_end_the_model(stage: Stage) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    one.goes.append(told(answer([6, 7], {"type": "stop", "matched": 7})))
+    await generate(router, sampling_params={"regex": "xx"})
+    generating = await pause(router, one, one_piece(answer([5, 7], ABORT)), lambda: generate(router))
+    one.goes.append(told(answer([8], length(1), prompt=4)))
+    assert (await going_on(router, generating)).json()["output_ids"] == [5, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "ids", "text", "finish"),
+    [
+        ({"max_new_tokens": 2}, [5, 6], "xx", length(2)),
+        ({"stop_token_ids": [6]}, [5, 6], "x", {"type": "stop", "matched": 6}),
+        ({"stop_token_ids": [6], "no_stop_trim": True}, [5, 6], "xx", {"type": "stop", "matched": 6}),
+        ({"stop_token_ids": [6], "max_new_tokens": 1}, [5], "x", length(1)),
+        ({"stop_token_ids": [6], "ignore_eos": True, "max_new_tokens": 3}, [5, 6, 7], "xxx", length(3)),
+    ],
+)
+async def test_tokens_that_came_with_the_end_and_behind_it_are_dropped(
+    stage: Stage, sampling: dict[str, Any], ids: list[int], text: str, finish: object
+) -> None:
+    """An engine that guesses ahead adds several at once, and looks for an abort before it looks for an end."""
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    first = answer([5, 6, 7, 8], ABORT, output_token_logprobs=[[-1.0, token, None] for token in (5, 6, 7, 8)])
+    generating = await pause(router, one, one_piece(first), lambda: generate(router, sampling_params=sampling))
+    came = (await going_on(router, generating)).json()
+    assert (came["output_ids"], came["text"], came["meta_info"]["finish_reason"]) == (ids, text, finish)
+    assert [token for _, token, _ in came["meta_info"]["output_token_logprobs"]] == ids
+    assert came["meta_info"]["completion_tokens"] == len(ids)
+    assert len(one.asked) == 1
+
+
+# What is not carried on
+
+REFUSALS: dict[str, Behaviour] = {
+    "too long": script(reply(b'{"error": {"message": "too long"}}', 400)),
+    "no JSON": script(reply(b"{")),
+    "no object": told(7),
+    "no answer": script(reply(b"[]")),
+    "no ids": told({"text": "x", "meta_info": {}}),
+    "no meta_info": told({"text": "x", "output_ids": [7]}),
+    "other types": told({"text": 7, "output_ids": "7", "meta_info": []}),
+    "other spans": told(answer([6], length(1), prompt=3, weight_versions=["1"])),
+    "two answers": told(answer([6], length(1), prompt=3), answer([6], length(1), prompt=3)),
+    "a prompt that was cut": told(answer([6], length(1), prompt=2)),
+}
+REFUSED_STREAMS: dict[str, Behaviour] = {
+    "too long": script(reply(b'{"error": {"message": "too long"}}', 400)),
+    "too long, as an event": streamed({"error": {"message": "too long", "code": 400}}),
+    "no stream": told(answer([6], length(1), prompt=3)),
+    "no JSON": script(EVENTS, chunk(b"data: {\n\n"), *END),
+    "no meta_info": streamed({"text": "x", "output_ids": [6]}),
+    "no end": streamed(),
+    "a prompt that was cut": streamed(answer([6], prompt=2), answer([6, 7], length(2), prompt=2)),
+    "lost": script(EVENTS, RESET),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
+async def test_what_no_worker_carries_on_is_returned_as_the_engine_gave_it(stage: Stage, refusal: Behaviour) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    generating = await pause(router, one, one_piece(answer([5], ABORT)), lambda: generate(router))
+    one.goes.append(refusal)
+    assert (await going_on(router, generating)).json() == answer([5], ABORT)
+    assert router.app.router.statistics["partial_rollouts"]() == {"resumed": 0, "returned": 1}
+
+
+@pytest.mark.parametrize("refusal", REFUSED_STREAMS.values(), ids=REFUSED_STREAMS)
+async def test_so_is_a_stream(stage: Stage, refusal: Behaviour) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    cut = a_stream(answer([5]), answer([5, 6], ABORT))
+    generating = await pause(router, one, cut, lambda: generate(router, stream=True))
+    one.goes.append(refusal)
+    assert events(await going_on(router, generating)) == [answer([5]), answer([5, 6], ABORT)]
+
+
+@pytest.mark.parametrize("field", ["return_hidden_states", "custom_logit_processor"])
+async def test_answers_that_cannot_be_joined_are_returned(stage: Stage, field: str) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    asking = lambda: generate(router, **{field: True})  # noqa: E731
+    generating = await pause(router, one, one_piece(answer([5], ABORT)), asking)
+    assert (await going_on(router, generating)).json() == answer([5], ABORT)
+
+
+@pytest.mark.parametrize("ending", [(RESET,), (event({"error": {}}), *END), END], ids=["lost", "error", "no end"])
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_a_stream_that_cannot_go_on_takes_nothing_back(
+    stage: Stage, ending: tuple[Step, ...], incremental: bool
+) -> None:
+    one = await engine(stage)
+    one.worker.standing["/server_info"] = script(reply(orjson.dumps({"incremental_streaming_output": incremental})))
+    router = await stage.router(one.worker, partial_rollout="resume")
+    generating = await pause(router, one, a_stream(answer([5], ABORT)), lambda: generate(router, stream=True))
+    one.goes.append(script(EVENTS, event(answer([6], prompt=3)), *ending))
+    said = events(await going_on(router, generating))
+    assert [each["meta_info"]["finish_reason"] for each in said] == [None, ABORT]
+    assert said[-1]["meta_info"]["completion_tokens"] == 2
+    told_it = said if incremental else said[-1:]
+    assert [token for each in told_it for token in each["output_ids"]] == [5, 6]
+    assert "".join(each["text"] for each in told_it) == "xx"
+
+
+# Streams that nobody cuts
+
+PLAIN = [b"data: %b\n\n" % orjson.dumps(answer([5, 6][:n], None if n < 2 else length(2))) for n in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"".join([*PLAIN, DONE]),
+        b"".join([b": comment\n\n", *PLAIN, b"data:[DONE]\n\n"]),
+        b"".join([*PLAIN, b"rest"]),
+        b'data: {"error": {"message": "no"}}\n\n' + DONE,
+        PLAIN[0] + DONE,
+        b"data: {}\n\ndata: 7\n\n",
+        b"",
+        b"\n\n",
+    ],
+)
+@pytest.mark.parametrize("piece", [7, 10_000])
+async def test_a_stream_that_nobody_cuts_passes_byte_for_byte(stage: Stage, body: bytes, piece: int) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume", resume_on_worker_loss=True)
+    pieces = [chunk(body[at : at + piece]) for at in range(0, len(body), piece)]
+    one.goes.append(script(EVENTS, *pieces, chunk(b"")))
+    assert (await asyncio.wait_for(generate(router, stream=True), 5)).body == body
+    assert len(one.asked) == 1
+
+
+async def test_a_comment_between_events_does_not_keep_a_stream_from_going_on(stage: Stage) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+
+    def cut(paused: asyncio.Event) -> Behaviour:
+        return script(EVENTS, chunk(b": ping\n\n"), event(answer([5])), paused, event(answer([5, 6], ABORT)), *END)
+
+    generating = await pause(router, one, cut, lambda: generate(router, stream=True))
+    one.goes.append(script(EVENTS, chunk(b": ping\n\n"), event(answer([7], length(1), prompt=4)), *END))
+    *_, last, _, _ = (await going_on(router, generating)).body.split(b"\n\n")
+    assert orjson.loads(last.removeprefix(b"data: "))["output_ids"] == [5, 6, 7]
+
+
+# Aborts, and clients that leave
+
+
+async def test_an_abort_between_two_goes_is_answered_at_once_with_what_has_come(stage: Stage) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    first = answer([5], ABORT, id="mine")
+    generating = await pause(router, one, one_piece(first), lambda: generate(router, rid="mine"))
+    await post(router, "/abort_request", rid="mine")
+    assert (await asyncio.wait_for(generating, 5)).json() == first
+
+
+async def test_an_abort_at_the_moment_of_continue_is_final(stage: Stage) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    first = answer([5], ABORT, id="mine")
+    generating = await pause(router, one, one_piece(first), lambda: generate(router, text="Hi", rid="mine"))
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    async def tokenize(visit: Visit) -> None:
+        asked.set()
+        await script(go_on, reply(orjson.dumps({"tokens": PROMPT})))(visit)
+
+    one.worker.standing["/v1/tokenize"] = tokenize
+    await post(router, "/continue_generation")
+    await asyncio.wait_for(asked.wait(), 5)
+    await post(router, "/abort_request", rid="mine")
+    go_on.set()
+    assert (await asyncio.wait_for(generating, 5)).json() == first
+    assert len(one.asked) == 1
+
+
+async def test_an_abort_of_one_of_several_reaches_its_worker_and_ends_it_alone(stage: Stage) -> None:
+    both = one, two = await engine(stage), await engine(stage)
+    router = await stage.router(one.worker, two.worker, partial_rollout="resume")
+    parts = [answer([5], ABORT, id="a"), answer([6], ABORT, id="b")]
+    asking = lambda: generate(router, input_ids=[PROMPT, PROMPT], rid=["a", "b"])  # noqa: E731
+    generating = await pause(router, one, one_piece(*parts), asking)
+    ended = {"a": asyncio.Event(), "b": asyncio.Event()}
+    where: dict[str, Engine] = {}
+
+    def second_go(engine: Engine) -> Behaviour:
+        async def behave(visit: Visit) -> None:
+            rid = engine.asked[-1]["rid"]
+            where[rid] = engine
+            await script(ended[rid], in_one([answer([7], ABORT, prompt=3, id=rid)]))(visit)
+
+        return behave
+
+    for each in both:
+        each.goes.append(second_go(each))
+    await post(router, "/continue_generation")
+    await until(lambda: len(where) == 2, "each goes on at a worker of its own")
+    await post(router, "/abort_request", rid="a")
+    asked = {each: [request.path for request in each.worker.requests] for each in both}
+    assert (asked[where["a"]].count("/abort_request"), asked[where["b"]].count("/abort_request")) == (1, 0)
+    ended["a"].set()
+    await post(router, "/pause_generation")
+    ended["b"].set()
+    await until(lambda: held(router), "the other was cut again, and waits")
+    for each in both:
+        each.goes.append(told(answer([8], length(1), prompt=4, id="b")))
+    first, second = (await going_on(router, generating)).json()
+    assert (first["output_ids"], first["meta_info"]["finish_reason"]) == ([5, 7], ABORT)
+    assert (second["output_ids"], second["meta_info"]["finish_reason"]) == ([6, 7, 8], length(3))
+
+
+async def test_a_cut_that_arrives_after_another_has_gone_on_is_one_all_the_same(stage: Stage) -> None:
+    both = one, two = await engine(stage), await engine(stage)
+    router = await stage.router(one.worker, two.worker, partial_rollout="resume")
+    parts = [answer([token], ABORT) for token in (5, 6)]
+    asking = lambda: generate(router, input_ids=[[1, 2], [3, 4]])  # noqa: E731
+    generating = await pause(router, one, one_piece(*parts), asking)
+    quick, late = asyncio.Event(), asyncio.Event()
+    one.goes.append(script(quick, in_one([answer([7], ABORT, prompt=3)])))
+    two.goes.append(script(late, in_one([answer([7], ABORT, prompt=3)])))
+    await post(router, "/continue_generation")
+    await until(lambda: len(one.asked) == 2 and len(two.asked) == 1, "both run")
+    await post(router, "/pause_generation")
+    quick.set()
+    await until(lambda: held(router), "the one was cut")
+    for each in both:
+        each.goes.extend([told(answer([8], length(1), prompt=4)) for _ in range(2)])
+    await post(router, "/continue_generation")
+    await until(lambda: len(one.asked) + len(two.asked) == 4, "the one goes on")
+    late.set()
+    came = (await asyncio.wait_for(generating, 5)).json()
+    assert [each["output_ids"] for each in came] == [[5, 7, 8], [6, 7, 8]]
+
+
+@pytest.mark.parametrize("where", ["at the gate", "while a worker is asked", "in the next go"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_it_wherever_it_is(stage: Stage, where: str, stream: bool) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    client = await stage.client(router)
+    parts = [answer([token], ABORT) | ({"index": index} if stream else {}) for index, token in enumerate((5, 6))]
+    paused = asyncio.Event()
+    one.goes.append(script(paused, EVENTS, *map(event, parts), *END) if stream else script(paused, in_one(parts)))
+    body = {"text": ["Hi", "Ho"], "stream": stream}
+    await client.send(request("POST", "/generate", JSON, orjson.dumps(body)))
+    await until(lambda: one.asked, "it runs")
+    await post(router, "/pause_generation")
+    paused.set()
+    await until(lambda: held(router) == 2, "it was cut")
+    if where != "at the gate":
+        if where == "while a worker is asked":
+            one.worker.standing["/v1/tokenize"] = script(HANG)
+        one.goes.extend([script(HANG), script(HANG)])
+        await post(router, "/continue_generation")
+        await until(lambda: one.worker.busy == 2, "it goes on")
+    client.abort()
+    await stage.nothing_under_way()
+    assert held(router) == len(router.app.router.control._in_flight) == 0
+
+
+# What is a cut
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_an_abort_in_a_pause_that_cuts_nothing_is_somebodys_wish(stage: Stage, mode: str) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    aborted = asyncio.Event()
+    one.goes.append(one_piece(answer([5], ABORT))(aborted))
+    generating = generate(router)
+    await until(lambda: one.asked, "it runs")
+    await post(router, "/pause_generation", mode=mode)
+    aborted.set()  # by an update with `abort_all_requests`, say
+    assert (await asyncio.wait_for(generating, 5)).json() == answer([5], ABORT)
+
+
+async def test_what_somebody_else_paused_is_carried_on_by_another_worker(stage: Stage) -> None:
+    async with SimulatedWorker(token_latency_s=0.002) as one, SimulatedWorker(token_latency_s=0.002) as two:
+        router = await stage.router(one.url, two.url, partial_rollout="resume", health_check_timeout=0.2)
+        sampling = {"max_new_tokens": 60, "ignore_eos": True}
+        generating = [generate(router, text="Hi", sampling_params=sampling, stream=stream) for stream in (True, False)]
+        await until(lambda: one.running and two.running, "both run")
+        one.engine.pause(PauseMode.ABORT)
+        came = [await asyncio.wait_for(each, 5) for each in generating]
+        answers = [events(came[0])[-1], came[1].json()]
+        assert [each["meta_info"]["finish_reason"] for each in answers] == [length(60)] * 2
+        assert sorted(each["meta_info"].get("resumed", 0) for each in answers) == [0, 1]
+        assert router.pool.get(one.url).state.value == "paused"

@@ -1,0 +1,97 @@
+"""What tests ask of a router about its fleet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+
+from miles_router.gate import Gate
+from miles_router.tasks import spawn
+from miles_router.testing import SimulatedWorker
+from miles_router.workers import WorkerState
+from tests.support.http import RawReply
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import Behaviour, ScriptedWorker, Visit, reply, script
+from tests.support.waiting import until
+
+JSON = [("Content-Type", "application/json")]
+#: Probes that come often and give up soon.
+PROBING: dict[str, Any] = {
+    "health_check_interval": 0.02,
+    "health_check_timeout": 0.1,
+    "deep_health_check_interval": 0.0,
+}
+
+
+async def post(router: RunningRouter, path: str, **fields: Any) -> RawReply:
+    """A JSON request and its answer."""
+    return await router.ask("POST", path, JSON, orjson.dumps(fields))
+
+
+def posting(router: RunningRouter, path: str = "/generate", **fields: Any) -> asyncio.Task[RawReply]:
+    """The same beside the test; unless told otherwise a generation."""
+    body = fields or {"text": "Hi", "sampling_params": {"max_new_tokens": 2}}
+    return spawn(post(router, path, **body), name=f"a client's {path}")
+
+
+def gate(router: RunningRouter) -> Gate:
+    return router.app.router.gate
+
+
+async def held(router: RunningRouter, count: int) -> None:
+    """Wait until exactly `count` requests wait at the gate."""
+    await until(lambda: gate(router).held == count, f"{count} wait at the gate, not {gate(router).held}")
+
+
+async def info(router: RunningRouter) -> dict[str, Any]:
+    found: dict[str, Any] = (await router.ask("GET", "/router/info")).json()
+    return found
+
+
+async def states(router: RunningRouter) -> dict[str, str]:
+    """The state of each worker as `/router/info` shows it."""
+    return {worker["url"]: worker["state"] for worker in (await info(router))["workers"]}
+
+
+async def shown(router: RunningRouter, worker: ScriptedWorker) -> tuple[str, str]:
+    """State and reason of a worker."""
+    (found,) = [each for each in (await info(router))["workers"] if each["url"] == worker.url]
+    return found["state"], found["reason"]
+
+
+async def is_open(router: RunningRouter) -> bool:
+    """Whether the gate shows no reason to be closed."""
+    said = (await info(router))["gate"]
+    since = (said["paused_since"], said["asleep_since"], said["workers_paused_since"])
+    return (said["closed"], said["mode"], *since) == (False, None, None, None, None)
+
+
+async def becomes(router: RunningRouter, worker: ScriptedWorker | SimulatedWorker, state: WorkerState) -> None:
+    """Wait until a worker is in a state."""
+    record = router.pool.get(worker.url)
+    await until(lambda: record.state is state, f"{record!r} is {state.value}")
+
+
+def by_path(**behaviours: Behaviour) -> Behaviour:
+    """A worker that treats paths with these last segments in ways of their own."""
+
+    async def behave(visit: Visit) -> None:
+        await behaviours.get(visit.request.path.rpartition("/")[2], script(reply()))(visit)
+
+    return behave
+
+
+def asked(worker: ScriptedWorker) -> list[str]:
+    """The paths of what a worker was asked, probes left out."""
+    return [request.path for request in worker.requests]
+
+
+@asynccontextmanager
+async def simulated(**settings: Any) -> AsyncIterator[tuple[SimulatedWorker, SimulatedWorker]]:
+    """Two simulated workers."""
+    async with SimulatedWorker(**settings) as first, SimulatedWorker(**settings) as second:
+        yield first, second

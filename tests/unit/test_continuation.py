@@ -1,0 +1,98 @@
+"""The request that carries a generation on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import orjson
+import pytest
+
+from miles_router.exchange import Exchange
+from miles_router.partial_rollouts.continuation import ALSO_STATEFUL, PENALTIES, STATEFUL, check_prompt, continuation
+from miles_router.partial_rollouts.engine import CannotResume, Engine, Known
+from miles_router.partial_rollouts.parts import Part, split
+from miles_router.router import Router
+
+
+class Tokenizing(Engine):
+    """A worker whose tokens are the characters' numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(cast(Router, None), Known(), Exchange("it"), [])
+
+    async def tokenize(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+
+def cut(body: dict[str, Any], sampled: Sequence[int], **meta: Any) -> Part:
+    (part,) = split(body)
+    part.answer = {"text": "", "output_ids": list(sampled), "meta_info": {"prompt_tokens": 2, **meta}}
+    return part
+
+
+async def asked(part: Part) -> dict[str, Any]:
+    found: dict[str, Any] = orjson.loads(await continuation(part, Tokenizing()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({}, {"max_new_tokens": 125}),  # SGLang's default is 128
+        ({"max_new_tokens": 10}, {"max_new_tokens": 7}),
+        ({"max_new_tokens": None}, {"max_new_tokens": None}),
+        ({"min_new_tokens": 5}, {"max_new_tokens": 125, "min_new_tokens": 2}),
+        ({"min_new_tokens": 2}, {"max_new_tokens": 125, "min_new_tokens": 0}),
+        ({"min_new_tokens": None}, {"max_new_tokens": 125, "min_new_tokens": None}),
+        (
+            {"frequency_penalty": 0, "beam_width": 1, "regex": ""},
+            {"max_new_tokens": 125, "frequency_penalty": 0, "beam_width": 1, "regex": ""},
+        ),
+        ({"repetition_penalty": None}, {"max_new_tokens": 125, "repetition_penalty": None}),
+        ({"n": 1, "top_p": 0.5, "sampling_seed": 7}, {"max_new_tokens": 125, "top_p": 0.5, "sampling_seed": 7}),
+    ],
+)
+async def test_what_was_sampled_is_prompt_now_and_the_budget_less(given: dict[str, Any], left: dict[str, Any]) -> None:
+    part = cut({"input_ids": [1, 2], "sampling_params": given}, [7, 8, 9])
+    assert await asked(part) == {"input_ids": [1, 2, 7, 8, 9], "sampling_params": left}
+
+
+async def test_what_is_said_of_the_prompt_is_not_asked_again_and_everything_else_is() -> None:
+    kept = {"rid": "r", "stream": True, "return_logprob": True, "top_logprobs_num": 2, "lora_path": "l", "other": {}}
+    part = cut({"text": "ab", "logprob_start_len": 0, **kept}, [7])
+    assert await asked(part) == {"input_ids": [97, 98, 7], "sampling_params": {"max_new_tokens": 127}, **kept}
+
+
+async def test_rows_of_experts_are_asked_for_from_the_first_that_is_missing() -> None:
+    part = cut({"input_ids": [1, 2], "return_routed_experts": True, "routed_experts_start_len": 1}, [7])
+    assert (await asked(part))["routed_experts_start_len"] == 1
+    part.experts_from = 2
+    assert (await asked(part))["routed_experts_start_len"] == 2
+
+
+@pytest.mark.parametrize("field", [*STATEFUL, *PENALTIES])
+async def test_sampling_that_looks_back_is_not_carried_on_unless_it_has_only_queued(field: str) -> None:
+    body = {"input_ids": [1, 2], "sampling_params": {field: 1.5 if field in PENALTIES else "x"}}
+    with pytest.raises(CannotResume, match=field):
+        await asked(cut(body, [7]))
+    assert await asked(cut(body, [])) == body
+
+
+@pytest.mark.parametrize("field", ALSO_STATEFUL)
+async def test_nor_is_a_request_whose_answers_cannot_be_joined(field: str) -> None:
+    with pytest.raises(CannotResume, match=field):
+        await asked(cut({"input_ids": [1, 2], field: True}, [7]))
+
+
+async def test_a_tokenizer_that_gives_another_prompt_is_not_believed() -> None:
+    with pytest.raises(CannotResume, match="tokenizer"):
+        await asked(cut({"text": "abc"}, [7]))
+
+
+def test_an_answer_to_another_prompt_is_none() -> None:
+    part = cut({"input_ids": [1, 2]}, [7])
+    for told in ({"prompt_tokens": 3}, {}):
+        check_prompt(part, {"meta_info": told})
+    with pytest.raises(CannotResume, match="prompt"):
+        check_prompt(part, {"meta_info": {"prompt_tokens": 2}})

@@ -1,0 +1,40 @@
+"""Events as SGLang writes them, however the bytes are cut."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_router.events import LAST_EVENT, EventReader, event, payload
+
+ANSWER = {"text": "a\n\nb é", "output_ids": [1], "meta_info": {"id": "r"}}
+texts = st.text().map(lambda text: {**ANSWER, "text": text})
+
+
+@given(st.lists(texts, max_size=5), st.lists(st.integers(0, 400), max_size=8), st.booleans())
+def test_any_cut_of_the_bytes_gives_the_same_events(
+    answers: list[dict[str, object]], cuts: list[int], ended: bool
+) -> None:
+    events = [event(answer) for answer in answers] + [LAST_EVENT] * ended
+    data = b"".join(events)
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    reader = EventReader()
+    parts = [data[begin:end] for begin, end in itertools.pairwise(places)]
+    assert [each for part in parts for each in reader.feed(part)] == events
+    assert reader.rest == b""
+    assert [payload(each) for each in events] == [*answers, *[None] * ended]
+
+
+def test_what_is_no_whole_event_stays_behind() -> None:
+    reader = EventReader()
+    assert list(reader.feed(b"data: {}\n\ndata: {")) == [b"data: {}\n\n"]
+    assert reader.rest == b"data: {"
+    assert list(reader.feed(b"}\n\n")) == [b"data: {}\n\n"]
+
+
+def test_only_an_answer_of_generate_is_one() -> None:
+    for other in (b"", b": comment\n\n", b"data: no json\n\n", b"data: []\n\n", b'data: {"error": {}}\n\n', LAST_EVENT):
+        assert payload(other) is None
+    assert payload(event(ANSWER)) == ANSWER

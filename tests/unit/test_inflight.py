@@ -1,0 +1,94 @@
+"""Requests in flight, and which of them an abort means."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from miles_router.exchange import Exchange
+from miles_router.inflight import InFlight
+
+
+def entered(in_flight: InFlight, body: object, *, at: str | None = "http://a", rids: tuple[str, ...] = ()) -> Exchange:
+    exchange = Exchange("id")
+    exchange.worker_url = at
+    exchange.rids.update(rids)
+    in_flight.enter(exchange, body if isinstance(body, bytes) else orjson.dumps(body))
+    return exchange
+
+
+def test_a_request_is_there_until_every_layer_has_left_it() -> None:
+    in_flight = InFlight()
+    exchange = entered(in_flight, {})
+    in_flight.enter(exchange, b"")
+    in_flight.leave(exchange)
+    assert len(in_flight) == 1
+    in_flight.leave(exchange)
+    assert len(in_flight) == 0
+    assert in_flight.abort(None) == []
+
+
+def test_an_abort_of_all_means_all() -> None:
+    in_flight = InFlight()
+    all_of_them = [entered(in_flight, {"rid": "a"}), entered(in_flight, b"\x00"), entered(in_flight, {})]
+    assert in_flight.abort(None) == all_of_them
+    assert all(exchange.aborted for exchange in all_of_them)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"rid": "r"}, {"rid": ["q", "r"]}, b'{"text": "x",  "rid" : "r"}', {"rid": "r", "text": "é"}],
+)
+def test_an_abort_finds_the_request_by_the_id_in_its_body(body: object) -> None:
+    in_flight = InFlight()
+    other = entered(in_flight, {"rid": "other"})
+    meant = entered(in_flight, body)
+    assert in_flight.abort("r") == [meant]
+    assert (meant.aborted, other.aborted) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"rid": "caf\\u00e9/1"}',
+        '{"rid": "café\\/1"}'.encode(),
+        b'{"text": ["x", "y"], "rid" : [ "q]", "caf\\u00e9/1" ]}',
+        b'{"text": "x", "rid": "caf\\u00e9/1", "sampling_params": {}}',
+    ],
+)
+def test_an_abort_finds_an_id_however_it_is_spelled(body: bytes) -> None:
+    in_flight = InFlight()
+    entered(in_flight, b'{"text": "caf\\u00e9/1", "rid": "caf\\u00e9/2"}')
+    meant = entered(in_flight, body)
+    assert in_flight.abort("café/1") == [meant]
+
+
+@pytest.mark.parametrize("text", ["Hi", "made"])
+def test_an_abort_finds_the_request_by_an_id_the_worker_made(text: str) -> None:
+    in_flight = InFlight()
+    entered(in_flight, {"text": text})
+    meant = entered(in_flight, {"text": text}, rids=("made",))
+    assert in_flight.abort("made") == [meant]
+
+
+@pytest.mark.parametrize("body", [b"", b"no json", b'["r"]', b'"r"', b'{"text": "\\"r\\""}', {"rid": None}, {"rid": 7}])
+def test_an_abort_leaves_alone_what_only_looks_like_it(body: object) -> None:
+    in_flight = InFlight()
+    exchange = entered(in_flight, body)
+    assert in_flight.abort("r") == []
+    assert not exchange.aborted
+
+
+def test_ids_that_begin_alike_are_aborted_together_as_the_worker_does() -> None:
+    in_flight = InFlight()
+    one, ten = entered(in_flight, {"rid": "r1"}), entered(in_flight, {"rid": "r10"})
+    elsewhere = entered(in_flight, {"rid": "r11"}, at="http://b")
+    assert in_flight.abort("r1") == [one, ten]
+    assert not elsewhere.aborted, "its worker has no r1, and there an abort of r1 does nothing"
+
+
+def test_an_id_that_nobody_has_aborts_nobody() -> None:
+    in_flight = InFlight()
+    ten = entered(in_flight, {"rid": "r10"})
+    assert in_flight.abort("r1") == []
+    assert not ten.aborted
