@@ -104,11 +104,11 @@ class Engine:
     async def experts(self, ids: Sequence[int], start: int) -> str:
         """The routed experts of a sequence from token `start` on: base64, as the worker spells them; empty if it has
         none to give."""
-        sampling = {"max_new_tokens": 0}
+        sampling = {"max_new_tokens": 0, "ignore_eos": True}
         request = {"input_ids": list(ids), "sampling_params": sampling, "return_routed_experts": True}
         answer = await self._generate({**request, "routed_experts_start_len": start})
-        if answer["meta_info"].get("prompt_tokens") != len(ids):
-            raise CannotResume("the worker did not take all tokens whose experts were asked for")
+        if answer["meta_info"].get("prompt_tokens") != len(ids) or answer["output_ids"]:
+            raise CannotResume("the worker gave the experts of other tokens than were asked for")
         return str(answer["meta_info"].get(EXPERTS) or "")
 
     @property

@@ -198,6 +198,8 @@ class Generation:
         """SGLang's order: an abort, then stop strings, then stop ids, then the budget."""
         if self._to_finish is not None:
             self.finish_reason = self._to_finish
+        elif not self.max_new_tokens:  # what is sampled all the same is no end
+            self._end_at_length()
         elif (matched := self._matched_stop_string()) is not None:
             self.finish_reason = {"type": "stop", "matched": matched}
         elif (pattern := self._matched_stop_regex()) is not None:

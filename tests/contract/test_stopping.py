@@ -48,6 +48,13 @@ async def test_ignore_eos_makes_the_end_an_ordinary_token(worker: WorkerClient) 
     assert stopped["meta_info"]["finish_reason"] == {"type": "length", "length": 7}
 
 
+async def test_without_a_budget_nothing_is_an_end(worker: WorkerClient) -> None:
+    eos = (await ended_by_eos(worker))["output_ids"][-1]
+    sampling = {"max_new_tokens": 0, "logit_bias": {str(eos): 10_000}}
+    answer = await worker.generate(text="One", sampling_params=sampling)
+    assert (answer["output_ids"], answer["meta_info"]["finish_reason"]) == ([], {"type": "length", "length": 0})
+
+
 async def test_a_token_that_is_forced_says_whether_the_model_ends_with_it(worker: WorkerClient) -> None:
     *_, before, eos = (await ended_by_eos(worker))["output_ids"]
     for token, finish in ((eos, {"type": "stop", "matched": eos}), (before, {"type": "length", "length": 1})):

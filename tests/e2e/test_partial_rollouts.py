@@ -80,6 +80,7 @@ class Engine:
         self.goes: deque[Behaviour] = deque()
         self.asked: list[dict[str, Any]] = []
         self.probed: list[int] = []
+        self.experts: deque[Behaviour] = deque()
         self.keys: list[bytes] = []
         worker.standing |= {
             "/generate": self._generate,
@@ -90,7 +91,11 @@ class Engine:
 
     async def _generate(self, visit: Visit) -> None:
         body = orjson.loads(await visit.read_body())
-        biased = (body.get("sampling_params") or {}).get("logit_bias")
+        sampling = body.get("sampling_params") or {}
+        biased = sampling.get("logit_bias")
+        if sampling.get("max_new_tokens") == 0:
+            await self.experts.popleft()(visit)
+            return
         if biased is None:
             self.asked.append(body)
             await self.goes.popleft()(visit)
@@ -251,6 +256,23 @@ async def test_tokens_that_came_with_the_end_and_behind_it_are_dropped(
     assert [token for _, token, _ in came["meta_info"]["output_token_logprobs"]] == ids
     assert came["meta_info"]["completion_tokens"] == len(ids)
     assert len(one.asked) == 1
+
+
+@pytest.mark.parametrize("aborted", [{"output_ids": [7], "finish": ABORT}, {"output_ids": [], "finish": IN_THE_QUEUE}])
+async def test_a_question_that_a_pause_cuts_is_asked_again(stage: Stage, aborted: dict[str, Any]) -> None:
+    """A stream that is stopped across the cut has not brought its experts: a worker is asked for them."""
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    cut = a_stream(answer([5], ABORT, routed_experts="AAAA"))
+    asking = lambda: generate(router, stream=True, return_routed_experts=True, sampling_params={"stop": "xx"})  # noqa: E731
+    generating = await pause(router, one, cut, asking)
+    one.goes.append(script(EVENTS, event(answer([6], prompt=3)), HANG))
+    wrong = answer(aborted["output_ids"], aborted["finish"], prompt=4, routed_experts="CCCC")
+    one.experts.extend([told(wrong), told(answer([], length(0), prompt=4, routed_experts="BBBB"))])
+    said = events(await going_on(router, generating))[-1]
+    assert (said["output_ids"], said["text"]) == ([5, 6], "")
+    assert said["meta_info"]["finish_reason"] == {"type": "stop", "matched": "xx"}
+    assert said["meta_info"]["routed_experts"] == "AAAABBBB"
 
 
 # What is not carried on

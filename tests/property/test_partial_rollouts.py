@@ -304,18 +304,20 @@ def plan(**said: Any) -> Plan:
     )
 
 
-a_pause_ends_the_question_for_experts = plan(
-    incremental=True, experts=True, params={"no_stop_trim": True}, stop=("string", 4), cuts=[("abort", 4), ("abort", 4)]
-)
 a_special_token_begins_the_stop_string = plan(
-    prompt="lists of ids", stream=False, params={"ignore_eos": True}, stop=("string", 1), cuts=[("abort", 1)]
+    prompt="lists of ids",
+    stream=False,
+    ends=True,
+    budget=10,
+    params={"no_stop_trim": True, "ignore_eos": True},
+    stop=("string", 1),
+    cuts=[("abort", 1)],
 )
 the_queue_holds_back_half_a_character = plan(cuts=[("in_place abort", 2)])
 
 
 @settings(max_examples=EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans)
-@example(a_pause_ends_the_question_for_experts)
 @example(a_special_token_begins_the_stop_string)
 @example(the_queue_holds_back_half_a_character)
 async def test_what_was_cut_is_what_an_uncut_one_would_be(plan: Plan) -> None:

@@ -42,6 +42,8 @@ def chain(
     spelled = (texts, texts[index * len(texts) // of] if isinstance(texts, list) else texts)
     known = answer["meta_info"].get("prompt_tokens", 0)
     for others in asked.values():
+        if _ends(pieces[-1], ids):
+            break
         go = others[index] if of > 1 and len(others) == of else others[0]
         start = 0 if len(others) == of > 1 or go.given is None else len(go.given) - known
         anothers = go.given is None and (pieces[-1].start > 0 or go.body.get("text") not in spelled)
@@ -53,6 +55,12 @@ def chain(
         piece.end = max(following.start, piece.start)
     pieces[-1].end = len(ids)
     return pieces
+
+
+def _ends(piece: Piece, ids: Sequence[int]) -> bool:
+    """Whether an answer is complete with this piece; what follows is another's, that began alike."""
+    finish = piece.go.finish or {"type": "abort"}
+    return finish["type"] != "abort" and piece.start + len(piece.go.sampled) >= len(ids)
 
 
 def _continues(go: Generation, ids: Sequence[int], start: int, opening: Generation) -> bool:

@@ -196,7 +196,7 @@ def test_a_glance_sees_what_reading_would(
     text: str, finish: dict[str, Any] | None, version: str, index: int | None, dumps: Any
 ) -> None:
     text, version = (each.encode("utf-8", "replace").decode() for each in (text, version))
-    said = answer(text, [7], 1, version, finish_reason=finish)
+    said = answer(text, [7], 1, version, finish_reason=finish, more={"finish_reason": None, "index": 5, "a": "b" * 40})
     said |= {} if index is None else {"index": index}
     spelled = dumps(said)
     raw = b"data: %b\n\n" % (spelled if isinstance(spelled, bytes) else spelled.encode())
