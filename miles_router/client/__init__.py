@@ -1,0 +1,55 @@
+"""What rollout code and trainers import. It speaks to a router over HTTP and imports nothing of the server.
+
+RouterClient   generations, exact tokens, sessions, control of the fleet
+Session        one agent episode: `base_url` for the agent, `collect()` for the trainer
+Sample         exact tokens with loss mask, logprobs, weight versions, routed experts; checked
+rollouts       single_turn, multi_turn, agentic, group: to use, or to copy from
+errors         what can go wrong, by what a caller would do about it
+"""
+
+from miles_router.client.answers import Generation, Retrieved, Status
+from miles_router.client.control import PauseMode, WorkerInfo
+from miles_router.client.errors import (
+    ConnectionLost,
+    ErrorReply,
+    FanOutFailed,
+    InvalidReply,
+    InvalidSample,
+    NotConnected,
+    NotFound,
+    RouterClientError,
+    SessionExists,
+    TimedOut,
+)
+from miles_router.client.rollouts import agentic, group, multi_turn, single_turn
+from miles_router.client.router_client import RouterClient
+from miles_router.client.sample import Sample
+from miles_router.client.session import Session, SessionInfo
+from miles_router.client.transport import Retries
+
+__all__ = [
+    "ConnectionLost",
+    "ErrorReply",
+    "FanOutFailed",
+    "Generation",
+    "InvalidReply",
+    "InvalidSample",
+    "NotConnected",
+    "NotFound",
+    "PauseMode",
+    "Retries",
+    "Retrieved",
+    "RouterClient",
+    "RouterClientError",
+    "Sample",
+    "Session",
+    "SessionExists",
+    "SessionInfo",
+    "Status",
+    "TimedOut",
+    "WorkerInfo",
+    "agentic",
+    "group",
+    "multi_turn",
+    "single_turn",
+]

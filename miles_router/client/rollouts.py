@@ -1,0 +1,181 @@
+"""Three rollouts to use as they are or to copy from: one turn, several turns with an environment, an agent.
+
+Each takes the client first and gives what a trainer consumes. Wrapped for slime or miles:
+
+    async def generate(args, sample, sampling_params):
+        made = await single_turn(client, sample.prompt, sampling_params, metadata=sample.metadata)
+        return Sample.from_dict({**sample.to_dict(), **made.trainer_fields()})
+
+`single_turn` and `multi_turn` need `RadixTreeMiddleware` in the router, `agentic` needs `OpenAISessionMiddleware`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import numpy as np
+
+from miles_router.client.answers import Generation, Retrieved, Status
+from miles_router.client.errors import InvalidSample
+from miles_router.client.router_client import RouterClient
+from miles_router.client.sample import Reward, Sample
+from miles_router.tasks import together
+
+Result = TypeVar("Result")
+#: Given what the model wrote, the text to put behind it before the next turn; None: the episode is over.
+Environment = Callable[[str], Awaitable[str | None]]
+#: An agent as its builder wrote it: all it is told is the `base_url` for its OpenAI client.
+Agent = Callable[[str], Awaitable[Any]]
+#: The reward of what an agent returned.
+Judge = Callable[[Any], Reward | Awaitable[Reward]]
+
+
+async def single_turn(
+    client: RouterClient,
+    prompt: str,
+    sampling_params: Mapping[str, Any] | None = None,
+    *,
+    reward: Reward = None,
+    label: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Sample:
+    """One generation of a prompt, and its exact tokens. Further fields go to `/generate`.
+
+    Raises:
+        NotFound: its tokens are not held (any more): `max_tokens` of the middleware is too small, or it is not there.
+    """
+    generation = await client.generate(prompt, sampling_params=sampling_params, **fields)
+    found = await _exact(client, prompt, generation)
+    carried = {"reward": reward, "label": label, "metadata": {"rid": generation.rid, **(metadata or {})}}
+    return _sample(found, prompt, generation.prompt_tokens, generation.status, carried)
+
+
+async def multi_turn(
+    client: RouterClient,
+    prompt: str,
+    environment: Environment,
+    sampling_params: Mapping[str, Any] | None = None,
+    *,
+    max_turns: int = 16,
+    reward: Reward = None,
+    label: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+    **fields: Any,
+) -> Sample:
+    """Turns between the model and an environment, tools for example, as one text that grows; and its exact tokens.
+
+    What the environment says is in the tokens with mask 0. Its text must begin with the markup that ends the model's
+    turn where the engine trims that (`<|im_end|>`), and end with the markup that begins the next one.
+
+    The sample is `completed` when the environment ends the episode, `truncated` when tokens or `max_turns` run out,
+    `aborted` when somebody aborts a generation. All turns go to one worker while it is routable.
+
+    Raises:
+        NotFound: as of `single_turn`.
+        Whatever the environment raises.
+    """
+    if max_turns < 1:
+        raise ValueError(f"max_turns must be at least 1, not {max_turns}")
+    key = uuid4().hex
+    text, given = prompt, 0
+    rids: list[str] = []
+    for turn in range(max_turns):
+        last = await client.generate(text, sampling_params=sampling_params, routing_key=key, **fields)
+        sent, text = text, text + last.text
+        given = given or last.prompt_tokens
+        rids.append(last.rid)
+        status = last.status
+        if status != "completed":
+            break
+        observed = await environment(last.text)
+        if observed is None:
+            break
+        status = "truncated"
+        if turn + 1 < max_turns:
+            text += observed
+    found = await _exact(client, sent, last)
+    carried = {"reward": reward, "label": label, "metadata": {"rids": rids, **(metadata or {})}}
+    return _sample(found, prompt, given, status, carried)
+
+
+async def agentic(
+    client: RouterClient,
+    agent: Agent,
+    *,
+    session_id: str | None = None,
+    max_seq_len: int | None = None,
+    branches: str = "all",
+    reward: Judge | None = None,
+    label: Any = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> list[Sample]:
+    """Let an agent run its episode in a session of its own, and collect the samples: one for each branch.
+
+        async def agent(base_url):
+            openai = AsyncOpenAI(base_url=base_url, api_key="none")
+            ...
+        samples = await agentic(client, agent, reward=lambda outcome: float(outcome == "42"))
+
+    Args:
+        reward: makes the reward of all of them of what the agent returned; may be a coroutine function.
+
+    Raises:
+        InvalidSample: a sample would break an invariant; none is given.
+        Whatever the agent raises: the session is deleted then. To train on what failed, use the session itself.
+    """
+    async with await client.create_session(session_id, metadata) as session:
+        outcome = await agent(session.base_url)
+        judged = None if reward is None else reward(outcome)
+        earned = await judged if inspect.isawaitable(judged) else judged
+        return await session.collect(
+            max_seq_len=max_seq_len, branches=branches, reward=earned, label=label, metadata=metadata
+        )
+
+
+async def group(rollout: Callable[[], Coroutine[Any, Any, Result]], size: int) -> list[Result]:
+    """`size` rollouts of one prompt at once: `await group(lambda: single_turn(client, prompt, params), 8)`. The first
+    that fails ends the others and is raised."""
+    made: dict[int, Result] = {}
+
+    async def one(place: int) -> None:
+        made[place] = await rollout()
+
+    await together([one(place) for place in range(size)], name="rollout")
+    return [made[place] for place in range(size)]
+
+
+async def _exact(client: RouterClient, prompt: str, generation: Generation) -> Retrieved:
+    """The tokens of a generation and everything in front of it.
+
+    Raises:
+        InvalidSample: what was retrieved does not end with what was generated.
+    """
+    whole = prompt + generation.text
+    if not generation.output_ids:  # aborted before its first token: there is nothing but what was given
+        return await client.retrieve(whole, strict=False)
+    found = await client.retrieve(whole, rid=generation.rid)
+    sampled = np.asarray(generation.output_ids)
+    place = slice(len(found) - len(sampled), None)
+    if len(found) < len(sampled) or (found.tokens[place] != sampled).any() or not found.loss_mask[place].all():
+        raise InvalidSample(f"retrieved_as_generated: {generation.rid} was retrieved with other tokens than it sampled")
+    return found
+
+
+def _sample(found: Retrieved, prompt: str, prompt_tokens: int, status: Status, carried: Mapping[str, Any]) -> Sample:
+    """The rollout as a sample. Its prompt is not trained on, not even where an earlier rollout sampled it."""
+    mask = found.loss_mask.copy()
+    mask[:prompt_tokens] = 0
+    return Sample(
+        tokens=found.tokens,
+        loss_mask=mask,
+        logprobs=found.logprobs,
+        weight_versions=tuple(found.weight_versions),
+        response=found.text[len(prompt) :],
+        response_length=max(len(found) - prompt_tokens, 0),
+        status=status,
+        **carried,
+    )

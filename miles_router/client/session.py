@@ -1,0 +1,138 @@
+"""One agent episode at the router: where the agent sends its requests, and the samples that come of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypedDict
+from urllib.parse import quote
+from uuid import uuid4
+
+from miles_router.client.collected import READERS, Format
+from miles_router.client.errors import NotFound, RouterClientError
+from miles_router.client.sample import Reward, Sample
+from miles_router.client.transport import Ask, Transport
+
+logger = logging.getLogger(__name__)
+
+NO_KEY = "none"  # OpenAI's clients want one
+
+
+class SessionInfo(TypedDict):
+    """One session in the router's list; times are Unix times."""
+
+    session_id: str
+    turns: int
+    created_at: float
+    last_used_at: float
+    tokens: int
+
+
+class Session:
+    """A session; `async with` deletes it at the end.
+
+        async with await client.create_session() as session:
+            await agent(session.base_url)
+            samples = await session.collect(reward=1.0)
+
+    Its methods raise `NotFound` where the router does not hold it (any more), and as the tree in `errors` says.
+    """
+
+    def __init__(self, transport: Transport, router_url: str, session_id: str, api_key: str | None = None) -> None:
+        self.id = session_id
+        self._transport = transport
+        self._path = f"/sessions/{quote(session_id, safe='')}"
+        self._router_url = router_url
+        self._api_key = api_key
+
+    def __repr__(self) -> str:
+        return f"<Session {self.id} at {self._router_url}>"
+
+    @property
+    def base_url(self) -> str:
+        """What an OpenAI client takes for `base_url`: `http://router/sessions/<id>/v1`."""
+        return f"{self._router_url}{self._path}/v1"
+
+    @property
+    def openai(self) -> dict[str, str]:
+        """`base_url` and `api_key` for an OpenAI client: `AsyncOpenAI(**session.openai)`."""
+        return {"base_url": self.base_url, "api_key": self._api_key or NO_KEY}
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Delete the session. Where that fails the log says so: what was collected is not lost for it, and the router
+        forgets idle sessions by itself."""
+        try:
+            await self.delete()
+        except NotFound:
+            pass
+        except RouterClientError as failure:
+            logger.warning("session %s was not deleted: %s", self.id, failure)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        turn_id: str | None = None,
+        model: str = "default",
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """One turn without an OpenAI client: the chat completion as JSON. Further fields are OpenAI's and SGLang's,
+        but for `stream`.
+
+        Where its connection is lost before the answer begins, the turn is asked for again under the same `turn_id`,
+        and the router answers it once.
+        """
+        if fields.get("stream"):
+            raise ValueError("streams are for OpenAI clients: AsyncOpenAI(**session.openai)")
+        headers = {"X-Turn-Id": turn_id or uuid4().hex}
+        body = {"model": model, "messages": list(messages), **fields}
+        answer: dict[str, Any] = await self._transport.json(
+            Ask("POST", f"{self._path}/v1/chat/completions", body, headers, repeatable=True)
+        )
+        return answer
+
+    async def records(self) -> dict[str, Any]:
+        """`{"session_id", "records", "metadata"}`: the turns, what was asked and answered, their tree."""
+        found: dict[str, Any] = await self._transport.json(Ask("GET", self._path, repeatable=True))
+        return found
+
+    async def collect(
+        self,
+        *,
+        max_seq_len: int | None = None,
+        branches: str = "all",
+        reward: Reward = None,
+        label: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+        format: Format = "safetensors",
+    ) -> list[Sample]:
+        """The training samples, one for each branch; the session stays as it is.
+
+        Args:
+            max_seq_len: tokens a sample may have; longer ones are cut and `truncated`.
+            branches: `all`, `last`, `drop-superseded`, or the dotted path of a policy that the router allows.
+            reward, label, metadata: carried by every sample.
+
+        Raises:
+            InvalidSample: a sample would break an invariant; none is given.
+        """
+        asked = {
+            "format": format,
+            "max_seq_len": max_seq_len,
+            "branches": branches,
+            "reward": reward,
+            "label": label,
+            "metadata": metadata,
+        }
+        body = {name: value for name, value in asked.items() if value is not None}
+        return READERS[format](await self._transport.bytes(Ask("POST", f"{self._path}/samples", body, repeatable=True)))
+
+    async def delete(self) -> None:
+        """Forget it; a request under way finishes, and its turn is dropped."""
+        await self._transport.bytes(Ask("DELETE", self._path))

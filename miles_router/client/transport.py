@@ -1,0 +1,197 @@
+"""Requests to the router over one pool of connections, asked again as long as that is safe."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import orjson
+from yarl import URL
+
+from miles_router.client.errors import (
+    ConnectionLost,
+    InvalidReply,
+    NotConnected,
+    RouterClientError,
+    TimedOut,
+    read_error,
+)
+from miles_router.version import __version__
+
+logger = logging.getLogger(__name__)
+
+#: An idle connection is given up long before the router would (75 s), so that no request meets its end.
+KEEP_ALIVE = 15.0
+READ_BUFFER = 2**20
+
+
+@dataclass(frozen=True)
+class Retries:
+    """How often a request is asked again, and after how long.
+
+    Asked again is what cannot have been carried out: no connection was made, or the router said `Retry-After` or that
+    no worker could be reached. A request that only reads, or that the router recognizes when it comes twice, is asked
+    again also when its connection was lost before a reply began. A reply that has begun is never asked for again.
+
+    Attributes:
+        attempts: after the first.
+        first_delay: seconds before the second attempt; doubled with each further one, and spread by up to a half.
+        longest_delay: seconds; also the most that is waited where the router names a time.
+    """
+
+    attempts: int = 5
+    first_delay: float = 0.5
+    longest_delay: float = 10.0
+
+    def delay(self, attempt: int, retry_after: float | None = None) -> float:
+        """Seconds to wait after failure number `attempt`, from 0."""
+        backoff = min(self.first_delay * 2.0**attempt, self.longest_delay) * random.uniform(0.5, 1.0)
+        return min(max(backoff, retry_after or 0.0), self.longest_delay)
+
+
+DEFAULT_RETRIES = Retries()
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request. `body` is sent as JSON unless it is None."""
+
+    method: str
+    path: str
+    body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    #: Carrying it out twice is the same as once.
+    repeatable: bool = False
+
+
+@dataclass(frozen=True)
+class Pool:
+    """What a pool of connections is made with; see `RouterClient`."""
+
+    base_url: str
+    api_key: str | None
+    timeout: float | None
+    connect_timeout: float
+    max_connections: int
+
+
+class Transport:
+    """One pool, opened by the first request."""
+
+    def __init__(self, pool: Pool, retries: Retries) -> None:
+        self._pool = pool
+        self._retries = retries
+        self._http: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    async def close(self) -> None:
+        """Close every connection; requests under way break off."""
+        self._closed = True
+        if self._http is not None:
+            await self._http.close()
+
+    async def json(self, ask: Ask) -> Any:
+        """The JSON of the reply; None where it has no body.
+
+        Raises:
+            RouterClientError: as its tree says.
+        """
+        raw = await self.bytes(ask)
+        try:
+            return orjson.loads(raw) if raw else None
+        except orjson.JSONDecodeError as error:
+            raise InvalidReply(
+                f"{ask.method} {ask.path} was answered with something that is no JSON: {error}"
+            ) from None
+
+    async def bytes(self, ask: Ask) -> bytes:
+        """The whole body of the reply.
+
+        Raises:
+            RouterClientError: as its tree says.
+        """
+        async with self.open(ask) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def open(self, ask: Ask) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A good reply whose body is still to be read; leaving early breaks the connection, and so ends a generation.
+
+        Raises:
+            RouterClientError: as its tree says; also for what goes wrong with the body.
+        """
+        response = await self._begun(ask)
+        try:
+            with _translated(ask):
+                yield response
+        finally:
+            response.close()  # after the whole body this does nothing: its connection is back in the pool
+
+    async def _begun(self, ask: Ask) -> aiohttp.ClientResponse:
+        failures = 0
+        while True:
+            try:
+                return await self._once(ask)
+            except RouterClientError as error:
+                if failures >= self._retries.attempts or not _may_be_asked_again(ask, error):
+                    raise
+                delay = self._retries.delay(failures, error.retry_after)
+                logger.warning("%s; asked again in %.1f s", error, delay)
+            failures += 1
+            await asyncio.sleep(delay)
+
+    async def _once(self, ask: Ask) -> aiohttp.ClientResponse:
+        headers = dict(ask.headers)
+        data = None
+        if ask.body is not None:
+            data = orjson.dumps(ask.body, option=orjson.OPT_SERIALIZE_NUMPY)
+            headers["Content-Type"] = "application/json"
+        url = URL(self._pool.base_url + ask.path, encoded=True)
+        with _translated(ask):
+            http = self._opened()
+            response = await http.request(ask.method, url, data=data, headers=headers, allow_redirects=False)
+            if response.status < 300:
+                return response
+            raise read_error(response.status, response.headers, await response.read())
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise RuntimeError("this client is closed")
+        if self._http is None:
+            pool = self._pool
+            headers = {"User-Agent": f"miles-router-client/{__version__}"}
+            if pool.api_key is not None:
+                headers["Authorization"] = f"Bearer {pool.api_key}"
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=pool.max_connections, keepalive_timeout=KEEP_ALIVE),
+                timeout=aiohttp.ClientTimeout(total=pool.timeout, sock_connect=pool.connect_timeout),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                headers=headers,
+                read_bufsize=READ_BUFFER,
+            )
+        return self._http
+
+
+def _may_be_asked_again(ask: Ask, error: RouterClientError) -> bool:
+    lost = isinstance(error, ConnectionLost) and not isinstance(error, TimedOut)
+    return error.retryable or (lost and ask.repeatable)
+
+
+@contextmanager
+def _translated(ask: Ask) -> Iterator[None]:
+    """aiohttp's errors as ours."""
+    where = f"{ask.method} {ask.path}"
+    try:
+        yield
+    except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+        raise NotConnected(f"{where}: {error}", retryable=True) from error
+    except asyncio.TimeoutError as error:
+        raise TimedOut(f"{where}: no complete reply in time") from error
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise ConnectionLost(f"{where}: {error or type(error).__name__}") from error

@@ -1,0 +1,356 @@
+"""What the client does about connections: it asks again what is safe, says what was lost, and leaves nothing open.
+
+A scripted server stands for the router.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from miles_router.client import (
+    ConnectionLost,
+    ErrorReply,
+    InvalidReply,
+    NotConnected,
+    Retries,
+    RouterClient,
+    RouterClientError,
+    TimedOut,
+    group,
+)
+from tests.support.scripted_worker import (
+    CLOSE,
+    HANG,
+    RESET,
+    ScriptedWorker,
+    Step,
+    chunk,
+    chunked_head,
+    head,
+    reply,
+    script,
+)
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+AT_ONCE = Retries(attempts=3, first_delay=0.0, longest_delay=0.0)
+LONG = 10.0  # seconds; what hangs fails
+STREAM = [("Content-Type", "text/event-stream")]
+META = {"id": "r", "prompt_tokens": 1, "finish_reason": {"type": "stop"}}
+ANSWER = {"text": "ab", "output_ids": [4, 5], "meta_info": META}
+GOOD = reply(json.dumps(ANSWER).encode())
+PAUSED = {"error": {"type": "fleet_paused", "message": "held too long", "request_id": "mr-1"}}
+BUSY = reply(json.dumps(PAUSED).encode(), 503, [("Retry-After", "1")])
+UNREACHABLE = {"error": {"type": "upstream_unreachable", "message": "all gone", "request_id": "mr-1"}}
+Asked = Callable[[RouterClient], Awaitable[Any]]
+
+
+@pytest.fixture
+async def server(stage: Stage) -> ScriptedWorker:
+    return await stage.worker()
+
+
+@contextlib.asynccontextmanager
+async def connected(server: ScriptedWorker, **options: Any) -> AsyncIterator[RouterClient]:
+    async with RouterClient(server.url, **{"retries": AT_ONCE, "timeout": LONG, **options}) as client:
+        yield client
+
+
+def event(**fields: Any) -> bytes:
+    return chunk(b"data: " + json.dumps({**ANSWER, **fields}).encode() + b"\n\n")
+
+
+DONE = chunk(b"data: [DONE]\n\n")
+
+
+async def texts(client: RouterClient) -> list[str]:
+    return [each.text async for each in client.generate_stream("a")]
+
+
+# Asked again
+
+
+@pytest.mark.parametrize("again", [BUSY, reply(json.dumps(UNREACHABLE).encode(), 502)], ids=["503", "502"])
+async def test_what_the_router_could_not_begin_is_asked_again(server: ScriptedWorker, again: bytes) -> None:
+    async with connected(server) as client:
+        server.next(script(again), script(again)).always(script(GOOD))
+        assert (await client.generate("a")).text == "ab"
+        assert [json.loads(each.body) for each in server.requests] == [{"text": "a"}] * 3
+        server.next(script(again)).always(script(chunked_head(STREAM), event(), DONE, b"0\r\n\r\n"))
+        assert await texts(client) == ["ab"]
+
+
+async def test_asking_again_has_an_end(server: ScriptedWorker) -> None:
+    server.always(script(BUSY))
+    async with connected(server) as client:
+        with pytest.raises(ErrorReply, match="held too long") as caught:
+            await client.generate("a")
+    assert (caught.value.type, caught.value.retryable) == ("fleet_paused", True)
+    assert len(server.requests) == 1 + AT_ONCE.attempts
+
+
+async def test_a_router_that_is_not_there_yet_is_waited_for(server: ScriptedWorker, caplog: Any) -> None:
+    server.refuse()
+    server.always(script(GOOD))
+    persistent = Retries(attempts=10**6, first_delay=0.001, longest_delay=0.001)
+    async with connected(server, retries=persistent) as client, under_way(client.generate("a")) as asking:
+        with caplog.at_level(logging.WARNING, "miles_router.client"):
+            await until(lambda: "asked again" in caplog.text, "it was refused")
+        await server.listen()
+        assert (await asking).text == "ab"
+    assert len(server.requests) == 1
+
+
+async def test_a_router_that_never_comes_is_an_error_that_says_nothing_was_sent(server: ScriptedWorker) -> None:
+    server.refuse()
+    async with connected(server) as client:
+        with pytest.raises(NotConnected, match="POST /generate") as caught:
+            await client.generate("a")
+    assert (caught.value.status, caught.value.retryable) == (0, True)
+
+
+REPEATABLE: list[Asked] = [
+    lambda client: client.workers(),
+    lambda client: client.info(),
+    lambda client: client.pause(),
+    lambda client: client.continue_(),
+    lambda client: client.abort("r"),
+    lambda client: client.add_worker("http://a"),
+    lambda client: client.sessions(),
+    lambda client: client.session("s").records(),
+    lambda client: client.session("s").collect(format="json"),
+    lambda client: client.session("s").chat([]),
+]
+NOT_REPEATABLE: list[Asked] = [
+    lambda client: client.generate("a"),
+    texts,
+    lambda client: client.create_session(),
+    lambda client: client.update_weight_version("2"),
+    lambda client: client.flush_cache(),
+    lambda client: client.request("POST", "/v1/embeddings", {}),
+]
+
+
+@pytest.mark.parametrize("ask", REPEATABLE)
+async def test_what_may_be_carried_out_twice_is_asked_again_when_no_reply_began(
+    server: ScriptedWorker, ask: Asked
+) -> None:
+    server.next(script(RESET), script(CLOSE))
+    server.always(script(reply(b'{"workers": [], "sessions": [], "samples": []}')))
+    async with connected(server) as client:
+        await ask(client)
+    first, *others = server.requests
+    assert [(each.method, each.target, each.body) for each in others] == [(first.method, first.target, first.body)] * 2
+    assert {bytes(each.values("x-turn-id")[0]) if each.values("x-turn-id") else b"" for each in others} == {
+        bytes(first.values("x-turn-id")[0]) if first.values("x-turn-id") else b""
+    }
+
+
+@pytest.mark.parametrize("ask", NOT_REPEATABLE)
+@pytest.mark.parametrize("end", [RESET, CLOSE])
+async def test_what_may_have_been_carried_out_is_not_asked_again(server: ScriptedWorker, ask: Asked, end: Step) -> None:
+    server.always(script(end))
+    async with connected(server) as client:
+        with pytest.raises(ConnectionLost):
+            await ask(client)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("ask", [*REPEATABLE, *NOT_REPEATABLE])
+async def test_a_reply_that_had_begun_is_never_asked_for_again(server: ScriptedWorker, ask: Asked) -> None:
+    server.always(script(chunked_head(STREAM), event(), CLOSE))
+    async with connected(server) as client:
+        with pytest.raises(ConnectionLost):
+            await ask(client)
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("status", [400, 404, 500, 502, 503])
+async def test_a_workers_error_is_not_asked_again(server: ScriptedWorker, status: int) -> None:
+    server.always(script(reply(b'{"error": {"message": "no"}}', status, [("Retry-After", "0")])))
+    async with connected(server) as client:
+        with pytest.raises(ErrorReply, match="no") as caught:
+            await client.workers()
+    assert (caught.value.status, len(server.requests)) == (status, 1)
+
+
+# Time
+
+
+@pytest.mark.parametrize("status", [None, 200, 503])
+async def test_a_request_ends_with_its_connection_when_its_time_is_up(
+    server: ScriptedWorker, status: int | None
+) -> None:
+    begun = b"" if status is None else head(status, [("Content-Length", "5")]) + b"12"
+    server.always(script(begun, HANG))
+    async with connected(server, timeout=0.05) as client:
+        with pytest.raises(TimedOut):
+            await client.workers()
+        await until(lambda: not server.links, "the server sees it go")
+    assert len(server.requests) == 1, "what took too long is not asked for again"
+
+
+async def test_a_client_has_as_many_connections_as_it_may_and_keeps_them(server: ScriptedWorker) -> None:
+    gate = asyncio.Event()
+    server.always(script(gate, GOOD))
+    client = RouterClient(server.url, max_connections=2)
+    async with client, under_way(group(lambda: client.generate("a"), 6)) as asking:
+        await until(lambda: server.busy == 2, "two are under way")
+        gate.set()
+        await asking
+    assert server.connections == 2
+    assert len(server.requests) == 6
+
+
+async def test_control_needs_no_connection_of_the_generations_that_wait_for_it(server: ScriptedWorker) -> None:
+    released = asyncio.Event()
+    server.always(script(released, GOOD))
+    server.standing["/continue_generation"] = script(reply())
+    async with connected(server, max_connections=1) as client, under_way(client.generate("a")) as generating:
+        await until(lambda: server.busy == 1, "it waits")
+        await client.continue_()
+        assert not generating.done()
+        released.set()
+        assert (await generating).text == "ab"
+
+
+# Streams
+
+
+async def test_a_stream_is_given_event_by_event(server: ScriptedWorker) -> None:
+    gates = [asyncio.Event(), asyncio.Event()]
+    parts = (event(text="a"), gates[0], event(text="ab"), gates[1], event(text="abc"), DONE, b"0\r\n\r\n")
+    server.always(script(chunked_head(STREAM), *parts))
+    async with connected(server) as client:
+        seen = []
+        async for each in client.generate_stream("a", sampling_params={"max_new_tokens": 3}):
+            seen.append(each.text)
+            if len(seen) <= len(gates):
+                gates[len(seen) - 1].set()
+    assert seen == ["a", "ab", "abc"]
+    assert json.loads(server.requests[0].body) == {
+        "text": "a",
+        "sampling_params": {"max_new_tokens": 3},
+        "stream": True,
+    }
+
+
+async def test_a_stream_without_its_end_mark_is_lost_however_neatly_it_ends(server: ScriptedWorker) -> None:
+    server.always(script(chunked_head(STREAM), event(), b"0\r\n\r\n"))
+    async with connected(server) as client:
+        with pytest.raises(ConnectionLost, match="DONE"):
+            await texts(client)
+
+
+async def test_a_refusal_inside_a_stream_is_an_error(server: ScriptedWorker) -> None:
+    refusal = {"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}
+    said = chunk(b"data: " + json.dumps(refusal).encode() + b"\n\n")
+    server.always(script(chunked_head(STREAM), said, DONE, b"0\r\n\r\n"))
+    async with connected(server) as client:
+        with pytest.raises(ErrorReply, match="too long") as caught:
+            await texts(client)
+    assert (caught.value.status, caught.value.type) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("said", [b"data: {\n\n", b": a comment\n\n", b"data: 7\n\n"])
+async def test_an_event_that_is_none_of_the_engines_is_an_error(server: ScriptedWorker, said: bytes) -> None:
+    server.always(script(chunked_head(STREAM), chunk(said), DONE, b"0\r\n\r\n"))
+    async with connected(server) as client:
+        with pytest.raises(InvalidReply):
+            await texts(client)
+
+
+async def test_leaving_a_stream_breaks_its_connection(server: ScriptedWorker) -> None:
+    server.always(script(chunked_head(STREAM), event(), HANG))
+    async with connected(server) as client:
+        async with contextlib.aclosing(client.generate_stream("a")) as stream:
+            async for _ in stream:
+                break
+        await until(lambda: not server.links, "the server sees it go")
+
+
+async def test_a_cancelled_generation_breaks_its_connection(server: ScriptedWorker) -> None:
+    server.always(script(HANG))
+    async with connected(server) as client:
+        async with under_way(client.generate("a")):
+            await until(lambda: server.busy == 1, "it is under way")
+        await until(lambda: not server.links, "the server sees it go")
+
+
+# The rest
+
+
+ANSWERED: list[Asked] = [
+    lambda client: client.generate("a"),
+    lambda client: client.retrieve("a"),
+    lambda client: client.workers(),
+    lambda client: client.sessions(),
+    lambda client: client.create_session(),
+    lambda client: client.session("s").collect(),
+]
+
+
+@pytest.mark.parametrize("ask", ANSWERED)
+@pytest.mark.parametrize("body", [b"not JSON", b"null", b"[]", b"{}", b'{"text": "a"}'])
+async def test_a_good_reply_of_another_form_is_an_invalid_reply(
+    server: ScriptedWorker, ask: Asked, body: bytes
+) -> None:
+    server.always(script(reply(body)))
+    async with connected(server) as client:
+        with pytest.raises(InvalidReply):
+            await ask(client)
+
+
+async def test_a_redirect_is_not_followed(server: ScriptedWorker) -> None:
+    server.always(script(reply(b"", 307, [("Location", f"{server.url}/elsewhere")])))
+    async with connected(server) as client:
+        with pytest.raises(ErrorReply) as caught:
+            await client.generate("a")
+    assert (caught.value.status, len(server.requests)) == (307, 1)
+
+
+async def test_a_closed_client_asks_nothing(server: ScriptedWorker) -> None:
+    async with connected(server) as client:
+        await client.request("GET", "/anything")
+    unused = RouterClient(server.url)
+    await unused.close()
+    for each in (client, unused):
+        with pytest.raises(RuntimeError, match="closed"):
+            await each.generate("a")
+    assert len(server.requests) == 1
+
+
+async def test_keys_go_where_they_belong(server: ScriptedWorker) -> None:
+    server.always(script(GOOD))
+    async with connected(server, api_key="data", admin_api_key="admin") as client:
+        await client.generate("a")
+        await client.info()
+        assert client.session("s").openai["api_key"] == "data"
+    async with connected(server, api_key="data") as client:
+        await client.info()
+    async with connected(server) as client:
+        await client.info()
+        assert client.session("s").openai["api_key"]
+    assert [each.values("authorization") for each in server.requests] == [
+        [b"Bearer data"],
+        [b"Bearer admin"],
+        [b"Bearer data"],
+        [],
+    ]
+
+
+async def test_every_error_is_of_the_tree(server: ScriptedWorker) -> None:
+    """Whatever bytes come."""
+    for behaviour in (script(b"no HTTP\r\n\r\n"), script(b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n", CLOSE)):
+        server.next(behaviour)
+        async with connected(server, retries=Retries(attempts=0)) as client:
+            with pytest.raises(RouterClientError):
+                await client.generate("a")

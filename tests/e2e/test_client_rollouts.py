@@ -1,0 +1,311 @@
+"""The reference rollouts of texts, before a simulated worker whose door knows what was given and what was sampled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_router.client import (
+    ErrorReply,
+    InvalidSample,
+    NotFound,
+    Retries,
+    RouterClient,
+    Sample,
+    group,
+    multi_turn,
+    single_turn,
+)
+from miles_router.testing import SimulatedWorker
+from miles_router.testing.door import GenerationRecord
+from miles_router.trajectory import Piece, Trajectory, to_bytes
+from tests.support.cache_trial import SHORT, Trial, checkpoint, simulated_trial, trial_before
+from tests.support.scripted_worker import reply, script
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+PROMPT = "<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n"
+TOOL = "<|im_end|>\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n"
+LONG = {"max_new_tokens": 200}
+PATIENCE: dict[str, Any] = {"retries": Retries(attempts=0), "timeout": 20.0}  # what hangs fails
+
+
+@pytest.fixture
+async def trial(stage: Stage) -> AsyncIterator[Trial]:
+    async with simulated_trial(stage) as made:
+        yield made
+
+
+@pytest.fixture
+async def client(trial: Trial) -> AsyncIterator[RouterClient]:
+    async with RouterClient(trial.router.url, **PATIENCE) as made:
+        yield made
+
+
+@pytest.fixture
+def worker(trial: Trial) -> SimulatedWorker:
+    assert trial.worker is not None
+    return trial.worker
+
+
+def records(trial: Trial) -> list[GenerationRecord]:
+    return [record for exchange in trial.door for record in exchange.generations]
+
+
+def check(sample: Sample, turns: list[GenerationRecord]) -> None:
+    """The sample is what the last turn was given and sampled; each turn's sampled tokens are in the loss, no others."""
+    last = turns[-1]
+    mask, logprobs, position = [], [], 0
+    for turn in turns:
+        told = len(turn.input_ids) - position
+        assert last.input_ids[position : len(turn.input_ids)] == turn.input_ids[position:]
+        mask += [0] * told + [1] * len(turn.output_ids)
+        logprobs += [0.0] * told + turn.logprobs
+        position += told + len(turn.output_ids)
+        assert sample.tokens[:position].tolist() == turn.input_ids + turn.output_ids
+    assert len(sample) == position
+    assert sample.loss_mask.tolist() == mask
+    assert sample.logprobs.tolist() == np.array(logprobs, dtype=np.float32).tolist()
+    assert sample.prompt_length == len(turns[0].input_ids)
+
+
+# One turn
+
+
+async def test_one_turn(trial: Trial, client: RouterClient) -> None:
+    sample = await single_turn(
+        client, PROMPT, SHORT, reward=1.0, label="42", metadata={"group": 3}, custom_params={"a": 1}
+    )
+    (record,) = records(trial)
+    check(sample, [record])
+    assert (sample.response, sample.response_length, sample.status) == (record.text, 6, "truncated")
+    assert (sample.reward, sample.label, sample.metadata) == (1.0, "42", {"rid": record.rid, "group": 3})
+    assert sample.weight_versions == (("default", len(record.input_ids), len(sample)),)
+    assert trial.door[-1].json()["custom_params"] == {"a": 1}
+
+
+async def test_one_turn_that_ends_by_itself_has_its_stop_token(
+    trial: Trial, client: RouterClient, worker: SimulatedWorker
+) -> None:
+    worker.say("It is 42.")
+    sample = await single_turn(client, PROMPT, LONG)
+    assert (sample.response, sample.status) == ("It is 42.", "completed")
+    check(sample, records(trial))
+    assert sample.tokens[-1] in worker.tokenizer.eos_token_ids
+
+
+async def test_a_prompt_that_an_earlier_rollout_sampled_is_not_trained_on(trial: Trial, client: RouterClient) -> None:
+    first = await single_turn(client, PROMPT, SHORT)
+    second = await single_turn(client, PROMPT + first.response + " And then?", SHORT)
+    record = records(trial)[-1]
+    assert record.input_ids[: len(first)] == first.tokens.tolist(), "it is given the ids that were sampled"
+    assert second.loss_mask.tolist() == [0] * len(record.input_ids) + [1] * 6
+    assert (second.response, second.response_length) == (record.text, 6)
+
+
+async def test_a_group_is_as_many_different_rollouts_at_once(stage: Stage) -> None:
+    async with (
+        simulated_trial(stage, token_latency_s=0.002) as trial,
+        RouterClient(trial.router.url, **PATIENCE) as client,
+    ):
+        assert trial.worker is not None
+        worker = trial.worker
+        rollouts = group(lambda: single_turn(client, PROMPT, {**SHORT, "max_new_tokens": 40}), 8)
+        async with under_way(rollouts) as making:
+            await until(lambda: worker.running == 8, "all at once")
+            samples = await making
+        for sample in samples:
+            check(sample, [worker.door.generation(sample.metadata["rid"])])
+    assert len({tuple(sample.tokens) for sample in samples}) == 8
+
+
+async def test_a_group_ends_with_its_first_failure(stage: Stage) -> None:
+    async with (
+        simulated_trial(stage, token_latency_s=0.05) as trial,
+        RouterClient(trial.router.url, **PATIENCE) as client,
+    ):
+        worker = trial.worker
+        assert worker is not None
+        worker.faults.status(400, path="/generate")
+        endless = {"max_new_tokens": 4000, "ignore_eos": True}
+        with pytest.raises(ErrorReply):
+            await group(lambda: single_turn(client, PROMPT, endless), 3)
+        await until(lambda: worker.running == 0 and all(each.done for each in worker.door), "the others have ended")
+
+
+# Several turns
+
+
+async def test_what_the_environment_says_is_given_and_not_trained_on(
+    trial: Trial, client: RouterClient, worker: SimulatedWorker
+) -> None:
+    for says in ("calc(17+25)", "calc(42*2)", "It is 84."):
+        worker.say(says)
+    heard: list[str] = []
+
+    async def environment(reply: str) -> str | None:
+        heard.append(reply)
+        worker.engine.weight_version = str(len(heard))
+        return TOOL.format(len(heard)) if reply.startswith("calc") else None
+
+    sample = await multi_turn(client, PROMPT, environment, LONG, reward=1.0, metadata={"group": 3})
+    turns = records(trial)
+    check(sample, turns)
+    assert heard == ["calc(17+25)", "calc(42*2)", "It is 84."]
+    assert sample.response == f"calc(17+25){TOOL.format(1)}calc(42*2){TOOL.format(2)}It is 84."
+    assert sample.status == "completed"
+    assert [run.version for run in sample.weight_versions] == ["default", "1", "2"]
+    assert (sample.reward, sample.metadata) == (1.0, {"rids": [turn.rid for turn in turns], "group": 3})
+    keys = {exchange.header("x-smg-routing-key") for exchange in trial.door}
+    assert len(keys) == 1
+    assert None not in keys, "all turns go where their prefix is cached"
+
+
+async def test_siblings_of_equal_text_keep_their_own_tokens(
+    trial: Trial, client: RouterClient, worker: SimulatedWorker
+) -> None:
+    encode = worker.tokenizer.encode
+    spellings = [encode(" the"), [*encode(" t"), *encode("h"), *encode("e")]]
+    for ids in spellings:
+        worker.say(ids)
+
+    async def environment(reply: str) -> None:
+        sibling = await client.generate(PROMPT, sampling_params=LONG)
+        assert (sibling.text, sibling.output_ids[:-1]) == (reply, spellings[1])
+
+    sample = await multi_turn(client, PROMPT, environment, LONG)
+    assert sample.tokens[sample.loss_mask == 1][:-1].tolist() == spellings[0], "the text's newest tokens are another's"
+    check(sample, records(trial)[:1])
+
+
+async def test_turns_that_run_out_truncate_the_sample(
+    trial: Trial, client: RouterClient, worker: SimulatedWorker
+) -> None:
+    async def environment(reply: str) -> str | None:
+        return TOOL.format(reply)
+
+    for _ in range(2):
+        worker.say("calc(1)")
+    sample = await multi_turn(client, PROMPT, environment, LONG, max_turns=2)
+    assert sample.status == "truncated"
+    assert sample.response == f"calc(1){TOOL.format('calc(1)')}calc(1)", "it ends with what was sampled"
+    check(sample, records(trial))
+    with pytest.raises(ValueError, match="max_turns"):
+        await multi_turn(client, PROMPT, environment, LONG, max_turns=0)
+
+
+async def test_tokens_that_run_out_truncate_the_sample_and_the_environment_is_not_asked(
+    trial: Trial, client: RouterClient
+) -> None:
+    async def environment(reply: str) -> str | None:
+        raise AssertionError("half a reply is none")
+
+    sample = await multi_turn(client, PROMPT, environment, SHORT)
+    assert sample.status == "truncated"
+    check(sample, records(trial))
+
+
+async def test_many_episodes_at_once(stage: Stage) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint(), stop_probability=0.1) as worker:
+        trial = await trial_before(stage, worker)
+
+        async def environment(reply: str) -> str | None:
+            return None if len(reply) % 5 == 0 else TOOL.format(len(reply))
+
+        async with RouterClient(trial.router.url, **PATIENCE) as client:
+            samples = await group(lambda: multi_turn(client, PROMPT, environment, LONG, max_turns=5), 24)
+        for sample in samples:
+            check(sample, [worker.door.generation(rid) for rid in sample.metadata["rids"]])
+    assert max(len(sample.metadata["rids"]) for sample in samples) > 2
+
+
+# What is cut
+
+
+@pytest.mark.parametrize("turn", [1, 2])
+async def test_an_aborted_rollout_has_what_was_sampled(stage: Stage, turn: int) -> None:
+    async with (
+        simulated_trial(stage, token_latency_s=0.002, stop_probability=0.0) as trial,
+        RouterClient(trial.router.url, **PATIENCE) as client,
+    ):
+        worker = trial.worker
+        assert worker is not None
+        for _ in range(turn - 1):
+            worker.say("calc(1)")
+
+        async def environment(reply: str) -> str | None:
+            assert reply == "calc(1)"
+            return TOOL.format(1)
+
+        rollout = multi_turn(client, PROMPT, environment, {"max_new_tokens": 4000})
+        async with under_way(rollout) as running:
+            await until(lambda: len(records(trial)) == turn and worker.running == 1, "the last turn runs")
+            await client.abort_all()
+            sample = await running
+    assert sample.status == "aborted"
+    check(sample, records(trial))
+
+
+async def test_a_rollout_aborted_before_its_first_token_has_its_prompt(trial: Trial, client: RouterClient) -> None:
+    meta = {"id": "r", "prompt_tokens": 4, "finish_reason": {"type": "abort", "message": "Abort before prefill"}}
+    body = {"text": "", "output_ids": [], "meta_info": {**meta, "output_token_logprobs": []}}
+    assert trial.worker is not None
+    trial.worker.faults.status(200, json.dumps(body).encode(), path="/generate")
+    sample = await single_turn(client, PROMPT, SHORT)
+    assert (sample.status, sample.response, int(sample.loss_mask.sum())) == ("aborted", "", 0)
+    assert sample.tokens.tolist() == trial.door[-1].json()["input_ids"]
+
+
+# What is refused
+
+
+async def test_a_router_that_holds_no_tokens_is_an_error(stage: Stage) -> None:
+    async with SimulatedWorker() as worker:
+        router = await stage.router(worker.url)
+        async with RouterClient(router.url, **PATIENCE) as client:
+            with pytest.raises(ErrorReply) as caught:
+                await single_turn(client, PROMPT, SHORT)
+    assert caught.value.status == 404, "the worker knows no /retrieve_from_text"
+    async with simulated_trial(stage) as plenty:
+        assert plenty.worker is not None
+        trial = await trial_before(stage, plenty.worker, max_tokens=1)
+        async with RouterClient(trial.router.url, **PATIENCE) as client:
+            with pytest.raises(NotFound):
+                await single_turn(client, PROMPT, SHORT)
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        Trajectory([Piece.given([1]), Piece.sampled([7, 8, 10], [-0.5] * 3, "1")]),
+        Trajectory([Piece.given([1, 7]), Piece.sampled([8, 9], [-0.5] * 2, "1")]),
+        Trajectory([Piece.sampled([8, 9], [-0.5] * 2, "1")]),
+    ],
+    ids=["other ids", "not all sampled", "fewer"],
+)
+async def test_tokens_other_than_those_generated_are_refused(stage: Stage, held: Trajectory) -> None:
+    """Of two generations with one id, say."""
+    server = await stage.worker()
+    meta = {"id": "r", "prompt_tokens": 1, "finish_reason": {"type": "stop"}}
+    answer = {"text": "abc", "output_ids": [7, 8, 9], "meta_info": meta}
+    facts = {
+        "response": "oneabc",
+        "matched_tokens": len(held),
+        "ambiguous": False,
+        "candidates": ["r"],
+        "rid": "r",
+        "finish_reason": "stop",
+        "finished": True,
+        "weight_versions": [run._asdict() for run in held.weight_versions],
+    }
+    found = to_bytes(held, {"facts": json.dumps(facts)})
+    server.next(script(reply(json.dumps(answer).encode())), script(reply(found)))
+    async with RouterClient(server.url, **PATIENCE) as client:
+        with pytest.raises(InvalidSample) as caught:
+            await single_turn(client, "one")
+    assert caught.value.invariant == "retrieved_as_generated"

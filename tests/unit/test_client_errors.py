@@ -1,0 +1,126 @@
+"""The client's errors: read from every form of reply, retryable only where the router says so, fit for pickling."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from miles_router.client import errors
+from miles_router.client.errors import (
+    ErrorReply,
+    FanOutFailed,
+    InvalidSample,
+    NotFound,
+    RouterClientError,
+    SessionExists,
+    read_error,
+)
+
+CLASSES = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, RouterClientError)]
+
+
+def own(kind: str, message: str = "said so", **beside: Any) -> bytes:
+    """The body of an error of the router's own."""
+    return json.dumps({"error": {"type": kind, "message": message, "request_id": "mr-1"}, **beside}).encode()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_error_has_its_place_in_the_tree(cls: type[RouterClientError]) -> None:
+    assert cls.__doc__
+    assert cls.__name__ in (errors.__doc__ or "")
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_errors_survive_a_process_boundary_with_all_they_know(cls: type[RouterClientError]) -> None:
+    error = cls("the message", status=503, type="t", request_id="r", retryable=True, retry_after=2.0, body={"a": 1})
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is cls
+    assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+
+def test_the_routers_error_is_read_whole() -> None:
+    error = read_error(503, {"Retry-After": "2"}, own("fleet_paused", "held too long"))
+    assert type(error) is ErrorReply
+    assert (error.status, error.type, error.message, error.request_id) == (503, "fleet_paused", "held too long", "mr-1")
+    assert (error.retryable, error.retry_after) == (True, 2.0)
+    assert str(error) == "held too long (503 fleet_paused, request mr-1)"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "expected"),
+    [
+        (404, "not_found", NotFound),
+        (404, "session_not_found", NotFound),
+        (409, "session_exists", SessionExists),
+        (502, "fan_out_failed", FanOutFailed),
+        (422, "invalid_sample", InvalidSample),
+        (400, "invalid_request", ErrorReply),
+        (500, "internal_error", ErrorReply),
+    ],
+)
+def test_a_type_that_callers_treat_apart_has_a_class_and_is_not_retried(
+    status: int, kind: str, expected: type[RouterClientError]
+) -> None:
+    error = read_error(status, {}, own(kind))
+    assert type(error) is expected
+    assert not error.retryable
+
+
+@pytest.mark.parametrize("kind", ["no_worker_available", "fleet_paused", "too_many_sessions"])
+def test_what_the_router_names_a_time_for_may_be_asked_again(kind: str) -> None:
+    assert read_error(503, {"Retry-After": "1"}, own(kind)).retryable
+    assert not read_error(503, {}, own(kind)).retryable
+
+
+def test_an_unreachable_worker_may_be_asked_again_and_a_slow_one_may_not() -> None:
+    assert read_error(502, {}, own("upstream_unreachable")).retryable
+    for kind in ("upstream_timeout", "upstream_broken", "upstream_invalid_response", "unusable_answer"):
+        assert not read_error(502, {}, own(kind)).retryable
+
+
+@pytest.mark.parametrize(
+    ("raw", "message", "kind"),
+    [
+        (b'{"error": {"message": "too long", "type": "BadRequestError"}}', "too long", "BadRequestError"),
+        (b'{"error": "Unauthorized"}', "Unauthorized", ""),
+        (b'{"detail": "Not Found"}', "Not Found", ""),
+        (b'{"success": false, "message": "no such file"}', "no such file", ""),
+        (b"Flush cache failed.\n", "Flush cache failed.\n", ""),
+        (b"\xff", "\N{REPLACEMENT CHARACTER}", ""),
+        (b"", "status 503 without a word", ""),
+        (b"{}", "status 503 without a word", ""),
+    ],
+)
+def test_a_workers_error_is_shown_in_its_own_words_and_never_retried(raw: bytes, message: str, kind: str) -> None:
+    error = read_error(503, {"Retry-After": "1", "X-Request-Id": "mr-2"}, raw)
+    assert type(error) is ErrorReply
+    assert (error.message, error.type, error.request_id) == (message, kind, "mr-2")
+    assert not error.retryable
+
+
+def test_a_worker_that_uses_the_routers_words_is_no_router() -> None:
+    raw = b'{"error": {"type": "not_found", "message": "no model"}}'
+    assert type(read_error(404, {}, raw)) is ErrorReply
+
+
+def test_a_failed_fan_out_names_its_workers() -> None:
+    workers = {"http://a": {"status": 0, "body": "no answer within 60 s"}}
+    error = read_error(502, {}, own("fan_out_failed", workers=workers))
+    assert isinstance(error, FanOutFailed)
+    assert error.workers == workers
+    assert FanOutFailed("without a body").workers == {}
+
+
+def test_a_refused_sample_names_its_invariant() -> None:
+    error = read_error(422, {}, own("invalid_sample", "versions_cover_the_loss: a position has none"))
+    assert isinstance(error, InvalidSample)
+    assert (error.invariant, error.status) == ("versions_cover_the_loss", 422)
+
+
+@pytest.mark.parametrize("value", ["", "soon", "-1", "1.5", "Wed, 21 Oct 2026 07:28:00 GMT", "²"])
+def test_a_time_that_is_no_number_of_seconds_is_none(value: str) -> None:
+    assert read_error(503, {"Retry-After": value}, own("fleet_paused")).retry_after is None
