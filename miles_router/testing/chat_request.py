@@ -33,6 +33,15 @@ _SAMPLING_FIELDS = (
     "skip_special_tokens",
     "logit_bias",
 )
+#: What a request may have; anything else is ignored.
+CHAT_FIELDS = (
+    *("messages", "model", "input_ids", "tools", "tool_choice", "stream", "stream_options", "rid", "seed", "lora_path"),
+    *("max_tokens", "max_completion_tokens", "min_tokens", "response_format", "logprobs", "top_logprobs"),
+    *("chat_template_kwargs", "continue_final_message", "separate_reasoning"),
+    *("return_routed_experts", "routed_experts_start_len", "return_cached_tokens_details", "return_meta_info"),
+    *("return_prompt_token_ids", "return_token_ids", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
+    *_SAMPLING_FIELDS,
+)
 _NOT_WHILE_STREAMING = {
     "return_prompt_token_ids": "return_prompt_token_ids is not supported with streaming. "
     "Please set stream=false when using return_prompt_token_ids=true.",
@@ -56,6 +65,12 @@ class ChatInput:
     model: str
     copies: int
     parses_tools: bool
+    separates_reasoning: bool
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the answer begins inside of its reasoning, which a template may open and a request switch off."""
+        return (self.body.get("chat_template_kwargs") or {}).get("enable_thinking") is not False
 
     @property
     def tool_names(self) -> list[str]:
@@ -77,7 +92,8 @@ def parse_chat(visit: Visit, body: dict[str, Any]) -> ChatInput:
         for sample in given.samples:
             sample.script = required_call(body["tools"], body["tool_choice"], tokenizer, sample.noise)
     parses = bool(visit.settings.tool_call_parser and body.get("tools") and body.get("tool_choice") != "none")
-    return ChatInput(given, body, str(body.get("model") or "default"), int(body.get("n") or 1), parses)
+    separates = bool(visit.settings.reasoning_parser and body.get("separate_reasoning", True))
+    return ChatInput(given, body, str(body.get("model") or "default"), int(body.get("n") or 1), parses, separates)
 
 
 def _native_body(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:

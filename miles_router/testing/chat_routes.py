@@ -9,6 +9,7 @@ from aiohttp import web
 from miles_router.testing.chat_request import ChatInput, ConversionError, parse_chat
 from miles_router.testing.native_routes import DONE, admitted, all_answers, all_events, encode_event
 from miles_router.testing.openai_parts import chat_logprobs, metadata_of, refuse, require_json, usage_of
+from miles_router.testing.reasoning import ReasoningStream, separated
 from miles_router.testing.sampling_params import WrongType
 from miles_router.testing.tool_calls import ToolCallStream, parse_calls
 from miles_router.testing.visit import Visit
@@ -59,12 +60,16 @@ async def chat_answer(visit: Visit, chat: ChatInput) -> dict[str, Any]:
 
 def _choice(visit: Visit, chat: ChatInput, index: int, answer: dict[str, Any]) -> dict[str, Any]:
     meta = answer["meta_info"]
-    text, calls = parse_calls(answer["text"], chat.tool_names) if chat.parses_tools else (answer["text"], None)
+    text, reasoning, calls = answer["text"], None, None
+    if chat.separates_reasoning:
+        reasoning, text = separated(text, thinking=chat.thinking)
+    if chat.parses_tools:
+        text, calls = parse_calls(text, chat.tool_names)
     finish = meta["finish_reason"]
     if calls and finish["type"] == "stop":
         # SGLang writes this into the dictionary that `meta_info` shows as well.
         finish.update(type="tool_calls", matched=None)
-    message: dict[str, Any] = {"role": "assistant", "content": text, "reasoning_content": None}
+    message: dict[str, Any] = {"role": "assistant", "content": text, "reasoning_content": reasoning or None}
     if calls:
         message["tool_calls"] = calls
     choice = {
@@ -94,6 +99,9 @@ def _sglext(chat: ChatInput, answers: dict[int, dict[str, Any]], *, whole: bool)
     extra: dict[str, Any] = {}
     if chat.asks("return_routed_experts") and "routed_experts" in first["meta_info"]:
         extra["routed_experts"] = first["meta_info"]["routed_experts"]
+    cached = first["meta_info"].get("cached_tokens_details")
+    if chat.asks("return_cached_tokens_details") and cached is not None:
+        extra["cached_tokens_details"] = cached
     if whole and chat.copies > 1:
         extra["spec_tokens_details"] = []
     if chat.asks("return_input_ids_in_sglext"):
@@ -127,11 +135,13 @@ class _ChunkWriter:
         self._ids: dict[int, list[int]] = {}
         self._sent_text: dict[int, int] = {}
         self._sent_logprobs: dict[int, int] = {}
+        self._reasoning: dict[int, ReasoningStream] = {}
         self._tools: dict[int, ToolCallStream] = {}
         self._rid = ""
 
     def chunks(self, event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The chunks of one event: the role first, then text and tool calls, logprobs on the first of them."""
+        """The chunks of one event: the role first, then reasoning, text and tool calls, logprobs on the first of
+        them."""
         index = event.get("index", 0)
         self._rid = event["meta_info"]["id"]
         if index not in self._latest:
@@ -139,7 +149,11 @@ class _ChunkWriter:
         self._remember(index, event)
         logprobs = self._new_logprobs(index, event)
         usage = {"usage": usage_of([event["meta_info"]], 1)} if self._option("continuous_usage_stats") else {}
-        for part in self._parts(index, event):
+        reasoning, text = self._new_text(index, event)
+        if reasoning:
+            yield {**self._delta(index, {"reasoning_content": reasoning}, logprobs), **usage}
+            logprobs = None
+        for part in self._parts(index, text, event):
             if not isinstance(part, str):
                 yield {**self._delta(index, {**_EMPTY_DELTA, "tool_calls": [part]}), "usage": None, **usage}
             elif self._chat.parses_tools:
@@ -176,11 +190,18 @@ class _ChunkWriter:
             self._ids[index] = event["output_ids"]
         self._latest[index] = event
 
-    def _parts(self, index: int, event: dict[str, Any]) -> list[str | dict[str, Any]]:
+    def _new_text(self, index: int, event: dict[str, Any]) -> tuple[str, str]:
+        """What an event adds to the reasoning and to the text."""
         delta = event["text"]
         if not self._visit.settings.incremental_streaming_output:
             delta = delta[self._sent_text.get(index, 0) :]
             self._sent_text[index] = len(event["text"])
+        if not self._chat.separates_reasoning:
+            return "", delta
+        parser = self._reasoning.setdefault(index, ReasoningStream(thinking=self._chat.thinking))
+        return parser.push(delta, last=event["meta_info"]["finish_reason"] is not None)
+
+    def _parts(self, index: int, delta: str, event: dict[str, Any]) -> list[str | dict[str, Any]]:
         if not self._chat.parses_tools:
             return [delta] if delta else []
         finish = event["meta_info"]["finish_reason"]

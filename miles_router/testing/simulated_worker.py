@@ -27,6 +27,7 @@ from miles_router.testing.messages_routes import messages
 from miles_router.testing.moe import MoeShape
 from miles_router.testing.native_routes import generate
 from miles_router.testing.reply import Reply, reset
+from miles_router.testing.schema_routes import openapi
 from miles_router.testing.settings import Settings
 from miles_router.testing.visit import InternalError, Refusal, Visit
 from miles_router.testing.vocabulary import Tokenizer, ToyTokenizer
@@ -42,6 +43,7 @@ _ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/completions"): completions,
     ("POST", "/v1/messages"): messages,
 }
+_ROUTES["GET", "/openapi.json"] = openapi(_ROUTES)
 _PATHS: dict[str, list[str]] = {}
 for _method, _path in _ROUTES:
     _PATHS.setdefault(_path, []).append(_method)

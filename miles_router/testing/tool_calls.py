@@ -82,7 +82,7 @@ class ToolCallStream:
         if begin:
             self._inside, self._named, self._buffer = True, False, rest
         else:
-            shown = len(visible) if last else len(visible) - _overlap(visible, _BEGIN)
+            shown = len(visible) if last else len(visible) - overlap(visible, _BEGIN)
             visible, self._buffer = visible[:shown], visible[shown:]
         return [visible] if visible else []
 
@@ -123,7 +123,7 @@ _POSSIBLE_TAIL = re.compile(r"[}\s]+[</a-z_>]*$")
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
 
 
-def _overlap(text: str, marker: str) -> int:
+def overlap(text: str, marker: str) -> int:
     """How much of the marker the text ends with, short of all of it."""
     longest = min(len(marker) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)

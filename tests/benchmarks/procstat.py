@@ -59,3 +59,9 @@ def peak_rss_mb(root: int) -> float:
             continue
         total += sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
     return total * 1024 / 1e6
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -60,6 +60,18 @@ async def test_the_ids_come_last_and_once(worker: WorkerClient) -> None:
     assert not any("sglext" in chunk for chunk in others)
 
 
+async def test_the_cached_tokens_are_told_once_there_are_any(worker: WorkerClient) -> None:
+    messages = [{"role": "user", "content": "How much of this prompt is in the prefix cache by now?"}]
+    asked = {**EXACT, "return_cached_tokens_details": True, "messages": messages}
+    await chunks_of(worker, **asked)
+    extra = (await chunks_of(worker, **asked))[-1]["sglext"]
+    cached = extra["cached_tokens_details"]
+    assert set(cached) == {"device", "host"}
+    assert 0 < cached["device"] < len(extra["input_ids"])
+    whole = await worker.chat(return_cached_tokens_details=True, return_meta_info=True, messages=messages)
+    assert whole["sglext"]["cached_tokens_details"] == whole["choices"][0]["meta_info"]["cached_tokens_details"]
+
+
 async def test_each_sampled_token_has_its_logprob_in_order(worker: WorkerClient) -> None:
     chunks = await chunks_of(worker, **EXACT)
     (ids,) = chunks[-1]["sglext"]["output_ids"]

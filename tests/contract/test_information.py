@@ -22,6 +22,13 @@ async def test_server_info_lists_the_server_s_arguments(worker: WorkerClient) ->
     assert set(await worker.get("/get_server_info")) == set(info)
 
 
+async def test_the_schema_tells_which_fields_a_chat_request_may_have(worker: WorkerClient) -> None:
+    schema = await worker.get("/openapi.json")
+    assert {"/generate", "/v1/chat/completions"} <= set(schema["paths"])
+    fields = schema["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    assert {"messages", "input_ids", "return_output_ids_in_sglext", "return_cached_tokens_details"} <= set(fields)
+
+
 async def test_models_are_listed_as_openai_does(worker: WorkerClient) -> None:
     listed = await worker.get("/v1/models")
     assert listed["object"] == "list"

@@ -10,8 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
-import miles_router.app  # noqa: F401  # every module, and so every error
+import miles_router.app  # noqa: F401
+from middleware_hub.openai_session.messages import strict
+from middleware_hub.openai_session.recording import Recorder
+from middleware_hub.openai_session.statistics import SessionCollector
+from middleware_hub.openai_session.store import Bounds, SessionStore
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.encoding import InexactTokenizer
 from middleware_hub.radix_tree.statistics import CacheCollector
@@ -58,7 +63,8 @@ def settings() -> str:
 def error_classes(base: type[RouterError] = RouterError) -> Iterator[type[RouterError]]:
     """Every error of ours with an answer of its own, from the root of the tree; not those that tests define."""
     yield base
-    for each in base.__subclasses__():
+    # Its own module's first, then by module: not in the order in which modules happened to be imported.
+    for each in sorted(base.__subclasses__(), key=lambda each: (each.__module__ != base.__module__, each.__module__)):
         ours = each.__module__.startswith(("miles_router.", "middleware_hub."))
         if each is not ConfigError and ours and "type" in vars(each):  # without one it never leaves the router
             yield from error_classes(each)
@@ -107,13 +113,22 @@ def text_cache() -> str:
     """Every metric of the text cache."""
     cache = RadixTreeCache(max_tokens=1, keep_versions=1)
     cache.statistics.passed_through["reason"] = 1
-    families = list(CacheCollector(cache).collect())
-    names = [f"{each.name}_total" if each.type == "counter" else each.name for each in families]
-    labels = ["reason" if each.samples[0].labels else "none" for each in families]
-    rows: Rows = [
-        (f"`{name}`", each.type, label, each.documentation)
-        for name, each, label in zip(names, families, labels, strict=True)
-    ]
+    return _families(CacheCollector(cache))
+
+
+def sessions() -> str:
+    """Every metric of the sessions."""
+    store = SessionStore(Bounds(1, 1, 1, 1, 0.0), now=lambda: 0.0)
+    recorder = Recorder(store, strict, is_special=lambda token: False, now=lambda: 0.0)
+    return _families(SessionCollector(store, recorder))
+
+
+def _families(collector: Collector) -> str:
+    rows: Rows = []
+    for each in collector.collect():
+        name = f"{each.name}_total" if each.type == "counter" else each.name
+        labels = ", ".join(sorted(each.samples[0].labels)) or "none"
+        rows.append((f"`{name}`", each.type, labels, each.documentation))
     return table(("name", "type", "labels", "meaning"), rows)
 
 
@@ -123,6 +138,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "fan_out": fan_out,
     "text_cache": text_cache,
+    "sessions": sessions,
 }
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from starlette.routing import Route
 
+from middleware_hub.openai_session_middleware import OpenAISessionMiddleware
 from middleware_hub.radix_tree.retrieval import FIELDS as FIELDS_OF_RETRIEVAL
 from middleware_hub.radix_tree.retrieval import Retrieved
 from middleware_hub.radix_tree_middleware import RadixTreeMiddleware
@@ -113,10 +114,24 @@ def test_every_route_of_a_middleware_is_documented(text_cache: RadixTreeMiddlewa
         assert f"| `POST {route.path}` | `RadixTreeMiddleware` |" in read("docs/http-api.md")
 
 
-def test_every_option_of_a_middleware_is_documented_with_its_default() -> None:
-    for name, option in inspect.signature(RadixTreeMiddleware).parameters.items():
+@pytest.mark.parametrize(
+    ("middleware", "page"),
+    [(RadixTreeMiddleware, "docs/text-rollouts.md"), (OpenAISessionMiddleware, "docs/agents.md")],
+)
+def test_every_option_of_a_middleware_is_documented_with_its_default(middleware: type, page: str) -> None:
+    for name, option in inspect.signature(middleware).parameters.items():
         if name not in ("app", "router"):
-            assert f"| `{name}` | {option.default} |" in read("docs/text-rollouts.md")
+            default = "none" if option.default in ("", ()) else str(option.default).lower()
+            assert f"| `{name}` | {default} |" in read(page)
+
+
+def test_every_route_of_the_sessions_is_documented(checkpoint: Path) -> None:
+    router = create_app(RouterConfig(hf_checkpoint=str(checkpoint))).router
+    sessions = OpenAISessionMiddleware(lambda scope, receive, send: None, router=router)  # type: ignore[arg-type]
+    for route in sessions.routes():
+        assert isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}:
+            assert f"| `{method} {route.path}` | `OpenAISessionMiddleware` |" in read("docs/http-api.md")
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS_OF_RETRIEVAL))

@@ -21,7 +21,7 @@ CPU_FLAGS = [
     *("--cuda-graph-backend-decode", "disabled"),
     *("--cuda-graph-backend-prefill", "disabled"),
     *("--mem-fraction-static", "0.1"),
-    *("--max-total-tokens", "16384"),
+    *("--max-total-tokens", "65536"),  # 32 MB; an agent's whole session stays in the prefix cache
     *("--max-running-requests", "256"),  # each reserves a table as long as the context
 ]
 

@@ -63,9 +63,14 @@ class Exchange:
     path: str
     body: bytes
     headers: dict[str, str]  # names in lower case
+    arrived: float = field(default_factory=time.monotonic)
     status: int = 0
-    reply: bytes = b""
+    parts: list[tuple[float, bytes]] = field(default_factory=list)  # of the reply, each with the time it came
     ended: bool = False
+
+    @property
+    def reply(self) -> bytes:
+        return b"".join(data for _, data in self.parts)
 
 
 class Door:
@@ -135,16 +140,17 @@ class Door:
         await answer.prepare(request)
         events = _Events(noted, incremental=self._incremental)
         streaming = reply.content_type == "text/event-stream"
-        parts = []
+        received = 0
         async for data in reply.content.iter_any():
-            parts.append(data)
+            exchange.parts.append((time.monotonic(), data))
+            received += len(data)
             if streaming:
                 events.feed(data)
-            elif reply.status == 200 and noted and sum(map(len, parts)) == reply.content_length:
-                _take_plain(noted, orjson.loads(b"".join(parts)))
+            elif reply.status == 200 and noted and received == reply.content_length:
+                _take_plain(noted, orjson.loads(exchange.reply))
             self._keep(noted)  # before the router can know of them
             await answer.write(data)
-        exchange.reply, exchange.ended = b"".join(parts), True
+        exchange.ended = True
         await answer.write_eof()
         return answer
 
@@ -154,6 +160,10 @@ class Door:
             if each.finish is not None and not each.kept:
                 each.kept = True
                 self.generations.append(each)
+
+    def in_a_stream(self) -> bool:
+        """Whether some stream has begun and not ended."""
+        return any(len(each.parts) > 2 and not each.ended for each in self.exchanges)
 
     def by_rid(self) -> dict[str, Generation]:
         return {each.rid: each for each in self.generations}

@@ -79,6 +79,11 @@ class RunningRouter:
     def pool(self) -> WorkerPool:
         return self.app.router.pool
 
+    async def probed(self) -> None:
+        """Until every worker has told its weight version."""
+        known = lambda: all(worker.weight_version is not None for worker in self.pool)  # noqa: E731
+        await until(known, "the workers' weight versions", deadline=60)
+
     def worker(self, scripted: ScriptedWorker) -> Worker:
         """The pool's record of a scripted worker."""
         return self.pool.get(scripted.url)

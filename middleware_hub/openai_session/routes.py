@@ -1,0 +1,92 @@
+"""The routes of the sessions themselves: made, listed, read, deleted, and turned into samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from middleware_hub.openai_session.records import described, summary
+from middleware_hub.openai_session.samples import Decode, as_json, as_safetensors, samples, wanted
+from middleware_hub.openai_session.selection import Selection
+from middleware_hub.openai_session.store import SessionStore
+from middleware_hub.openai_session.tree import Session
+from miles_router import Exchange
+from miles_router.errors import BadRequest
+
+SAFETENSORS = "application/octet-stream"
+
+
+class SessionRoutes:
+    """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`."""
+
+    def __init__(self, store: SessionStore, selection: Selection, decode: Decode) -> None:
+        self.store = store
+        self.selection = selection
+        self.decode = decode
+
+    def routes(self) -> Sequence[BaseRoute]:
+        """In the order in which they are looked up."""
+        return [
+            Route("/sessions", self._create, methods=["POST"]),
+            Route("/sessions", self._list, methods=["GET"]),
+            Route("/sessions/{session_id}", self._read, methods=["GET"]),
+            Route("/sessions/{session_id}", self._delete, methods=["DELETE"]),
+            Route("/sessions/{session_id}/samples", self._samples, methods=["POST"]),
+        ]
+
+    async def _create(self, request: Request) -> Response:
+        parsed = await read_object(request)
+        session_id, metadata = parsed.get("session_id"), parsed.get("metadata")
+        if session_id is not None and not isinstance(session_id, str):
+            raise BadRequest("session_id must be a string")
+        if metadata is not None and not isinstance(metadata, dict):
+            raise BadRequest("metadata must be an object")
+        session = self.store.create(session_id, metadata)
+        base_url = f"{str(request.base_url).rstrip('/')}/sessions/{session.id}/v1"
+        return as_response({"session_id": session.id, "base_url": base_url}, 201)
+
+    async def _list(self, request: Request) -> Response:
+        self.store.expire()
+        return as_response({"sessions": [summary(session) for session in self.store]})
+
+    async def _read(self, request: Request) -> Response:
+        return as_response(described(self._session(request)))
+
+    async def _delete(self, request: Request) -> Response:
+        self.store.delete(self._session(request))
+        return Response(status_code=204)
+
+    async def _samples(self, request: Request) -> Response:
+        session = self._session(request)
+        want = wanted(await read_object(request))
+        found = samples(session, want, self.selection, self.decode)
+        if want.format == "safetensors":
+            return Response(as_safetensors(session, found), media_type=SAFETENSORS)
+        return Response(as_json(session, found), media_type="application/json")
+
+    def _session(self, request: Request) -> Session:
+        return self.store.get(request.path_params["session_id"])
+
+
+async def read_object(request: Request) -> Mapping[str, Any]:
+    """The JSON object in a request's body; no body is an empty one.
+
+    Raises:
+        BadRequest: it is something else.
+    """
+    exchange = Exchange.of(request.scope)
+    body = await exchange.read(request.receive)
+    parsed = exchange.loads(body) if body.strip() else {}
+    if not isinstance(parsed, Mapping):
+        raise BadRequest("the request body must be a JSON object")
+    return parsed
+
+
+def as_response(content: object, status: int = 200) -> Response:
+    """JSON."""
+    return Response(orjson.dumps(content, default=dict), status, media_type="application/json")

@@ -1,0 +1,375 @@
+"""Sessions themselves: made, read, listed, deleted and forgotten, bounded, guarded, and what passes through them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.support.http import RawReply
+from tests.support.scripted_chat import chat_reply
+from tests.support.scripted_worker import ScriptedWorker, reply, script
+from tests.support.session_trial import SessionTrial, session_trial, simulated_sessions, user
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+HI: list[Any] = [user("Hi")]
+
+
+@pytest.fixture
+async def worker(stage: Stage) -> ScriptedWorker:
+    return await stage.worker()
+
+
+@pytest.fixture
+async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
+    return await session_trial(stage, worker)
+
+
+@pytest.fixture
+async def simulated(stage: Stage) -> AsyncIterator[SessionTrial]:
+    async with simulated_sessions(stage) as made:
+        yield made
+
+
+def refused(answer: RawReply) -> tuple[int, str, str]:
+    return answer.status, answer.error_type, answer.json()["error"]["message"]
+
+
+# Made and found again
+
+
+async def test_a_session_is_made_and_says_where_it_is(trial: SessionTrial) -> None:
+    answer = await trial.ask("POST", "/sessions")
+    made = answer.json()
+    assert answer.status == 201
+    assert set(made) == {"session_id", "base_url"}
+    assert len(made["session_id"]) == 32
+    address = f"http://router.test/sessions/{made['session_id']}/v1"
+    assert made["base_url"] == address, "as the client named the router"
+    assert made["session_id"] != await trial.create()
+
+
+@pytest.mark.parametrize("session", ["a", "task-7.attempt_2~x:y", "0" * 128, "..."])
+async def test_a_caller_may_name_its_session(trial: SessionTrial, session: str) -> None:
+    assert await trial.create(session) == session
+    assert (await trial.read(session))["session_id"] == session
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"session_id": name} for name in ("", "a/b", "a b", "ä", ".", "..", "0" * 129, "a%2Fb", "a\n", 7, ["a"])),
+        {"metadata": "text"},
+        {"metadata": [1]},
+        [],
+        b"{",
+        b"\xff",
+    ],
+    ids=repr,
+)
+async def test_a_session_that_cannot_be_made_is_refused(trial: SessionTrial, fields: Any) -> None:
+    status, kind, message = refused(await trial.ask("POST", "/sessions", fields))
+    assert (status, kind) == (400, "invalid_request")
+    assert message
+    assert (await trial.ask("GET", "/sessions")).json() == {"sessions": []}
+
+
+async def test_two_episodes_cannot_have_the_same_name(trial: SessionTrial) -> None:
+    await trial.create("taken")
+    status, kind, message = refused(await trial.ask("POST", "/sessions", {"session_id": "taken"}))
+    assert (status, kind) == (409, "session_exists")
+    assert "taken" in message
+    await trial.ask("DELETE", "/sessions/taken")
+    await trial.create("taken")
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", ""),
+        ("DELETE", ""),
+        ("POST", "/samples"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("GET", "/v1/models"),
+        ("POST", "/v1/messages"),
+    ],
+)
+async def test_an_unknown_session_is_not_found_by_its_name(
+    trial: SessionTrial, worker: ScriptedWorker, method: str, path: str
+) -> None:
+    status, kind, message = refused(await trial.ask(method, f"/sessions/nobody{path}", {"messages": HI}))
+    assert (status, kind) == (404, "session_not_found")
+    assert "nobody" in message
+    assert worker.requests == []
+
+
+async def test_an_agent_s_client_raises_what_the_router_says(trial: SessionTrial) -> None:
+    async with trial.agent("nobody") as client:
+        with pytest.raises(openai.NotFoundError) as caught:
+            await client.chat.completions.create(model="m", messages=HI)
+    error: Any = caught.value.body
+    assert error["type"] == "session_not_found"
+
+
+async def test_a_session_tells_its_turns_and_their_tree(simulated: SessionTrial) -> None:
+    session = await simulated.create("s", metadata={"task": 7})
+    first = await simulated.chat(session, HI)
+    await simulated.chat(session, [*HI, first["choices"][0]["message"], user("Go on")], headers=[("X-Turn-Id", "t2")])
+    found = await simulated.read(session)
+    one, two = found["records"]
+    assert (one["turn"], one["parent"], two["turn"], two["parent"]) == (0, None, 1, 0)
+    assert (one["messages"], two["messages"]) == (HI, [user("Go on")])
+    assert one["response"] == first["choices"][0]["message"]
+    given = simulated.door[0].generation.input_ids
+    assert (one["given_tokens"], one["completion_tokens"], one["span"]) == (len(given), 8, [len(given), len(given) + 8])
+    assert two["span"][1] == len(simulated.door[1].generation.input_ids) + 8
+    assert one["weight_versions"] == [{"version": "1", "start": len(given), "end": len(given) + 8}]
+    assert (one["finish_reason"], one["worker"], one["rid"]) == ("length", simulated.worker.url, first["id"])
+    assert (one["turn_id"], two["turn_id"]) == (None, "t2")
+    assert (one["cached_tokens"], two["cached_tokens"]) == (0, len(given) + 7), "all that the engine has computed"
+    about = found["metadata"]
+    assert about["created_at"] <= one["asked_at"] <= one["answered_at"] <= about["last_used_at"]
+    assert (about["task"], about["turns"], about["roots"], about["leaves"], about["segments"]) == (7, 2, [0], [1], 1)
+    assert (about["untraced"], about["in_flight"]) == ([], 0)
+
+
+async def test_sessions_are_listed(simulated: SessionTrial) -> None:
+    for name in ("a", "b"):
+        await simulated.create(name)
+    await simulated.chat("a", HI)
+    listed = {each["session_id"]: each for each in (await simulated.ask("GET", "/sessions")).json()["sessions"]}
+    assert set(listed) == {"a", "b"}
+    generation = simulated.door[0].generation
+    assert (listed["a"]["turns"], listed["a"]["tokens"]) == (1, len(generation.input_ids) + 8)
+    assert (listed["b"]["turns"], listed["b"]["tokens"]) == (0, 0)
+    assert listed["a"]["bytes"] > listed["b"]["bytes"] >= 0
+
+
+async def test_a_deleted_session_is_gone_and_its_memory_with_it(simulated: SessionTrial) -> None:
+    session = await simulated.create()
+    await simulated.chat(session, HI)
+    assert simulated.statistics()["bytes"] > 0
+    answer = await simulated.ask("DELETE", f"/sessions/{session}")
+    assert (answer.status, answer.body) == (204, b"")
+    assert (simulated.statistics()["sessions"], simulated.statistics()["bytes"]) == (0, 0)
+    assert refused(await simulated.ask("GET", f"/sessions/{session}"))[:2] == (404, "session_not_found")
+
+
+async def test_the_numbers_are_shown(simulated: SessionTrial) -> None:
+    session = await simulated.create()
+    first = await simulated.chat(session, HI)
+    await simulated.chat(session, [*HI, first["choices"][0]["message"], user("Go on")])
+    one, two = (each.generation for each in simulated.door)
+    told = (await simulated.ask("GET", "/router/info")).json()["statistics"]["openai_sessions"]
+    assert (told["sessions"], told["turns"], told["sampled_tokens"], told["untraced"]) == (1, 2, 16, 0)
+    assert told["reused_tokens"] == len(one.input_ids) + 8
+    assert told["given_tokens"] == len(two.input_ids) - 8
+    assert "user" in told["continuation"]["exact"]
+    shown = (await simulated.ask("GET", "/metrics")).body.decode()
+    assert 'miles_router_sessions_tokens_total{origin="sampled"} 16.0' in shown
+    assert "miles_router_sessions_turns_total 2.0" in shown
+
+
+# Bounds
+
+
+async def test_no_more_sessions_are_made_than_may_be_held(stage: Stage, worker: ScriptedWorker) -> None:
+    trial = await session_trial(stage, worker, options={"max_sessions": 2})
+    await trial.create("a")
+    await trial.create("b")
+    answer = await trial.ask("POST", "/sessions")
+    status, kind, message = refused(answer)
+    assert (status, kind, answer.value("retry-after")) == (503, "too_many_sessions", b"5")
+    assert "max_sessions" in message
+    await trial.ask("DELETE", "/sessions/a")
+    await trial.create()
+
+
+async def test_a_session_takes_no_more_turns_than_it_may_have(stage: Stage, worker: ScriptedWorker) -> None:
+    worker.always(script(chat_reply([7, 8])))
+    trial = await session_trial(stage, worker, options={"max_turns": 2})
+    session = await trial.create()
+    for _ in range(2):
+        await trial.chat(session, HI)
+    status, kind, message = refused(await trial.turn(session, HI))
+    assert (status, kind) == (400, "session_full")
+    assert "max_turns" in message
+    assert len(worker.requests) == 2, "refused before anything is generated"
+    assert len(await trial.records(session)) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "error"), [("max_session_bytes", (400, "session_full")), ("max_bytes", (503, "too_many_sessions"))]
+)
+async def test_no_more_bytes_are_held_than_may_be(
+    stage: Stage, worker: ScriptedWorker, option: str, error: tuple[int, str]
+) -> None:
+    worker.always(script(chat_reply([7, 8])))
+    trial = await session_trial(stage, worker, options={option: 8000})
+    session = await trial.create()
+    await trial.chat(session, [user("x" * 8000)])
+    status, kind, message = refused(await trial.turn(session, HI))
+    assert (status, kind) == error
+    assert option in message
+    made = await trial.ask("POST", "/sessions")
+    assert made.status == (503 if option == "max_bytes" else 201)
+    await trial.ask("DELETE", f"/sessions/{session}")
+    await trial.chat(await trial.create(), HI)
+
+
+@pytest.mark.parametrize("option", ["max_sessions", "max_turns", "max_bytes"])
+async def test_a_bound_that_lets_nothing_in_stops_the_start(stage: Stage, worker: ScriptedWorker, option: str) -> None:
+    with pytest.raises(ValueError, match=option):
+        await session_trial(stage, worker, options={option: 0})
+
+
+async def test_a_session_that_nobody_uses_is_forgotten_and_one_at_work_is_not(
+    stage: Stage, worker: ScriptedWorker
+) -> None:
+    release = asyncio.Event()
+    worker.always(script(release, chat_reply([7, 8])))
+    trial = await session_trial(stage, worker, options={"idle_timeout": 1.0})
+    await trial.create("busy")
+    async with under_way(trial.chat("busy", HI)) as turn:
+        await until(lambda: worker.requests, "the turn is at the worker")
+        await trial.create("idle")
+        made_at = time.monotonic()
+        while (await trial.ask("GET", "/sessions")).body.count(b"session_id") > 1:
+            assert time.monotonic() - made_at < 10
+        assert time.monotonic() - made_at >= 0.9
+        assert refused(await trial.ask("GET", "/sessions/idle"))[:2] == (404, "session_not_found")
+        assert (await trial.read("busy"))["metadata"]["in_flight"] == 1
+        release.set()
+        await turn
+    assert len(await trial.records("busy")) == 1
+    assert trial.statistics()["expired"] == 1
+
+
+# What passes through
+
+
+async def test_any_other_path_of_a_session_goes_to_its_worker_as_it_is(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(3)]
+    for each in workers:
+        each.always(script(reply(b'{"object": "list"}', 418, [("X-Odd", "1")])))
+    trial = await session_trial(stage, *workers)
+    session = await trial.create()
+    for method, path, body in (
+        ("GET", "/v1/models?x=%20y", None),
+        ("POST", "/v1/embeddings", b'{"input":   "a"}'),
+        ("POST", "/tokenize", b"raw"),
+        ("DELETE", "/v1/files/a%2Fb", None),
+    ):
+        answer = await trial.ask(method, f"/sessions/{session}{path}", body)
+        assert (answer.status, answer.body, answer.value("x-odd")) == (418, b'{"object": "list"}', b"1")
+        (taken,) = [each for each in workers if each.requests]
+        received = taken.requests[-1]
+        assert (received.method, received.target.decode(), received.body) == (method, path, body or b"")
+        assert received.values("x-session-id") == [session.encode()]
+    assert len(taken.requests) == 4
+    found = await trial.read(session)
+    assert (found["records"], found["metadata"]["untraced"]) == ([], [])
+
+
+@pytest.mark.parametrize("path", ["/s%2Fv1%2Fmodels", "/s%2fv1/models", "/s%2F", "/s%2Fv1%2fchat%2fcompletions"])
+async def test_a_slash_that_is_escaped_is_part_of_a_name(
+    trial: SessionTrial, worker: ScriptedWorker, path: str
+) -> None:
+    await trial.create("s")
+    assert refused(await trial.ask("POST", f"/sessions{path}", {"messages": HI}))[:2] == (404, "session_not_found")
+    assert worker.requests == []
+
+
+async def test_a_name_may_be_escaped(trial: SessionTrial, worker: ScriptedWorker) -> None:
+    await trial.create("s~")
+    assert (await trial.ask("GET", "/sessions/s%7E/v1/models")).status == 200
+    assert worker.requests[-1].target == b"/v1/models"
+
+
+async def test_the_models_are_listed_within_a_session(simulated: SessionTrial) -> None:
+    session = await simulated.create()
+    async with simulated.agent(session) as client:
+        assert [model.id async for model in client.models.list()] == ["simulated-model"]
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/generate"])
+async def test_what_generates_and_is_not_traced_is_passed_and_said_so(
+    stage: Stage, worker: ScriptedWorker, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.always(script(reply(b'{"odd":   1}')))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    raw = b'{"model": "m",   "max_tokens": 3}'
+    answer = await trial.ask("POST", f"/sessions/{session}{path}", raw, [("X-Request-Id", "r-7")])
+    assert (answer.status, answer.body) == (200, b'{"odd":   1}')
+    assert (worker.requests[-1].path, worker.requests[-1].body) == (path, raw)
+    found = await trial.read(session)
+    (said,) = found["metadata"]["untraced"]
+    assert (said["path"], said["request_id"]) == (path, "r-7")
+    assert "not traced" in said["reason"]
+    assert found["records"] == []
+    assert trial.statistics()["untraced"] == 1
+    assert [each.getMessage() for each in caplog.records if "traced" in each.getMessage()] == ["turn_not_traced"]
+
+
+async def test_a_turn_beside_untraced_ones_has_it_in_its_sample(simulated: SessionTrial) -> None:
+    session = await simulated.create()
+    await simulated.chat(session, HI)
+    body = {"model": "m", "max_tokens": 4, "messages": HI}
+    assert (await simulated.ask("POST", f"/sessions/{session}/v1/messages", body)).status == 200
+    answer = (await simulated.ask("POST", f"/sessions/{session}/samples", {})).json()
+    assert answer["samples"][0]["metadata"]["untraced"] == 1
+    assert [each["path"] for each in answer["metadata"]["untraced"]] == ["/v1/messages"]
+
+
+async def test_chat_without_a_session_is_none_of_its_business(trial: SessionTrial, worker: ScriptedWorker) -> None:
+    raw = b'{"messages":   [{"role": "user", "content": "Hi"}]}'
+    for headers in ([], [("X-SMG-Routing-Key", "k")]):
+        assert (await trial.ask("POST", "/v1/chat/completions", raw, headers)).status == 200
+        assert worker.requests[-1].body == raw
+    assert trial.statistics()["sessions"] == 0
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/sessions"),
+        ("GET", "/sessions"),
+        ("GET", "/sessions/s"),
+        ("DELETE", "/sessions/s"),
+        ("POST", "/sessions/s/samples"),
+        ("POST", "/sessions/s/v1/chat/completions"),
+        ("GET", "/sessions/s/v1/models"),
+    ],
+)
+async def test_sessions_are_behind_the_key_of_the_data_plane(
+    stage: Stage, worker: ScriptedWorker, method: str, path: str
+) -> None:
+    trial = await session_trial(stage, worker, api_key="data", admin_api_key="admin")
+    for headers in ([], [("Authorization", "Bearer wrong")], [("Authorization", "Bearer admin")]):
+        assert refused(await trial.ask(method, path, {"messages": HI}, headers))[:2] == (401, "unauthorized")
+    assert worker.requests == []
+    answer = await trial.ask(method, path, {"messages": HI}, [("Authorization", "Bearer data")])
+    assert answer.status in (200, 201, 404)
+
+
+async def test_an_agent_gives_the_key_as_openai_s_client_does_and_no_worker_sees_it(stage: Stage) -> None:
+    async with simulated_sessions(stage, settings={"api_key": "data-key"}) as trial:
+        made = await trial.ask("POST", "/sessions", {}, [("Authorization", "Bearer data-key")])
+        session = made.json()["session_id"]
+        async with trial.agent(session, api_key="data-key") as client:
+            await client.chat.completions.create(model="m", messages=HI, max_tokens=4)
+        async with trial.agent(session, api_key="none") as client:
+            with pytest.raises(openai.AuthenticationError):
+                await client.chat.completions.create(model="m", messages=HI)
+        assert b"data-key" not in b"".join(value for each in trial.door for _, value in each.headers)

@@ -1,0 +1,343 @@
+"""What agents do beside going on: they edit and compact their history, change tools, call sub-agents, ask twice or at
+once. Every one of these is a branch with its reason, and none disturbs another. And where a session's turns go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from miles_router.testing import SimulatedWorker
+from tests.support.http import RawReply
+from tests.support.scripted_chat import able, chat_events, chat_reply, streamed
+from tests.support.scripted_worker import ScriptedWorker, reply, script
+from tests.support.session_trial import (
+    ADD,
+    Message,
+    SessionTrial,
+    chunks_of,
+    exactly,
+    message_of,
+    qwen3,
+    said,
+    session_trial,
+    simulated_sessions,
+    user,
+)
+from tests.support.stage import Stage, staged
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+HI = [SYSTEM, user("Hi")]
+SAME = [("X-Turn-Id", "t1")]
+OTHER = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+async def shared() -> AsyncIterator[SessionTrial]:
+    async with staged() as stage, simulated_sessions(stage) as made:
+        yield made
+
+
+@pytest.fixture
+def trial(shared: SessionTrial) -> SessionTrial:
+    shared.worker.door.clear()
+    return shared
+
+
+@pytest.fixture
+async def worker(stage: Stage) -> ScriptedWorker:
+    return able(await stage.worker())
+
+
+@pytest.fixture
+async def scripted(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
+    return await session_trial(stage, worker)
+
+
+async def episode(trial: SessionTrial, session: str, turns: int, **fields: Any) -> list[Message]:
+    """So many turns, one behind the other; the whole history up to the last answer."""
+    history = [*HI]
+    for turn in range(turns):
+        history += [message_of(await trial.chat(session, history, **fields)), user(f"Go on {turn}")]
+    return history[:-1]
+
+
+async def parents(trial: SessionTrial, session: str) -> list[int | None]:
+    return [record["parent"] for record in await trial.records(session)]
+
+
+async def all_exact(trial: SessionTrial, session: str, *lines: list[int]) -> None:
+    """One sample for each of these lines of generations, in the order of the door; what two of them share is trained
+    in the first."""
+    generations = [each for exchange in trial.door for each in exchange.generations]
+    samples = await trial.samples(session)
+    assert len(samples) == len(lines)
+    before: set[int] = set()
+    for sample, line in zip(samples, lines, strict=True):
+        exactly(sample, *(generations[number] for number in line), elsewhere=len(before & set(line)))
+        before |= set(line)
+
+
+# Branches
+
+
+async def test_an_edited_question_is_a_branch_of_the_turn_before_it(trial: SessionTrial) -> None:
+    session = await trial.create()
+    history = await episode(trial, session, 3)
+    edited = [*history[:-2], user("Something else")]
+    await trial.chat(session, edited)
+    assert await parents(trial, session) == [None, 0, 1, 1]
+    assert await trial.reasons(session) == [None, None, None, "edited_history"]
+    await all_exact(trial, session, [0, 1, 2], [0, 1, 3])
+
+
+async def test_an_answer_in_other_words_is_given_as_words_behind_the_turn_before_it(trial: SessionTrial) -> None:
+    session = await trial.create()
+    history = await episode(trial, session, 2)
+    await trial.chat(session, [*history[:-1], said("I take that back."), user("Go on")])
+    assert await parents(trial, session) == [None, 0, 0]
+    assert await trial.reasons(session) == [None, None, "edited_history"]
+    await all_exact(trial, session, [0, 1], [0, 2])
+    (sample,) = await trial.samples(session, branches="last")
+    assert "I take that back." in sample["response"]
+    assert sum(sample["loss_mask"]) == 16, "of two answers, and none of the agent's words"
+
+
+async def test_a_compacted_history_is_a_root_of_its_own(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await episode(trial, session, 3)
+    summary = [SYSTEM, user("So far: much was said.")]
+    answer = message_of(await trial.chat(session, summary))
+    await trial.chat(session, [*summary, answer, user("Go on")])
+    assert await parents(trial, session) == [None, 0, 1, None, 3]
+    assert await trial.reasons(session) == [None, None, None, "compaction", None]
+    await all_exact(trial, session, [0, 1, 2], [3, 4])
+    assert [sample["metadata"]["reason"] for sample in await trial.samples(session)] == [None, "compaction"]
+    assert (await trial.read(session))["metadata"]["segments"] == 2
+
+
+async def test_other_tools_are_another_prompt(trial: SessionTrial) -> None:
+    session = await trial.create()
+    history = await episode(trial, session, 2, tools=[ADD])
+    await trial.chat(session, [*history, user("Go on")], tools=[ADD, OTHER])
+    assert await parents(trial, session) == [None, 0, None]
+    assert await trial.reasons(session) == [None, None, "changed_tools"]
+    await trial.chat(session, [*history, user("Go on")], tools=[ADD])
+    assert (await parents(trial, session))[-1] == 1, "the tools of before go on from before"
+    await all_exact(trial, session, [2], [0, 1, 3])
+
+
+async def test_a_sub_agent_has_a_tree_of_its_own(trial: SessionTrial) -> None:
+    session = await trial.create()
+    history = await episode(trial, session, 1)
+    critic = [{"role": "system", "content": "You are a critic."}, user("Is it good?")]
+    answer = message_of(await trial.chat(session, critic))
+    await trial.chat(session, [*critic, answer, user("Really?")])
+    await trial.chat(session, [*history, user("Go on")])
+    assert await parents(trial, session) == [None, None, 1, 0]
+    assert await trial.reasons(session) == [None, "sub_agent", None, None]
+    await all_exact(trial, session, [1, 2], [0, 3])
+
+
+async def test_a_question_that_is_asked_again_is_a_retry(trial: SessionTrial) -> None:
+    session = await trial.create()
+    for _ in range(2):
+        first = await trial.chat(session, HI)
+    for _ in range(3):
+        await trial.chat(session, [*HI, message_of(first), user("Go on")])
+    assert await parents(trial, session) == [None, None, 1, 1, 1]
+    assert await trial.reasons(session) == [None, "retry", None, "retry", "retry"]
+    await all_exact(trial, session, [0], [1, 2], [1, 3], [1, 4])
+
+
+async def test_the_choice_that_the_agent_took_goes_on(trial: SessionTrial) -> None:
+    session = await trial.create()
+    answer = await trial.chat(session, HI, n=3)
+    await trial.chat(session, [*HI, message_of(answer, 1), user("Go on")])
+    assert await parents(trial, session) == [None, None, None, 1]
+    assert await trial.reasons(session) == [None, "choice", "choice", None]
+    await all_exact(trial, session, [0], [2], [1, 3])
+
+
+async def test_requests_at_once_are_branches_and_none_is_lost(trial: SessionTrial) -> None:
+    session = await trial.create()
+    history = await episode(trial, session, 1)
+    questions = [[*history, user(f"Question {number}")] for number in range(12)]
+    answers = await asyncio.gather(
+        *(
+            trial.chat(session, each) if number % 2 else trial.stream(session, each)
+            for number, each in enumerate(questions)
+        )
+    )
+    assert len(answers) == 12
+    assert await parents(trial, session) == [None, *[0] * 12]
+    assert sorted(map(str, await trial.reasons(session))) == ["None", "None", *["parallel"] * 11]
+    assert (await trial.read(session))["metadata"]["in_flight"] == 0
+    samples = await trial.samples(session)
+    by_prompt = {tuple(each.generation.input_ids): each.generation for each in trial.door}
+    assert len(samples) == 12
+    for sample in samples:
+        begin = sample["metadata"]["turns"][-1]["start"]
+        generation = by_prompt[tuple(sample["tokens"][:begin])]
+        assert sample["tokens"][begin:] == generation.output_ids
+
+
+async def test_a_session_of_its_own_may_begin_as_another_does(trial: SessionTrial) -> None:
+    one, two = await trial.create(), await trial.create()
+    for session in (one, two):
+        await episode(trial, session, 2)
+    assert await trial.reasons(one) == await trial.reasons(two) == [None, None]
+
+
+# Turn ids
+
+
+async def test_a_turn_that_is_repeated_gets_the_answer_of_before(trial: SessionTrial) -> None:
+    session = await trial.create()
+    first = await trial.turn(session, HI, SAME)
+    second = await trial.turn(session, HI, SAME)
+    assert first.status == second.status == 200
+    assert first.body == second.body
+    assert first.value("content-type") == second.value("content-type")
+    assert first.value("x-request-id") != second.value("x-request-id")
+    assert len(trial.door) == len(await trial.records(session)) == 1
+    assert (await trial.records(session))[0]["turn_id"] == "t1"
+    assert (await trial.turn(session, HI, [("X-Turn-Id", "t2")])).body != first.body
+    assert len(await trial.records(session)) == 2
+
+
+async def test_a_stream_that_is_repeated_is_the_same_stream(trial: SessionTrial) -> None:
+    session = await trial.create()
+    first = await trial.turn(session, HI, SAME, stream=True)
+    second = await trial.turn(session, HI, SAME, stream=True)
+    assert first.body == second.body
+    assert second.value("content-type") == b"text/event-stream; charset=utf-8"
+    assert chunks_of(second.body)
+    assert len(trial.door) == len(await trial.records(session)) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_that_is_repeated_while_it_runs_waits_for_its_answer(
+    worker: ScriptedWorker, scripted: SessionTrial, stream: bool
+) -> None:
+    gate = asyncio.Event()
+    events = chat_events([7, 8], ["H", "i"])
+    worker.always(streamed(*events[:2], gate, *events[2:]) if stream else script(gate, chat_reply([7, 8])))
+    session = await scripted.create()
+    asking = [scripted.turn(session, HI, SAME, stream=stream) for _ in range(4)]
+    async with under_way(_all(asking)) as turns:
+        await until(lambda: worker.requests, "one is at the worker")
+        while (await scripted.read(session))["metadata"]["in_flight"] < 4:
+            pass
+        gate.set()
+        answers = await turns
+    assert len({answer.body for answer in answers}) == 1
+    assert {answer.status for answer in answers} == {200}
+    assert len(worker.requests) == len(await scripted.records(session)) == 1
+
+
+async def _all(asking: list[Any]) -> list[RawReply]:
+    return list(await asyncio.gather(*asking))
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        reply(b'{"error": {"message": "busy"}}', 503),
+        reply(b"garbage", headers=[("Content-Type", "application/json")]),
+    ],
+    ids=["refused", "garbage"],
+)
+async def test_a_turn_that_failed_may_be_tried_again(
+    worker: ScriptedWorker, scripted: SessionTrial, failure: bytes
+) -> None:
+    worker.next(script(failure)).always(script(chat_reply([7, 8])))
+    session = await scripted.create()
+    assert (await scripted.turn(session, HI, SAME)).status in (502, 503)
+    good = await scripted.turn(session, HI, SAME)
+    assert good.status == 200
+    assert (await scripted.turn(session, HI, SAME)).body == good.body
+    assert (len(worker.requests), len(await scripted.records(session))) == (2, 1)
+
+
+async def test_one_that_waited_for_a_turn_that_failed_runs_it_itself(
+    worker: ScriptedWorker, scripted: SessionTrial
+) -> None:
+    gate = asyncio.Event()
+    worker.next(script(gate, reply(b"{}", 500))).always(script(chat_reply([7, 8])))
+    session = await scripted.create()
+    async with under_way(_all([scripted.turn(session, HI, SAME) for _ in range(3)])) as turns:
+        await until(lambda: worker.requests, "one is at the worker")
+        while (await scripted.read(session))["metadata"]["in_flight"] < 3:
+            pass
+        gate.set()
+        answers = await turns
+    assert sorted(answer.status for answer in answers) == [200, 200, 500]
+    assert (len(worker.requests), len(await scripted.records(session))) == (2, 1)
+
+
+async def test_turn_ids_belong_to_their_session(worker: ScriptedWorker, scripted: SessionTrial) -> None:
+    worker.always(script(chat_reply([7, 8])))
+    for _ in range(2):
+        await scripted.turn(await scripted.create(), HI, SAME)
+    assert len(worker.requests) == 2
+
+
+async def test_a_turn_id_without_end_is_refused(worker: ScriptedWorker, scripted: SessionTrial) -> None:
+    answer = await scripted.turn(await scripted.create(), HI, [("X-Turn-Id", "t" * 257)])
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert worker.requests == []
+
+
+# Where turns go
+
+
+@pytest.fixture
+async def fleet(stage: Stage) -> AsyncIterator[SessionTrial]:
+    """Sessions before three workers."""
+    async with AsyncExitStack() as stack:
+        workers = [
+            await stack.enter_async_context(SimulatedWorker(tokenizer=qwen3(), weight_version="1", replica=replica))
+            for replica in range(3)
+        ]
+        yield await session_trial(stage, *workers)
+
+
+async def test_a_session_stays_on_one_worker_and_finds_its_prefix_there(fleet: SessionTrial) -> None:
+    sessions = [await fleet.create() for _ in range(3)]
+    await asyncio.gather(*(episode(fleet, session, 4) for session in sessions))
+    homes = []
+    for session in sessions:
+        records = await fleet.records(session)
+        (home,) = {record["worker"] for record in records}
+        homes.append(home)
+        for before, record in pairwise(records):
+            assert record["cached_tokens"] >= before["span"][1] - 1, "all that was computed before"
+    assert len(set(homes)) == 3, "sessions are spread"
+
+
+@pytest.mark.parametrize("how", ["killed", "removed"])
+async def test_a_session_moves_when_its_worker_is_gone_and_goes_on_exactly(fleet: SessionTrial, how: str) -> None:
+    session = await fleet.create()
+    history = await episode(fleet, session, 2)
+    home = (await fleet.records(session))[0]["worker"]
+    (gone,) = [worker for worker in fleet.workers if worker.url == home]
+    if how == "killed":
+        await gone.kill()
+    else:
+        assert (await fleet.ask("POST", f"/remove_worker?url={home}")).status == 200
+    message = message_of(await fleet.chat(session, [*history, user("Still there?")]))
+    await fleet.stream(session, [*history, user("Still there?"), message, user("Good")])
+    workers = [record["worker"] for record in await fleet.records(session)]
+    assert workers[:2] == [home, home]
+    assert workers[2] == workers[3] != home
+    (moved,) = [worker for worker in fleet.workers if worker.url == workers[2]]
+    (sample,) = await fleet.samples(session)
+    generations = [each for worker in (gone, moved) for exchange in worker.door for each in exchange.generations]
+    exactly(sample, *generations)

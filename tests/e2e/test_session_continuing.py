@@ -1,0 +1,345 @@
+"""Turns that go on from held ones: the engine is given what it was given and what it sampled, never an encoding of its
+own words, whatever agents and templates make of the history on the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from miles_router.testing.door import GenerationRecord
+from tests.support.scripted_chat import able, chat_reply
+from tests.support.scripted_worker import reply, script
+from tests.support.session_trial import (
+    ADD,
+    ASK_ADD,
+    IM_END,
+    Message,
+    SessionTrial,
+    exactly,
+    message_of,
+    qwen3,
+    said,
+    session_trial,
+    simulated_sessions,
+    text_of,
+    tool_result,
+    user,
+)
+from tests.support.stage import Stage, staged
+
+HI: list[Any] = [user("Hi")]
+END_OF_TEXT = 151643
+NEXT = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+async def shared() -> AsyncIterator[SessionTrial]:
+    async with staged() as stage, simulated_sessions(stage) as made:
+        yield made
+
+
+@pytest.fixture
+def trial(shared: SessionTrial) -> SessionTrial:
+    shared.worker.door.clear()
+    return shared
+
+
+def generations(trial: SessionTrial) -> list[GenerationRecord]:
+    return [generation for exchange in trial.door for generation in exchange.generations]
+
+
+def held(generation: GenerationRecord) -> list[int]:
+    return generation.input_ids + generation.output_ids
+
+
+def given_behind(generation: GenerationRecord, before: GenerationRecord, *, dropped: int = 0) -> str:
+    """The text that a turn was given behind what was held, which it must begin with."""
+    kept = held(before)[: len(held(before)) - dropped]
+    assert generation.input_ids[: len(kept)] == kept
+    return qwen3().decode(generation.input_ids[len(kept) :])
+
+
+def spelled(text: str) -> list[int]:
+    """A text in single characters and the end of the message: nobody encodes it so."""
+    return [*(qwen3().encode(character)[0] for character in text), IM_END]
+
+
+async def test_a_tool_agent_s_episode_is_what_the_engine_saw(trial: SessionTrial) -> None:
+    session = await trial.create()
+    history: list[Message] = [{"role": "system", "content": "Add."}, user("17 + 25?")]
+    for turn in range(6):
+        trial.worker.say(spelled(ASK_ADD if turn % 2 == 0 else f"It is {turn}, naïve 世界."))
+        if turn % 3 == 2:
+            text = text_of(await trial.stream(session, history, tools=[ADD], max_tokens=99))
+            message = (await trial.records(session))[-1]["response"]
+            assert (message["content"] or "") == text
+        else:
+            message = message_of(await trial.chat(session, history, tools=[ADD], max_tokens=99))
+        calls = message.get("tool_calls") or []
+        history += [message, *([tool_result(call, "42") for call in calls] or [user("Again")])]
+    (sample,) = await trial.samples(session)
+    exactly(sample, *generations(trial))
+    assert sum(sample["loss_mask"]) == sum(len(each.output_ids) for each in generations(trial))
+    for each in generations(trial):
+        assert qwen3().encode(qwen3().decode(each.output_ids)) != each.output_ids, "encoding it again would drift"
+    assert (await trial.reasons(session)) == [None] * 6
+
+
+async def test_the_next_turn_is_given_the_ids_that_are_held(trial: SessionTrial) -> None:
+    session = await trial.create()
+    trial.worker.say(spelled("Yes"))
+    message = message_of(await trial.chat(session, HI))
+    await trial.chat(session, [*HI, message, user("Go on")])
+    sent = trial.door[1].json()
+    one, two = generations(trial)
+    assert "input_ids" not in trial.door[0].json()
+    assert sent["input_ids"] == two.input_ids
+    assert given_behind(two, one) == NEXT.format("Go on")
+    assert sent["messages"] == [*HI, message, user("Go on")], "the engine has the words beside the ids"
+    assert "return_prompt_token_ids" not in sent
+
+
+async def test_an_answer_that_was_cut_is_closed_as_the_template_closes_it(trial: SessionTrial) -> None:
+    session = await trial.create()
+    message = message_of(await trial.chat(session, HI, max_tokens=5))
+    await trial.chat(session, [*HI, message, user("Go on")])
+    one, two = generations(trial)
+    assert IM_END not in one.output_ids
+    assert given_behind(two, one) == f"<|im_end|>{NEXT.format('Go on')}"
+
+
+async def test_what_a_stop_string_cut_from_the_answer_stays_held(trial: SessionTrial) -> None:
+    session = await trial.create()
+    trial.worker.say("one two#three")
+    message = message_of(await trial.chat(session, HI, stop=["#"], max_tokens=99))
+    assert message["content"] == "one two"
+    await trial.chat(session, [*HI, message, user("Go on")])
+    one, two = generations(trial)
+    assert given_behind(two, one) == f"<|im_end|>{NEXT.format('Go on')}"
+    (sample,) = await trial.samples(session)
+    exactly(sample, one, two)
+
+
+async def test_a_stop_token_that_the_template_would_not_write_is_dropped(trial: SessionTrial) -> None:
+    session = await trial.create()
+    trial.worker.say([*qwen3().encode("Yes"), END_OF_TEXT])
+    message = message_of(await trial.chat(session, HI, stop_token_ids=[END_OF_TEXT]))
+    await trial.chat(session, [*HI, message, user("Go on")])
+    one, two = generations(trial)
+    assert given_behind(two, one, dropped=1) == f"<|im_end|>{NEXT.format('Go on')}"
+    sampled = len(one.input_ids) + len(one.output_ids) - 1
+    (sample,) = await trial.samples(session)
+    assert sample["tokens"] == held(two)
+    assert sample["loss_mask"][:sampled] == [0] * len(one.input_ids) + [1] * (sampled - len(one.input_ids))
+    first, second = sample["metadata"]["turns"]
+    assert (first["end"], second["start"]) == (sampled, len(two.input_ids))
+    records = await trial.records(session)
+    assert [record["dropped_tokens"] for record in records] == [0, 1]
+
+
+@pytest.mark.parametrize("returned", [True, False], ids=["sent back", "left out"])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_reasoning_stays_held_whether_or_not_the_agent_sends_it_back(
+    stage: Stage, returned: bool, streamed: bool
+) -> None:
+    """Qwen3's template leaves the reasoning of earlier answers out: that would be another history."""
+    async with simulated_sessions(stage, reasoning_parser="qwen3") as trial:
+        session = await trial.create()
+        history = [*HI]
+        for turn in range(3):
+            trial.worker.say(f"<think>\nThought {turn}.\n</think>\n\nAnswer {turn}.")
+            if streamed:
+                await trial.stream(session, history, max_tokens=99)
+                message = (await trial.records(session))[-1]["response"]
+            else:
+                message = message_of(await trial.chat(session, history, max_tokens=99))
+            assert (message["reasoning_content"], message["content"]) == (f"\nThought {turn}.\n", f"\n\nAnswer {turn}.")
+            if not returned:
+                message = said(message["content"])
+            history += [message, user("Go on")]
+        (sample,) = await trial.samples(session)
+        exactly(sample, *generations(trial))
+        assert sample["response"].count("Thought") == 3
+
+
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda message: {**message, "content": None} if not message["content"] else message,
+        lambda message: {name: value for name, value in message.items() if value},
+        lambda message: {**message, "content": [{"type": "text", "text": message["content"]}]},
+        lambda message: {**message, "refusal": None, "audio": None, "function_call": None, "annotations": []},
+        lambda message: {**message, "tool_calls": [{**call, "index": 7} for call in message["tool_calls"]]},
+    ],
+    ids=["null", "left out", "parts", "client fields", "index"],
+)
+async def test_other_spellings_of_a_message_are_the_same_message(trial: SessionTrial, spell: Any) -> None:
+    session = await trial.create()
+    trial.worker.say(ASK_ADD)
+    message = message_of(await trial.chat(session, HI, tools=[ADD], max_tokens=99))
+    result = tool_result(message["tool_calls"][0], "42")
+    await trial.chat(session, [*HI, spell(message), result], tools=[ADD])
+    one, two = generations(trial)
+    assert given_behind(two, one).startswith("\n<|im_start|>user\n<tool_response>\n42")
+    assert len(await trial.samples(session)) == 1
+
+
+SPACED = '{"a":17,   "b":25}'
+
+
+@pytest.mark.parametrize(
+    ("equality", "continues"),
+    [
+        ("strict", False),
+        ("tool-arguments-as-json", True),
+        ("tests.support.session_trial.equal_roles", True),
+    ],
+)
+async def test_arguments_that_were_written_anew_are_the_same_if_the_operator_says_so(
+    stage: Stage, equality: str, continues: bool
+) -> None:
+    async with simulated_sessions(stage, options={"message_equality": equality}) as trial:
+        session = await trial.create()
+        trial.worker.say(ASK_ADD)
+        message = message_of(await trial.chat(session, HI, tools=[ADD], max_tokens=99))
+        call = json.loads(json.dumps(message["tool_calls"][0]))
+        call["function"]["arguments"] = SPACED
+        assert json.loads(SPACED) == json.loads(message["tool_calls"][0]["function"]["arguments"])
+        await trial.chat(session, [*HI, {**message, "tool_calls": [call]}, tool_result(call, "42")], tools=[ADD])
+        assert await trial.reasons(session) == [None, None if continues else "edited_history"]
+        assert ("input_ids" in trial.door[-1].json()) is continues
+        for sample in await trial.samples(session):
+            last = generations(trial)[-1]
+            assert sample["tokens"] in (held(last), held(generations(trial)[0]))
+
+
+@pytest.mark.parametrize("equality", ["loose", "no.such.module.function", "json.decoder"])
+async def test_an_equality_that_is_none_stops_the_start(stage: Stage, equality: str) -> None:
+    with pytest.raises(ValueError, match="message_equality"):
+        async with simulated_sessions(stage, options={"message_equality": equality}):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"tools": [ADD]}, {"tools": [ADD], "tool_choice": "none"}),
+        ({"tools": [ADD]}, {"tools": [ADD], "tool_choice": "auto", "temperature": 0.3, "max_tokens": 4}),
+        ({}, {"response_format": {"type": "json_object"}}),
+        ({}, {"stream": True, "n": 2}),
+    ],
+    ids=["tool_choice", "parameters", "format", "choices"],
+)
+async def test_what_the_prompt_is_not_made_of_may_change_from_turn_to_turn(
+    trial: SessionTrial, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    session = await trial.create()
+    message = message_of(await trial.chat(session, HI, **first))
+    answer = await trial.turn(session, [*HI, message, user("Go on")], **second)
+    assert answer.status == 200
+    assert {each["parent"] for each in (await trial.records(session))[1:]} == {0}
+    given_behind(generations(trial)[1], generations(trial)[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ({"input_ids": [1, 2, 3]}, "own_input_ids"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"messages": [user("See"), "ANSWER", {"role": "user", "content": [{"type": "image_url"}]}]}, "not_text"),
+    ],
+    ids=["ids", "continue", "image"],
+)
+async def test_what_cannot_be_continued_exactly_is_a_new_segment_by_name(
+    trial: SessionTrial, field: dict[str, Any], reason: str
+) -> None:
+    session = await trial.create()
+    asked = field.get("messages", HI)[:1]
+    message = message_of(await trial.chat(session, asked))
+    messages = [*asked, message, *field.get("messages", [None, None, user("Go on")])[2:]]
+    await trial.chat(session, messages, **{name: value for name, value in field.items() if name != "messages"})
+    assert await trial.reasons(session) == [None, reason]
+    one, two = await trial.samples(session)
+    exactly(one, generations(trial)[0])
+    exactly(two, generations(trial)[1])
+    assert (one["metadata"]["reason"], two["metadata"]["reason"]) == (None, reason)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"role": "user", "content": [{"type": "text"}]},
+        {"role": "user", "content": [{"type": "text", "text": 7}]},
+        {"role": "user", "content": [7]},
+        {"role": "user", "content": 7},
+        {"role": "assistant", "content": "", "tool_calls": [7]},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "[1]"}}]},
+        {"role": "nobody", "content": "Hi"},
+    ],
+    ids=str,
+)
+async def test_messages_that_are_none_are_the_engine_s_to_refuse(stage: Stage, odd: Message) -> None:
+    worker = able(await stage.worker())
+    worker.next(script(chat_reply([7, 8]))).always(script(reply(b'{"message": "no"}', 400)))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    message = message_of(await trial.chat(session, HI))
+    for stream in (False, True):
+        answer = await trial.turn(session, [*HI, message, odd, user("Go on")], stream=stream)
+        assert (answer.status, answer.body) == (400, b'{"message": "no"}')
+    assert len(await trial.records(session)) == 1
+
+
+async def test_an_answer_that_the_engine_aborted_is_held_and_can_be_continued(stage: Stage) -> None:
+    async with simulated_sessions(stage, token_latency_s=0.005) as trial:
+        session = await trial.create()
+        endless = {"rid": "a", "ignore_eos": True}
+        body: dict[str, Any] = {"model": "m", "messages": HI, "max_tokens": 4000, "stream": True, "extra_body": endless}
+        async with trial.agent(session) as client:
+            stream = await client.chat.completions.create(**body)
+            text, finish = "", None
+            async for chunk in stream:
+                if not text and chunk.choices[0].delta.content:
+                    await trial.ask("POST", "/abort_request", {"rid": "a"})
+                for choice in chunk.choices:
+                    text, finish = text + (choice.delta.content or ""), choice.finish_reason or finish
+        assert finish == "abort"
+        (sample,) = await trial.samples(session)
+        assert sample["status"] == "aborted"
+        exactly(sample, generations(trial)[0])
+        await trial.chat(session, [*HI, said(text), user("Go on")])
+        one, two = generations(trial)
+        assert given_behind(two, one) == f"<|im_end|>{NEXT.format('Go on')}"
+        (sample,) = await trial.samples(session)
+        assert sample["status"] == "truncated"
+        exactly(sample, one, two)
+
+
+async def test_completions_go_on_from_ids_that_are_held(trial: SessionTrial) -> None:
+    session = await trial.create()
+    path = f"/sessions/{session}/v1/completions"
+    first = (await trial.ask("POST", path, {"model": "m", "prompt": "Once upon", "max_tokens": 5})).json()
+    assert set(first["choices"][0]) == {"index", "text", "logprobs", "finish_reason", "matched_stop"}
+    assert first["choices"][0]["logprobs"] is None
+    one = trial.worker.door.at("/v1/completions")[-1].generation
+    prompt = [*held(one), 40, 41]
+    asked = {"model": "m", "prompt": prompt, "max_tokens": 5, "stream": True, "logprobs": 1}
+    body = (await trial.ask("POST", path, asked)).body
+    assert b"token_ids" not in body
+    two = trial.worker.door.at("/v1/completions")[-1].generation
+    assert two.input_ids == prompt
+    (sample,) = await trial.samples(session)
+    exactly(sample, one, two)
+    assert [each["path"] for each in await trial.records(session)] == ["/v1/completions"] * 2
+    async with trial.agent(session) as client:
+        answer = await client.completions.create(model="m", prompt=["a", "b"], max_tokens=3, logprobs=0)
+    assert [len(choice.logprobs.token_logprobs or ()) for choice in answer.choices if choice.logprobs] == [3, 3]
+    assert len(await trial.samples(session)) == 3
+
+
+def test_the_template_s_words_are_those_of_this_file() -> None:
+    text = qwen3().render_chat([*HI, said("Yes"), user("Go on")])
+    assert text.endswith(f"Yes<|im_end|>{NEXT.format('Go on')}")

@@ -1,0 +1,354 @@
+"""The header-addressed dialect: clients that name their session in headers, finalize it, and read trajectories. These
+are the sessions of `/sessions`, and either kind of client sees its own contract."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.support.http import Pairs, RawReply
+from tests.support.scripted_chat import able, chat_reply
+from tests.support.scripted_worker import ScriptedWorker, script
+from tests.support.session_trial import (
+    CHAT,
+    SessionTrial,
+    chunks_of,
+    exactly,
+    message_of,
+    said,
+    session_trial,
+    simulated_sessions,
+    text_of,
+    user,
+)
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+HI: list[Any] = [user("Hi")]
+
+
+@pytest.fixture
+async def trial(stage: Stage) -> AsyncIterator[SessionTrial]:
+    async with simulated_sessions(stage) as made:
+        yield made
+
+
+@pytest.fixture
+async def worker(stage: Stage) -> ScriptedWorker:
+    return able(await stage.worker()).always(script(chat_reply([7, 8])))
+
+
+@pytest.fixture
+async def scripted(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
+    return await session_trial(stage, worker)
+
+
+async def turn(trial: SessionTrial, headers: dict[str, str], messages: Any = HI, **fields: Any) -> RawReply:
+    body = {"model": "m", "messages": messages, "max_tokens": 8, **fields}
+    return await trial.ask("POST", CHAT, body, list(headers.items()))
+
+
+async def good(reply: RawReply) -> Any:
+    assert reply.status == 200, reply.body
+    return reply.json()
+
+
+async def post(trial: SessionTrial, path: str, body: Any = None, headers: Pairs = ()) -> Any:
+    return await good(await trial.ask("POST", path, body if body is not None else {}, headers))
+
+
+async def stats(trial: SessionTrial) -> Any:
+    return await good(await trial.ask("GET", "/trajectory/stats"))
+
+
+def named(session: str, instance: str | None = None, turn_id: str | None = None) -> dict[str, str]:
+    headers = {"X-Session-Id": session, "X-Instance-Id": instance, "X-Turn-Id": turn_id}
+    return {name: value for name, value in headers.items() if value is not None}
+
+
+# Turns
+
+
+async def test_a_session_is_made_by_its_first_turn_and_goes_on_by_its_name(trial: SessionTrial) -> None:
+    first = await good(await turn(trial, named("s", "task-7", "t1")))
+    second = await turn(trial, named("s", "task-7", "t2"), [*HI, message_of(first), user("Go on")], stream=True)
+    assert text_of(chunks_of(second.body))
+    assert set(first["choices"][0]) == {"index", "message", "logprobs", "finish_reason", "matched_stop"}
+    (sample,) = await trial.samples("s")
+    exactly(sample, *(each.generation for each in trial.door))
+    found = await trial.read("s")
+    assert found["metadata"]["instance_id"] == "task-7"
+    assert [each["turn_id"] for each in found["records"]] == ["t1", "t2"]
+
+
+async def test_the_official_client_names_its_session_in_a_header(trial: SessionTrial) -> None:
+    headers = {"X-Session-Id": "s"}
+    async with AsyncOpenAI(
+        base_url=f"{trial.router.url}/v1", api_key="none", max_retries=0, default_headers=headers
+    ) as client:
+        answer = await client.chat.completions.create(model="m", messages=HI, max_tokens=4)
+        assert answer.choices[0].message.content
+    assert len(await trial.records("s")) == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "made"),
+    [
+        ({"X-Session-Id": "s"}, True),
+        ({"X-SMG-Routing-Key": "s", "X-Turn-Id": "1"}, True),
+        ({"X-SMG-Routing-Key": "s", "X-Instance-Id": "i"}, True),
+        ({"X-Session-Id": "s", "X-SMG-Routing-Key": "elsewhere", "X-Turn-Id": "1"}, True),
+        ({"X-SMG-Routing-Key": "s"}, False),
+        ({"X-Instance-Id": "i"}, False),
+        ({"X-Turn-Id": "1"}, False),
+        ({"X-Session-Id": ""}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+async def test_which_headers_name_a_session(
+    scripted: SessionTrial, worker: ScriptedWorker, headers: dict[str, str], made: bool
+) -> None:
+    assert (await turn(scripted, headers)).status == 200
+    sessions = [each["session_id"] for each in (await scripted.ask("GET", "/sessions")).json()["sessions"]]
+    assert sessions == (["s"] if made else [])
+    assert ("return_meta_info" in json.loads(worker.requests[-1].body)) is made
+
+
+async def test_a_name_that_fits_into_no_path_is_refused(scripted: SessionTrial, worker: ScriptedWorker) -> None:
+    answer = await turn(scripted, {"X-Session-Id": "a/b"})
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert worker.requests == []
+
+
+async def test_a_session_that_was_made_by_path_may_be_named_by_header_and_back(trial: SessionTrial) -> None:
+    session = await trial.create("s", metadata={"task": 7})
+    first = await good(await turn(trial, named("s")))
+    await trial.chat(session, [*HI, message_of(first), user("Go on")])
+    assert await trial.reasons(session) == [None, None]
+    assert (await trial.read(session))["metadata"]["task"] == 7
+    assert await stats(trial) == {
+        "trajectories": 0,
+        "groups": 0,
+        "active_sessions": 1,
+        "bytes": trial.statistics()["bytes"],
+    }
+
+
+async def test_a_turn_id_that_is_repeated_gets_the_answer_of_before(trial: SessionTrial) -> None:
+    first = await turn(trial, named("s", turn_id="t"))
+    assert (await turn(trial, named("s", turn_id="t"))).body == first.body
+    assert len(trial.door) == 1
+
+
+async def test_without_the_dialect_headers_are_only_affinity(stage: Stage, worker: ScriptedWorker) -> None:
+    trial = await session_trial(stage, worker, options={"header_sessions": False})
+    assert (await turn(trial, named("s", "i", "t"))).status == 200
+    assert "return_meta_info" not in json.loads(worker.requests[-1].body)
+    for path in ("/session/finalize", "/trajectory/read", "/v1/rollout/pause"):
+        await trial.ask("POST", path, {})
+        assert worker.requests[-1].path == path, "forwarded as anything else"
+
+
+# Finalized
+
+
+async def test_a_finalized_session_takes_no_turns_and_can_be_read(trial: SessionTrial) -> None:
+    first = await good(await turn(trial, named("s", "task-7")))
+    await turn(trial, named("s"), [*HI, message_of(first), user("Go on")])
+    await turn(trial, named("s"), [*HI, said("I take that back."), user("Go on")])
+    told = await post(trial, "/session/finalize", {"session_id": "s", "label": "42", "reward": 0.5})
+    assert told == {
+        "success": True,
+        "session_id": "s",
+        "trajectory_id": "s",
+        "instance_id": "task-7",
+        "num_steps": 3,
+        "num_turns": 3,
+        "num_segments": 2,
+        "history_rewritten": True,
+    }
+    for path in (CHAT, f"/sessions/s{CHAT}"):
+        refused = await trial.ask("POST", path, {"model": "m", "messages": HI}, list(named("s").items()))
+        assert (refused.status, refused.error_type) == (409, "session_finalized")
+    read = await post(trial, "/trajectory/read", {"session_id": "s"})
+    assert (read["success"], read["mode"], read["drained"]) == (True, "trajectory", False)
+    segments = read["data"]
+    assert [(each["trajectory_id"], each["instance_id"]) for each in segments] == [("s", "task-7")] * 2
+    assert [(each["segment_index"], each["segment_count"]) for each in segments] == [(0, 2), (1, 2)]
+    assert [(each["reward"], each["label"]) for each in segments] == [(0.5, "42")] * 2
+    samples = await trial.samples("s", reward=0.5, label="42")
+    about = ("trajectory_id", "instance_id", "segment_index", "segment_count")
+    assert [{name: value for name, value in each.items() if name not in about} for each in segments] == samples
+    exactly(segments[0], *(each.generation for each in trial.door[:2]))
+
+
+@pytest.mark.parametrize(
+    ("body", "error"),
+    [
+        ({"session_id": "nobody"}, (404, "session_not_found")),
+        ({"session_id": "empty"}, (400, "invalid_request")),
+        ({}, (400, "invalid_request")),
+        ({"session_id": 7}, (400, "invalid_request")),
+        ([], (400, "invalid_request")),
+        (b"{", (400, "invalid_request")),
+    ],
+    ids=repr,
+)
+async def test_what_cannot_be_finalized_is_refused(scripted: SessionTrial, body: Any, error: tuple[int, str]) -> None:
+    await scripted.create("empty")
+    answer = await scripted.ask("POST", "/session/finalize", body)
+    assert (answer.status, answer.error_type) == error
+
+
+async def test_a_trajectory_id_is_a_session_id(scripted: SessionTrial) -> None:
+    await turn(scripted, named("s"))
+    assert (await post(scripted, "/session/finalize", {"trajectory_id": "s", "instance_id": "i"}))["instance_id"] == "i"
+    assert len((await post(scripted, "/trajectory/read", {"trajectory_id": "s"}))["data"]) == 1
+
+
+# Read
+
+
+async def finalized(trial: SessionTrial, *sessions: tuple[str, str | None]) -> None:
+    for session, instance in sessions:
+        assert (await turn(trial, named(session, instance))).status == 200
+        await post(trial, "/session/finalize", {"session_id": session})
+
+
+async def read(trial: SessionTrial, **want: Any) -> list[str]:
+    return [each["trajectory_id"] for each in (await post(trial, "/trajectory/read", want))["data"]]
+
+
+async def test_all_finalized_sessions_are_read_in_groups(scripted: SessionTrial) -> None:
+    await finalized(scripted, ("a1", "a"), ("b1", "b"), ("a2", "a"), ("c", None))
+    await turn(scripted, named("unfinished", "a"))
+    assert await read(scripted) == ["a1", "a2", "b1", "c"]
+    assert await read(scripted, instance_id="a") == ["a1", "a2"]
+    assert await read(scripted, max_groups=2) == ["a1", "a2", "b1"]
+    assert await read(scripted, instance_id="nobody") == []
+    told = await stats(scripted)
+    assert (told["trajectories"], told["groups"], told["active_sessions"]) == (4, 3, 1)
+
+
+async def test_what_is_drained_is_forgotten_and_nothing_else(scripted: SessionTrial) -> None:
+    await finalized(scripted, ("a1", "a"), ("b1", "b"))
+    await turn(scripted, named("unfinished", "a"))
+    answer = await post(scripted, "/trajectory/read", {"max_groups": 1, "drain": True})
+    assert ([each["trajectory_id"] for each in answer["data"]], answer["drained"]) == (["a1"], True)
+    assert answer["meta_info"]["trajectories"] == 1
+    assert (await scripted.ask("GET", "/sessions/a1")).status == 404
+    assert await read(scripted, drain=True) == ["b1"]
+    assert (await post(scripted, "/trajectory/read"))["success"] is False
+    assert len(await scripted.records("unfinished")) == 1
+    assert (await stats(scripted))["active_sessions"] == 1
+
+
+async def test_a_session_that_is_not_finalized_is_not_read(scripted: SessionTrial) -> None:
+    await turn(scripted, named("s"))
+    answer = await post(scripted, "/trajectory/read", {"session_id": "s", "drain": True})
+    assert (answer["success"], answer["data"]) == (False, [])
+    assert len(await scripted.records("s")) == 1, "and not forgotten either"
+
+
+@pytest.mark.parametrize("body", [{"max_groups": 0}, {"max_groups": "2"}, {"session_id": 7}, [], b"{"], ids=repr)
+async def test_what_is_no_request_to_read_is_refused(scripted: SessionTrial, body: Any) -> None:
+    answer = await scripted.ask("POST", "/trajectory/read", body)
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+
+
+# Rollouts
+
+
+async def test_a_rollout_is_paused_and_goes_on_under_new_weights_with_nothing_lost(stage: Stage) -> None:
+    async with simulated_sessions(stage, token_latency_s=0.005) as trial:
+        endless = {"max_tokens": 60, "ignore_eos": True}
+        async with under_way(turn(trial, named("s"), **endless)) as asking:
+            await until(lambda: trial.worker.running, "it generates")
+            paused = await post(trial, "/v1/rollout/pause")
+            assert (paused["status"], paused["paused"], paused["mode"]) == ("ok", True, "retract")
+            assert paused["paused_since"] > 0
+            async with under_way(turn(trial, named("t"), **endless)) as waiting:
+                await until(lambda: trial.router.app.router.gate.held, "it waits")
+                state = await good(await trial.ask("GET", "/v1/rollout/pause_state"))
+                assert (state["paused"], state["waiting"], state["version"]) == (True, 1, "1")
+                resumed = await post(trial, "/v1/rollout/resume", {"version": 2})
+                assert (resumed["paused"], resumed["version"]) == (False, "2")
+                assert {(await asking).status, (await waiting).status} == {200}
+        for session in ("s", "t"):
+            (sample,) = await trial.samples(session)
+            assert sum(sample["loss_mask"]) == 60
+            assert sample["weight_versions"][-1]["version"] == "2"
+        assert trial.worker.weight_version == "2"
+
+
+async def test_resuming_without_a_version_changes_none(trial: SessionTrial) -> None:
+    await post(trial, "/v1/rollout/pause", {"mode": "in_place"})
+    assert (await post(trial, "/v1/rollout/resume"))["paused"] is False
+    assert trial.worker.weight_version == "1"
+    assert not trial.worker.door.at("/update_weight_version")
+
+
+async def test_a_mode_that_there_is_not_is_refused(trial: SessionTrial) -> None:
+    answer = await trial.ask("POST", "/v1/rollout/pause", {"mode": "gently"})
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert trial.worker.engine.paused is None
+
+
+async def test_a_worker_that_does_not_pause_is_told(scripted: SessionTrial, worker: ScriptedWorker) -> None:
+    worker.always(script(b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n"))
+    answer = await scripted.ask("POST", "/v1/rollout/pause", {})
+    assert answer.status == 502
+    assert worker.url in answer.json()["workers"]
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/v1/rollout/pause"), ("POST", "/v1/rollout/other")])
+async def test_what_else_is_under_its_paths_is_forwarded(
+    scripted: SessionTrial, worker: ScriptedWorker, method: str, path: str
+) -> None:
+    await scripted.ask(method, path, {})
+    assert (worker.requests[-1].method, worker.requests[-1].path) == (method, path)
+
+
+async def test_rollouts_are_paused_with_the_key_of_administration(stage: Stage, worker: ScriptedWorker) -> None:
+    trial = await session_trial(stage, worker, api_key="data", admin_api_key="admin")
+    data, admin = ("Authorization", "Bearer data"), ("X-Api-Key", "admin")
+    for headers in ([], [data], [admin], [("Authorization", "Bearer admin")]):
+        answer = await trial.ask("POST", "/v1/rollout/pause", {}, headers)
+        assert (answer.status, answer.error_type) == (401, "unauthorized"), headers
+    assert worker.requests == []
+    assert (await trial.ask("POST", "/v1/rollout/pause", {}, [data, admin])).status == 200
+    for path in ("/session/finalize", "/trajectory/read"):
+        assert (await trial.ask("POST", path, {})).status == 401
+        assert (await trial.ask("POST", path, {}, [data])).status in (200, 400)
+
+
+async def test_many_sessions_at_once_do_not_mix(trial: SessionTrial) -> None:
+    async def one(session: str) -> None:
+        history = [user(f"I am {session}.")]
+        for _ in range(3):
+            answer = await good(await turn(trial, named(session, "group"), history))
+            history += [message_of(answer), user("Go on")]
+        await post(trial, "/session/finalize", {"session_id": session})
+
+    await asyncio.gather(*(one(f"s{number}") for number in range(12)))
+    answer = await post(trial, "/trajectory/read", {"instance_id": "group", "drain": True})
+    assert len(answer["data"]) == 12
+    by_prompt = {tuple(each.generation.input_ids): each.generation for each in trial.door}
+    for segment in answer["data"]:
+        assert f"I am {segment['trajectory_id']}." in json.dumps(text_before(trial, segment))
+        for each in segment["metadata"]["turns"]:
+            generation = by_prompt[tuple(segment["tokens"][: each["start"]])]
+            assert segment["tokens"][each["start"] : each["end"]] == generation.output_ids
+    assert (await stats(trial))["bytes"] == 0
+
+
+def text_before(trial: SessionTrial, segment: Any) -> str:
+    begin = segment["metadata"]["turns"][0]["start"]
+    return trial.worker.tokenizer.decode(segment["tokens"][:begin])

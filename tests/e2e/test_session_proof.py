@@ -1,0 +1,107 @@
+"""Tool agents against real SGLang: their samples are what went through the workers' doors, at every position."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import aiohttp
+import pytest
+
+from miles_router.config import MiddlewareSpec
+from miles_router.tasks import together
+from tests.sglang.environment import ensure
+from tests.sglang_worker import RealWorker
+from tests.support.agents import AGENTS, TURNS, Agents
+from tests.support.chat_door import passed
+from tests.support.door import Door
+from tests.support.running_router import RunningRouter, running_router
+from tests.support.session_proof import Proved, check_session
+from tests.support.tokenizers import tokenizer
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.sglang
+
+SESSIONS = MiddlewareSpec("middleware_hub.openai_session_middleware.OpenAISessionMiddleware", {})
+FIRST_VERSION = "default"  # of the real workers
+NEW_VERSIONS = ("1", "2")
+PATIENCE = 250.0  # seconds; a third of the agents' turns takes twenty on an idle machine
+
+
+@pytest.fixture
+async def doors(sglang_workers: list[RealWorker]) -> AsyncIterator[list[Door]]:
+    async with Door(sglang_workers[0].url) as one, Door(sglang_workers[1].url) as other:
+        yield [one, other]
+
+
+@pytest.fixture
+async def router(doors: list[Door]) -> AsyncIterator[RunningRouter]:
+    model = str(ensure().dense_model)
+    async with running_router(*(door.url for door in doors), middlewares=(SESSIONS,), hf_checkpoint=model) as running:
+        await running.probed()
+        yield running
+        async with aiohttp.ClientSession(running.url) as http:
+            await new_weights(http, FIRST_VERSION)
+
+
+async def new_weights(http: aiohttp.ClientSession, version: str) -> None:
+    """A weight update as trainers do it: what runs is set back, and goes on under the new version."""
+    orders: list[tuple[str, dict[str, Any]]] = [
+        ("/pause_generation", {"mode": "retract"}),
+        ("/update_weight_version", {"new_version": version, "abort_all_requests": False}),
+        ("/continue_generation", {}),
+    ]
+    for path, order in orders:
+        async with http.post(path, json=order) as reply:
+            assert reply.status == 200, await reply.text()
+
+
+async def update_weights(http: aiohttp.ClientSession, agents: Agents, doors: list[Door]) -> None:
+    """Updates spread over the agents' turns, each in the middle of some stream."""
+    for number, version in enumerate(NEW_VERSIONS, 1):
+        least = agents.count * agents.turns * number // (len(NEW_VERSIONS) + 1)
+        await until(partial(_streaming, agents, least, doors), f"a stream behind {least} turns", deadline=PATIENCE)
+        await new_weights(http, version)
+
+
+def _streaming(agents: Agents, least: int, doors: list[Door]) -> bool:
+    return agents.log.turns >= least and any(door.in_a_stream() for door in doors)
+
+
+async def ask(http: aiohttp.ClientSession, method: str, path: str, order: object = None) -> Any:
+    async with http.request(method, path, json=order) as reply:
+        assert reply.status == 200, await reply.text()
+        return await reply.json()
+
+
+@pytest.mark.timeout(600)  # a minute and a half on two idle cores, which not every machine has
+async def test_every_position_of_every_sample_is_what_the_engine_was_given_or_sampled(
+    router: RunningRouter, doors: list[Door], capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = time.monotonic()
+    agents = Agents(router.url, AGENTS, TURNS)
+    async with aiohttp.ClientSession(router.url) as http:
+        await together([agents.run(), update_weights(http, agents, doors)], name="agents and updates")
+        ran = time.monotonic()
+        went = passed(doors, version=FIRST_VERSION)
+        proved = Proved()
+        for session in agents.sessions:
+            samples = (await ask(http, "POST", f"/sessions/{session}/samples", {}))["samples"]
+            check_session(proved, samples, went.of(session), agents.log.asked, tokenizer("qwen3"))
+            told = await ask(http, "GET", f"/sessions/{session}")
+            assert told["metadata"]["untraced"] == []
+            reasons = Counter(record["reason"] for record in told["records"])
+            assert reasons == {reason: n for (of, reason), n in agents.log.reasons.items() if of == session}
+    with capsys.disabled():
+        print(f"\n{proved}\n{agents.log.turns} turns of agents, {agents.log.broken_off} broken off")
+        print(f"{ran - begun:.1f} s of agents, {time.monotonic() - ran:.1f} s of comparison")
+    assert (proved.sessions, agents.log.turns >= AGENTS * TURNS) == (AGENTS, True)
+    assert proved.turns == len(went.generations), "each belongs to one of the sessions"
+    assert went.broken_off == agents.log.broken_off > 0
+    assert len(agents.log.asked) - len({each.request_id for each in went.generations}) == agents.log.repeated > 0
+    assert 0.4 < proved.streamed / proved.turns < 0.6
+    assert min(proved.new_versions[how] for how in ("streamed", "whole")) > 0
+    assert min(proved.dropped, *(proved.finishes[finish] for finish in ("stop", "length", "tool_calls"))) > 0

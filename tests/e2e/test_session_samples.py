@@ -1,0 +1,376 @@
+"""Training samples of a session: exactly what the engine was given and sampled, each token trained once, in either
+format, for the branches that were asked for; and never one that breaks an invariant."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load
+
+from middleware_hub.openai_session.tree import Session, Turn
+from miles_router.testing.door import GenerationRecord
+from miles_router.trajectory import Piece
+from tests.support.scripted_chat import able, chat_reply, meta_of
+from tests.support.scripted_worker import script
+from tests.support.session_trial import (
+    ADD,
+    ASK_ADD,
+    Message,
+    SessionTrial,
+    exactly,
+    message_of,
+    qwen3,
+    session_trial,
+    simulated_sessions,
+    tool_result,
+    user,
+)
+from tests.support.stage import Stage, staged
+
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+HI = [SYSTEM, user("Hi")]
+FIELDS = {"tokens", "loss_mask", "logprobs", "weight_versions", "response", "response_length", "status", "metadata"}
+POLICY = "tests.e2e.test_session_samples.first_leaf"
+
+
+def first_leaf(session: Session) -> Sequence[Turn]:
+    """A branch policy of an operator's."""
+    return session.leaves()[:1]
+
+
+def nobody(session: Session) -> Sequence[Turn]:
+    """One that makes up what it selects."""
+    return [Turn("", None, (), b"", {}, Piece.given([1]), 0, (), "stop", ended_itself=True)]
+
+
+@pytest.fixture(scope="module")
+async def shared() -> AsyncIterator[SessionTrial]:
+    async with staged() as stage, simulated_sessions(stage, options={"branch_policies": (POLICY,)}) as made:
+        yield made
+
+
+@pytest.fixture
+def trial(shared: SessionTrial) -> SessionTrial:
+    shared.worker.door.clear()
+    return shared
+
+
+def generations(trial: SessionTrial) -> list[GenerationRecord]:
+    return [generation for exchange in trial.door for generation in exchange.generations]
+
+
+async def episode(trial: SessionTrial, session: str, turns: int, **fields: Any) -> list[Message]:
+    history = [*HI]
+    for turn in range(turns):
+        history += [message_of(await trial.chat(session, history, **fields)), user(f"Go on {turn}")]
+    return history[:-1]
+
+
+async def branched(trial: SessionTrial) -> str:
+    """A session with an edited history, a retry and a compaction: leaves 2, 3, 4, 5."""
+    session = await trial.create()
+    history = await episode(trial, session, 3)
+    await trial.chat(session, [*history[:-2], user("Something else")])
+    await trial.chat(session, [*history[:-2], user("Something else")])
+    await trial.chat(session, [SYSTEM, user("So far: much was said.")])
+    return session
+
+
+def corrupt(trial: SessionTrial, session: str, break_it: Callable[[Turn], None]) -> None:
+    """Break the last turn that is held."""
+    middleware: Any = trial.router.app._stack
+    break_it(middleware.store.get(session).turns[-1])
+
+
+# What a sample is
+
+
+async def test_a_sample_is_what_the_engine_was_given_and_sampled(trial: SessionTrial) -> None:
+    session = await trial.create(metadata={"task": 7})
+    trial.worker.say(ASK_ADD)
+    message = message_of(await trial.chat(session, HI, tools=[ADD], max_tokens=99))
+    trial.worker.say("It is 42.")
+    await trial.chat(session, [*HI, message, tool_result(message["tool_calls"][0], "42")], tools=[ADD], max_tokens=99)
+    answer = await trial.ask("POST", f"/sessions/{session}/samples")
+    assert answer.value("content-type") == b"application/json"
+    assert set(answer.json()) == {"samples", "metadata"}
+    (sample,) = answer.json()["samples"]
+    one, two = generations(trial)
+    exactly(sample, one, two)
+    assert set(sample) == FIELDS
+    prompt, length = len(one.input_ids), len(sample["tokens"])
+    assert sample["response_length"] == length - prompt
+    assert sample["response"] == qwen3().decode(sample["tokens"][prompt:])
+    assert sample["status"] == "completed"
+    spans = [(prompt, prompt + len(one.output_ids)), (len(two.input_ids), length)]
+    assert sample["weight_versions"] == [{"version": "1", "start": start, "end": end} for start, end in spans]
+    told = sample["metadata"]
+    assert (told["task"], told["session_id"], told["leaf"], told["reason"]) == (7, session, 1, None)
+    assert [(turn["start"], turn["end"]) for turn in told["turns"]] == spans
+    assert [turn["finish_reason"] for turn in told["turns"]] == ["tool_calls", "stop"]
+    assert [turn["cached_tokens"] for turn in told["turns"]] == [0, prompt + len(one.output_ids) - 1]
+    assert all(turn["asked_at"] <= turn["answered_at"] for turn in told["turns"])
+    assert {turn["worker"] for turn in told["turns"]} == {trial.worker.url}
+    whole = answer.json()["metadata"]
+    assert (whole["turns"], whole["segments"], whole["untraced"], whole["task"]) == (2, 1, [], 7)
+
+
+async def test_the_binary_form_says_the_same(trial: SessionTrial, tmp_path: Any) -> None:
+    session = await branched(trial)
+    want = {"reward": 0.5, "label": ["a", 1], "metadata": {"group": 3}}
+    spelled = (await trial.ask("POST", f"/sessions/{session}/samples", want)).json()
+    answer = await trial.ask("POST", f"/sessions/{session}/samples", {**want, "format": "safetensors"})
+    assert answer.value("content-type") == b"application/octet-stream"
+    arrays = load(answer.body)
+    assert len(spelled["samples"]) == 4
+    assert set(arrays) == {f"{i}.{name}" for i in range(4) for name in ("tokens", "loss_mask", "logprobs")}
+    for number, sample in enumerate(spelled["samples"]):
+        for name, dtype in (("tokens", np.int32), ("loss_mask", np.uint8), ("logprobs", np.float32)):
+            array = arrays[f"{number}.{name}"]
+            assert array.dtype == dtype
+            assert array.tolist() == np.array(sample.pop(name), dtype=dtype).tolist()
+    file = tmp_path / "samples.safetensors"
+    file.write_bytes(answer.body)
+    with safe_open(file, framework="numpy") as opened:
+        told = opened.metadata()
+    assert json.loads(told["samples"]) == spelled["samples"]
+    assert json.loads(told["metadata"]) == spelled["metadata"]
+
+
+async def test_reward_label_and_metadata_are_given_back_on_every_sample(trial: SessionTrial) -> None:
+    session = await trial.create(metadata={"task": 7, "group": 1})
+    for _ in range(2):
+        await trial.chat(session, HI)
+    label = {"answer": [42, None, "é"]}
+    samples = await trial.samples(session, reward=-0.5, label=label, metadata={"group": 3})
+    assert [(each["reward"], each["label"]) for each in samples] == [(-0.5, label)] * 2
+    assert [(each["metadata"]["task"], each["metadata"]["group"]) for each in samples] == [(7, 3)] * 2
+    (plain, _) = await trial.samples(session)
+    assert not {"reward", "label"} & set(plain)
+    (null, _) = await trial.samples(session, reward=None)
+    assert null["reward"] is None
+
+
+@pytest.mark.parametrize(
+    ("say", "fields", "status"),
+    [
+        ("Yes", {}, "completed"),
+        (ASK_ADD, {"tools": [ADD]}, "completed"),
+        ("one two three four five", {"max_tokens": 3}, "truncated"),
+        ("one#two", {"stop": ["#"]}, "completed"),
+    ],
+    ids=["stop", "tool calls", "length", "stop string"],
+)
+async def test_the_status_is_how_the_last_turn_ended(
+    trial: SessionTrial, say: str, fields: dict[str, Any], status: str
+) -> None:
+    session = await trial.create()
+    trial.worker.say(say)
+    await trial.chat(session, HI, **{"max_tokens": 99, **fields})
+    (sample,) = await trial.samples(session)
+    assert sample["status"] == status
+
+
+async def test_versions_are_those_that_sampled_each_token(stage: Stage) -> None:
+    worker = able(await stage.worker())
+    spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}]
+    worker.next(
+        script(chat_reply([7, 8, 9], meta_info=meta_of([7, 8, 9], weight_versions=spans))),
+        script(
+            chat_reply(
+                [10], prompt_token_ids=None, meta_info=meta_of([10], weight_versions=[{**spans[0], "version": "2"}])
+            )
+        ),
+    )
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    message = message_of(await trial.chat(session, HI))
+    await trial.chat(session, [*HI, message, user("Go on")])
+    (sample,) = await trial.samples(session)
+    length = len(sample["tokens"])
+    assert sample["weight_versions"] == [
+        {"version": "1", "start": 3, "end": 4},
+        {"version": "2", "start": 4, "end": 6},
+        {"version": "2", "start": length - 1, "end": length},
+    ]
+
+
+async def test_an_episode_without_turns_has_no_samples(trial: SessionTrial) -> None:
+    assert await trial.samples(await trial.create()) == []
+
+
+async def test_samples_may_be_read_again_and_the_session_goes_on(trial: SessionTrial) -> None:
+    session = await trial.create()
+    history = await episode(trial, session, 1)
+    assert await trial.samples(session) == await trial.samples(session)
+    await trial.chat(session, [*history, user("Go on")])
+    (sample,) = await trial.samples(session)
+    exactly(sample, *generations(trial))
+
+
+# Which branches
+
+
+async def test_every_branch_is_a_sample_and_a_shared_turn_is_trained_once(trial: SessionTrial) -> None:
+    session = await branched(trial)
+    samples = await trial.samples(session)
+    assert [each["metadata"]["leaf"] for each in samples] == [2, 3, 4, 5]
+    assert [each["metadata"]["reason"] for each in samples] == [None, "edited_history", "retry", "compaction"]
+    made = generations(trial)
+    exactly(samples[0], *made[:3])
+    exactly(samples[3], made[5])
+    for sample, last in ((samples[1], made[3]), (samples[2], made[4])):
+        assert sample["tokens"] == last.input_ids + last.output_ids
+        begin = len(last.input_ids)
+        assert sample["loss_mask"] == [0] * begin + [1] * len(last.output_ids)
+        assert sample["logprobs"][:begin] == samples[0]["logprobs"][:begin], "known, and out of the loss"
+        assert sample["metadata"]["untrained_turns"] == [0, 1]
+    trained = sum(sum(each["loss_mask"]) for each in samples)
+    assert trained == sum(len(each.output_ids) for each in made), "each sampled token once"
+
+
+@pytest.mark.parametrize(
+    ("policy", "leaves"),
+    [("all", [2, 3, 4, 5]), ("last", [5]), ("drop-superseded", [2, 4, 5]), (POLICY, [2])],
+)
+async def test_the_caller_chooses_the_branches(trial: SessionTrial, policy: str, leaves: list[int]) -> None:
+    session = await branched(trial)
+    samples = await trial.samples(session, branches=policy)
+    assert [each["metadata"]["leaf"] for each in samples] == leaves
+    lines = {2: [0, 1, 2], 3: [0, 1, 3], 4: [0, 1, 4], 5: [5]}
+    trained = {turn for leaf in leaves for turn in lines[leaf]}
+    made = generations(trial)
+    assert sum(sum(each["loss_mask"]) for each in samples) == sum(len(made[turn].output_ids) for turn in trained)
+
+
+async def test_a_policy_that_makes_up_turns_is_refused(stage: Stage) -> None:
+    worker = able(await stage.worker()).always(script(chat_reply([7, 8])))
+    path = "tests.e2e.test_session_samples.nobody"
+    trial = await session_trial(stage, worker, options={"branch_policies": (path,)})
+    session = await trial.create()
+    await trial.chat(session, HI)
+    answer = await trial.ask("POST", f"/sessions/{session}/samples", {"branches": path})
+    assert (answer.status, answer.error_type) == (422, "invalid_sample")
+    assert "leaves_of_the_session" in answer.json()["error"]["message"]
+
+
+async def test_a_policy_that_is_none_stops_the_start(stage: Stage) -> None:
+    with pytest.raises(ValueError, match="branch_policies"):
+        await session_trial(stage, options={"branch_policies": ("no.such.policy",)})
+
+
+# How long
+
+
+async def test_a_sample_is_no_longer_than_was_asked(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await episode(trial, session, 3)
+    (whole,) = await trial.samples(session)
+    first, second, third = whole["metadata"]["turns"]
+    for length in (first["start"] + 1, second["start"] + 3, second["end"], third["start"] + 1):
+        (sample,) = await trial.samples(session, max_seq_len=length)
+        for name in ("tokens", "loss_mask", "logprobs"):
+            assert sample[name] == whole[name][:length]
+        assert sample["status"] == "truncated"
+        assert sample["response_length"] == length - first["start"]
+        assert sample["weight_versions"][-1]["end"] <= length
+        kept = [turn for turn in whole["metadata"]["turns"] if turn["start"] < length]
+        assert sample["metadata"]["turns"] == [{**turn, "end": min(turn["end"], length)} for turn in kept]
+    (sample,) = await trial.samples(session, max_seq_len=len(whole["tokens"]))
+    assert sample == whole
+
+
+async def test_a_sample_of_a_prompt_alone_is_refused(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await trial.chat(session, HI)
+    prompt = len(generations(trial)[0].input_ids)
+    answer = await trial.ask("POST", f"/sessions/{session}/samples", {"max_seq_len": prompt})
+    assert (answer.status, answer.error_type) == (422, "invalid_sample")
+    assert "has_a_response" in answer.json()["error"]["message"]
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "want",
+    [
+        {"format": "parquet"},
+        {"format": None},
+        {"max_seq_len": 0},
+        {"max_seq_len": "9"},
+        {"max_seq_len": True},
+        {"branches": "some"},
+        {"branches": "tests.e2e.test_session_samples.nobody"},
+        {"branches": ["all"]},
+        {"metadata": "text"},
+        {"rewards": 1.0},
+        [],
+        b"{",
+    ],
+    ids=repr,
+)
+async def test_a_request_that_is_not_understood_is_refused(trial: SessionTrial, want: Any) -> None:
+    answer = await trial.ask("POST", f"/sessions/{await trial.create()}/samples", want)
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+
+
+def positive(piece: Piece) -> Piece:
+    return Piece(piece.tokens, piece.logprobs + np.float32(9) if piece.logprobs is not None else None, piece.version)
+
+
+def not_a_number(piece: Piece) -> Piece:
+    return Piece(piece.tokens, np.full(len(piece), np.nan, dtype=np.float32), piece.version)
+
+
+def negative(piece: Piece) -> Piece:
+    return Piece(-piece.tokens - 1, piece.logprobs, piece.version)
+
+
+def versionless(piece: Piece) -> Piece:
+    return Piece(piece.tokens, piece.logprobs, None)
+
+
+def misaligned(piece: Piece) -> Piece:
+    return Piece(piece.tokens, piece.logprobs[:-1] if piece.logprobs is not None else None, piece.version)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "invariant"),
+    [
+        (positive, "logprobs_are_logprobs"),
+        (not_a_number, "logprobs_are_logprobs"),
+        (negative, "tokens_are_ids"),
+        (versionless, "versions_cover_the_loss"),
+        (misaligned, "aligned"),
+    ],
+)
+@pytest.mark.parametrize("form", ["json", "safetensors"])
+async def test_a_sample_that_would_break_an_invariant_is_refused_by_its_name(
+    trial: SessionTrial, break_it: Callable[[Piece], Piece], invariant: str, form: str
+) -> None:
+    session = await trial.create()
+    await episode(trial, session, 2)
+
+    def broken(turn: Turn) -> None:
+        turn.sampled = tuple(map(break_it, turn.sampled))
+
+    assert len(await trial.samples(session)) == 1
+    corrupt(trial, session, broken)
+    answer = await trial.ask("POST", f"/sessions/{session}/samples", {"format": form})
+    assert (answer.status, answer.error_type) == (422, "invalid_sample")
+    assert invariant in answer.json()["error"]["message"]
+    assert b'tokens"' not in answer.body
+
+
+async def test_one_broken_branch_refuses_them_all(trial: SessionTrial) -> None:
+    session = await branched(trial)
+    corrupt(trial, session, lambda turn: setattr(turn, "sampled", tuple(map(negative, turn.sampled))))
+    answer = await trial.ask("POST", f"/sessions/{session}/samples", {})
+    assert answer.status == 422
+    assert [each["metadata"]["leaf"] for each in await trial.samples(session, branches=POLICY)] == [2]

@@ -1,0 +1,379 @@
+"""Streamed turns: the first token reaches the agent when the engine sends it, and the turn is recorded exactly all the
+same; where an engine cannot tell what it sampled, streams are buffered, and the log says so."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.http import Client, CutReply, request
+from tests.support.scripted_chat import (
+    DONE,
+    EVENT_STREAM,
+    able,
+    chat_answer,
+    chat_events,
+    chat_reply,
+    delta,
+    event,
+    streamed,
+)
+from tests.support.scripted_worker import RESET, ScriptedWorker, chunk, chunked_head, reply, script
+from tests.support.session_trial import (
+    ADD,
+    ASK_ADD,
+    CHAT,
+    JSON,
+    SessionTrial,
+    chunks_of,
+    exactly,
+    message_of,
+    said,
+    session_trial,
+    simulated_sessions,
+    text_of,
+    user,
+)
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+HI: list[Any] = [user("Hi")]
+HELLO = chat_events([7, 8, 9], ["Hel", "l", "o"])
+
+
+@pytest.fixture
+async def worker(stage: Stage) -> ScriptedWorker:
+    return able(await stage.worker())
+
+
+@pytest.fixture
+async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
+    return await session_trial(stage, worker)
+
+
+async def begin(trial: SessionTrial, stage: Stage, session: str, **fields: Any) -> Client:
+    """A client that has sent a streaming turn."""
+    client = await stage.client(trial.router)
+    body = json.dumps({"model": "m", "messages": HI, "stream": True, **fields}).encode()
+    await client.send(request("POST", f"/sessions/{session}{CHAT}", JSON, body))
+    return client
+
+
+def logged(caplog: pytest.LogCaptureFixture, message: str) -> list[str]:
+    """The reasons that the log gives under a message."""
+    return [str(each.__dict__["fields"]["reason"]) for each in caplog.records if each.getMessage() == message]
+
+
+# Real streams
+
+
+async def test_every_chunk_is_given_on_when_it_comes(stage: Stage, worker: ScriptedWorker, trial: SessionTrial) -> None:
+    gates = [asyncio.Event() for _ in range(4)]
+    role, *texts, finish, ids, done = HELLO
+    worker.always(
+        streamed(role, gates[0], texts[0], gates[1], texts[1], gates[2], texts[2], gates[3], finish, ids, done)
+    )
+    session = await trial.create()
+    client = await begin(trial, stage, session)
+    assert (await client.read_head("POST")).status == 200
+    seen = []
+    for gate in gates:
+        (part,) = [json.loads(each.removeprefix(b"data: ")) for each in (await client.read_part()).split(b"\n\n")[:-1]]
+        seen.append(part["choices"][0]["delta"]["content"])
+        assert await trial.records(session) == [], "the worker has not ended"
+        gate.set()
+    assert seen == ["", "Hel", "l", "o"]
+    last = chunks_of((await client.read_body()).body)
+    assert [chunk["choices"][0]["finish_reason"] for chunk in last] == ["length"]
+    assert len(await trial.records(session)) == 1
+
+
+async def test_the_turn_is_recorded_before_the_agent_learns_that_it_ended(
+    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    gate = asyncio.Event()
+    *before, finish, ids, done = HELLO
+    worker.always(streamed(*before, finish, ids, gate, done))
+    session = await trial.create()
+    client = await begin(trial, stage, session)
+    await client.read_head("POST")
+    seen = b""
+    while b'"o"' not in seen:
+        seen += await client.read_part()
+    gate.set()
+    while b'finish_reason":"length' not in seen:
+        seen += await client.read_part()
+    assert len(await trial.records(session)) == 1
+    await client.read_body()
+
+
+@pytest.mark.parametrize("cut", [1, 7, 64, 5000])
+async def test_a_stream_is_understood_however_it_is_cut(worker: ScriptedWorker, trial: SessionTrial, cut: int) -> None:
+    whole = b"".join(chat_events([7, 8], ["né", "日本"]))
+    pieces = [chunk(whole[begin : begin + cut]) for begin in range(0, len(whole), cut)]
+    worker.always(script(chunked_head(EVENT_STREAM), *pieces, b"0\r\n\r\n"))
+    session = await trial.create()
+    assert text_of(await trial.stream(session, HI)) == "né日本"
+    (sample,) = await trial.samples(session)
+    assert sample["tokens"] == [1, 2, 3, 7, 8]
+    assert sample["logprobs"] == [0.0, 0.0, 0.0, -0.5, -0.5]
+
+
+async def test_what_is_no_chunk_is_given_on_in_its_place(worker: ScriptedWorker, trial: SessionTrial) -> None:
+    role, text, *rest = chat_events([7], ["Hi"])
+    ping, named = b": ping\n\n", b"event: odd\ndata: no json\n\n"
+    worker.always(streamed(role, ping, text, named, *rest))
+    session = await trial.create()
+    body = (await trial.turn(session, HI, stream=True)).body
+    events = body.split(b"\n\n")
+    assert (events[1] + b"\n\n", events[3] + b"\n\n") == (ping, named)
+
+
+async def test_a_stream_of_a_real_engine_is_recorded_exactly(stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        session = await trial.create()
+        text = text_of(await trial.stream(session, HI, max_tokens=40, n=2))
+        history = [*HI, said(text), user("Go on")]
+        trial.worker.say(f"I add.\n{ASK_ADD}")
+        await trial.stream(session, history, max_tokens=99, tools=[ADD])
+        await trial.stream(session, history, max_tokens=12)
+        first, second, _, third = (each for exchange in trial.door for each in exchange.generations)
+        samples = await trial.samples(session)
+        exactly(samples[0], second)
+        exactly(samples[2], first, third)
+        assert [record["versions"] for record in await trial.records(session)] == ["router"] * 4
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_tool_calls_are_recorded_as_they_were_streamed(stage: Stage, incremental: bool) -> None:
+    async with simulated_sessions(stage, incremental_streaming_output=incremental) as trial:
+        trial.worker.say(f"I add.\n{ASK_ADD}\n{ASK_ADD}")
+        session = await trial.create()
+        async with trial.agent(session) as client:
+            asked: dict[str, Any] = {"model": "m", "messages": HI, "tools": [ADD]}
+            async with client.chat.completions.stream(**asked) as stream:
+                seen = (await stream.get_final_completion()).choices[0].message.model_dump(exclude_none=True)
+        (record,) = await trial.records(session)
+        calls = [
+            {"id": call["id"], "type": "function", "function": {k: call["function"][k] for k in ("name", "arguments")}}
+            for call in seen["tool_calls"]
+        ]
+        assert len(calls) == 2
+        assert record["response"] == {"role": "assistant", "content": seen["content"], "tool_calls": calls}
+        assert record["finish_reason"] == "tool_calls"
+        exactly((await trial.samples(session))[0], trial.door[0].generation)
+
+
+async def test_a_weight_update_under_a_stream_is_seen_by_the_router(
+    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    gate = asyncio.Event()
+    role, *texts, finish, ids, done = HELLO
+    worker.always(streamed(role, texts[0], gate, *texts[1:], finish, ids, done))
+    session = await trial.create()
+    client = await begin(trial, stage, session)
+    await client.read_head("POST")
+    seen = b""
+    while b"Hel" not in seen:
+        seen += await client.read_part()
+    trial.router.worker(worker).weight_version = "2"
+    gate.set()
+    await client.read_body()
+    (sample,) = await trial.samples(session)
+    assert sample["weight_versions"] == [
+        {"version": "1", "start": 3, "end": 4},
+        {"version": "2", "start": 4, "end": 6},
+    ]
+
+
+# Streams that cannot be recorded
+
+
+@pytest.mark.parametrize(
+    ("schema", "settings"),
+    [(b'{"fields": ["input_ids"]}', b"{}"), (b"{}", b'{"tool_call_parser": null, "reasoning_parser": ""}')],
+    ids=["no field", "no parser"],
+)
+async def test_an_engine_that_cannot_stream_ids_is_served_by_a_buffered_stream(
+    stage: Stage, schema: bytes, settings: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = able(await stage.worker(), schema if b"null" not in settings else b'"return_output_ids_in_sglext"')
+    worker.standing["/server_info"] = script(reply(settings, headers=JSON))
+    worker.always(script(chat_reply([7, 8], "Hi", logprobs={"content": [{"logprob": -0.5}] * 2})))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    with caplog.at_level("WARNING"):
+        answer = await trial.turn(session, HI, stream=True, stream_options={"include_usage": True})
+        assert text_of(await trial.stream(session, HI)) == "Hi"
+    (reason,) = logged(caplog, "streams_are_buffered")
+    assert ("return_output_ids_in_sglext" if b"null" not in settings else "parser") in reason
+    assert (answer.status, answer.value("content-type")) == (200, b"text/event-stream; charset=utf-8")
+    *chunks, usage = chunks_of(answer.body)
+    assert text_of(chunks) == "Hi"
+    assert [each["choices"][0]["finish_reason"] for each in chunks] == [None, None, "length"]
+    assert all(each["choices"][0]["logprobs"] is None for each in chunks)
+    assert (usage["choices"], usage["usage"]) == ([], chat_answer([7, 8])["usage"])
+    sent = json.loads(worker.requests[0].body)
+    assert not {"stream", "stream_options"} & set(sent)
+    assert sent["return_meta_info"] is True
+    records = await trial.records(session)
+    assert [(each["completion_tokens"], each["streamed"], each["versions"]) for each in records] == [
+        (2, True, "engine")
+    ] * 2
+
+
+async def test_a_buffered_stream_is_what_the_official_client_expects(stage: Stage) -> None:
+    async with simulated_sessions(stage, tool_call_parser=None, reasoning_parser=None) as trial:
+        session = await trial.create()
+        async with trial.agent(session) as client:
+            stream = await client.chat.completions.create(
+                model="m",
+                messages=HI,
+                n=2,
+                max_tokens=6,
+                logprobs=True,
+                stream=True,
+                stream_options={"include_usage": True},
+            )
+            chunks = [chunk async for chunk in stream]
+        assert "stream" not in trial.door[-1].json()
+        one, other = trial.door[-1].generations
+        for index, generation in enumerate((one, other)):
+            mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
+            assert mine[0].delta.role == "assistant"
+            assert "".join(choice.delta.content or "" for choice in mine) == generation.text
+            tokens = [token for choice in mine if choice.logprobs for token in choice.logprobs.content or ()]
+            assert [token.logprob for token in tokens] == generation.logprobs
+            assert mine[-1].finish_reason == "length"
+        assert chunks[-1].usage is not None
+        assert chunks[-1].usage.completion_tokens == 12
+        (sample, _) = await trial.samples(session)
+        exactly(sample, one)
+
+
+async def test_a_buffered_stream_has_the_tool_calls_and_the_reasoning(stage: Stage) -> None:
+    call = {"id": "call_1", "index": 0, "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    message = {"role": "assistant", "content": "", "reasoning_content": "Why?", "tool_calls": [call]}
+    worker = able(await stage.worker(), b"{}")
+    worker.always(script(chat_reply([7, 8], message=message, finish_reason="tool_calls")))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    async with (
+        trial.agent(session) as client,
+        client.chat.completions.stream(model="m", messages=HI, tools=[ADD]) as stream,
+    ):
+        (choice,) = (await stream.get_final_completion()).choices
+    (seen,) = choice.message.tool_calls or []
+    assert (seen.id, seen.function.name, seen.function.arguments) == ("call_1", "add", '{"a": 1}')
+    assert (choice.finish_reason, choice.message.model_dump()["reasoning_content"]) == ("tool_calls", "Why?")
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        (chat_events([7, 8], ["H", "i"], input_ids=None, output_ids=None), "without the ids"),
+        (chat_events([7, 8, 9], ["H", "i"]), "left out logprobs"),
+    ],
+    ids=["no ids", "too few logprobs"],
+)
+async def test_an_engine_that_turns_out_not_to_tell_is_served_by_buffered_streams_from_then_on(
+    stage: Stage, events: list[bytes], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = able(await stage.worker())
+    for path in worker.standing:
+        worker.standing[path] = script(reply(b"{}", 404))
+    worker.next(streamed(*events)).always(script(chat_reply([7, 8], "Hi")))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    with caplog.at_level("WARNING"):
+        assert text_of(await trial.stream(session, HI)) == "Hi", "the agent has its answer"
+        (why,) = logged(caplog, "streams_are_buffered")
+        assert reason in why
+        assert text_of(await trial.stream(session, HI)) == "Hi"
+    found = await trial.read(session)
+    assert len(found["records"]) == 1, "the second"
+    (untraced,) = found["metadata"]["untraced"]
+    assert untraced["path"] == CHAT
+    assert len(logged(caplog, "turn_not_traced")) == 1
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [*HELLO[:2], b'data: {"error": {"message": "out of memory", "code": 500}}\n\n', DONE],
+        [*HELLO[:-3], *HELLO[-2:]],
+        [*HELLO[:2], event([delta("x", index=1)]), *HELLO[-3:]],
+        [*HELLO[:-2], event([], sglext={"input_ids": [1], "output_ids": [["a"]]}), DONE],
+        [*HELLO[:-2], event([], sglext={"input_ids": [1], "output_ids": [[-7, 8, 9]]}), DONE],
+        [*HELLO[:-2], event([], sglext={"output_ids": [[7, 8, 9]]}), DONE],
+        [*HELLO[:2], b"data: {\n\n", *HELLO[3:]],
+        [*HELLO[:2], b'data: {"choices": [7]}\n\n', *HELLO[3:]],
+        [*HELLO[:2], event([delta(None) | {"delta": {"content": 7}}]), *HELLO[3:]],
+        [*HELLO[:2], event([delta(None) | {"delta": {"tool_calls": [7]}}]), *HELLO[3:]],
+        [*HELLO[:2], event([delta(None) | {"delta": {"tool_calls": [{"index": 0, "id": "a"}]}}]), *HELLO[3:]],
+        [*HELLO[:2], event([delta(None) | {"index": "a"}]), *HELLO[3:]],
+        [*HELLO[:2], event([delta(None) | {"logprobs": {"content": [{}]}}]), *HELLO[3:]],
+    ],
+    ids=[
+        *("error", "no finish", "odd choice", "no ids", "negative", "no prompt", "no json", "no choice", "odd text"),
+        *("odd call", "nameless call", "odd index", "odd logprob"),
+    ],
+)
+async def test_a_stream_that_makes_no_sense_is_passed_and_said_to_be_untraced(
+    worker: ScriptedWorker, trial: SessionTrial, events: list[bytes]
+) -> None:
+    worker.next(streamed(*events)).always(streamed(*HELLO))
+    session = await trial.create()
+    body = (await trial.turn(session, HI, stream=True)).body
+    assert b"Hel" in body
+    assert body.endswith(DONE)
+    found = await trial.read(session)
+    assert found["records"] == []
+    (untraced,) = found["metadata"]["untraced"]
+    assert untraced["path"] == CHAT
+    assert await trial.stream(session, HI)
+    assert len(await trial.records(session)) == 1, "one bad answer says nothing of the next"
+    assert json.loads(worker.requests[-1].body)["stream"] is True
+
+
+async def test_a_fleet_without_workers_is_asked_once_it_has_one(
+    stage: Stage, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker.always(streamed(*HELLO))
+    trial = await session_trial(stage)
+    session = await trial.create()
+    answer = await trial.turn(session, HI, stream=True)
+    assert (answer.status, answer.error_type) == (503, "no_worker_available")
+    await trial.ask("POST", f"/add_worker?url={worker.url}")
+    await until(lambda: trial.router.pool.routable, "the worker takes traffic")
+    assert text_of(await trial.stream(session, HI)) == "Hello"
+    assert len(await trial.records(session)) == 1
+
+
+async def test_the_next_turn_sends_an_answer_that_was_streamed_back(
+    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    worker.next(streamed(*HELLO)).always(script(chat_reply([17, 18], prompt_token_ids=None)))
+    session = await trial.create()
+    await trial.stream(session, HI)
+    answer = await trial.chat(session, [*HI, said("Hello"), user("Go on")])
+    assert json.loads(worker.requests[-1].body)["input_ids"][:6] == [1, 2, 3, 7, 8, 9]
+    assert message_of(answer) == said("ok")
+    (sample,) = await trial.samples(session)
+    assert sample["tokens"][-2:] == [17, 18]
+
+
+async def test_a_stream_that_is_cut_off_is_cut_off_for_the_agent_too(
+    worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    worker.next(script(chunked_head(EVENT_STREAM), *map(chunk, HELLO[:3]), RESET)).always(streamed(*HELLO))
+    session = await trial.create()
+    with pytest.raises(CutReply) as caught:
+        await trial.turn(session, HI, stream=True)
+    assert b"Hel" in caught.value.reply.body
+    assert await trial.records(session) == []
+    assert text_of(await trial.stream(session, HI)) == "Hello"
+    assert len(await trial.records(session)) == 1

@@ -1,0 +1,377 @@
+"""Sessions and what goes wrong: nothing half is ever recorded, nothing stays under way, and the next turn works."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.http import CutReply, request
+from tests.support.scripted_chat import (
+    EVENT_STREAM,
+    JSON,
+    able,
+    chat_answer,
+    chat_events,
+    chat_reply,
+    meta_of,
+    streamed,
+)
+from tests.support.scripted_worker import (
+    CLOSE,
+    HANG,
+    RESET,
+    ScriptedWorker,
+    chunk,
+    chunked_head,
+    reply,
+    script,
+)
+from tests.support.session_trial import (
+    CHAT,
+    SessionTrial,
+    message_of,
+    session_trial,
+    simulated_sessions,
+    text_of,
+    user,
+)
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+HI = [user("Hi")]
+HELLO = chat_events([7, 8], ["Hel", "lo"])
+GOOD = script(chat_reply([7, 8], "Hello"))
+SAME = [("X-Turn-Id", "t1")]
+
+
+@pytest.fixture
+async def worker(stage: Stage) -> ScriptedWorker:
+    return able(await stage.worker())
+
+
+@pytest.fixture
+async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
+    return await session_trial(stage, worker)
+
+
+async def nothing_is_held(trial: SessionTrial, session: str) -> None:
+    found = await trial.read(session)
+    assert (found["records"], found["metadata"]["in_flight"]) == ([], 0)
+    assert await trial.samples(session) == []
+
+
+async def the_next_turn_works(trial: SessionTrial, session: str) -> None:
+    assert message_of(await trial.chat(session, HI))["content"] == "Hello"
+    assert len(await trial.records(session)) == 1
+
+
+# Workers that are lost
+
+
+@pytest.mark.parametrize("end", [RESET, CLOSE])
+async def test_a_worker_lost_inside_a_stream_breaks_the_agent_s_connection_off(
+    worker: ScriptedWorker, trial: SessionTrial, end: Any
+) -> None:
+    worker.next(script(chunked_head(EVENT_STREAM), *map(chunk, HELLO[:3]), end)).always(GOOD)
+    session = await trial.create()
+    with pytest.raises(CutReply) as caught:
+        await trial.turn(session, HI, SAME, stream=True)
+    assert (caught.value.reply.status, caught.value.reply.body.count(b"data: ")) == (200, 3)
+    await nothing_is_held(trial, session)
+    assert (await trial.turn(session, HI, SAME)).status == 200, "its turn id is free again"
+    assert len(await trial.records(session)) == 1
+
+
+@pytest.mark.parametrize("after", range(len(HELLO)))
+async def test_a_stream_without_its_end_is_no_turn_wherever_it_is_cut(
+    worker: ScriptedWorker, trial: SessionTrial, after: int
+) -> None:
+    worker.next(script(chunked_head(EVENT_STREAM), *map(chunk, HELLO[:after]), RESET)).always(GOOD)
+    session = await trial.create()
+    with pytest.raises(CutReply):
+        await trial.turn(session, HI, stream=True)
+    await nothing_is_held(trial, session)
+    await the_next_turn_works(trial, session)
+
+
+@pytest.mark.parametrize("end", [RESET, CLOSE])
+async def test_a_worker_lost_inside_a_whole_answer_is_an_error(
+    worker: ScriptedWorker, trial: SessionTrial, end: Any
+) -> None:
+    worker.next(script(chat_reply([7, 8])[:-20], end)).always(GOOD)
+    session = await trial.create()
+    answer = await trial.turn(session, HI)
+    assert (answer.status, answer.json()["error"]["type"]) == (502, "upstream_broken")
+    await nothing_is_held(trial, session)
+    await the_next_turn_works(trial, session)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_lost_before_it_answers_is_replaced(stage: Stage, stream: bool) -> None:
+    answers = streamed(*HELLO) if stream else GOOD
+    workers = [able(await stage.worker()).always(answers) for _ in range(2)]
+    trial = await session_trial(stage, *workers)
+    session = await trial.create()
+    await trial.turn(session, HI, stream=stream)
+    (home,) = [each for each in workers if each.requests]
+    home.next(script(RESET), script(RESET))  # the first could have been a connection gone stale
+    assert (await trial.turn(session, HI, stream=stream)).status == 200
+    first, second = await trial.records(session)
+    assert (first["worker"], second["worker"]) == (home.url, next(each.url for each in workers if each is not home))
+
+
+# Workers that answer nonsense
+
+
+def odd(**choice: Any) -> bytes:
+    return chat_reply([7, 8], **choice)
+
+
+def with_meta(**fields: Any) -> bytes:
+    return odd(meta_info=meta_of([7, 8], **fields))
+
+
+def as_json(answer: object) -> bytes:
+    return reply(json.dumps(answer).encode(), headers=JSON)
+
+
+GARBAGE = {
+    "no JSON": reply(b"garbage", headers=JSON),
+    "empty": reply(b"", headers=JSON),
+    "a list": as_json([1]),
+    "null": as_json(None),
+    "no choices": as_json({"choices": []}),
+    "odd choices": as_json({"choices": "many"}),
+    "odd choice": as_json({"choices": [7]}),
+    "no message": as_json({"choices": [{"index": 0, "finish_reason": "stop"}]}),
+    "odd message": odd(message="text"),
+    "no message at all": odd(message=None),
+    "odd tool calls": odd(message={"role": "assistant", "content": "", "tool_calls": "many"}),
+    "a tool call of nothing": odd(message={"role": "assistant", "content": "", "tool_calls": [{"id": "call_1"}]}),
+    "a tool without a name": odd(message={"role": "assistant", "tool_calls": [{"function": {"name": 7}}]}),
+    "no finish reason": odd(finish_reason=None),
+    "no meta": odd(meta_info=None),
+    "odd meta": odd(meta_info=[1]),
+    "no logprobs": with_meta(output_token_logprobs=None),
+    "fewer logprobs": with_meta(completion_tokens=3),
+    "odd logprobs": with_meta(output_token_logprobs=[[-0.5], [-0.5]]),
+    "a positive logprob": with_meta(output_token_logprobs=[[0.5, 7, None], [-0.5, 8, None]]),
+    "a logprob that is none": with_meta(output_token_logprobs=[["x", 7, None], [-0.5, 8, None]]),
+    "a null logprob": with_meta(output_token_logprobs=[[None, 7, None], [-0.5, 8, None]]),
+    "a negative id": with_meta(output_token_logprobs=[[-0.5, -7, None], [-0.5, 8, None]]),
+    "a null id": with_meta(output_token_logprobs=[[-0.5, None, None], [-0.5, 8, None]]),
+    "versions with a gap": with_meta(
+        weight_versions=[{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end": 2}]
+    ),
+    "too few versions": with_meta(weight_versions=[{"version": "1", "start": 0, "end": 1}]),
+    "too many versions": with_meta(weight_versions=[{"version": "1", "start": 0, "end": 3}]),
+    "odd versions": with_meta(weight_versions=[{"version": "1"}]),
+    "no prompt": odd(prompt_token_ids=None),
+    "an empty prompt": odd(prompt_token_ids=[]),
+    "an odd prompt": odd(prompt_token_ids=["a"]),
+    "a negative prompt": odd(prompt_token_ids=[-1]),
+    "no content type": reply(json.dumps(chat_answer([7, 8])).encode()),
+    "plain text": reply(b"hello", headers=[("Content-Type", "text/plain")]),
+    "encoded": reply(b"\x1f\x8b", headers=[*JSON, ("Content-Encoding", "gzip")]),
+}
+
+
+@pytest.mark.parametrize("garbage", [*GARBAGE.values()], ids=[*GARBAGE])
+async def test_an_answer_that_cannot_be_recorded_exactly_is_not_given_either(
+    worker: ScriptedWorker, trial: SessionTrial, garbage: bytes
+) -> None:
+    worker.next(script(garbage)).always(GOOD)
+    session = await trial.create()
+    answer = await trial.turn(session, HI)
+    assert (answer.status, answer.error_type) == (502, "unusable_answer")
+    assert answer.json()["error"]["message"]
+    await nothing_is_held(trial, session)
+    await the_next_turn_works(trial, session)
+
+
+async def test_one_bad_choice_of_several_spoils_them_all(worker: ScriptedWorker, trial: SessionTrial) -> None:
+    good = chat_answer([7, 8])
+    bad = chat_answer([7, 8], index=1, meta_info=meta_of([7, 8], completion_tokens=5))
+    worker.next(script(as_json({**good, "choices": good["choices"] + bad["choices"]}))).always(GOOD)
+    session = await trial.create()
+    answer = await trial.turn(session, HI, n=2)
+    assert (answer.status, answer.error_type) == (502, "unusable_answer")
+    await nothing_is_held(trial, session)
+    await the_next_turn_works(trial, session)
+
+
+async def test_an_engine_that_was_given_other_ids_than_it_was_sent_is_found_out(
+    worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    worker.next(script(chat_reply([7, 8], "Hello")), script(chat_reply([9], prompt_token_ids=[1, 2, 3])))
+    session = await trial.create()
+    message = message_of(await trial.chat(session, HI))
+    answer = await trial.turn(session, [*HI, message, user("Go on")])
+    assert (answer.status, answer.error_type) == (502, "unusable_answer")
+    assert len(await trial.records(session)) == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [reply(b'{"error": "odd"}', headers=JSON), reply(b"hello", headers=[("Content-Type", "text/plain")])],
+    ids=["json", "text"],
+)
+async def test_an_answer_that_is_no_stream_is_no_answer_to_a_stream(
+    worker: ScriptedWorker, trial: SessionTrial, answer: bytes
+) -> None:
+    worker.next(script(answer)).always(GOOD)
+    session = await trial.create()
+    got = await trial.turn(session, HI, stream=True)
+    assert (got.status, got.error_type) == (502, "unusable_answer")
+    await nothing_is_held(trial, session)
+    await the_next_turn_works(trial, session)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_comes_in_no_encoding_that_only_the_agent_could_read(
+    worker: ScriptedWorker, trial: SessionTrial, stream: bool
+) -> None:
+    worker.always(streamed(*HELLO) if stream else GOOD)
+    session = await trial.create()
+    await trial.turn(session, HI, [("Accept-Encoding", "gzip, br")], stream=stream)
+    assert worker.requests[-1].values("accept-encoding") == []
+    assert len(await trial.records(session)) == 1
+
+
+async def test_a_worker_that_speaks_no_http_is_an_error(worker: ScriptedWorker, trial: SessionTrial) -> None:
+    worker.next(script(b"\x16\x03\x01 no http\r\n\r\n", CLOSE)).always(GOOD)
+    session = await trial.create()
+    answer = await trial.turn(session, HI)
+    assert (answer.status, answer.error_type) == (502, "upstream_invalid_response")
+    await nothing_is_held(trial, session)
+    await the_next_turn_works(trial, session)
+
+
+async def test_a_turn_that_no_worker_can_take_is_no_turn(stage: Stage) -> None:
+    trial = await session_trial(stage)
+    session = await trial.create()
+    for stream in (False, True):
+        answer = await trial.turn(session, HI, SAME, stream=stream)
+        assert (answer.status, answer.error_type) == (503, "no_worker_available")
+    await nothing_is_held(trial, session)
+
+
+# Clients that leave
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_the_answer_leaves_no_turn(
+    stage: Stage, worker: ScriptedWorker, trial: SessionTrial, stream: bool
+) -> None:
+    worker.next(script(HANG)).always(GOOD)
+    session = await trial.create()
+    client = await stage.client(trial.router)
+    body = json.dumps({"model": "m", "messages": HI, "stream": stream}).encode()
+    await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], body))
+    await until(lambda: worker.requests, "the turn is at the worker")
+    client.abort()
+    await stage.nothing_under_way()
+    await nothing_is_held(trial, session)
+    assert (await trial.turn(session, HI, SAME)).status == 200, "its turn id is free again"
+    assert len(await trial.records(session)) == 1
+
+
+async def test_a_client_that_leaves_inside_a_stream_leaves_no_turn_and_frees_the_engine(stage: Stage) -> None:
+    async with simulated_sessions(stage, token_latency_s=0.01) as trial:
+        session = await trial.create()
+        client = await stage.client(trial.router)
+        asked = {"model": "m", "messages": HI, "stream": True, "max_tokens": 4000, "ignore_eos": True}
+        await client.send(request("POST", f"/sessions/{session}{CHAT}", JSON, json.dumps(asked).encode()))
+        await client.read_head("POST")
+        for _ in range(3):
+            await client.read_part()
+        client.abort()
+        await until(lambda: not trial.worker.running, "the engine is free")
+        await stage.nothing_under_way()
+        await nothing_is_held(trial, session)
+        assert text_of(await trial.stream(session, HI))
+        assert await trial.reasons(session) == [None]
+
+
+async def test_a_client_that_leaves_while_another_asks_for_the_same_turn_takes_nothing_from_it(
+    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    worker.next(script(HANG)).always(GOOD)
+    session = await trial.create()
+    client = await stage.client(trial.router)
+    body = json.dumps({"model": "m", "messages": HI}).encode()
+    await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], body))
+    await until(lambda: worker.requests, "the turn is at the worker")
+    async with under_way(trial.turn(session, HI, SAME)) as waiting:
+        while (await trial.read(session))["metadata"]["in_flight"] < 2:
+            pass
+        client.abort()
+        assert (await waiting).status == 200
+    assert len(await trial.records(session)) == 1
+
+
+async def test_a_client_that_reads_the_end_and_leaves_at_once_has_had_its_turn(
+    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    gate = asyncio.Event()
+    worker.next(streamed(*HELLO, gate)).always(GOOD)
+    session = await trial.create()
+    client = await stage.client(trial.router)
+    body = json.dumps({"model": "m", "messages": HI, "stream": True}).encode()
+    await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], body))
+    await client.read_head("POST")
+    seen = b""
+    while b"[DONE]" not in seen:
+        seen += await client.read_part()
+    client.abort()
+    await stage.nothing_under_way()
+    assert len(await trial.records(session)) == 1
+    assert (await trial.turn(session, HI, SAME)).body == seen, "and may read it again"
+    assert len(worker.requests) == 1
+
+
+# Sessions that are deleted
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_in_a_session_that_is_deleted_finishes_and_its_result_is_dropped(
+    worker: ScriptedWorker, trial: SessionTrial, stream: bool
+) -> None:
+    gate = asyncio.Event()
+    slow = streamed(*HELLO[:2], gate, *HELLO[2:]) if stream else script(gate, chat_reply([7, 8], "Hello"))
+    worker.next(slow).always(GOOD)
+    session = await trial.create("s")
+    async with under_way(trial.turn(session, HI, SAME, stream=stream)) as turn:
+        await until(lambda: worker.requests, "the turn is at the worker")
+        assert (await trial.ask("DELETE", f"/sessions/{session}")).status == 204
+        assert (await trial.ask("GET", f"/sessions/{session}")).status == 404
+        await trial.create("s")
+        empty = trial.statistics()["bytes"]
+        gate.set()
+        answer = await turn
+    assert answer.status == 200
+    assert (b"Hel" in answer.body, answer.body.endswith(b"[DONE]\n\n")) == (True, stream)
+    await nothing_is_held(trial, "s")
+    told = trial.statistics()
+    assert (told["turns"], told["bytes"]) == (0, empty)
+    await the_next_turn_works(trial, "s")
+
+
+async def test_a_turn_behind_one_that_is_deleted_meanwhile_still_has_its_ids(
+    worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    gate = asyncio.Event()
+    later = script(gate, chat_reply([9], "Bye", prompt_token_ids=None))
+    worker.next(script(chat_reply([7, 8], "Hello")), later)
+    session = await trial.create()
+    message = message_of(await trial.chat(session, HI))
+    async with under_way(trial.turn(session, [*HI, message, user("Go on")])) as turn:
+        await until(lambda: len(worker.requests) == 2, "the turn is at the worker")
+        await trial.ask("DELETE", f"/sessions/{session}")
+        gate.set()
+        assert message_of((await turn).json())["content"] == "Bye"
+    assert json.loads(worker.requests[1].body)["input_ids"][:5] == [1, 2, 3, 7, 8]

@@ -1,0 +1,99 @@
+"""Chat answers of an engine, byte by byte, for `ScriptedWorker`.
+
+able(worker).always(script(chat_reply([7, 8], "Hi")))
+able(worker).always(streamed(*chat_events([7, 8], ["H", "i"])))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from tests.support.scripted_worker import LAST_CHUNK, Behaviour, ScriptedWorker, chunk, chunked_head, reply, script
+
+JSON = [("Content-Type", "application/json")]
+EVENT_STREAM = [("Content-Type", "text/event-stream; charset=utf-8")]
+DONE = b"data: [DONE]\n\n"
+SCHEMA = b'{"fields": ["return_output_ids_in_sglext"]}'
+PROMPT = [1, 2, 3]
+
+
+def able(worker: ScriptedWorker, schema: bytes = SCHEMA) -> ScriptedWorker:
+    """A worker that says what chat requests it knows; by default one whose streams can be recorded."""
+    worker.standing["/openapi.json"] = script(reply(schema, headers=JSON))
+    worker.standing["/server_info"] = script(reply(b'{"tool_call_parser": "qwen25"}', headers=JSON))
+    return worker
+
+
+def meta_of(ids: Sequence[int], **fields: Any) -> dict[str, Any]:
+    return {
+        "id": "r1",
+        "finish_reason": {"type": "length", "length": len(ids)},
+        "completion_tokens": len(ids),
+        "cached_tokens": 0,
+        "output_token_logprobs": [[-0.5, token, None] for token in ids],
+        "weight_versions": [{"version": "1", "start": 0, "end": len(ids)}],
+        **fields,
+    }
+
+
+def chat_answer(ids: Sequence[int], text: str = "ok", **choice: Any) -> dict[str, Any]:
+    """A whole answer with everything that recording asks for; `choice` replaces fields of its only choice."""
+    only = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "logprobs": {"content": []},
+        "finish_reason": "length",
+        "matched_stop": None,
+        "prompt_token_ids": PROMPT,
+        "meta_info": meta_of(ids),
+        **choice,
+    }
+    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(ids), "total_tokens": len(PROMPT) + len(ids)}
+    head = {"id": "r1", "object": "chat.completion", "created": 1, "model": "m"}
+    return {**head, "choices": [only], "usage": usage}
+
+
+def chat_reply(ids: Sequence[int], text: str = "ok", **choice: Any) -> bytes:
+    """The reply with it."""
+    return reply(json.dumps(chat_answer(ids, text, **choice)).encode(), headers=JSON)
+
+
+def event(choices: Sequence[Any], **fields: Any) -> bytes:
+    head = {"id": "r1", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    return b"data: " + json.dumps({**head, "choices": choices, **fields}).encode() + b"\n\n"
+
+
+def delta(text: str | None, tokens: int = 1, *, index: int = 0, **fields: Any) -> dict[str, Any]:
+    """A choice of a chunk: text, and so many logprobs."""
+    content = [{"token": "", "bytes": [], "logprob": -0.5, "top_logprobs": []}] * tokens
+    return {
+        "index": index,
+        "delta": {"content": text},
+        "logprobs": {"content": content} if tokens else None,
+        "finish_reason": None,
+        "matched_stop": None,
+        **fields,
+    }
+
+
+def chat_events(ids: Sequence[int], texts: Sequence[str], **sglext: Any) -> list[bytes]:
+    """The events of a stream that can be recorded: the role, a text with a logprob for each id, the finish reason, the
+    ids, `[DONE]`. A field of `sglext` that is None is left out."""
+    extra = {"input_ids": PROMPT, "output_ids": [list(ids)], **sglext}
+    told = {name: value for name, value in extra.items() if value is not None}
+    return [
+        event([{**delta("", 0), "delta": {"role": "assistant", "content": ""}}]),
+        *(event([delta(text)]) for text in texts),
+        event([{**delta(None, 0), "delta": {}, "finish_reason": "length"}]),
+        *([event([], sglext=told)] if told else []),
+        DONE,
+    ]
+
+
+def streamed(*events: bytes | asyncio.Event) -> Behaviour:
+    """A stream of events; it waits where it meets an `asyncio.Event`."""
+    steps = [chunk(each) if isinstance(each, bytes) else each for each in events]
+    return script(chunked_head(EVENT_STREAM), *steps, LAST_CHUNK)

@@ -1,0 +1,199 @@
+"""Holds a session's training samples against what went through the workers' doors, position by position.
+
+What a sample must be is put together here from nothing but the doors' records, in the order of the turns that its
+metadata names; and what the engine was given behind an answer from what the agent said, in Qwen3's own markup.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from typing import Any
+
+import numpy as np
+
+from tests.support.agents import Asked, Message
+from tests.support.chat_door import ChatGeneration
+from tests.support.oracle import Arrays, common_length, given_arrays, same
+
+IM_END = 151645
+PAGE = 1  # tokens that the engine caches at a time
+
+Sample = Mapping[str, Any]
+
+
+@dataclass
+class Turn:
+    """A turn in a sample: the generation, where it begins, and how many of its sampled tokens the sample has."""
+
+    generation: ChatGeneration
+    start: int
+    kept: int
+    trained: bool
+
+
+@dataclass
+class Proved:
+    """How much was compared, all of it equal."""
+
+    sessions: int = 0
+    samples: int = 0
+    positions: int = 0
+    trained: int = 0
+    turns: int = 0
+    streamed: int = 0
+    continued: int = 0  # turns that were sent as ids
+    dropped: int = 0  # stop tokens that the engine was not given again
+    prompts: int = 0  # tokens of the prompts of continued turns
+    held: int = 0  # of these, given or sampled before
+    cached: int = 0  # of these, found in the engine's cache
+    new_versions: Counter[str] = field(default_factory=Counter)  # turns whose weights changed on the way
+    reasons: Counter[str | None] = field(default_factory=Counter)
+    finishes: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sessions} sessions, {self.turns} turns, {self.streamed} of them streamed; new weights in the "
+            f"middle of {dict(self.new_versions)}; {self.samples} samples: {self.positions} positions compared, "
+            f"{self.trained} trained, {self.dropped} stop tokens dropped\n"
+            f"branches {dict(self.reasons)}, ends {dict(self.finishes)}\n"
+            f"{self.continued} turns continued, {self.prompts} prompt tokens: {self.held / self.prompts:.2%} held, "
+            f"{self.cached / self.prompts:.2%} in the engine's prefix cache"
+        )
+
+
+def check_session(
+    proved: Proved, samples: Sequence[Sample], passed: Sequence[ChatGeneration], asked: Mapping[str, Asked], plain: Any
+) -> None:
+    """Everything that can be said of one session.
+
+    Raises:
+        AssertionError: a position differs from what went through the doors.
+    """
+    by_rid = {each.rid: each for each in passed}
+    assert len(by_rid) == len(passed), "engines name each answer of their own"
+    assert len({each.door for each in passed}) == 1, "the session stayed on one worker"
+    lines = [line_of(sample, by_rid) for sample in samples]
+    trained: Counter[tuple[str, int]] = Counter()
+    for sample, line in zip(samples, lines, strict=True):
+        trained += _check_sample(sample, line)
+        proved.positions += len(sample["tokens"])
+    kept = {turn.rid: 0 for turn in passed}
+    for turn in (turn for line in lines for turn in line):
+        kept[turn.generation.rid] = max(kept[turn.generation.rid], turn.kept)
+    everything = {(turn.rid, offset) for turn in passed for offset in range(kept[turn.rid])}
+    assert trained == Counter(dict.fromkeys(everything, 1)), "what was sampled is trained, once"
+    parents = {turn.generation.rid: before.generation for line in lines for before, turn in pairwise(line)}
+    for each in passed:
+        _check_dropped(each, kept[each.rid])
+        proved.dropped += len(each.sampled) - kept[each.rid]
+        _check_continuation(proved, each, parents.get(each.rid), asked, plain)
+    _count(proved, passed)
+    reasons = {turn["rid"]: turn["reason"] for sample in samples for turn in sample["metadata"]["turns"]}
+    proved.reasons.update(reasons.values())
+    proved.sessions += 1
+    proved.samples += len(samples)
+    proved.trained += trained.total()
+
+
+def _count(proved: Proved, passed: Sequence[ChatGeneration]) -> None:
+    proved.turns += len(passed)
+    proved.streamed += sum(each.streamed for each in passed)
+    proved.finishes.update(each.finish for each in passed)
+    changed = (each for each in passed if len(set().union(*each.versions)) > 1)
+    proved.new_versions.update("streamed" if each.streamed else "whole" for each in changed)
+
+
+def line_of(sample: Sample, by_rid: Mapping[str, ChatGeneration]) -> list[Turn]:
+    """The turns of a sample. Each must have been given all that the sample has in front of it."""
+    turns = sample["metadata"]["turns"]
+    line = [by_rid[turn["rid"]] for turn in turns]
+    whole = [*line[-1].given, *line[-1].sampled]
+    untrained = set(sample["metadata"]["untrained_turns"])
+    found = []
+    for generation, told in zip(line, turns, strict=True):
+        start = len(generation.given)
+        assert generation.given == whole[:start], "each turn continues the one before"
+        kept = common_length(generation.sampled, whole[start:])
+        assert (told["start"], told["end"]) == (start, start + kept)
+        assert told["cached_tokens"] == (generation.cached or (None if generation.streamed else 0))
+        assert told["versions"] == ("router" if generation.streamed else "engine")
+        found.append(Turn(generation, start, kept, told["turn"] not in untrained))
+    return found
+
+
+def _check_sample(sample: Sample, line: Sequence[Turn]) -> Counter[tuple[str, int]]:
+    """Every array of a sample; gives the positions that it trains, as the engine knows them."""
+    last = line[-1].generation
+    assert line[-1].kept == len(last.sampled)
+    expected, found = given_arrays([*last.given, *last.sampled]), arrays_of(sample)
+    assert len(expected) == len(found)
+    trained: Counter[tuple[str, int]] = Counter()
+    for turn in line:
+        for offset in range(turn.kept):
+            at, generation = turn.start + offset, turn.generation
+            possible, told = generation.versions[offset], found.versions[at]
+            expected.logprobs[at] = float(np.float32(generation.logprobs[offset]))
+            expected.versions[at] = told if told in possible else min(possible)
+            expected.mask[at] = int(turn.trained)
+            trained[generation.rid, offset] += turn.trained
+    assert same(expected, found), _difference(expected, found)
+    assert sample["response_length"] == len(expected) - len(line[0].generation.given)
+    return +trained
+
+
+def arrays_of(sample: Sample) -> Arrays:
+    """A sample's arrays, its spans of versions spread over the positions."""
+    versions: list[str | None] = [None] * len(sample["tokens"])
+    for run in sample["weight_versions"]:
+        versions[run["start"] : run["end"]] = [run["version"]] * (run["end"] - run["start"])
+    logprobs = [float(np.float32(value)) for value in sample["logprobs"]]
+    return Arrays(sample["tokens"], logprobs, sample["loss_mask"], versions)
+
+
+def _difference(expected: Arrays, found: Arrays) -> str:
+    lines = ["the sample differs from what went through the door"]
+    for name in ("tokens", "mask", "logprobs", "versions"):
+        one, other = getattr(expected, name), getattr(found, name)
+        at = common_length(one, other)
+        if at < max(len(one), len(other)):
+            lines.append(f"{name} part at {at}: {one[at : at + 8]} != {other[at : at + 8]}")
+    return "\n".join(lines)
+
+
+def _check_dropped(turn: ChatGeneration, kept: int) -> None:
+    """All that was sampled is in some sample, but for a stop token that the model's markup does not have there."""
+    lost = turn.sampled[kept:]
+    assert not lost or (lost == [turn.matched] and turn.matched in turn.body["stop_token_ids"])
+
+
+def _check_continuation(
+    proved: Proved, turn: ChatGeneration, parent: ChatGeneration | None, asked: Mapping[str, Asked], plain: Any
+) -> None:
+    """What the engine was given, and had cached, of a turn that continues one."""
+    assert turn.first == (parent is None), "what continues a turn is sent as ids, and nothing else is"
+    if parent is None:
+        return
+    held = common_length(turn.given, [*parent.given, *parent.sampled])
+    said = asked[turn.request_id].messages[len(asked[parent.request_id].messages) + 1 :]
+    text = ("" if turn.given[held - 1] == IM_END else "<|im_end|>") + "\n" + "".join(_markup(said))
+    assert turn.given[held:] == plain.encode(text), (plain.decode(turn.given[held:]), text)
+    assert turn.cached >= held - 1 - PAGE, "all but the last sampled token, which it never read"
+    proved.continued += 1
+    proved.prompts += len(turn.given)
+    proved.held += held
+    proved.cached += turn.cached
+
+
+def _markup(messages: Sequence[Message]) -> Iterator[str]:
+    """What agents say, as Qwen3 reads it, and the prompt for an answer."""
+    for role, group in groupby(messages, key=lambda message: message["role"]):
+        contents = [message["content"] for message in group]
+        if role == "tool":
+            results = "".join(f"\n<tool_response>\n{content}\n</tool_response>" for content in contents)
+            yield f"<|im_start|>user{results}<|im_end|>\n"
+        else:
+            yield from (f"<|im_start|>{role}\n{content}<|im_end|>\n" for content in contents)
+    yield "<|im_start|>assistant\n"

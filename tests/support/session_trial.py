@@ -1,0 +1,196 @@
+"""A router with sessions before workers, agents in them, and what tests ask of both."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from openai import AsyncOpenAI
+
+from miles_router.config import MiddlewareSpec
+from miles_router.testing import SimulatedWorker, Tokenizer
+from miles_router.testing.door import Exchange, GenerationRecord
+from miles_router.testing.hf_vocabulary import DirectoryTokenizer
+from tests.support.cache_trial import checkpoint
+from tests.support.http import Pairs, RawReply
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import ScriptedWorker
+from tests.support.stage import Stage
+from tests.support.tokenizers import tokenizer_directory
+
+SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
+CHAT = "/v1/chat/completions"
+JSON = [("Content-Type", "application/json")]
+#: Qwen3's own: the end of a message, and the text between an answer that ended and the next one.
+IM_END = 151645
+Message = dict[str, Any]
+ADD: Any = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+ASK_ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
+
+
+@functools.cache
+def qwen3() -> Tokenizer:
+    """The Qwen3 vocabulary for simulated workers, loaded once."""
+    return DirectoryTokenizer(tokenizer_directory("qwen3"))
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def tool_result(call: Any, text: str) -> Message:
+    return {"role": "tool", "tool_call_id": call["id"], "content": text}
+
+
+def message_of(answer: Any, choice: int = 0) -> Message:
+    """The message of a whole answer, as agents put it back into their history."""
+    message: Message = answer["choices"][choice]["message"]
+    return message
+
+
+class SessionTrial:
+    """A router with sessions before workers."""
+
+    def __init__(self, router: RunningRouter, workers: Sequence[SimulatedWorker]) -> None:
+        self.router = router
+        self.workers = workers
+
+    @property
+    def worker(self) -> SimulatedWorker:
+        (only,) = self.workers
+        return only
+
+    async def ask(self, method: str, path: str, body: Any = None, headers: Pairs = ()) -> RawReply:
+        raw = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        return await self.router.ask(method, path, [*JSON, *headers], raw)
+
+    async def create(self, session: str | None = None, **fields: Any) -> str:
+        """A new session's id."""
+        named = {"session_id": session} if session is not None else {}
+        answer = await self.ask("POST", "/sessions", {**named, **fields})
+        assert answer.status == 201, answer.body
+        return str(answer.json()["session_id"])
+
+    async def turn(self, session: str, messages: Sequence[Message], headers: Pairs = (), **fields: Any) -> RawReply:
+        """A chat request and its reply, whatever that is."""
+        body = {"model": "m", "max_tokens": 8, "messages": messages, **fields}
+        return await self.ask("POST", f"/sessions/{session}{CHAT}", body, headers)
+
+    async def chat(self, session: str, messages: Sequence[Message], headers: Pairs = (), **fields: Any) -> Any:
+        """One good whole answer."""
+        answer = await self.turn(session, messages, headers, **fields)
+        assert answer.status == 200, answer.body
+        return answer.json()
+
+    async def stream(self, session: str, messages: Sequence[Message], headers: Pairs = (), **fields: Any) -> list[Any]:
+        """The chunks of one good stream."""
+        answer = await self.turn(session, messages, headers, stream=True, **fields)
+        assert answer.status == 200, answer.body
+        return chunks_of(answer.body)
+
+    @contextlib.asynccontextmanager
+    async def agent(self, session: str, **options: Any) -> AsyncIterator[AsyncOpenAI]:
+        """The official client, which knows a `base_url` and nothing else."""
+        given = {"api_key": "none", "max_retries": 0, **options}
+        async with AsyncOpenAI(base_url=f"{self.router.url}/sessions/{session}/v1", **given) as client:
+            yield client
+
+    async def read(self, session: str) -> Any:
+        answer = await self.ask("GET", f"/sessions/{session}")
+        assert answer.status == 200, answer.body
+        return answer.json()
+
+    async def records(self, session: str) -> list[Any]:
+        return list((await self.read(session))["records"])
+
+    async def reasons(self, session: str) -> list[str | None]:
+        return [record["reason"] for record in await self.records(session)]
+
+    async def samples(self, session: str, **want: Any) -> list[Any]:
+        answer = await self.ask("POST", f"/sessions/{session}/samples", want)
+        assert answer.status == 200, answer.body
+        return list(answer.json()["samples"])
+
+    @property
+    def door(self) -> list[Exchange]:
+        """The chat requests that have come to the only worker."""
+        return self.worker.door.at(CHAT)
+
+    def statistics(self) -> dict[str, Any]:
+        return dict(self.router.app.router.statistics["openai_sessions"]())
+
+
+async def session_trial(
+    stage: Stage, *workers: SimulatedWorker | ScriptedWorker, options: Mapping[str, Any] | None = None, **settings: Any
+) -> SessionTrial:
+    """A router with sessions before these workers. Scripted ones have a small tokenizer, which is quicker."""
+    simulated = [worker for worker in workers if isinstance(worker, SimulatedWorker)]
+    router = await stage.router(
+        *(worker.url if isinstance(worker, SimulatedWorker) else worker for worker in workers),
+        middlewares=(MiddlewareSpec(SESSIONS, options or {}),),
+        **{"hf_checkpoint": tokenizer_directory("qwen3") if simulated else checkpoint(), **settings},
+    )
+    return SessionTrial(router, simulated)
+
+
+@contextlib.asynccontextmanager
+async def simulated_sessions(
+    stage: Stage, *, options: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None, **worker: Any
+) -> AsyncIterator[SessionTrial]:
+    """The same with one simulated worker of its own."""
+    async with SimulatedWorker(tokenizer=qwen3(), **{"weight_version": "1", **worker}) as started:
+        yield await session_trial(stage, started, options=options, **(settings or {}))
+
+
+def chunks_of(body: bytes) -> list[Any]:
+    """The chunks of a stream that ended in order."""
+    *events, last, rest = body.split(b"\n\n")
+    assert (last, rest) == (b"data: [DONE]", b""), body[-200:]
+    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+
+
+def text_of(chunks: Iterable[Any], choice: int = 0) -> str:
+    """The content that chunks have together, for one choice."""
+    deltas = [each["delta"] for chunk in chunks for each in chunk["choices"] if each["index"] == choice]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def said(text: str) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def exactly(sample: Any, *turns: GenerationRecord, elsewhere: int = 0) -> None:
+    """A sample is what the worker was given and has sampled in these generations of its door, one behind the other,
+    each position once. What the first `elsewhere` of them sampled is trained in another sample."""
+    tokens: list[int] = []
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for number, turn in enumerate(turns):
+        assert turn.input_ids[: len(tokens)] == tokens, "what was held has been given again as it was"
+        new = turn.input_ids[len(tokens) :]
+        tokens += [*new, *turn.output_ids]
+        mask += [0] * len(new) + [int(number >= elsewhere)] * len(turn.output_ids)
+        logprobs += [0.0] * len(new) + list(turn.logprobs)
+    assert sample["tokens"] == tokens
+    assert sample["loss_mask"] == mask
+    assert np.array_equal(np.array(sample["logprobs"], np.float32), np.array(logprobs, np.float32))
+
+
+def equal_roles(one: Message, other: Message) -> bool:
+    """An equality of messages that an operator may name."""
+    return bool(one["role"] == other["role"])

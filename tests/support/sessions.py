@@ -1,0 +1,128 @@
+"""Sessions without a socket: requests placed and answers recorded as the middleware does it, with ids made up here."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from middleware_hub.openai_session.answers import Generated, Spans
+from middleware_hub.openai_session.asking import CHAT, Asked
+from middleware_hub.openai_session.messages import Equality, Message, contexts_of, strict
+from middleware_hub.openai_session.recording import Recorder
+from middleware_hub.openai_session.store import Bounds, SessionStore
+from middleware_hub.openai_session.tree import Turn
+from miles_router.trajectory import Piece
+
+PLENTY = Bounds(sessions=1000, turns=10_000, session_bytes=1 << 40, total_bytes=1 << 40, idle_timeout=0.0)
+#: Ids from here on are special tokens.
+SPECIAL = 900_000
+STOP = SPECIAL + 1
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **fields: Any) -> Message:
+    return {"role": "assistant", "content": text, **fields}
+
+
+def call(name: str = "add", arguments: str = "{}", call_id: str = "call_1") -> Mapping[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def tool(text: str, call_id: str = "call_1") -> Message:
+    return {"role": "tool", "content": text, "tool_call_id": call_id}
+
+
+class Scene:
+    """One session. Each turn takes a second; its ids are new ones, so that every position can be told apart."""
+
+    def __init__(self, bounds: Bounds = PLENTY, *, equal: Equality = strict) -> None:
+        self.time = 1000.0
+        self.equal = equal
+        self.store = SessionStore(bounds, now=lambda: self.time)
+        self.session = self.store.create("s")
+        self.recorder = Recorder(self.store, equal, lambda token: token >= SPECIAL, now=lambda: self.time)
+        self._ids = itertools.count(1)
+
+    def ids(self, count: int) -> list[int]:
+        return list(itertools.islice(self._ids, count))
+
+    def ask(
+        self,
+        messages: Sequence[Message],
+        *,
+        given: int = 2,
+        dropped: int = 0,
+        segment: str | None = None,
+        **fields: Any,
+    ) -> Asked:
+        """A request on its way; behind a held turn it gives `given` new ids, and drops the last `dropped` held ones."""
+        parsed = {"messages": list(messages), **fields}
+        place = self.session.place(messages, contexts_of(parsed), self.equal)
+        asked = Asked(self.session, CHAT, parsed, place, self.time, segment=segment)
+        if place.parent is not None:
+            held = place.parent.trajectory().tokens
+            asked.held = held[: len(held) - dropped]
+            asked.given, asked.dropped = Piece.given(self.ids(given)), dropped
+        return asked
+
+    def generated(
+        self,
+        asked: Asked,
+        reply: str | Message,
+        *,
+        sampled: int = 3,
+        stop: bool = True,
+        index: int = 0,
+        finish: str = "stop",
+        versions: Spans | None = None,
+    ) -> Generated:
+        """An answer to it; of its `sampled` tokens the last is a stop token, unless told otherwise."""
+        ids = self.ids(sampled)
+        if stop and ids:
+            ids[-1] = STOP
+        return Generated(
+            index=index,
+            message=assistant(reply) if isinstance(reply, str) else reply,
+            finish_reason=finish,
+            matched=STOP if stop else None,
+            ids=ids,
+            logprobs=[-1.0 / each for each in ids],
+            versions=[("1", 0, sampled)] if versions is None else versions,
+            prompt=None if asked.given is not None else [7, 8, 9],
+            facts={"rid": f"rid-{index}", "cached_tokens": 0, "versions": "engine"},
+        )
+
+    def record(self, asked: Asked, *choices: Generated) -> list[Turn]:
+        """The turns that an answer adds."""
+        before = len(self.session.turns)
+        self.recorder.record(asked, choices, {"worker": "http://w"})
+        return self.session.turns[before:]
+
+    def turn(self, messages: Sequence[Message], reply: str | Message = "ok", **options: Any) -> Turn:
+        """A request and its answer; `options` of `ask` and `generated`."""
+        of_answer = ("sampled", "stop", "finish", "versions")
+        asked = self.ask(messages, **{name: value for name, value in options.items() if name not in of_answer})
+        generated = self.generated(asked, reply, **{name: options[name] for name in of_answer if name in options})
+        self.time += 1
+        (turn,) = self.record(asked, generated)
+        return turn
+
+    def choices(self, messages: Sequence[Message], *replies: str, **options: Any) -> list[Turn]:
+        """A request with several choices."""
+        asked = self.ask(messages, n=len(replies), **options)
+        self.time += 1
+        return self.record(asked, *(self.generated(asked, reply, index=i) for i, reply in enumerate(replies)))
+
+    def follow(self, turn: Turn, *appended: Message, **options: Any) -> Turn:
+        """The next turn behind one, its whole history sent along."""
+        return self.turn([*history(turn), *appended], **options)
+
+
+def history(turn: Turn) -> list[Message]:
+    """All messages up to a turn's answer."""
+    return [message for each in turn.line() for message in (*each.appended, each.answer)]

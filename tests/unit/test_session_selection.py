@@ -1,0 +1,124 @@
+"""Which leaves become samples, and in which of them each token is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from middleware_hub.openai_session.errors import InvalidSample
+from middleware_hub.openai_session.selection import Selection, trained_elsewhere
+from middleware_hub.openai_session.tree import Session, Turn
+from miles_router.errors import BadRequest, ConfigError
+from tests.support.sessions import SYSTEM, Scene, user
+
+START = [SYSTEM, user("Add.")]
+HERE = __name__
+
+
+def first_root(session: Session) -> Sequence[Turn]:
+    return session.roots[:1]
+
+
+def of_another_session(session: Session) -> Sequence[Turn]:
+    return [Scene().turn(START)]
+
+
+def selected(scene: Scene, policy: object = "all", allowed: Sequence[str] = ()) -> list[int]:
+    return [leaf.number for leaf in Selection(allowed).leaves(scene.session, policy)]
+
+
+def test_every_leaf_the_last_and_those_that_no_retry_superseded() -> None:
+    scene = Scene()
+    first = scene.turn(START, "a")
+    scene.turn(START, "b")
+    scene.turn(START, "c")
+    scene.follow(first, user("more"))
+    assert selected(scene) == [1, 2, 3]
+    assert selected(scene, "last") == [3]
+    assert selected(scene, "drop-superseded") == [2, 3]
+
+
+def test_a_session_without_turns_has_no_leaves() -> None:
+    for policy in ("all", "last", "drop-superseded"):
+        assert selected(Scene(), policy) == []
+
+
+def test_a_retry_supersedes_its_own_request_alone() -> None:
+    scene = Scene()
+    scene.turn(START)
+    scene.turn([{"role": "system", "content": "Search."}, user("a")])
+    scene.turn([{"role": "system", "content": "Search."}, user("a")])
+    assert [turn.reason for turn in scene.session.turns] == [None, "sub_agent", "retry"]
+    assert selected(scene, "drop-superseded") == [0, 2]
+
+
+def test_a_retry_inside_a_branch_supersedes_its_sibling() -> None:
+    scene = Scene()
+    first = scene.turn(START)
+    for text in ("b", "c", "b", "b"):
+        scene.follow(first, user(text))
+    assert selected(scene, "drop-superseded") == [2, 4]
+
+
+def test_choices_of_one_answer_are_superseded_together() -> None:
+    scene = Scene()
+    scene.choices(START, "a", "b")
+    assert selected(scene, "drop-superseded") == [0, 1]
+    scene.choices(START, "c", "d")
+    assert selected(scene, "drop-superseded") == [2, 3]
+
+
+def test_parallel_answers_supersede_nothing() -> None:
+    scene = Scene()
+    asked = [scene.ask(START) for _ in range(2)]
+    scene.time += 1
+    for each in asked:
+        scene.record(each, scene.generated(each, "ok"))
+    assert selected(scene, "drop-superseded") == [0, 1]
+
+
+def test_the_operator_s_own_policy_is_named_by_its_path() -> None:
+    scene = Scene()
+    scene.follow(scene.turn(START), user("b"))
+    assert selected(scene, f"{HERE}.first_root", [f"{HERE}.first_root"]) == [0]
+
+
+@pytest.mark.parametrize("policy", ["some", f"{HERE}.first_root", None, 3, ["all"], {}])
+def test_a_policy_that_may_not_be_named_is_refused(policy: object) -> None:
+    with pytest.raises(BadRequest, match="branches must be one of all, last, drop-superseded"):
+        selected(Scene(), policy)
+
+
+def test_a_policy_that_cannot_be_loaded_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match="branch_policies"):
+        Selection([f"{HERE}.nothing"])
+
+
+def test_a_policy_selects_turns_of_its_session_alone() -> None:
+    scene = Scene()
+    scene.turn(START)
+    with pytest.raises(InvalidSample, match="leaves_of_the_session"):
+        selected(scene, f"{HERE}.of_another_session", [f"{HERE}.of_another_session"])
+
+
+def test_a_shared_turn_is_trained_in_the_first_sample_that_has_it() -> None:
+    scene = Scene()
+    first = scene.turn(START, sampled=3)
+    leaves = [scene.follow(first, user(text), sampled=2) for text in "bc"]
+    one, other = trained_elsewhere(leaves)
+    assert one == {first: 0, leaves[0]: 0}
+    assert other == {first: 3, leaves[1]: 0}
+
+
+def test_a_stop_token_that_the_first_sample_dropped_is_trained_in_the_next_that_has_it() -> None:
+    scene = Scene()
+    first = scene.turn(START, sampled=3)
+    leaves = [scene.follow(first, user(f"{number}"), dropped=drop) for number, drop in enumerate((1, 0, 1, 0))]
+    assert [plan[first] for plan in trained_elsewhere(leaves)] == [0, 2, 3, 3]
+
+
+def test_a_leaf_selected_twice_is_trained_once() -> None:
+    scene = Scene()
+    leaf = scene.turn(START, sampled=3)
+    assert [plan[leaf] for plan in trained_elsewhere([leaf, leaf])] == [0, 3]

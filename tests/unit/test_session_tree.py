@@ -1,0 +1,361 @@
+"""A session's tree: where a request's turns hang, why, and which tokens a line of turns has."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+
+import pytest
+
+from middleware_hub.openai_session.messages import Message, message_bytes, tool_arguments_as_json
+from middleware_hub.openai_session.tree import Place, Session, Turn, line_ends, line_trajectory
+from miles_router.trajectory import Piece
+from tests.support.sessions import STOP, SYSTEM, Scene, assistant, call, history, tool, user
+
+START = [SYSTEM, user("Add.")]
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def place(scene: Scene, messages: Sequence[Message], context: bytes = b"") -> Place:
+    return scene.session.place(messages, [context], scene.equal)
+
+
+def shape(line: Sequence[Turn]) -> list[tuple[list[int], list[int]]]:
+    """Given and sampled ids, turn by turn."""
+    return [
+        (turn.given.tokens.tolist(), [token for piece in turn.sampled for token in piece.tokens.tolist()])
+        for turn in line
+    ]
+
+
+def test_a_first_request_is_a_root_with_all_of_its_messages() -> None:
+    assert place(Scene(), START, b"tools") == Place(None, tuple(START), b"tools")
+
+
+def test_a_request_hangs_under_the_turn_that_its_history_ends_with() -> None:
+    scene = Scene()
+    first = scene.turn(START, "ok")
+    second = scene.follow(first, user("more"))
+    found = place(scene, [*history(second), user("and more"), user("yet more")])
+    assert found.parent is second
+    assert found.appended == (user("and more"), user("yet more"))
+
+
+def test_a_history_without_anything_behind_it_hangs_under_its_last_turn() -> None:
+    scene = Scene()
+    turn = scene.turn(START)
+    assert place(scene, history(turn)) == Place(turn, (), b"")
+
+
+@pytest.mark.parametrize("sent", [START, START[:1], [*START, user("more")], [*START, assistant("no"), user("more")]])
+def test_a_history_without_the_held_answer_extends_nothing(sent: list[Message]) -> None:
+    scene = Scene()
+    scene.turn(START, "ok")
+    assert place(scene, sent).parent is None
+
+
+def test_of_several_turns_that_fit_the_deepest_is_taken() -> None:
+    scene = Scene()
+    first = scene.turn(START, "ok")
+    second = scene.follow(first, user("more"), sampled=1)
+    whole = scene.turn(history(second)[:-1], second.answer)  # a root would be the same history in one turn
+    assert whole.parent is first
+    scene.follow(first, user("else"))
+    assert place(scene, [*history(second), user("x")]).parent is whole
+
+
+def test_of_equal_histories_the_latest_is_taken() -> None:
+    scene = Scene()
+    scene.turn(START, "ok")
+    again = scene.turn(START, "ok")
+    assert place(scene, [*history(again), user("x")]).parent is again
+
+
+def test_a_turn_of_another_context_is_not_extended() -> None:
+    scene = Scene()
+    plain = scene.turn(START)
+    with_tools = scene.turn(START, tools=TOOLS)
+    assert place(scene, history(plain)).parent is plain
+    assert place(scene, history(with_tools), with_tools.context).parent is with_tools
+    assert place(scene, history(plain), b"other").parent is None
+
+
+def test_a_request_that_allows_no_tools_goes_on_where_they_were_shown() -> None:
+    scene = Scene()
+    shown = scene.turn(START, tools=TOOLS)
+    last = scene.follow(shown, user("now answer"), tools=TOOLS, tool_choice="none")
+    assert last.parent is shown
+    assert last.context is shown.context
+    assert scene.follow(last, user("go on"), tools=TOOLS).parent is last
+
+
+def test_tools_that_the_prompt_does_not_show_are_no_turn_s_own() -> None:
+    scene = Scene()
+    plan = scene.turn(START, tools=TOOLS, tool_choice="none")
+    act = scene.follow(plan, user("now act"), tools=TOOLS)
+    assert (act.parent, act.reason) == (None, "changed_tools")
+
+
+def test_what_equal_means_is_the_session_s_choice() -> None:
+    scene = Scene(equal=tool_arguments_as_json)
+    turn = scene.turn(START, assistant("", tool_calls=[call("add", '{"a": 1}')]))
+    echoed = assistant("", tool_calls=[call("add", '{"a":1}')])
+    assert place(scene, [*START, echoed, tool("5")]).parent is turn
+
+
+# Reasons
+
+
+def test_a_first_turn_and_one_that_goes_on_have_no_reason() -> None:
+    scene = Scene()
+    first = scene.turn(START)
+    assert [first.reason, scene.follow(first, user("more")).reason] == [None, None]
+
+
+def test_choices_of_one_answer_say_so() -> None:
+    scene = Scene()
+    roots = scene.choices(START, "a", "b", "c")
+    assert [turn.reason for turn in roots] == [None, "choice", "choice"]
+    inner = scene.choices([*history(roots[1]), user("more")], "a", "b")
+    assert [(turn.parent, turn.reason) for turn in inner] == [(roots[1], None), (roots[1], "choice")]
+
+
+def test_the_same_request_again_is_a_retry() -> None:
+    scene = Scene()
+    first = scene.turn(START, "a")
+    assert scene.turn(START, "b").reason == "retry"
+    scene.follow(first, user("more"))
+    assert scene.follow(first, user("more")).reason == "retry"
+    assert [turn.reason for turn in scene.choices(START, "c", "d")] == ["retry", "choice"]
+
+
+def test_a_retry_knows_the_first_turn_of_its_request() -> None:
+    scene = Scene()
+    first = scene.turn(START, "a")
+    other = scene.turn([SYSTEM, user("Subtract.")])
+    again = [scene.turn(START, text) for text in "bc"]
+    assert [first.first, other.first, *(turn.first for turn in again)] == [None, None, first, first]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_was_asked_before_the_other_was_answered_is_parallel(depth: int) -> None:
+    scene = Scene()
+    before = history(scene.turn(START)) if depth else []
+    asked = [scene.ask([*before, SYSTEM, user(text)]) for text in "abb"]
+    scene.time += 1
+    turns = [scene.record(each, scene.generated(each, "ok"))[0] for each in asked]
+    assert [turn.reason for turn in turns] == [None, "parallel", "parallel"]
+
+
+def test_a_retry_is_one_whatever_else_was_under_way() -> None:
+    scene = Scene()
+    scene.turn(START, "a")
+    other = scene.ask([SYSTEM, user("else")])
+    again = scene.ask(START)
+    scene.time += 1
+    scene.record(other, scene.generated(other, "ok"))
+    assert scene.record(again, scene.generated(again, "ok"))[0].reason == "retry"
+
+
+def test_another_message_behind_a_turn_that_has_one_is_edited_history() -> None:
+    scene = Scene()
+    first = scene.turn(START)
+    scene.follow(first, user("more"))
+    edited = scene.follow(first, user("else"))
+    assert (edited.parent, edited.reason) == (first, "edited_history")
+
+
+def test_an_answer_that_comes_back_changed_is_edited_history() -> None:
+    scene = Scene()
+    scene.turn(START, "ok")
+    edited = scene.turn([*START, assistant("OK!"), user("more")])
+    assert (edited.parent, edited.reason) == (None, "edited_history")
+
+
+def test_tools_that_change_between_turns_say_so() -> None:
+    scene = Scene()
+    first = scene.turn(START)
+    assert scene.follow(first, user("more"), tools=TOOLS).reason == "changed_tools"
+
+
+def test_the_first_request_again_with_other_tools_says_so() -> None:
+    scene = Scene()
+    scene.turn(START)
+    again = scene.turn(START, tools=TOOLS)
+    assert (again.reason, again.first) == ("changed_tools", None)
+
+
+def test_another_beginning_is_a_sub_agent() -> None:
+    scene = Scene()
+    scene.turn(START)
+    assert scene.turn([{"role": "system", "content": "Search."}, user("Add.")]).reason == "sub_agent"
+
+
+def test_sub_agents_at_work_together_are_sub_agents() -> None:
+    scene = Scene()
+    scene.turn(START)
+    asked = [scene.ask([{"role": "system", "content": text}, user("a")]) for text in "ab"]
+    scene.time += 1
+    assert [scene.record(each, scene.generated(each, "ok"))[0].reason for each in asked] == ["sub_agent"] * 2
+
+
+def test_a_shorter_history_after_some_turns_is_a_compaction() -> None:
+    scene = Scene()
+    scene.follow(scene.turn(START), user("b"), user("c"))
+    assert scene.turn([SYSTEM, user("In short: a, b, c.")]).reason == "compaction"
+
+
+def test_a_sub_agent_s_long_history_makes_no_compaction_of_an_edit() -> None:
+    scene = Scene()
+    scene.turn(START)
+    helper = scene.turn([{"role": "system", "content": "Search."}, user("a")])
+    scene.follow(helper, user("b"), user("c"), user("d"))
+    assert scene.turn([SYSTEM, user("Subtract.")]).reason == "edited_history"
+
+
+def test_why_a_history_held_in_words_is_not_continued_in_tokens_is_the_reason() -> None:
+    scene = Scene()
+    first = scene.turn(START)
+    asked = scene.ask([SYSTEM, user("x")], segment="not_text")
+    assert first.reason is None
+    assert scene.record(asked, scene.generated(asked, "ok"))[0].reason == "not_text"
+
+
+# Tokens
+
+
+def test_a_line_s_tokens_are_what_was_given_and_sampled_turn_by_turn() -> None:
+    scene = Scene()
+    first = scene.turn(START, sampled=2)
+    second = scene.follow(first, user("b"), given=3, sampled=1)
+    line = second.line()
+    assert [id(turn) for turn in line] == [id(first), id(second)]
+    assert second.trajectory().tokens.tolist() == [token for turn in shape(line) for part in turn for token in part]
+    assert (first.prompt_tokens, first.tokens) == (3, 5)
+    assert (second.prompt_tokens, second.tokens) == (8, 9)
+    assert line_ends(line) == [5, 9]
+    assert second.trajectory().loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 0, 0, 1]
+
+
+def test_a_dropped_token_is_in_no_line_through_the_turn_that_dropped_it() -> None:
+    scene = Scene()
+    first = scene.turn(START, sampled=2)
+    kept, dropped = scene.follow(first, user("b"), sampled=1), scene.follow(first, user("c"), dropped=1, sampled=1)
+    (given, (sampled, stop)), own, other = *shape([first]), *shape([dropped]), *shape([kept])
+    assert dropped.trajectory().tokens.tolist() == [*given, sampled, *own[0], *own[1]]
+    assert kept.trajectory().tokens.tolist() == [*given, sampled, stop, *other[0], *other[1]]
+    assert first.trajectory().tokens.tolist() == [*given, sampled, stop]
+    assert (dropped.prompt_tokens, dropped.tokens, line_ends(dropped.line())) == (6, 7, [4, 7])
+
+
+def test_a_drop_can_take_whole_pieces() -> None:
+    scene = Scene()
+    first = scene.turn(START, sampled=2, versions=[("1", 0, 1), ("2", 1, 2)])
+    second = scene.follow(first, user("c"), dropped=1, sampled=1)
+    assert [tuple(run) for run in second.trajectory().weight_versions] == [("1", 3, 4), ("1", 6, 7)]
+    longer = scene.turn(START, sampled=3, versions=[("1", 0, 1), ("2", 1, 3)])
+    assert len(scene.follow(longer, user("c"), dropped=3, given=0, sampled=1).trajectory()) == 3 + 1
+
+
+@pytest.mark.parametrize("elsewhere", range(4))
+def test_tokens_that_another_sample_trains_are_out_of_the_loss(elsewhere: int) -> None:
+    scene = Scene()
+    turn = scene.turn(START, sampled=3, versions=[("1", 0, 2), ("2", 2, 3)])
+    found = line_trajectory([turn], elsewhere={turn: elsewhere})
+    assert found.loss_mask.tolist() == [0, 0, 0, *([0] * elsewhere), *([1] * (3 - elsewhere))]
+    plain = turn.trajectory()
+    assert found.tokens.tolist() == plain.tokens.tolist()
+    assert found.logprobs.tolist() == plain.logprobs.tolist()
+    assert found.weight_versions == plain.weight_versions
+
+
+def test_the_last_token_of_a_turn_without_any_is_none() -> None:
+    scene = Scene()
+    asked = scene.ask(START)
+    (turn,) = scene.record(asked, scene.generated(asked, "", sampled=0, stop=False, finish="abort"))
+    assert (turn.last_id, turn.tokens, turn.ended_itself) == (None, 3, False)
+    after = scene.follow(turn, user("b"), sampled=1)
+    assert (after.parent, after.tokens, after.last_id) == (turn, 6, STOP)
+
+
+def test_leaves_are_the_turns_that_nothing_extends_in_their_order() -> None:
+    scene = Scene()
+    first = scene.turn(START)
+    alone = scene.turn([SYSTEM, user("x")])
+    second = scene.follow(first, user("b"))
+    assert [id(leaf) for leaf in scene.session.leaves()] == [id(alone), id(second)]
+    assert [turn.number for turn in scene.session.turns] == [0, 1, 2]
+    assert {turn.number for turn in first.below()} == {0, 2}
+
+
+# Memory
+
+
+def copied(messages: Sequence[Message]) -> list[Message]:
+    """As a parser gives them: equal, and other objects."""
+    return [{**message} for message in messages]
+
+
+def test_a_message_that_is_sent_again_is_stored_once() -> None:
+    scene = Scene()
+    first = scene.turn(copied(START), "a")
+    retry = scene.turn(copied(START), "b")
+    edited = scene.turn([*copied(START), assistant("no"), user("c")])
+    moved = scene.turn([*copied(START), assistant("no"), user("c")], tools=TOOLS)
+    for turn in (retry, edited, moved):
+        assert [id(one) for one in turn.appended[:2]] == [id(one) for one in first.appended]
+    assert [id(one) for one in moved.appended] == [id(one) for one in edited.appended]
+
+
+def test_held_messages_are_counted_when_they_are_new() -> None:
+    session = Session("s", now=0.0)
+    held, nbytes = session.hold(Place(None, tuple(copied(START)), b"context"))
+    assert nbytes > len(b"context") + sum(len(str(message["content"])) for message in START)
+    again, nothing = session.hold(Place(None, tuple(copied(START)), bytes(bytearray(b"context"))))
+    assert nothing == 0
+    assert again.context is held.context
+    assert session.hold(Place(None, (*copied(START), user("b")), b"context"))[1] == message_bytes(user("b"))
+
+
+def test_a_long_line_s_tokens_take_time_in_proportion_to_it() -> None:
+    session = Session("s", now=0.0)
+    turn: Turn | None = None
+    for number in range(4000):
+        turn = Turn(
+            "/", turn, (), b"", user("x"), Piece.given([number]), 0, (Piece.sampled([1], [-1.0], "1"),), "stop", True
+        )
+        session.grow(turn, lambda held, sent: True)
+    assert turn is not None
+    began = time.perf_counter()
+    assert len(turn.trajectory()) == 8000
+    assert time.perf_counter() - began < 0.5
+
+
+def test_a_cleared_session_s_turns_are_gone_without_the_garbage_collector() -> None:
+    scene = Scene()
+    first = scene.turn(START)
+    second = scene.follow(first, user("b"))
+    gone = [weakref.ref(turn) for turn in (first, second)]
+    gc.disable()
+    try:
+        scene.session.answers["t"] = None
+        scene.session.clear()
+        assert (scene.session.turns, scene.session.roots, scene.session.answers) == ([], [], {})
+        everything = Place(None, tuple(copied(START)), b"")
+        assert scene.session.hold(everything) == Session("new", now=0.0).hold(everything)
+        assert second.parent is first, "a request in flight keeps what it extends"
+        del first, second
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_turn_is_shown_without_its_tree() -> None:
+    scene = Scene()
+    turn = scene.turn(START, "the first answer")
+    for number in range(sys.getrecursionlimit() // 10):
+        turn = scene.follow(turn, user(f"{number}"), sampled=1)
+    assert "the first answer" not in repr(turn)
