@@ -17,6 +17,7 @@ import orjson
 
 from middleware_hub.openai_session.continuation import Continuation, HeldEnd, NotAppendOnly
 from middleware_hub.openai_session.messages import Equality, checked, contexts_of, only_text
+from middleware_hub.openai_session.prompting import settings_of
 from middleware_hub.openai_session.tree import Place, Session, Turn
 from miles_router.trajectory import Piece
 
@@ -114,10 +115,8 @@ def _continue(asked: Asked, parent: Turn, continuation: Continuation) -> None:
         tool_calls=tuple((call.get("id"), call["function"]["name"]) for call in calls),
         reasoning=bool(parent.answer.get("reasoning_content")),
     )
-    kwargs = dict(asked.parsed.get("chat_template_kwargs") or {})
-    if asked.parsed.get("reasoning_effort") is not None:
-        kwargs.setdefault("reasoning_effort", asked.parsed["reasoning_effort"])
-    extension = continuation.after(end, asked.place.appended, asked.parsed.get("tools"), kwargs)
+    settings = settings_of(asked.parsed)
+    extension = continuation.after(end, asked.place.appended, asked.parsed.get("tools"), settings)
     asked.dropped = extension.drop
     asked.given = Piece.given(extension.ids)
     held = parent.trajectory().tokens

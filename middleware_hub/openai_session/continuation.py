@@ -96,9 +96,9 @@ class Continuation:
             NotAppendOnly: it cannot be given exactly.
         """
         answer = Answer(turn.tool_calls, turn.reasoning)
-        appended = self._renderer.as_taken(appended)
         context = Context(tools, template_kwargs)
         try:
+            appended = self._renderer.as_taken(appended)
             self.proof.require(shape_of(answer, appended, tools), template_kwargs)
             tail = self._endings.tail(answer, appended, context)
             given = self._given(turn, answer, tail, context)

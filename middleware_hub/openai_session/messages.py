@@ -23,7 +23,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 #: What chat templates read of a message as it is, beside its content, reasoning and calls.
 READ_AS_IT_IS = ("role", "tool_call_id", "name", "tools")
 #: Request fields beside the messages and tools that the prompt is made of.
-OF_THE_PROMPT = ("chat_template_kwargs", "reasoning_effort")
+OF_THE_PROMPT = ("chat_template_kwargs", "reasoning_effort", "reasoning")
 
 
 def checked(parsed: object) -> tuple[Message, ...]:

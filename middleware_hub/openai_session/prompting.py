@@ -13,12 +13,16 @@ YES = frozenset({"1", "true", "yes", "y", "on"})
 def tools_of(request: Mapping[str, Any]) -> list[Any] | None:
     """The tools that the template is told of: none where none may be called, the one that must be."""
     tools, choice = request.get("tools"), request.get("tool_choice")
-    if not tools or choice == "none":
+    if not isinstance(tools, list) or not tools or choice == "none":
         return None
     if isinstance(choice, Mapping):
-        name = (choice.get("function") or {}).get("name")
-        return [tool for tool in tools if (tool.get("function") or {}).get("name") == name] or None
+        return [tool for tool in tools if _name(tool) == _name(choice)] or None
     return list(tools)
+
+
+def _name(tool: object) -> object:
+    function = tool.get("function") if isinstance(tool, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
 
 
 def settings_of(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +32,8 @@ def settings_of(request: Mapping[str, Any]) -> dict[str, Any]:
     named = (reasoning.get("effort"), reasoning.get("reasoning_effort"), request.get("reasoning_effort"))
     effort = _effort(next((each for each in named if each is not None), None))
     thinking = effort != "none" if effort is not None else True if _enabled(reasoning) else None
-    settings = dict(request.get("chat_template_kwargs") or {})
+    given = request.get("chat_template_kwargs")
+    settings = dict(given) if isinstance(given, Mapping) else {}
     if thinking is not None:
         settings = {"thinking": thinking, "enable_thinking": thinking, **settings}
     return settings if effort is None else {"reasoning_effort": effort, **settings}

@@ -234,11 +234,12 @@ def test_a_message_that_the_template_refuses_is_not_given() -> None:
         over(refusing).after(HeldEnd(token(QWEN), ended=True), [{"role": "critic", "content": "Hm"}], None, {})
 
 
-def test_arguments_that_are_no_json_are_refused() -> None:
+@pytest.mark.parametrize("behind", [[tool(call_id="c2")], []])
+def test_arguments_that_are_no_json_are_refused(behind: list[Message]) -> None:
     call = {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "{secret"}}
     injected = {"role": "assistant", "content": "", "tool_calls": [call]}
     with pytest.raises(NotAppendOnly, match="no JSON") as refused:
-        over(CHATML).after(HeldEnd(token(QWEN), ended=True), [injected, tool(call_id="c2")], None, {})
+        over(CHATML).after(HeldEnd(token(QWEN), ended=True), [injected, *behind], None, {})
     assert "secret" not in str(refused.value)
 
 

@@ -140,7 +140,8 @@ def test_tools_are_those_that_may_be_called() -> None:
     assert tools_of({"tools": TOOLS}) == TOOLS == tools_of({"tools": TOOLS, "tool_choice": "required"})
     assert tools_of({"tools": TOOLS, "tool_choice": "none"}) is None
     assert tools_of({"tools": TOOLS, "tool_choice": named}) == TOOLS[1:]
-    assert tools_of({"tools": TOOLS, "tool_choice": {"type": "auto"}}) is None
+    assert tools_of({"tools": [*TOOLS, "x"], "tool_choice": {"function": {"name": "none such"}}}) is None
+    assert tools_of({"tools": "all", "tool_choice": named}) is None
     assert tools_of({"tools": []}) is tools_of({}) is None
 
 
@@ -149,6 +150,7 @@ def test_tools_are_those_that_may_be_called() -> None:
     [
         ({}, {}),
         ({"chat_template_kwargs": None}, {}),
+        ({"chat_template_kwargs": [1]}, {}),
         ({"chat_template_kwargs": {"a": 1}}, {"a": 1}),
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "thinking": False, "enable_thinking": False}),
         (
