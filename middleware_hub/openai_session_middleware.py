@@ -26,6 +26,7 @@ from middleware_hub.openai_session.messages import equality
 from middleware_hub.openai_session.recording import Recorder
 from middleware_hub.openai_session.retries import MAX_TURN_ID, Retries
 from middleware_hub.openai_session.routes import SessionRoutes
+from middleware_hub.openai_session.samples import Making
 from middleware_hub.openai_session.selection import Selection
 from middleware_hub.openai_session.statistics import SessionCollector, statistics
 from middleware_hub.openai_session.store import Bounds, SessionStore
@@ -34,6 +35,7 @@ from middleware_hub.openai_session.turns import Turns
 from miles_router import Exchange, Router, replay
 from miles_router.errors import BadRequest
 from miles_router.exchange import Receive, Scope, Send
+from miles_router.experts import Source
 from miles_router.headers import first
 from miles_router.middleware import ASGIApp, HasMetrics, HasRoutes
 
@@ -85,7 +87,9 @@ class OpenAISessionMiddleware:
         self.recorder = Recorder(self.store, self._equal, self._continuation.is_special, now=time.time)
         self._turns = Turns(app, router, self.recorder, Engines(router))
         self._retries = Retries()
-        self._routes = SessionRoutes(self.store, Selection(branch_policies), router.tokenizer.decode)
+        making = Making(Selection(branch_policies), router.tokenizer.decode, router.experts)
+        self._routes = SessionRoutes(self.store, making)
+        router.experts.sources["session_id"] = Source(self._routes.experts, fields=("leaf",))
         self._dialect = Dialect(router, self._routes, self.chat) if header_sessions else None
         router.statistics[NAME] = lambda: statistics(self.store, self.recorder, self._continuation)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -27,6 +28,7 @@ from miles_router import Exchange, Router, replay
 from miles_router.errors import ConfigError
 from miles_router.events import EventReader, event, payload
 from miles_router.exchange import Message, Receive, Scope, Send, with_body
+from miles_router.experts import Handover, Source
 from miles_router.middleware import ASGIApp, HasMetrics, HasRoutes
 from miles_router.trajectory import InvalidTrajectory
 
@@ -36,6 +38,15 @@ PATH = "/generate"
 RETRIEVE = "/retrieve_from_text"
 NAME = "radix_tree"
 OK = 200
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One request: what its prompts became, and where its routed experts come in, if they are captured."""
+
+    shape: Shape
+    given: Sequence[Given]
+    experts: Handover | None
 
 
 class RadixTreeMiddleware:
@@ -56,6 +67,8 @@ class RadixTreeMiddleware:
         self._recorder = Recorder(self.cache, TextEncoder(router.tokenizer))
         self._retrieval = Retrieval(self._recorder)
         router.statistics[NAME] = lambda: summary(self.cache)
+        self._experts = router.experts
+        router.experts.sources["text"] = Source(self._retrieval.experts)
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /retrieve_from_text`."""
@@ -78,37 +91,41 @@ class RadixTreeMiddleware:
                 raise NotUnderstood("no_object")
             shape = understand(parsed)
         except NotUnderstood as reason:
-            self._count_passed_through(str(reason))
+            self.pass_by(str(reason))
             await self.app(scope, replay(body, receive), send)
             return
         given = [await self._recorder.give(prompt) for prompt in shape.prompts]
         changed = orjson.dumps(rewritten(parsed, shape, [each.ids for each in given]))
-        relay = _StreamRelay if shape.stream else _WholeRelay
+        experts = None
         with ExitStack() as held:
             held.enter_context(self.cache.pinned(*(each.match.entry for each in given)))
-            await self.app(with_body(scope, changed), replay(changed, receive), relay(self, shape, given, send).send)
+            if self._experts.captured:
+                experts = Handover([each.held_experts for each in given], shape.samples)
+                held.enter_context(experts.left_on(exchange))
+            relay = (_StreamRelay if shape.stream else _WholeRelay)(self, _Asked(shape, given, experts), send)
+            await self.app(with_body(scope, changed), replay(changed, receive), relay.send)
 
-    def _count_passed_through(self, reason: str) -> None:
+    def pass_by(self, reason: str) -> None:
+        """Count a request or an answer that is left alone."""
         counts = self.cache.statistics.passed_through
         counts[reason] = counts.get(reason, 0) + 1
 
-    async def record(self, shape: Shape, given: Sequence[Given], place: int, answer: Mapping[str, Any]) -> None:
+    async def record(self, asked: _Asked, place: int, answer: Mapping[str, Any]) -> None:
         """Hold one complete answer; one that cannot be held is counted, and said in the log."""
-        prompt = shape.prompt_of(place)
+        prompt = asked.shape.prompt_of(place)
         try:
-            await self._recorder.record(given[prompt], answer, shape.prompts[prompt])
+            await self._recorder.record(asked.given[prompt], answer, asked.shape.prompts[prompt], asked.experts, place)
         except (Unusable, InvalidTrajectory) as error:
-            self._count_passed_through("unusable_answer")
+            self.pass_by("unusable_answer")
             logger.warning("answer_not_recorded", extra={"fields": {"reason": str(error)}})
 
 
 class _Relay:
     """Stands between the worker's reply and the client; what is no good answer passes untouched."""
 
-    def __init__(self, middleware: RadixTreeMiddleware, shape: Shape, given: Sequence[Given], send: Send) -> None:
+    def __init__(self, middleware: RadixTreeMiddleware, asked: _Asked, send: Send) -> None:
         self._middleware = middleware
-        self._shape = shape
-        self._given = given
+        self._asked = asked
         self._send = send
         self._start: Message | None = None
         self._untouched = False
@@ -135,18 +152,18 @@ class _Relay:
         raise NotImplementedError
 
     async def _record(self, place: int, answer: Mapping[str, Any]) -> None:
-        await self._middleware.record(self._shape, self._given, place, answer)
+        await self._middleware.record(self._asked, place, answer)
 
     def _wanted(self, place: int) -> bool:
         """Whether the client asked for logprobs itself."""
-        return self._shape.prompts[self._shape.prompt_of(place)].logprobs_wanted
+        return self._asked.shape.prompts[self._asked.shape.prompt_of(place)].logprobs_wanted
 
 
 class _WholeRelay(_Relay):
     """One JSON answer: recorded before the client has it, so that it can be retrieved as soon as it is there."""
 
-    def __init__(self, middleware: RadixTreeMiddleware, shape: Shape, given: Sequence[Given], send: Send) -> None:
-        super().__init__(middleware, shape, given, send)
+    def __init__(self, middleware: RadixTreeMiddleware, asked: _Asked, send: Send) -> None:
+        super().__init__(middleware, asked, send)
         self._parts: list[bytes] = []
 
     def _expects(self, headers: Mapping[bytes, bytes]) -> bool:
@@ -170,9 +187,12 @@ class _WholeRelay(_Relay):
         except orjson.JSONDecodeError:
             return body
         answers = parsed if isinstance(parsed, list) else [parsed]
+        if len(answers) != self._asked.shape.answers:
+            self._middleware.pass_by("unusable_answer")
+            return body
         for place, answer in enumerate(answers):
             await self._record(place, answer)
-        if all(prompt.logprobs_wanted for prompt in self._shape.prompts):
+        if all(prompt.logprobs_wanted for prompt in self._asked.shape.prompts):
             return body
         shown = [each if self._wanted(place) else stripped(each) for place, each in enumerate(answers)]
         return orjson.dumps(shown if isinstance(parsed, list) else shown[0])
@@ -181,8 +201,8 @@ class _WholeRelay(_Relay):
 class _StreamRelay(_Relay):
     """Server-sent events: each is given on as it comes; an answer is recorded before its last event is given on."""
 
-    def __init__(self, middleware: RadixTreeMiddleware, shape: Shape, given: Sequence[Given], send: Send) -> None:
-        super().__init__(middleware, shape, given, send)
+    def __init__(self, middleware: RadixTreeMiddleware, asked: _Asked, send: Send) -> None:
+        super().__init__(middleware, asked, send)
         self._events = EventReader()
         self._growing: dict[int, Growing] = {}
 
@@ -204,6 +224,9 @@ class _StreamRelay(_Relay):
         if answer is None:
             return raw
         place = answer.get("index", 0)
+        if place not in range(self._asked.shape.answers):
+            self._middleware.pass_by("unusable_answer")
+            return raw
         try:
             whole = self._growing.setdefault(place, Growing()).take(answer)
         except Unusable:

@@ -19,9 +19,16 @@ class EventReader:
 
     def __init__(self) -> None:
         self._rest = bytearray()
+        #: Whether an event that was let go has not ended yet.
+        self.within = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """The events that are complete now."""
+        if self.within:
+            piece, data = self._through_its_end(data)
+            yield piece
+            if not data:
+                return
         if not self._rest and data.endswith(END) and data.find(NEWLINE) == len(data) - len(END):
             yield data  # which is how they mostly come
             return
@@ -35,10 +42,34 @@ class EventReader:
                 begin = at
         del rest[:begin]
 
+    def let_go(self) -> bytes:
+        """What has come of the next event, which may be very long. From now on `feed` gives the rest of it in the
+        pieces in which it comes."""
+        beginning = self.rest
+        self.within = bool(beginning)
+        self._rest = bytearray(beginning[-1:])  # which may be half of its end
+        return beginning
+
+    def _through_its_end(self, data: bytes) -> tuple[bytes, bytes]:
+        """The piece of an event that was let go, and what comes behind its end."""
+        halved = self._rest == NEWLINE and data.startswith(NEWLINE)
+        at = data.find(END)
+        if at < 0 and not halved:
+            self._rest = bytearray(data[-1:] or self._rest)
+            return data, b""
+        self.within, self._rest = False, bytearray()
+        cut = len(NEWLINE) if halved else at + len(END)
+        return data[:cut], data[cut:]
+
+    @property
+    def pending(self) -> int:
+        """Bytes that came behind the last complete event, and were not let go."""
+        return 0 if self.within else len(self._rest)
+
     @property
     def rest(self) -> bytes:
-        """What came behind the last complete event."""
-        return bytes(self._rest)
+        """What came behind the last complete event, and was not let go."""
+        return b"" if self.within else bytes(self._rest)
 
 
 def payload(event: bytes) -> dict[str, Any] | None:

@@ -6,13 +6,17 @@ import functools
 from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import orjson
 
 from miles_router.config import RouterConfig
 from miles_router.control import Control
 from miles_router.errors import ConfigError
 from miles_router.exchange import request_id
+from miles_router.experts import Experts
 from miles_router.forwarding import Forwarded, Forwarder, Outgoing
 from miles_router.gate import Gate
 from miles_router.headers import REQUEST_DROPPED, RawHeaders, end_to_end
@@ -50,6 +54,8 @@ class Router:
         self.args = args if args is not None else legacy_args(config)
         #: What middlewares show under `statistics` in `GET /router/info`: a name and a function that gives JSON.
         self.statistics: dict[str, Callable[[], Mapping[str, object]]] = {}
+        #: Where layers that hold trajectories and the layer that captures routed experts find each other.
+        self.experts = Experts()
         self._forwarder = forwarder
 
     @asynccontextmanager
@@ -83,6 +89,15 @@ class Router:
             forwarded.close()
 
     @functools.cached_property
+    def model_config(self) -> Mapping[str, Any]:
+        """The model's `config.json`, of `--hf-checkpoint`; empty where that has none, or is not set.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        return load_model_config(self.config)
+
+    @functools.cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of `--hf-checkpoint` (transformers), loaded at the first use.
 
@@ -90,6 +105,32 @@ class Router:
             ConfigError: no checkpoint is set, the extra `tito` is not installed, or it cannot be loaded.
         """
         return load_tokenizer(self.config)
+
+
+def load_model_config(config: RouterConfig) -> Mapping[str, Any]:
+    """`config.json` of `--hf-checkpoint`; nothing where there is none."""
+    if config.hf_checkpoint is None:
+        return {}
+    try:
+        found = orjson.loads(Path(config.hf_checkpoint, "config.json").read_bytes())
+    except FileNotFoundError:
+        return _from_hub(config.hf_checkpoint)
+    except (OSError, orjson.JSONDecodeError) as error:
+        raise ConfigError(f"hf_checkpoint: cannot read config.json of {config.hf_checkpoint!r}: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _from_hub(checkpoint: str) -> Mapping[str, Any]:
+    """Of a checkpoint that is no directory; nothing without the extra `tito`, or where the hub has none."""
+    try:
+        from transformers import PretrainedConfig
+    except ImportError:
+        return {}
+    try:
+        found: Mapping[str, Any] = PretrainedConfig.get_config_dict(checkpoint)[0]
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def load_tokenizer(config: RouterConfig) -> Any:

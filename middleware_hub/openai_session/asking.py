@@ -19,6 +19,7 @@ from middleware_hub.openai_session.continuation import Continuation, HeldEnd, No
 from middleware_hub.openai_session.messages import Equality, checked, contexts_of, only_text
 from middleware_hub.openai_session.prompting import settings_of
 from middleware_hub.openai_session.tree import Place, Session, Turn
+from miles_router.experts import Handover, Held
 from miles_router.trajectory import Piece
 
 CHAT = "/v1/chat/completions"
@@ -43,6 +44,7 @@ class Asked:
     segment: str | None = None  # why a history that is held in words is not continued in tokens
     turn_id: str | None = None
     batch: Sequence[Place] = ()  # for a batch of prompts, where the turns of each will hang
+    experts: Handover | None = None  # where routed experts are captured
 
     @property
     def stream(self) -> bool:
@@ -52,6 +54,18 @@ class Asked:
     def wants(self, field: str) -> bool:
         """Whether the agent asked for a field itself."""
         return bool(self.parsed.get(field))
+
+    @property
+    def several(self) -> bool:
+        """Whether the agent asked for more than one choice."""
+        return self.parsed.get("n") not in (None, 1)
+
+    @property
+    def held_experts(self) -> Held | None:
+        """The routed experts held of the tokens that stay."""
+        if self.held is None or self.place.parent is None:
+            return None
+        return self.place.parent.held_experts(len(self.held))
 
     @property
     def include_usage(self) -> bool:

@@ -161,7 +161,10 @@ def _uniform(versions: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def shown(answer: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
     """The answer, or a chunk of it, with what the client asked for itself."""
-    return {**answer, "choices": [_shown_choice(choice, asked) for choice in answer["choices"]]}
+    kept = {**answer, "choices": [_shown_choice(choice, asked) for choice in answer["choices"]]}
+    if kept.get("sglext") == {}:  # its routed experts were taken out
+        del kept["sglext"]
+    return kept
 
 
 def _shown_choice(choice: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
@@ -228,8 +231,10 @@ class StreamedCompletion(Stream):
             tokens = known.take(choice, version) or tokens
         return tokens
 
-    def _shown(self, chunk: dict[str, Any]) -> Mapping[str, Any]:
-        return shown(chunk, self._asked)
+    def _shown(self, chunk: dict[str, Any]) -> Mapping[str, Any] | None:
+        kept = shown(chunk, self._asked)
+        emptied = "sglext" in chunk and not (kept["choices"] or kept.get("usage") or "sglext" in kept)
+        return None if emptied else kept
 
     def _generated(self) -> list[Generated]:
         return [

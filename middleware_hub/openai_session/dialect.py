@@ -132,7 +132,7 @@ class Dialect:
 
     def _segments(self, session: Session) -> list[dict[str, Any]]:
         want = wanted(session.finalized)
-        found = samples(session, want, self._sessions.selection, self._sessions.decode)
+        found = samples(session, want, self._sessions.making)
         segments = orjson.loads(as_json(session, found))["samples"]
         about = {"trajectory_id": session.id, "instance_id": session.metadata.get("instance_id")}
         return [

@@ -58,6 +58,8 @@ class Recorder:
                 nbytes += new
         for (choice, given, sampled), place in zip(parts, places, strict=True):
             turn = self._turn(asked, held[id(place)], given, sampled, choice, facts)
+            if asked.experts is not None:
+                turn.experts = asked.experts.take(choice.index, turn.tokens, choice.facts.get("rid"))
             session.grow(turn, self._equal)
             self.turns += 1
             self.sampled_tokens += sum(map(len, sampled))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from middleware_hub.openai_session.tree import Session, Turn
+from miles_router.experts import Taken
 from miles_router.trajectory import Trajectory, VersionRun
 
 
@@ -61,7 +62,16 @@ def record(turn: Turn) -> dict[str, Any]:
         "completion_tokens": turn.tokens - turn.prompt_tokens,
         "weight_versions": [span(run, turn.prompt_tokens) for run in _runs(turn)],
         **turn.facts,
+        **({} if turn.experts is None else {"routed_experts": _experts(turn.experts)}),
     }
+
+
+def _experts(taken: Taken) -> dict[str, Any]:
+    """How many rows it has, those that it shares with its parent included; or why it has none."""
+    rows, reason = taken
+    if rows is None:
+        return {"rows": 0, "reason": reason}
+    return {"rows": len(rows)} if rows.complete() else {"rows": 0, "reason": "evicted"}
 
 
 def span(run: VersionRun, shift: int = 0) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,23 +12,24 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.records import described, summary
-from middleware_hub.openai_session.samples import Decode, as_json, as_safetensors, samples, wanted
-from middleware_hub.openai_session.selection import Selection
+from middleware_hub.openai_session.samples import Making, as_json, as_safetensors, samples, wanted
 from middleware_hub.openai_session.store import SessionStore
 from middleware_hub.openai_session.tree import Session
 from miles_router import Exchange
 from miles_router.errors import BadRequest
+from miles_router.experts import Found, Taken
 
-SAFETENSORS = "application/octet-stream"
+SAFETENSORS, JSON = "application/octet-stream", "application/json"
+#: Samples with more bytes of routed experts are written in a thread.
+OFF_LOOP = 1 << 20
 
 
 class SessionRoutes:
     """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`."""
 
-    def __init__(self, store: SessionStore, selection: Selection, decode: Decode) -> None:
+    def __init__(self, store: SessionStore, making: Making) -> None:
         self.store = store
-        self.selection = selection
-        self.decode = decode
+        self.making = making
 
     def routes(self) -> Sequence[BaseRoute]:
         """In the order in which they are looked up."""
@@ -64,10 +66,26 @@ class SessionRoutes:
     async def _samples(self, request: Request) -> Response:
         session = self._session(request)
         want = wanted(await read_object(request))
-        found = samples(session, want, self.selection, self.decode)
-        if want.format == "safetensors":
-            return Response(as_safetensors(session, found), media_type=SAFETENSORS)
-        return Response(as_json(session, found), media_type="application/json")
+        found = samples(session, want, self.making)
+        write, kind = (as_safetensors, SAFETENSORS) if want.format == "safetensors" else (as_json, JSON)
+        large = sum(sample.experts.nbytes for sample in found if sample.experts is not None) > OFF_LOOP
+        body = await asyncio.to_thread(write, session, found) if large else write(session, found)
+        return Response(body, media_type=kind)
+
+    def experts(self, asked: Mapping[str, Any]) -> Found:
+        """The routed experts of one sample, by its session and, where that has several, its leaf.
+
+        Raises:
+            SessionNotFound, BadRequest: there is no such session or leaf.
+        """
+        session, leaf = self.store.get(asked["session_id"]), asked.get("leaf")
+        leaves = [turn.number for turn in session.leaves()]
+        if leaf is None and len(leaves) == 1:
+            leaf = leaves[0]
+        if type(leaf) is not int or not 0 <= leaf < len(session.turns):
+            raise BadRequest(f"leaf must be the number of a turn; the session's leaves are {leaves}")
+        turn = session.turns[leaf]
+        return Found(turn.experts or Taken(None), turn.tokens, turn.facts.get("rid"))
 
     def _session(self, request: Request) -> Session:
         return self.store.get(request.path_params["session_id"])
@@ -89,4 +107,4 @@ async def read_object(request: Request) -> Mapping[str, Any]:
 
 def as_response(content: object, status: int = 200) -> Response:
     """JSON."""
-    return Response(orjson.dumps(content, default=dict), status, media_type="application/json")
+    return Response(orjson.dumps(content, default=dict), status, media_type=JSON)

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import orjson
+import pybase64
 
 from middleware_hub.openai_session.errors import InvalidSample
 from middleware_hub.openai_session.records import span, turn_span
 from middleware_hub.openai_session.selection import Selection, trained_elsewhere
 from middleware_hub.openai_session.tree import Session, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest
+from miles_router.experts import Experts
 from miles_router.trajectory import InvalidTrajectory, Trajectory, from_arrays
 from miles_router.trajectory.wire import pack
 
@@ -23,6 +25,7 @@ FIELDS = frozenset({"format", "max_seq_len", "branches", "reward", "label", "met
 STATUS = {"stop": "completed", "tool_calls": "completed", "length": "truncated", "abort": "aborted"}
 
 Decode = Callable[[Sequence[int]], str]
+Array = npt.NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Sample:
 
     trajectory: Trajectory
     rest: Mapping[str, Any]
+    experts: Array | None = None  # [tokens - 1, layers, top_k]
 
 
 def wanted(parsed: object) -> Wanted:
@@ -66,23 +70,32 @@ def wanted(parsed: object) -> Wanted:
     return Wanted(form, longest, parsed.get("branches", "all"), carried, metadata)
 
 
-def samples(session: Session, want: Wanted, selection: Selection, decode: Decode) -> list[Sample]:
+@dataclass(frozen=True)
+class Making:
+    """What making samples needs beside a session."""
+
+    selection: Selection
+    decode: Decode
+    experts: Experts
+
+
+def samples(session: Session, want: Wanted, making: Making) -> list[Sample]:
     """The samples of a session. A leaf in whose line nothing was sampled (aborted before its first token) gives none.
 
     Raises:
         BadRequest: no such branch policy.
         InvalidSample: one of them would break an invariant; none is given.
     """
-    leaves = [leaf for leaf in selection.leaves(session, want.branches) if _was_answered(leaf)]
+    leaves = [leaf for leaf in making.selection.leaves(session, want.branches) if _was_answered(leaf)]
     plans = trained_elsewhere(leaves)
-    return [_sample(session, leaf, plan, want, decode) for leaf, plan in zip(leaves, plans, strict=True)]
+    return [_sample(session, leaf, plan, want, making) for leaf, plan in zip(leaves, plans, strict=True)]
 
 
 def _was_answered(leaf: Turn) -> bool:
     return any(turn.sampled for turn in leaf.line())
 
 
-def _sample(session: Session, leaf: Turn, elsewhere: Mapping[Turn, int], want: Wanted, decode: Decode) -> Sample:
+def _sample(session: Session, leaf: Turn, elsewhere: Mapping[Turn, int], want: Wanted, making: Making) -> Sample:
     line = leaf.line()
     whole = line_trajectory(line, elsewhere=elsewhere)
     prompt = line[0].prompt_tokens
@@ -91,9 +104,10 @@ def _sample(session: Session, leaf: Turn, elsewhere: Mapping[Turn, int], want: W
     if len(trajectory) <= prompt:
         raise InvalidSample("has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens")
     _check(trajectory, leaf)
+    experts, facts = _experts(leaf, len(trajectory), making.experts)
     rest = {
         "weight_versions": [span(run) for run in trajectory.weight_versions],
-        "response": decode(trajectory.tokens[prompt:].tolist()),
+        "response": making.decode(trajectory.tokens[prompt:].tolist()),
         "response_length": len(trajectory) - prompt,
         "status": "truncated" if cut else STATUS.get(leaf.finish_reason, "completed"),
         **(want.carried or {}),
@@ -105,9 +119,25 @@ def _sample(session: Session, leaf: Turn, elsewhere: Mapping[Turn, int], want: W
             "reason": next((turn.reason for turn in line if turn.reason is not None), None),
             **_turns(line, elsewhere, len(trajectory)),
             "untraced": len(session.untraced),
+            **facts,
         },
     }
-    return Sample(trajectory, rest)
+    return Sample(trajectory, rest, experts)
+
+
+def _experts(leaf: Turn, tokens: int, experts: Experts) -> tuple[Array | None, dict[str, str]]:
+    """The rows of `tokens` tokens of a line; or, where they are captured and not all there, a note that says why."""
+    if not experts.captured:
+        return None, {}
+    held = leaf.held_experts(tokens)
+    try:
+        if held is None or held.count < tokens - 1:
+            raise InvalidTrajectory("experts_held", (leaf.experts and leaf.experts.reason) or "they have been evicted")
+        if experts.shape is None:
+            raise InvalidTrajectory("experts_of_the_model", "the model's shape is not known: set moe_shape")
+        return experts.array(held.rows, 0, tokens - 1), {}
+    except InvalidTrajectory as error:
+        return None, {"routed_experts_missing": str(error)}
 
 
 def _turns(line: Sequence[Turn], elsewhere: Mapping[Turn, int], length: int) -> dict[str, Any]:
@@ -145,6 +175,7 @@ def as_json(session: Session, found: Sequence[Sample]) -> bytes:
             "loss_mask": sample.trajectory.loss_mask,
             "logprobs": sample.trajectory.logprobs,
             **sample.rest,
+            **({} if sample.experts is None else {"routed_experts": _as_base64(sample.experts)}),
         }
         for sample in found
     ]
@@ -152,13 +183,22 @@ def as_json(session: Session, found: Sequence[Sample]) -> bytes:
     return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+def _as_base64(array: Array) -> dict[str, Any]:
+    whole = np.ascontiguousarray(array)
+    data = pybase64.b64encode(whole.reshape(-1).view(np.uint8).data).decode("ascii")
+    return {"dtype": array.dtype.name, "shape": list(array.shape), "data": data}
+
+
 def as_safetensors(session: Session, found: Sequence[Sample]) -> bytes:
-    """One file: `0.tokens`, `0.loss_mask`, `0.logprobs`, `1.tokens`, ...; the rest as JSON in its metadata."""
+    """One file: `0.tokens`, `0.loss_mask`, `0.logprobs`, `0.routed_experts`, `1.tokens`, ...; the rest as JSON in its
+    metadata."""
     arrays: dict[str, npt.NDArray[Any]] = {}
     for number, sample in enumerate(found):
         arrays[f"{number}.tokens"] = sample.trajectory.tokens
         arrays[f"{number}.loss_mask"] = sample.trajectory.loss_mask
         arrays[f"{number}.logprobs"] = np.asarray(sample.trajectory.logprobs, dtype=np.float32)
+        if sample.experts is not None:
+            arrays[f"{number}.routed_experts"] = sample.experts
     rest = {
         "samples": orjson.dumps([sample.rest for sample in found]).decode(),
         "metadata": orjson.dumps(_metadata(session)).decode(),

@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.messages import Equality, Message, message_bytes
+from miles_router.experts import Held, Taken
 from miles_router.trajectory import Piece, Trajectory
 
 
@@ -38,7 +39,7 @@ class Turn:
     reason: str | None = None  # why it is not simply the next turn of its parent
     segment: str | None = None  # for a root that continues a held history in words: why not in tokens
     facts: Mapping[str, Any] = field(default_factory=dict)  # for records: ids, times, counts
-    experts: Any = None  # routed experts of its rows, where they are recorded
+    experts: Taken | None = None  # routed experts of all its tokens but the last, where they are captured
     first: Turn | None = field(default=None, repr=False)  # that answered the same request, if this one was not it
     children: list[Turn] = field(default_factory=list, repr=False)
     number: int = -1  # in the order in which turns were recorded
@@ -70,6 +71,16 @@ class Turn:
     def trajectory(self) -> Trajectory:
         """Everything the engine was given and sampled up to this turn's end."""
         return line_trajectory(self.line())
+
+    def held_experts(self, tokens: int) -> Held | None:
+        """The routed experts held of its first `tokens` tokens, or of as many of them as possible."""
+        turn: Turn | None = self
+        while turn is not None:
+            rows = None if turn.experts is None else turn.experts.rows
+            if (held := Held.of(rows, tokens)) is not None:
+                return held
+            tokens, turn = min(tokens, turn.prompt_tokens - len(turn.given)), turn.parent
+        return None
 
     @property
     def last_id(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,9 +19,11 @@ from middleware_hub.openai_session.streams import StreamedAnswer
 from miles_router import Exchange, Router, replay
 from miles_router.events import EventReader
 from miles_router.exchange import Message, Receive, Scope, Send, with_body
+from miles_router.experts import Handover
 from miles_router.middleware import ASGIApp
 
 OK = 200
+FIRST_ALONE = "of several completions SGLang tells the routed experts of one alone"
 
 
 class Turns:
@@ -40,13 +43,28 @@ class Turns:
         """
         # The engine's answer is read here, whatever encodings the agent could read.
         scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != b"accept-encoding"]}
+        if not self._router.experts.captured:
+            await self._run(asked, scope, receive, send)
+            return
+        several = asked.several or bool(asked.batch)
+        missing = FIRST_ALONE if several and asked.path != CHAT else None
+        asked.experts = Handover([asked.held_experts], per_prompt=sys.maxsize, missing=missing)
+        if missing is not None and asked.stream:  # it does not say whose they are
+            await self._run(asked, scope, receive, send)
+            return
+        with asked.experts.left_on(Exchange.of(scope)):
+            await self._run(asked, scope, receive, send)
+
+    async def _run(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
+        # A stream of several choices tells the routed experts of one alone.
+        partly_told = asked.several and asked.experts is not None
         if not asked.stream:
             await self._whole(asked, scope, receive, send)
         elif asked.path != CHAT:
             body = completions.body(asked)
             stream = StreamedCompletion(asked, self._version_of(scope))
             await self._streamed(asked, stream, body, scope, receive, send)
-        elif await self._engines.stream_exactly():
+        elif not partly_told and await self._engines.stream_exactly():
             answer = StreamedAnswer(asked, self._version_of(scope))
             await self._streamed(asked, answer, asked.body(stream=True), scope, receive, send)
         else:

@@ -17,6 +17,7 @@ from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.eviction import EvictionQueue
 from middleware_hub.radix_tree.spelling import Ends
 from middleware_hub.radix_tree.text_tree import Node, TextTree
+from miles_router.experts import Taken
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.trajectory import common_prefix
 
@@ -56,6 +57,7 @@ class Record:
     ends: Ends
     rid: str
     finish: str
+    experts: Taken | None = None  # routed experts, where they are captured
 
 
 @dataclass
@@ -210,6 +212,7 @@ class RadixTreeCache:
             finish=record.finish,
             rank=self._rank(record.trajectory),
             serial=self._clock,
+            experts=record.experts,
         )
         self._insert(entry, record.text)
         self._evict()
@@ -271,6 +274,7 @@ class RadixTreeCache:
 
     def _drop(self, entry: Entry) -> None:
         self._tree.remove(entry)
+        entry.experts = None  # at once: a stale place in the queue may hold on to the entry
         if self._by_rid.get(entry.rid) is entry:
             del self._by_rid[entry.rid]
         self._entries -= 1

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from middleware_hub.radix_tree.spelling import NO_CUT, Ends
+from miles_router.experts import Held, Taken
 from miles_router.trajectory import Piece, Trajectory
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class Entry:
         "block",
         "children",
         "end_type",
+        "experts",
         "finish",
         "last_used",
         "node",
@@ -58,6 +60,7 @@ class Entry:
         finish: str,
         rank: int,
         serial: int,
+        experts: Taken | None = None,
     ) -> None:
         own = trajectory[reused:]
         self.own = len(own)
@@ -73,6 +76,7 @@ class Entry:
         self.finish = finish  # SGLang's finish_reason.type
         self.rank = rank  # of its newest weight version: later ones rank higher
         self.serial = serial  # order of recording
+        self.experts = experts  # rows of all its tokens but the last, where they are captured
         self.children = 0
         self.pins = 0
         self.last_used = serial
@@ -128,6 +132,16 @@ class Entry:
             if upto != their_upto:
                 break
         return shared
+
+    def held_experts(self, tokens: int) -> Held | None:
+        """The routed experts held of the first `tokens` tokens, or of as many of them as possible."""
+        entry: Entry | None = self
+        while entry is not None:
+            rows = None if entry.experts is None else entry.experts.rows
+            if (held := Held.of(rows, tokens)) is not None:
+                return held
+            tokens, entry = min(tokens, entry.reused), entry.parent
+        return None
 
     def part_at(self, tokens: int) -> Entry:
         """The entry that the last of the first `tokens` tokens is own to."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +15,7 @@ from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.replies import Generation, generation
 from middleware_hub.radix_tree.shapes import Prompt
 from middleware_hub.radix_tree.spelling import NO_CUT, Ends
+from miles_router.experts import Handover, Held
 from miles_router.trajectory import Piece, Trajectory
 
 #: Texts longer than this (characters) are encoded, and outputs longer than this (tokens) aligned, in a thread: about
@@ -37,6 +38,11 @@ class Given:
         """The `input_ids`."""
         ids: list[int] = self.trajectory.tokens.tolist()
         return ids
+
+    @property
+    def held_experts(self) -> Held | None:
+        """The routed experts held of its first tokens."""
+        return None if self.match.entry is None else self.match.entry.held_experts(len(self.match.trajectory))
 
 
 class Recorder:
@@ -73,8 +79,11 @@ class Recorder:
         rest = ids[len(match.trajectory) :]
         return Given(spelled.text, match.trajectory.append(Piece.given(rest)), spelled.ends, match)
 
-    async def record(self, given: Given, answer: Mapping[str, Any], prompt: Prompt) -> Entry | None:
-        """Hold what an answer added to what was given for `prompt`. Gives None for an answer without tokens.
+    async def record(
+        self, given: Given, answer: Mapping[str, Any], prompt: Prompt, experts: Handover | None = None, place: int = 0
+    ) -> Entry | None:
+        """Hold what an answer added to what was given for `prompt`, with the routed experts that came as the
+        request's answer number `place`. Gives None for an answer without tokens.
 
         Raises:
             Unusable, InvalidTrajectory: the answer cannot be recorded.
@@ -83,6 +92,8 @@ class Recorder:
         if not sampled.ids:
             return None
         record = await _off_loop(len(sampled.ids), lambda: self._joined(given, sampled, prompt))
+        if experts is not None:
+            record = replace(record, experts=experts.take(place, len(record.trajectory), record.rid))
         return self.cache.record(record, hint=given.match)
 
     def _joined(self, given: Given, sampled: Generation, prompt: Prompt) -> Record:

@@ -83,11 +83,11 @@ def version_spans(meta: Mapping[str, Any], length: int) -> list[tuple[str | None
     return [(str(version), start, end) for version, start, end in spans]
 
 
-def stripped(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer without what only the record asked for."""
-    meta = answer.get("meta_info")
+def stripped(answer: Any) -> Any:
+    """The answer without what only the record asked for; what is none stays as it is."""
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
     if not isinstance(meta, Mapping):
-        return dict(answer)
+        return answer
     return {**answer, "meta_info": {name: value for name, value in meta.items() if name not in LOGPROB_FIELDS}}
 
 
@@ -111,7 +111,8 @@ class Growing:
             logprobs, total = meta["output_token_logprobs"], meta["completion_tokens"]
         except (KeyError, TypeError) as error:
             raise Unusable("incomplete") from error
-        if len(ids) == total:
+        if len(ids) >= total:  # SGLang may add ids to an event between counting and writing them
+            ids, logprobs = ids[:total], logprobs[:total]
             self.text, self.ids, self.logprobs = text, ids, logprobs
         else:
             self.text, self.ids, self.logprobs = self.text + text, self.ids + ids, self.logprobs + logprobs

@@ -37,6 +37,11 @@ class Shape:
     batch: bool
     stream: bool
 
+    @property
+    def answers(self) -> int:
+        """How many there will be."""
+        return len(self.prompts) * self.samples
+
     def prompt_of(self, answer: int) -> int:
         """The prompt that the answer at this place of the list belongs to: answers are prompt-major."""
         return answer // self.samples

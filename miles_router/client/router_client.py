@@ -12,9 +12,12 @@ import orjson
 from miles_router.client.answers import Generation, Retrieved
 from miles_router.client.control import Control
 from miles_router.client.errors import ConnectionLost, InvalidReply, read_error
+from miles_router.client.sample import Experts
 from miles_router.client.session import Session, SessionInfo
 from miles_router.client.transport import DEFAULT_RETRIES, Ask, Pool, Retries, Transport
 from miles_router.events import DATA, DONE, EventReader
+from miles_router.trajectory import InvalidTrajectory
+from miles_router.trajectory.wire import unpack
 
 BINARY = "application/octet-stream"
 
@@ -138,6 +141,37 @@ class RouterClient(Control):
         body = {name: value for name, value in asked.items() if value is not None}
         ask = Ask("POST", "/retrieve_from_text", body, {"Accept": BINARY}, repeatable=True)
         return Retrieved.from_bytes(await self._transport.bytes(ask))
+
+    async def routed_experts(
+        self,
+        *,
+        rid: str | None = None,
+        text: str | None = None,
+        session_id: str | None = None,
+        leaf: int | None = None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> Experts:
+        """The experts that routed each token of one rollout, unsigned integers [stop - start, layers, top_k]: row i is
+        about token i, and the last token has none. For a router with `RoutedExpertsMiddleware`.
+
+        Args:
+            rid: of a generation (`Generation.rid`).
+            text: of the newest generation with exactly this text, prompt included.
+            session_id, leaf: of a sample of a session; `leaf` is its `metadata["leaf"]`, needed where there are more.
+            start, stop: rows; by default all.
+
+        Raises:
+            NotFound: there is no such rollout, or its rows never came, did not fit or have been evicted.
+            BadRequest: not exactly one rollout is named, or it has not these rows.
+        """
+        asked = {"rid": rid, "text": text, "session_id": session_id, "leaf": leaf, "start": start, "stop": stop}
+        body = {"format": "safetensors", **{name: value for name, value in asked.items() if value is not None}}
+        data = await self._transport.bytes(Ask("POST", "/routed_experts", body, repeatable=True))
+        try:
+            return unpack(data)[0]["routed_experts"]
+        except (InvalidTrajectory, KeyError) as error:
+            raise InvalidReply(f"no answer of /routed_experts: {error!r}") from None
 
     async def request(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None

@@ -31,6 +31,16 @@ def may_be_aborted(data: bytes, answers: int) -> bool:
     return False
 
 
+def none_aborted(data: bytes, answers: int) -> bool:
+    """Whether the beginning of a reply shows how so many answers ended, and that none was aborted."""
+    at = -1
+    for _ in range(answers):
+        at = data.find(FINISH, at + 1)
+        if at < 0 or at + NEAR > len(data) or ABORT in data[at : at + NEAR]:
+            return False
+    return True
+
+
 def version(event: bytes) -> bytes:
     """Something that is the same for two events exactly if the weight versions they name are."""
     at = event.find(VERSION, event.find(FINISH))

@@ -127,6 +127,7 @@ class Part:
 
     def absorb(self, answer: dict[str, Any]) -> None:
         """One event of this go: everything so far, or (`--incremental-streaming-output`) what is new."""
+        answer = _without_what_came_since(answer)
         known, meta = self.current, answer["meta_info"]
         self.take(answer)
         count = meta.get("completion_tokens", len(answer["output_ids"]))
@@ -183,6 +184,17 @@ class Part:
         """The client of a stream has everything."""
         if self.current is not None:
             self.shown_ids, self.shown_text = len(self.current["output_ids"]), len(self.current["text"])
+
+
+def _without_what_came_since(answer: dict[str, Any]) -> dict[str, Any]:
+    """SGLang writes down an event's list of ids a moment after its counts (0.5.23, `tokenizer_manager.py`): it may have
+    more ids by then, which the next event tells again."""
+    meta, ids = answer["meta_info"], answer["output_ids"]
+    count = meta.get("completion_tokens")
+    if count is None or len(ids) <= count:
+        return answer
+    lists = {name: meta[name][:count] for name in CONCATENATED if meta.get(name) is not None}
+    return {**answer, "output_ids": ids[:count], "meta_info": {**meta, **lists}}
 
 
 def understood(answer: Any) -> dict[str, Any] | None:

@@ -22,6 +22,10 @@ from miles_router.partial_rollouts.seam import mend
 OF_THE_LAST_EVENT = (VERSIONS, EXPERTS)
 
 
+#: Bytes of an event that is still coming between which it is looked at. Shorter ones come at once.
+LONG, LOOKED_AT = 256 * 1024, 4 * 1024 * 1024
+
+
 class Enough(Exception):
     """Raised into a stream that is not wanted any further; its worker stops generating."""
 
@@ -36,7 +40,7 @@ class Stream(Run):
                 await opening.ask(body)
             except UpstreamBroken:
                 lost = True
-                if not opening.streaming or (self._going() and not self.shared.resume_lost):
+                if not opening.streaming or opening.within or (self._going() and not self.shared.resume_lost):
                     raise
         if not opening.streaming:
             return
@@ -99,6 +103,11 @@ class _Opening(Go):
         self.rest = b""  # what came behind the last answer
         self._events = EventReader()
 
+    @property
+    def within(self) -> bool:
+        """Whether the client has the beginning of an event, and not its end."""
+        return self._events.within
+
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             kind = first(message["headers"], b"content-type") or b""
@@ -112,6 +121,8 @@ class _Opening(Go):
                 self.rest = each
             elif not await self._is_cut(each):  # what a cut brought is shown with what follows it
                 shown.append(each)
+        if LONG < self._events.pending <= LOOKED_AT and self._has_ended():
+            shown.append(self._events.let_go())
         await self.stream.give(b"".join(shown))
         if not message.get("more_body", False):
             self.rest += self._events.rest
@@ -126,6 +137,15 @@ class _Opening(Go):
         else:
             part.done = True
         return False
+
+    def _has_ended(self) -> bool:
+        """Whether the event that is still coming is the last of the only generation, which was not cut. The expert ids
+        of a long rollout may stand in it: nobody has to hold them here."""
+        part, data = self.stream.parts[0], self._events.rest
+        if part.done or part.streamed_index or not glance.none_aborted(data, 1):
+            return False
+        part.done = not glance.finish(data).startswith(glance.RUNNING)
+        return part.done
 
     def _part(self, raw: bytes) -> Part | None:
         index = glance.index(raw) if self.stream.parts[0].streamed_index else 0

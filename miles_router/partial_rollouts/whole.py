@@ -16,6 +16,9 @@ from miles_router.partial_rollouts.run import Go, Run
 from miles_router.partial_rollouts.seam import mend
 from miles_router.watch import Watch
 
+#: Bytes of a reply within which the end of its generations is looked for while it comes.
+BEGINNING = 2 * 1024 * 1024
+
 
 class Whole(Run):
     """A request whose answer comes in one piece."""
@@ -23,6 +26,8 @@ class Whole(Run):
     async def run(self, body: bytes) -> None:
         with self.in_flight(self.exchange, body):
             reply = await self._opened(body)
+            if reply.passed_on:
+                return
             cut = await self._cut(reply)
         if cut:
             await self.carry_on(cut)
@@ -33,14 +38,16 @@ class Whole(Run):
         await self.send({**reply.start, "headers": headers})
         await self.send({"type": "http.response.body", "body": reply.data})
 
-    async def _opened(self, body: bytes) -> _Reply:
+    async def _opened(self, body: bytes) -> _Opening:
         """The first answer; under `resume_lost` one that was cut by the loss of its worker is asked for again."""
         lost = 0
         while True:
-            reply = _Reply(self, self.exchange)
+            reply = _Opening(self, self.exchange)
             try:
                 await reply.ask(body)
             except UpstreamBroken:
+                if reply.passed_on:
+                    raise
                 lost += 1
                 if not self.shared.resume_lost or lost > self.shared.router.config.max_retries:
                     raise
@@ -89,6 +96,7 @@ class _Reply(Go):
 
     start: Message
     data = b""
+    _chunks: list[bytes]
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -106,3 +114,24 @@ class _Reply(Go):
             return []
         answers = [understood(each) for each in (parsed if isinstance(parsed, list) else [parsed])]
         return [] if None in answers else [each for each in answers if each is not None]
+
+
+class _Opening(_Reply):
+    """The first reply. As soon as it is clear that no generation in it was cut, it goes on as it comes: behind its
+    finish reasons may stand the expert ids of a long rollout, which nobody has to hold here."""
+
+    passed_on = False
+    _size = 0
+
+    async def send(self, message: Message) -> None:
+        if self.passed_on:
+            await self.run.send(message)
+            return
+        await super().send(message)
+        self._size += len(message.get("body", b""))
+        if message.get("more_body", False) and self._size <= BEGINNING and not self.run.shared.resume_lost:
+            beginning = b"".join(self._chunks)
+            if glance.none_aborted(beginning, len(self.run.parts)):
+                self.passed_on = True
+                await self.run.send(self.start)
+                await self.run.send({"type": "http.response.body", "body": beginning, "more_body": True})

@@ -39,7 +39,10 @@ def route(shape: MoeShape, ids: Sequence[int], start: int = 0) -> NDArray[np.int
     tokens = np.asarray(ids, dtype=np.int64).astype(np.uint64)[start : start + len(positions)]
     layers = np.arange(shape.layers, dtype=np.uint64)
     seeds = (tokens * np.uint64(0x9E3779B97F4A7C15) + positions * np.uint64(0xBF58476D1CE4E5B9))[:, None]
-    seeds = (seeds ^ (layers * np.uint64(0x94D049BB133111EB))[None, :]) >> np.uint64(17)
+    seeds = seeds ^ (layers * np.uint64(0x94D049BB133111EB))[None, :]
+    for shift in (30, 27):  # as splitmix64 ends: layers that differ by a constant must not choose alike
+        seeds = (seeds ^ (seeds >> np.uint64(shift))) * np.uint64(0xBF58476D1CE4E5B9)
+    seeds = seeds >> np.uint64(17)
     first = (seeds % np.uint64(shape.experts))[:, :, None]
     ranks = np.arange(shape.top_k, dtype=np.uint64)[None, None, :]
     return np.asarray((first + ranks) % np.uint64(shape.experts), dtype=np.int32)

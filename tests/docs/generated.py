@@ -20,6 +20,9 @@ from middleware_hub.openai_session.store import Bounds, SessionStore
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.encoding import InexactTokenizer
 from middleware_hub.radix_tree.statistics import CacheCollector
+from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  # so that it is in the table
+from middleware_hub.routed_experts.statistics import ExpertsCollector
+from middleware_hub.routed_experts.store import ExpertStore
 from miles_router.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from miles_router.control import SLOW, TABLE
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
@@ -123,6 +126,13 @@ def sessions() -> str:
     return _families(SessionCollector(store, recorder))
 
 
+def routed_experts() -> str:
+    """Every metric of routed experts."""
+    store = ExpertStore(1)
+    store.statistics.missing["reason"] = 1
+    return _families(ExpertsCollector(store))
+
+
 def _families(collector: Collector) -> str:
     rows: Rows = []
     for each in collector.collect():
@@ -139,6 +149,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fan_out": fan_out,
     "text_cache": text_cache,
     "sessions": sessions,
+    "routed_experts": routed_experts,
 }
 
 

@@ -15,6 +15,7 @@ from middleware_hub.openai_session_middleware import OpenAISessionMiddleware
 from middleware_hub.radix_tree.retrieval import FIELDS as FIELDS_OF_RETRIEVAL
 from middleware_hub.radix_tree.retrieval import Retrieved
 from middleware_hub.radix_tree_middleware import RadixTreeMiddleware
+from middleware_hub.routed_experts_middleware import RoutedExpertsMiddleware
 from miles_router import cli
 from miles_router.admin import Admin
 from miles_router.app import create_app
@@ -31,7 +32,7 @@ def reasons() -> list[str]:
     """Why the text cache leaves a request or an answer alone."""
     sources = [ROOT / "middleware_hub" / name for name in ("radix_tree_middleware.py", "radix_tree/shapes.py")]
     text = "".join(source.read_text(encoding="utf-8") for source in sources)
-    raised = re.findall(r"(?:NotUnderstood|_count_passed_through)\((.*)\)$", text, re.M)
+    raised = re.findall(r"(?:NotUnderstood|pass_by)\((.*)\)$", text, re.M)
     return sorted({name for call in raised for name in re.findall(r'"(\w+)"', call)})
 
 
@@ -116,7 +117,11 @@ def test_every_route_of_a_middleware_is_documented(text_cache: RadixTreeMiddlewa
 
 @pytest.mark.parametrize(
     ("middleware", "page"),
-    [(RadixTreeMiddleware, "docs/text-rollouts.md"), (OpenAISessionMiddleware, "docs/agents.md")],
+    [
+        (RadixTreeMiddleware, "docs/text-rollouts.md"),
+        (OpenAISessionMiddleware, "docs/agents.md"),
+        (RoutedExpertsMiddleware, "docs/moe-r3.md"),
+    ],
 )
 def test_every_option_of_a_middleware_is_documented_with_its_default(middleware: type, page: str) -> None:
     for name, option in inspect.signature(middleware).parameters.items():
@@ -132,6 +137,13 @@ def test_every_route_of_the_sessions_is_documented(checkpoint: Path) -> None:
         assert isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}:
             assert f"| `{method} {route.path}` | `OpenAISessionMiddleware` |" in read("docs/http-api.md")
+
+
+def test_the_route_of_routed_experts_is_documented(checkpoint: Path) -> None:
+    router = create_app(RouterConfig(hf_checkpoint=str(checkpoint))).router
+    (route,) = RoutedExpertsMiddleware(lambda scope, receive, send: None, router=router).routes()  # type: ignore[arg-type]
+    assert isinstance(route, Route)
+    assert f"| `POST {route.path}` | `RoutedExpertsMiddleware` |" in read("docs/http-api.md")
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS_OF_RETRIEVAL))

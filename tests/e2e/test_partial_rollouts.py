@@ -12,7 +12,7 @@ import pytest
 
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.engine import PauseMode
-from tests.support.http import RawReply, request
+from tests.support.http import CutReply, RawReply, request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import (
     HANG,
@@ -387,6 +387,76 @@ async def test_a_comment_between_events_does_not_keep_a_stream_from_going_on(sta
     one.goes.append(script(EVENTS, chunk(b": ping\n\n"), event(answer([7], length(1), prompt=4)), *END))
     *_, last, _, _ = (await going_on(router, generating)).body.split(b"\n\n")
     assert orjson.loads(last.removeprefix(b"data: "))["output_ids"] == [5, 6, 7]
+
+
+# The expert ids of a long rollout, which nobody needs to hold while they pass
+
+LONG_ROWS = b"QUFB" * 100_000
+
+
+def long_reply(stream: bool, finish: object) -> bytes:
+    said = answer([5], finish)
+    said["meta_info"]["routed_experts"] = LONG_ROWS.decode()
+    return b"data: %b\n\n" % orjson.dumps(said) if stream else orjson.dumps(said)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("at", [-1, -2, -3, -60])
+async def test_a_long_answer_that_nobody_cut_is_given_on_before_it_has_ended(
+    stage: Stage, stream: bool, at: int
+) -> None:
+    one, rest = await engine(stage), asyncio.Event()
+    router = await stage.router(one.worker, partial_rollout="resume")
+    body = long_reply(stream, length(1))
+    end = DONE if stream else b""
+    head = EVENTS if stream else chunked_head([("Content-Type", "application/json")])
+    pieces: list[Step] = [chunk(body[:at]), rest, chunk(body[at:]), *([chunk(end)] if end else []), chunk(b"")]
+    one.goes.append(script(head, *pieces))
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", JSON, orjson.dumps({"input_ids": PROMPT, "stream": stream})))
+    await client.read_head("POST")
+    begun = b""
+    while len(begun) < len(body) + at:
+        begun += await client.read_part()
+    rest.set()
+    assert begun + (await client.read_body()).body == body + end
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_long_answer_whose_worker_is_lost_behind_its_beginning_never_looks_complete(
+    stage: Stage, stream: bool
+) -> None:
+    one, rest = await engine(stage), asyncio.Event()
+    router = await stage.router(one.worker, partial_rollout="resume")
+    head = EVENTS if stream else chunked_head([("Content-Type", "application/json")])
+    one.goes.append(script(head, chunk(long_reply(stream, length(1))[:-60]), rest, RESET))
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", JSON, orjson.dumps({"input_ids": PROMPT, "stream": stream})))
+    await client.read_head("POST")
+    assert await client.read_part()
+    rest.set()
+    with pytest.raises(CutReply):
+        await client.read_body()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_long_answer_that_a_pause_cut_is_carried_on(stage: Stage, stream: bool) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, partial_rollout="resume")
+    cut = long_reply(stream, ABORT)
+
+    def behind(paused: asyncio.Event) -> Behaviour:
+        if stream:
+            return script(EVENTS, paused, chunk(cut[:300_000]), chunk(cut[300_000:]), *END)
+        return script(paused, reply(cut))
+
+    generating = await pause(router, one, behind, lambda: generate(router, stream=stream))
+    last = answer([7], length(1), prompt=3, routed_experts="QUFB")
+    one.goes.append(streamed(last) if stream else told(last))
+    came = await going_on(router, generating)
+    joined = events(came)[-1] if stream else came.json()
+    assert joined["output_ids"] == [5, 7]
+    assert joined["meta_info"]["routed_experts"] == LONG_ROWS.decode() + "QUFB"
 
 
 # Aborts, and clients that leave

@@ -130,7 +130,10 @@ async def test_what_is_no_good_json_answer_passes_byte_for_byte(
         b'"no object"',
         b"[1, 2]",
         b"{}",
+        b"7",
+        b"[7]",
         b"not json",
+        b'{"text": "a", "output_ids": [1], "index": 1, "meta_info": {}}',
         b'{"text": "a", "output_ids": [1]}',
         b'{"text": "a", "output_ids": [1], "meta_info": null}',
         b'[{"text": "a", "output_ids": [1], "meta_info": {}}, {}, {}]',
@@ -148,7 +151,7 @@ async def test_answers_that_make_no_sense_pass_and_leave_nothing(stage: Stage, a
         begin = chunked_head(STREAM)
         worker.always(script(begin, chunk(sent), b"0\r\n\r\n"))
     else:
-        worker.always(script(reply(answer)))
+        worker.always(script(reply(answer, headers=JSON)))
     trial = await trial_before(stage, worker)
     got = await trial.post("/generate", {"text": "one", "stream": stream, "return_logprob": True})
     assert (got.status, got.body) == (200, sent if stream else answer)

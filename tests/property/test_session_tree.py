@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from middleware_hub.openai_session.asking import Asked
 from middleware_hub.openai_session.messages import Message, contexts_of, strict
 from middleware_hub.openai_session.records import record
-from middleware_hub.openai_session.samples import samples, wanted
+from middleware_hub.openai_session.samples import Making, samples, wanted
 from middleware_hub.openai_session.selection import Selection
 from middleware_hub.openai_session.tree import Place, Turn, line_ends
+from miles_router.experts import Experts
 from tests.support.sessions import SYSTEM, Scene, assistant, call, history, tool, user
 
 #: Few, so that histories meet by chance.
@@ -168,7 +169,7 @@ def check_samples(found: Episode) -> None:
     session = found.scene.session
     trained: Counter[tuple[Turn, int]] = Counter()
     had: set[tuple[Turn, int]] = set()
-    for sample in samples(session, wanted({}), Selection(()), lambda ids: ""):
+    for sample in samples(session, wanted({}), Making(Selection(()), lambda ids: "", Experts())):
         leaf = session.turns[sample.rest["metadata"]["leaf"]]
         door = found.doors[leaf]
         whole = sample.trajectory

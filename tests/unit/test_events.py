@@ -34,6 +34,35 @@ def test_what_is_no_whole_event_stays_behind() -> None:
     assert list(reader.feed(b"}\n\n")) == [b"data: {}\n\n"]
 
 
+@given(texts, texts, st.integers(1, 400), st.lists(st.integers(0, 800), max_size=8))
+def test_an_event_that_was_let_go_goes_on_in_pieces_and_the_next_is_whole_again(
+    long: dict[str, object], following: dict[str, object], begun: int, cuts: list[int]
+) -> None:
+    first, second = event(long), event(following)
+    begun = min(begun, len(first) - 1)
+    reader = EventReader()
+    assert list(reader.feed(first[:begun])) == []
+    assert reader.pending == begun
+    assert reader.let_go() == first[:begun]
+    assert (reader.within, reader.rest, reader.pending) == (True, b"", 0)
+    data = first[begun:] + second + LAST_EVENT
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    given_on = [piece for a, b in itertools.pairwise(places) for piece in reader.feed(data[a:b])]
+    assert b"".join(given_on) == data
+    assert given_on[-2:] == [second, LAST_EVENT]
+    assert not reader.within
+
+
+def test_an_event_that_was_let_go_and_never_ends_is_still_under_way() -> None:
+    reader = EventReader()
+    assert list(reader.feed(b"data: {")) == []
+    assert reader.let_go() == b"data: {"
+    assert list(reader.feed(b"}\n")) == [b"}\n"]
+    assert reader.within
+    assert list(reader.feed(b"\n")) == [b"\n"]
+    assert not reader.within
+
+
 def test_only_an_answer_of_generate_is_one() -> None:
     for other in (b"", b": comment\n\n", b"data: no json\n\n", b"data: []\n\n", b'data: {"error": {}}\n\n', LAST_EVENT):
         assert payload(other) is None

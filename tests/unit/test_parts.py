@@ -221,3 +221,32 @@ def test_one_abort_among_several_answers_is_seen() -> None:
     assert glance.may_be_aborted(body(length, IN_THE_QUEUE, length), 3)
     assert not glance.may_be_aborted(body(length, length), 2)
     assert glance.may_be_aborted(b"{}", 1), "it cannot be seen"
+
+
+# SGLang counts an event's ids, and writes the list of them down a moment later
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_ids_that_came_while_an_event_was_written_are_those_of_the_next(late: int) -> None:
+    made = part()
+    events = [answer("a", [1], 1), answer("ab", [1, 2, 3], 2), answer("abcd", [1, 2, 3, 4], 4)]
+    for each in events[:late]:
+        made.absorb(each)
+    assert made.current is not None
+    assert made.current["output_ids"] == [1, 2][:late]
+    assert len(made.current["meta_info"]["output_token_logprobs"]) == late
+    for each in events[late:]:
+        made.absorb(each)
+    assert made.incremental is False
+    assert made.current["output_ids"] == [1, 2, 3, 4]
+    assert made.current["text"] == "abcd"
+
+
+def test_they_may_come_with_the_first_event() -> None:
+    made = part()
+    made.absorb(answer("a", [1, 2], 1))
+    assert made.current is not None
+    assert made.current["output_ids"] == [1]
+    made.absorb(answer("abc", [1, 2, 3], 3))
+    assert made.incremental is False
+    assert made.current["output_ids"] == [1, 2, 3]

@@ -10,10 +10,11 @@ import orjson
 import pytest
 
 from middleware_hub.openai_session.errors import InvalidSample
-from middleware_hub.openai_session.samples import Sample, Wanted, as_json, as_safetensors, samples, wanted
+from middleware_hub.openai_session.samples import Making, Sample, Wanted, as_json, as_safetensors, samples, wanted
 from middleware_hub.openai_session.selection import Selection
 from middleware_hub.openai_session.tree import Turn
 from miles_router.errors import BadRequest
+from miles_router.experts import Experts
 from miles_router.trajectory.wire import from_json, unpack
 from tests.support.sessions import SYSTEM, Scene, user
 
@@ -26,7 +27,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def collected(scene: Scene, **request: Any) -> list[Sample]:
-    return samples(scene.session, wanted(request), Selection(()), decode)
+    return samples(scene.session, wanted(request), Making(Selection(()), decode, Experts()))
 
 
 def one(scene: Scene, **request: Any) -> Sample:

@@ -1,0 +1,156 @@
+"""One request's expert ids: from what was asked and what was extracted to rows that are held."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from middleware_hub.routed_experts.asking import Asked
+from middleware_hub.routed_experts.decoding import Decoder
+from middleware_hub.routed_experts.errors import ExpertsMissing
+from middleware_hub.routed_experts.model import Model
+from middleware_hub.routed_experts.store import ExpertStore
+from miles_router import Exchange
+from miles_router.experts import Handover, Held
+from miles_router.trajectory import InvalidTrajectory
+from miles_router.trajectory.experts import ExpertRows, Rows, common_rows
+
+logger = logging.getLogger(__name__)
+
+FIELD = "routed_experts"
+ABORT = "abort"
+#: Characters of base64 for each id.
+WIRE_BYTES = 16 / 3
+
+
+@dataclass
+class Holding:
+    """Where the rows of one request's answers are put. `keep`: by the store, since no layer has their trajectories."""
+
+    store: ExpertStore
+    model: Model
+    start: int  # the row that was asked for first
+    keep: bool
+    _alone: list[ExpertRows] = field(default_factory=list)  # one for each prompt, about
+
+    def rows(self, decoder: Decoder, held: Held | None, tokens: int, rid: str | None) -> ExpertRows:
+        """The rows of an answer of `tokens` tokens, of whose prompt some are `held`.
+
+        Raises:
+            InvalidTrajectory: they do not fit; the invariant names how.
+        """
+        statistics, start = self.store.statistics, self.start
+        try:
+            own = self.model.rows(decoder.finish(), decoder.largest, start, tokens - 1 - start)
+            node = self._hold(own, held, tokens, rid)
+        except InvalidTrajectory as error:
+            statistics.missing[error.invariant] += 1
+            raise
+        statistics.answers += 1
+        statistics.transferred_rows += len(own)
+        if held is not None:
+            statistics.reused_rows += start
+            statistics.saved_bytes += int(start * own.shape[1] * WIRE_BYTES)
+        return node
+
+    def _hold(self, own: Rows, held: Held | None, tokens: int, rid: str | None) -> ExpertRows:
+        """`own` are the rows that came. Those held already are not held twice, nor those that came with another answer
+        to the same prompt."""
+        start, parent = self.start, None
+        if held is not None:
+            if held.count < start:
+                reason = f"rows {held.count} to {start - 1}: the client asked for those from {start} on"
+                raise InvalidTrajectory("experts_without_gap", reason)
+            # Of a prompt that is held to its end, and that nothing was sampled behind, one row more is held.
+            count = min(held.count, max(tokens - 1, 0))
+            parent, own, start = held.rows, own[held.count - start :], count
+        alike, sibling = self._sibling(own, start, parent)
+        if sibling is not None:
+            parent, own, start = sibling, own[alike:], start + alike
+        node = self.store.add(_compact(own), start=start, parent=parent, rid=rid, keep=self.keep)
+        if sibling is None:
+            self._alone.append(node)
+        return node
+
+    def _sibling(self, own: Rows, start: int, parent: ExpertRows | None) -> tuple[int, ExpertRows | None]:
+        """Of the answers of this request that go on from the same rows, the one that begins most like `own`."""
+        siblings = (each for each in self._alone if each.held and each.parent is parent and each.start == start)
+        found = [(common_rows(each.array(start), own), each) for each in siblings]
+        alike, sibling = max(found, key=lambda each: each[0], default=(0, None))
+        return alike, sibling if alike else None
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """The ids of one answer. It knows nothing of the handover that it lies in: nothing that nobody takes stays."""
+
+    holding: Holding
+    decoder: Decoder
+    held: Held | None
+
+    def rows(self, tokens: int, rid: str | None) -> ExpertRows:
+        return self.holding.rows(self.decoder, self.held, tokens, rid)
+
+
+class Capture:
+    """What comes with the answers of one request. Without a `handover` no other layer holds them: they are kept here,
+    under the ids of their generations."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        model: Model,
+        exchange: Exchange,
+        asked: Asked,
+        handover: Handover | None,
+        *,
+        required: bool,
+    ) -> None:
+        self.exchange = exchange
+        self.asked = asked
+        self._store = store
+        self._holding = Holding(store, model, asked.start, keep=handover is None)
+        self._handover = handover
+        self._required = required
+
+    def decoder(self, expected: int = 0) -> Decoder:
+        """For the next string of ids, of at most `expected` characters where that is known."""
+        return Decoder(self._store.max_bytes, expected)
+
+    def take(self, answer: int, decoder: Decoder, meta: Mapping[str, Any]) -> None:
+        """An answer's ids: handed to the layer that holds its trajectory, or kept."""
+        if self._handover is not None:
+            held = self._handover.held_for(answer)
+            self._handover.captured[answer] = _Captured(self._holding, decoder, held)
+            return
+        try:
+            tokens = meta["prompt_tokens"] + meta["completion_tokens"]
+            self._holding.rows(decoder, None, tokens, str(meta["id"]))
+        except (InvalidTrajectory, KeyError, TypeError) as error:
+            fields = {"request_id": self.exchange.request_id, "reason": str(error)}
+            logger.warning("routed_experts_not_kept", extra={"fields": fields})
+
+    def missing(self, *, aborted: bool) -> None:
+        """An answer has come without.
+
+        Raises:
+            ExpertsMissing: they are required, and the generation was not merely aborted before it began.
+        """
+        self._store.statistics.missing["aborted" if aborted else "worker"] += 1
+        error = ExpertsMissing(self.exchange.worker_url)
+        if self._handover is not None:
+            self._handover.missing = "the generation was aborted" if aborted else str(error)
+        if self._required and not aborted:
+            raise error
+
+
+def _compact(own: Rows) -> Rows:
+    """Rows that keep no more memory alive than their own."""
+    whole = own
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    return own if whole.nbytes == own.nbytes else own.copy()

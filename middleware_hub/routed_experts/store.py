@@ -1,0 +1,163 @@
+"""All rows that are held, under a byte budget.
+
+Rows that a trajectory has (a turn of a session, a text of the cache) are the trajectory's: they go with it. Rows of
+other generations are kept here, under their ids. Where there is no room, the least recently used go first, those of
+trajectories too; a read of them says so. What is continued counts as used, so that nothing goes before what is behind
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from weakref import ref
+
+from miles_router.trajectory import InvalidTrajectory
+from miles_router.trajectory.experts import ExpertRows, Rows
+
+logger = logging.getLogger(__name__)
+
+Key = ref[ExpertRows]
+
+
+@dataclass
+class Statistics:
+    """Counters since the start."""
+
+    answers: int = 0
+    transferred_rows: int = 0
+    reused_rows: int = 0
+    saved_bytes: int = 0
+    evicted: int = 0
+    evicted_bytes: int = 0
+    missing: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass
+class _Record:
+    rid: str | None
+    nbytes: int
+    kept: ExpertRows | None = None  # where no trajectory has it
+    pins: int = 0
+
+
+class ExpertStore:
+    """Rows by generation id, least recently used first.
+
+    Args:
+        max_bytes: of all rows together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.statistics = Statistics()
+        self.max_bytes = max_bytes
+        self.nbytes = 0
+        self._records: OrderedDict[Key, _Record] = OrderedDict()
+        self._by_rid: dict[str, Key] = {}
+
+    def __len__(self) -> int:
+        """Generations whose rows are held."""
+        return len(self._records)
+
+    def add(
+        self, own: Rows, *, start: int, parent: ExpertRows | None = None, rid: str | None, keep: bool
+    ) -> ExpertRows:
+        """Hold rows. `keep`: here, until there is no room; otherwise for as long as the caller has what is returned.
+
+        Raises:
+            InvalidTrajectory: `experts_without_gap`; `experts_fit`: there is no room, even without all others.
+        """
+        if own.nbytes > self.max_bytes:
+            raise InvalidTrajectory("experts_fit", f"{own.nbytes} bytes are more than may be held (max_bytes)")
+        node = ExpertRows(own, start=start, parent=parent)
+        key = ref(node, self._forget)
+        self._records[key] = _Record(rid, node.nbytes, node if keep else None, pins=1)
+        self.nbytes += node.nbytes
+        if rid is not None:
+            self._by_rid[rid] = key
+        self._use(node)
+        self._make_room()
+        self._records[key].pins -= 1
+        if self.nbytes > self.max_bytes:
+            self._evict(key)
+            raise InvalidTrajectory("experts_fit", f"there is no room for {own.nbytes} bytes (max_bytes)")
+        return node
+
+    def by_rid(self, rid: str) -> ExpertRows | None:
+        """The rows of a generation, now the most recently used."""
+        key = self._by_rid.get(rid)
+        node = key() if key is not None else None
+        if node is not None:
+            self._use(node)
+        return node
+
+    @contextmanager
+    def pinned(self, nodes: Iterable[ExpertRows]) -> Iterator[None]:
+        """While this is entered, these and what they continue are not evicted: an answer will continue them."""
+        records = []
+        for node in nodes:
+            self._use(node)
+            # Where its own rows have been evicted, the answer will continue those before them.
+            record = next((self._records[key] for each in node.line if (key := ref(each)) in self._records), None)
+            if record is not None:
+                record.pins += 1
+                records.append(record)
+        try:
+            yield
+        finally:
+            for record in records:
+                record.pins -= 1
+
+    def _use(self, node: ExpertRows) -> None:
+        """Parents come behind their children, so that the first of all has none."""
+        for each in node.line:
+            key = ref(each)
+            if key in self._records:
+                self._records.move_to_end(key)
+
+    def _make_room(self) -> None:
+        for _ in range(len(self._records)):
+            if self.nbytes <= self.max_bytes:
+                return
+            key, record = next(iter(self._records.items()))
+            node = key()
+            if record.pins and node is not None:
+                self._use(node)
+            else:
+                self._evict(key)
+
+    def _evict(self, key: Key) -> None:
+        record, node = self._records[key], key()
+        self.statistics.evicted += 1
+        self.statistics.evicted_bytes += record.nbytes
+        if node is not None:
+            node.evict()
+            if record.kept is None:
+                fields = {"rid": record.rid, "rows": len(node) - node.start}
+                logger.warning("routed_experts_evicted", extra={"fields": fields})
+        self._forget(key)
+
+    def _forget(self, key: Key) -> None:
+        record = self._records.pop(key, None)
+        if record is None:
+            return  # evicted before
+        self.nbytes -= record.nbytes
+        if record.rid is not None and self._by_rid.get(record.rid) is key:
+            del self._by_rid[record.rid]
+
+    def check_integrity(self) -> None:
+        """Assert every invariant; for tests."""
+        seen: set[int] = set()
+        for key, record in self._records.items():
+            node = key()
+            assert node is not None
+            assert node.held
+            assert node.nbytes == record.nbytes
+            assert record.pins >= 0
+            assert not any(id(above) in seen for above in node.line)
+            seen.add(id(node))
+        assert self.nbytes == sum(record.nbytes for record in self._records.values())
+        assert all(self._records[key].rid == rid for rid, key in self._by_rid.items())

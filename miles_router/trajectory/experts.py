@@ -1,0 +1,134 @@
+"""Routed experts: to which experts each token went, in each layer, as the engine chose them while it generated.
+
+Row i is about token i. A generation of n tokens has n - 1 rows: its last token was sampled and never went through the
+model. Rows of several generations form a tree, as their tokens do: what continues another one holds its own rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from miles_router.trajectory.pieces import InvalidTrajectory, frozen
+
+#: Expert ids, uint8 or uint16, [rows, layers * top_k].
+Rows = npt.NDArray[np.unsignedinteger[Any]]
+
+
+class ExpertRows:
+    """The rows of one generation: `own`, from row `start` on, behind the first `start` rows of `parent`.
+
+    Immutable, but for `evict`. Without a parent `start` is 0, or the first row that anybody asked for: those before it
+    are missing, and every read of them says so.
+    """
+
+    __slots__ = ("__weakref__", "_own", "_stop", "parent", "start")
+
+    def __init__(self, own: Rows, *, start: int = 0, parent: ExpertRows | None = None) -> None:
+        if parent is not None and start > len(parent):
+            raise InvalidTrajectory("experts_without_gap", f"rows {len(parent)} to {start - 1} are missing")
+        self._own: Rows | None = frozen(own)
+        self._stop = start + len(own)
+        self.start = start
+        self.parent = parent
+
+    def __len__(self) -> int:
+        """Rows up to its end, those of the parent included."""
+        return self._stop
+
+    def __repr__(self) -> str:
+        return f"<ExpertRows {self.start} to {self._stop}{'' if self.held else ', evicted'}>"
+
+    @property
+    def held(self) -> bool:
+        """Whether its own rows are there; evicted ones are not."""
+        return self._own is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its own rows."""
+        return 0 if self._own is None else self._own.nbytes
+
+    @property
+    def line(self) -> Iterator[ExpertRows]:
+        """This one, its parent, and so on."""
+        node: ExpertRows | None = self
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def evict(self) -> None:
+        """Let go of its own rows; a read of them fails from now on."""
+        self._own = None
+
+    def complete(self, stop: int | None = None) -> bool:
+        """Whether rows `[0, stop)`, by default all, can be read."""
+        upto = self._stop if stop is None else stop
+        if upto > self._stop:
+            return False
+        for node in self.line:
+            if node.start < upto:
+                if node._own is None:
+                    return False
+                upto = node.start
+        return upto == 0
+
+    def array(self, start: int = 0, stop: int | None = None) -> Rows:
+        """Rows `[start, stop)`, by default to the end, [stop - start, layers * top_k], in the widest type of theirs.
+
+        Raises:
+            InvalidTrajectory: `experts_without_gap`: some were never had; `experts_held`: some have been evicted.
+        """
+        upto = self._stop if stop is None else stop
+        if not 0 <= start <= upto <= self._stop:
+            raise InvalidTrajectory("experts_without_gap", f"rows {start} to {upto - 1} of {self._stop}")
+        parts: list[Rows] = []
+        for node in self.line:
+            begin = max(start, node.start)
+            if begin < upto:
+                parts.append(node._part(begin, upto))
+                upto = begin
+        if start < upto:
+            raise InvalidTrajectory("experts_without_gap", f"rows {start} to {upto - 1} were never asked for")
+        if len(parts) == 1:
+            return parts[0]
+        return np.concatenate(parts[::-1]) if parts else self._nothing()
+
+    def _part(self, start: int, stop: int) -> Rows:
+        if self._own is None:
+            raise InvalidTrajectory("experts_held", f"rows {start} to {stop - 1} have been evicted")
+        return self._own[start - self.start : stop - self.start]
+
+    def _nothing(self) -> Rows:
+        width = next((node._own.shape[1] for node in self.line if node._own is not None), 0)
+        return np.zeros((0, width), dtype=np.uint8)
+
+
+class ExpertShape(NamedTuple):
+    """A model's routing: in each of `layers`, `top_k` experts a token; of `experts` of them, where that is known."""
+
+    layers: int
+    top_k: int
+    experts: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Expert ids in a row."""
+        return self.layers * self.top_k
+
+    def shaped(self, rows: Rows) -> Rows:
+        """Rows as [rows, layers, top_k], without a copy."""
+        return rows.reshape(len(rows), self.layers, self.top_k)
+
+
+def common_rows(first: Rows, second: Rows) -> int:
+    """How many leading rows are equal."""
+    length = min(len(first), len(second))
+    if not length or not np.array_equal(first[0], second[0]):
+        return 0
+    differ = (first[:length] != second[:length]).any(axis=1)
+    at = int(differ.argmax())
+    return at if differ[at] else length

@@ -1,0 +1,418 @@
+"""Routed experts of real SGLang: what trainers get is what went through the workers' doors, row for row.
+
+Where the engine computes the same ids in the same way again (greedy, one at a time), it is also what one uninterrupted
+request says. In batches of changing sizes a CPU rounds otherwise, and some tokens go elsewhere: there the doors alone
+are held against, and the share of rows that are equal all the same is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from miles_router.client import RouterClient
+from miles_router.config import MiddlewareSpec
+from miles_router.tasks import together
+from tests.sglang.environment import ensure
+from tests.sglang_worker import RealWorker
+from tests.support.agents import Agents
+from tests.support.chat_door import CHAT, passed
+from tests.support.door import Door
+from tests.support.experts_proof import (
+    CAPTURE,
+    FRONT,
+    GENERATE,
+    KNOWING,
+    LAYERS,
+    TOP_K,
+    Book,
+    Share,
+    TextRollouts,
+    book,
+    chat_rows,
+    check_lines,
+    delivered,
+    generated,
+    rows_of,
+    sample_rows,
+    told_clients,
+    uninterrupted,
+)
+from tests.support.running_router import RunningRouter, running_router
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.sglang
+
+CACHE = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware", {})
+SESSIONS = MiddlewareSpec("middleware_hub.openai_session_middleware.OpenAISessionMiddleware", {})
+FIRST_VERSION = "default"  # of the real workers
+GREEDY = {"temperature": 0, "ignore_eos": True}
+
+
+@dataclass
+class Stage:
+    """A router that keeps routed experts, the doors of its workers, and a connection to it."""
+
+    router: RunningRouter
+    doors: list[Door]
+    workers: list[RealWorker]
+    http: aiohttp.ClientSession
+
+    @property
+    def statistics(self) -> dict[str, Any]:
+        return dict(self.router.app.router.statistics["routed_experts"]())
+
+    async def ask(self, method: str, path: str, body: object = None, *, status: int = 200) -> Any:
+        async with self.http.request(method, path, json=body) as reply:
+            assert reply.status == status, await reply.text()
+            return await reply.json()
+
+    async def update(self, mode: str, version: str) -> None:
+        """What a trainer does between two steps."""
+        await self.ask("POST", "/pause_generation", {"mode": mode})
+        order = {"new_version": version, "abort_all_requests": False}
+        await self.ask("POST", "/update_weight_version", order)
+        await self.ask("POST", "/continue_generation", {})
+
+    def streamed(self) -> int:
+        """Tokens of streams that went through the doors by now."""
+        return sum(len(go.sampled) for door in self.doors for go in door.begun if go.body.get("stream"))
+
+    async def shares(self, known: Book) -> tuple[Share, Share]:
+        """How many rows a worker gives again for the same ids at once, with what it remembers and computed anew."""
+        remembered, fresh = Share(), Share()
+        for line in known.lines.values():
+            for share, anew in ((remembered, False), (fresh, True)):
+                again = await uninterrupted(self.http, self.workers[0].url, line.tokens, fresh=anew)
+                share.add(line.possible[0], again)
+        return remembered, fresh
+
+
+@asynccontextmanager
+async def stage(workers: list[RealWorker], *middlewares: MiddlewareSpec, **settings: Any) -> AsyncIterator[Stage]:
+    async with AsyncExitStack() as stack:
+        doors = [await stack.enter_async_context(Door(worker.url)) for worker in workers]
+        settings = {"middlewares": (FRONT, *middlewares), "hf_checkpoint": str(ensure().moe_model), **settings}
+        router = await stack.enter_async_context(running_router(*(door.url for door in doors), **settings))
+        timeout = aiohttp.ClientTimeout(total=250)
+        http = await stack.enter_async_context(aiohttp.ClientSession(router.url, timeout=timeout))
+        await router.probed()
+        yield Stage(router, doors, workers, http)
+
+
+async def test_text_rollouts_have_the_rows_that_their_workers_gave_each_sent_once(
+    sglang_moe_workers: list[RealWorker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with stage(sglang_moe_workers, CACHE, KNOWING) as made:
+        begun = time.monotonic()
+        rollouts = TextRollouts(made.router.url)
+        await rollouts.run()
+        ran = time.monotonic()
+        known = book(made.doors, rollouts.turns)
+        assert await check_lines(made.http, known) == known.rows
+        assert told_clients(made.router.app.router) == len(rollouts.turns) == 64
+        transferred = known.transferred(made.doors)
+        assert transferred == made.statistics["transferred_rows"] == sum(len(line.own) for line in known.lines.values())
+        assert known.rows - transferred == made.statistics["reused_rows"]
+        remembered, fresh = await made.shares(known)
+    with capsys.disabled():
+        print(f"\n{len(rollouts.turns)} turns, {len(known.lines)} generations of {known.rows} rows, all compared")
+        print(
+            f"{transferred} transferred, {1 - transferred / known.rows:.1%} saved; {known.straight()} straight rollouts"
+        )
+        print(f"equal to one uninterrupted request: {remembered} remembered, {fresh} computed anew")
+        print(f"{known.behind_the_longest} of {len(known.lines)} began where the longest known tokens end")
+        print(f"{ran - begun:.1f} s of rollouts, {time.monotonic() - ran:.1f} s of comparison")
+    assert all(door.generations for door in made.doors)
+    assert known.straight() > 0
+    assert known.behind_the_longest > 0.8 * len(known.lines)
+    assert transferred < 0.5 * known.rows
+    assert float(fresh) > 0.9
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_greedy_rollouts_one_at_a_time_have_the_rows_of_one_uninterrupted_request(
+    stream: bool, sglang_moe_workers: list[RealWorker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over four turns, a pause in the middle of the third; on one worker, which remembers what it computed."""
+    compared = 0
+    async with stage(sglang_moe_workers[:1], CACHE, KNOWING, partial_rollout="resume") as made:
+        for number in range(2):
+            prompt = f"{number}, says the story, "
+            text, rid = await _greedy_rollout(made, prompt, stream=stream)
+            tokens = (await made.ask("POST", "/retrieve_from_text", {"rid": rid}))["tokens"]
+            given = (await made.ask("POST", "/retrieve_from_text", {"text": prompt}))["tokens"]
+            encoded = await _in_one_go(made, given, tokens)
+            rows = rows_of(encoded)
+            assert len(rows) == len(tokens) - 1
+            assert np.array_equal((await delivered(made.http, rid=rid)).rows, rows)
+            told = await made.ask("POST", "/routed_experts", {"text": text, "format": "json"})
+            shape = [len(rows), LAYERS, TOP_K]
+            assert told == {"routed_experts": encoded, "dtype": "int32", "shape": shape, "start": 0}, "SGLang's own"
+            compared += len(rows)
+    with capsys.disabled():
+        print(f"\n{compared} rows equal to uninterrupted requests")
+
+
+async def _greedy_rollout(made: Stage, text: str, *, stream: bool) -> tuple[str, str]:
+    """Its whole text, and the id of its last generation."""
+    for turn, tokens in enumerate((9, 16, 60, 16)):
+        body = {"text": text, "stream": stream, "sampling_params": {**GREEDY, "max_new_tokens": tokens}}
+        arrived = len(made.doors[0].begun)
+        asking = asyncio.ensure_future(generated(made.http, body, "greedy"))
+        if turn == 2:
+            await until(partial(_under_way, made.doors[0], arrived, stream=stream), "it generates")
+            await made.update("abort", FIRST_VERSION)
+        (answer,) = await asking
+        assert answer["meta_info"].get("resumed", 0) == (turn == 2)
+        text += answer["text"]
+    return text, answer["meta_info"]["id"]
+
+
+def _under_way(door: Door, arrived: int, *, stream: bool) -> bool:
+    goes = door.begun[arrived:]
+    return bool(goes) and (len(goes[0].sampled) > 5 or not stream)
+
+
+async def _in_one_go(made: Stage, given: list[int], tokens: list[int]) -> str:
+    """The rows that the worker sends with these very tokens, sampled in one go with nothing in its prefix cache."""
+    params = {**GREEDY, "max_new_tokens": len(tokens) - len(given)}
+    asked = {"input_ids": given, "sampling_params": params, "return_routed_experts": True}
+    async with made.http.post(
+        f"{made.workers[0].url}{GENERATE}", json=asked | {"extra_key": secrets.token_hex(8)}
+    ) as reply:
+        answer = await reply.json()
+    assert (*given, *answer["output_ids"]) == tuple(tokens)
+    assert answer["meta_info"]["cached_tokens"] == 0
+    return str(answer["meta_info"]["routed_experts"])
+
+
+def _streamed(made: Stage, tokens: int) -> bool:
+    return made.streamed() >= tokens
+
+
+async def test_rollouts_resumed_after_pauses_have_the_rows_of_all_their_goes(
+    sglang_moe_workers: list[RealWorker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    modes = ("abort", "retract", "in_place") * 2
+    async with stage(sglang_moe_workers, CACHE, KNOWING, partial_rollout="resume") as made:
+        rollouts = TextRollouts(made.router.url, count=12, length=2, long=40)
+
+        async def updates() -> None:
+            for number, mode in enumerate(modes, 1):
+                await until(partial(_streamed, made, 60 * number), f"{60 * number} tokens", deadline=100)
+                await made.update(mode, f"v{number}")
+
+        begun = time.monotonic()
+        try:
+            await together([rollouts.run(), updates()], name="rollouts and updates")
+        finally:
+            await made.update("abort", FIRST_VERSION)
+        ran = time.monotonic()
+        known = book(made.doors, rollouts.turns)
+        assert await check_lines(made.http, known) == known.rows
+        assert told_clients(made.router.app.router) == len(rollouts.turns)
+        transferred = known.transferred(made.doors)
+        remembered, fresh = await made.shares(known)
+        statistics = made.statistics
+    resumed = [line for line in known.lines.values() if len(line.goes) > 1]
+    with capsys.disabled():
+        print(f"\n{len(known.lines)} generations of {known.rows} rows, {len(resumed)} resumed, all compared")
+        print(f"{transferred} transferred, {1 - transferred / known.rows:.1%} saved; {statistics}")
+        print(f"equal to one uninterrupted request: {remembered} remembered, {fresh} computed anew")
+        print(f"{ran - begun:.1f} s of rollouts, {time.monotonic() - ran:.1f} s of comparison")
+    assert {bool(line.turn.body["stream"]) for line in resumed} == {False, True}
+    assert {line.alone for line in resumed} == {False, True}
+    assert len(resumed) > len(known.lines) // 4
+    assert float(fresh) > 0.9
+
+
+async def test_agents_samples_have_the_rows_that_their_workers_gave(
+    sglang_moe_workers: list[RealWorker], capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with stage(sglang_moe_workers, SESSIONS, CAPTURE) as made, RouterClient(made.router.url) as client:
+        begun = time.monotonic()
+        agents = Agents(made.router.url, count=12, turns=6)
+        twins = (await made.ask("POST", "/sessions", {}, status=201))["session_id"]
+        await together([agents.run(), _twins(made, twins)], name="agents")
+        ran = time.monotonic()
+        went, brought = passed(made.doors, version=FIRST_VERSION), chat_rows(made.doors)
+        assert brought.keys() == {each.rid for each in went.generations}
+        samples = rows = tokens = 0
+        remembered, fresh = Share(), Share()
+        for session in (*agents.sessions, twins):
+            mine = {each.rid: each for each in went.of(session)}
+            (door,) = {each.door for each in mine.values()}
+            told = (await made.ask("POST", f"/sessions/{session}/samples", {}))["samples"]
+            read = [await client.session(session).collect(format=form) for form in ("json", "safetensors")]
+            for sample, plain, binary in zip(told, *read, strict=True):
+                expected = sample_rows(sample, mine, brought)
+                said = sample["routed_experts"]
+                assert (said["dtype"], said["shape"]) == ("uint8", [len(sample["tokens"]) - 1, LAYERS, TOP_K])
+                assert base64.b64decode(said["data"]) == expected.astype(np.uint8).tobytes()
+                for each in (plain, binary):
+                    assert each.tokens.tolist() == sample["tokens"]
+                    assert each.routed_experts is not None
+                    assert each.routed_experts.dtype == np.uint8
+                    assert np.array_equal(each.routed_experts, expected)
+                leaf = sample["metadata"]["leaf"]
+                found = await delivered(made.http, session_id=session, leaf=leaf)
+                assert np.array_equal(found.rows, expected)
+                for share, anew in ((remembered, False), (fresh, True)):
+                    worker = sglang_moe_workers[door].url
+                    share.add(expected, await uninterrupted(made.http, worker, sample["tokens"], fresh=anew))
+                samples, rows, tokens = samples + 1, rows + len(expected), tokens + len(sample["tokens"])
+            records = (await made.ask("GET", f"/sessions/{session}"))["records"]
+            for record in records:
+                held = record["prompt_tokens"] + record["completion_tokens"] - 1
+                assert record["routed_experts"] == {"rows": held}
+                found = await delivered(made.http, rid=record["rid"])
+                assert len(found.rows) == held
+        replies = told_clients(made.router.app.router)
+        statistics = made.statistics
+    transferred = sum(map(len, brought.values()))
+    whole = sum(len(each.given) + len(each.sampled) - 1 for each in went.generations)
+    with capsys.disabled():
+        print(f"\n{len(agents.sessions)} agents, {len(went.generations)} turns, {samples} samples, {tokens} tokens")
+        print(f"{rows} rows compared; {transferred} of {whole} transferred, {1 - transferred / whole:.1%} saved")
+        print(f"equal to one uninterrupted request: {remembered} remembered, {fresh} computed anew")
+        print(f"{statistics}; {replies} replies; {agents.log.broken_off} broken off")
+        print(f"{ran - begun:.1f} s of agents, {time.monotonic() - ran:.1f} s of comparison")
+    assert rows == tokens - samples
+    assert transferred == statistics["transferred_rows"]
+    assert transferred < 0.5 * whole
+    assert float(remembered) > 0.99
+    assert float(fresh) > 0.9
+
+
+async def _twins(made: Stage, session: str) -> None:
+    """Streams of two choices, of which the agent goes on with the second, and asks for what it may not have."""
+    messages: list[Any] = [{"role": "user", "content": "Say something."}]
+    for turn in range(3):
+        body = {"model": "m", "messages": messages, "n": 2, "max_tokens": 9, "stream": True}
+        body |= {"return_routed_experts": True, "routed_experts_start_len": 3}
+        async with made.http.post(f"/sessions/{session}{CHAT}", json=body) as reply:
+            assert reply.status == 200, await reply.read()
+            assert (await reply.read()).endswith(b"data: [DONE]\n\n")
+        answer = (await made.ask("GET", f"/sessions/{session}"))["records"][-1]["response"]
+        messages = [*messages, answer, {"role": "user", "content": f"{turn}?"}]
+
+
+WANTED = {"return_routed_experts": True, "sampling_params": {"max_new_tokens": 24, "ignore_eos": True}}
+WAYS: dict[str, dict[str, Any]] = {
+    "all": {},
+    "from the fourth on": {"routed_experts_start_len": 3},
+    "of two": {"sampling_params": {"max_new_tokens": 24, "ignore_eos": True, "n": 2}},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_who_ask_for_the_field_get_every_byte_as_the_worker_sent_it(
+    stream: bool, sglang_moe_workers: list[RealWorker]
+) -> None:
+    async with stage(sglang_moe_workers, KNOWING) as made:
+        for name, more in WAYS.items():
+            body: dict[str, Any] = {"input_ids": [100, 101, 102, 103, 104], "stream": stream, **WANTED, **more}
+            async with made.http.post(GENERATE, json=body, headers={"X-Request-Id": name}) as reply:
+                came = await reply.read()
+            exchanges = [each for door in made.doors for each in door.exchanges]
+            (exchange,) = [each for each in exchanges if each.headers.get("x-request-id") == name]
+            assert (came, json.loads(exchange.body)) == (exchange.reply, body)
+            start = body.get("routed_experts_start_len", 0)
+            goes = [go for door in made.doors for go in door.generations if go.request_id == name]
+            assert len(goes) == body["sampling_params"].get("n", 1)
+            for go in goes:
+                told = await made.ask("POST", "/routed_experts", {"rid": go.rid, "format": "json", "start": start})
+                assert told["routed_experts"] == go.experts
+                assert told["shape"] == [5 + 24 - 1 - start, LAYERS, TOP_K]
+            if start:
+                refused = await made.ask("POST", "/routed_experts", {"rid": goes[0].rid}, status=404)
+                assert refused["error"]["type"] == "routed_experts_not_held"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_clients_of_the_cache_who_ask_for_the_field_get_what_they_asked_for(
+    stream: bool, sglang_moe_workers: list[RealWorker]
+) -> None:
+    async with stage(sglang_moe_workers, CACHE, KNOWING) as made:
+        text = "Once upon"
+        for turn in range(2):
+            (answer,) = await generated(made.http, {"text": text, "stream": stream, **WANTED}, f"turn {turn}")
+            meta = answer["meta_info"]
+            (go,) = [go for door in made.doors for go in door.generations if go.rid == meta["id"]]
+            assert meta["routed_experts"] == go.experts
+            assert "routed_experts_start_len" not in go.body
+            rows = rows_of(go.experts)
+            assert len(rows) == meta["prompt_tokens"] + 24 - 1
+            held = (await delivered(made.http, rid=go.rid)).rows
+            assert len(held) == len(rows)
+            assert np.array_equal(held[meta["prompt_tokens"] :], rows[meta["prompt_tokens"] :])
+            text += answer["text"]
+
+
+async def test_a_worker_that_tells_no_experts_is_named_at_the_first_request(sglang_workers: list[RealWorker]) -> None:
+    params = {"max_new_tokens": 4}
+    async with stage(sglang_workers, SESSIONS, CACHE, CAPTURE) as made:
+        urls = [door.url for door in made.doors]
+        session = (await made.ask("POST", "/sessions", {}, status=201))["session_id"]
+        message = {"messages": [{"role": "user", "content": "Hi"}], "model": "m", "max_tokens": 4}
+        for path, body in (
+            (GENERATE, {"text": "Hi", "sampling_params": params}),
+            (GENERATE, {"text": "Hi", "sampling_params": params, "return_routed_experts": True}),
+            (f"/sessions/{session}{CHAT}", message),
+        ):
+            error = (await made.ask("POST", path, body, status=502))["error"]
+            _names(error, urls)
+            async with made.http.post(path, json={**body, "stream": True}) as reply:
+                events = (await reply.read()).split(b"\n\n")
+            _names(_error_of(events), urls)
+        assert (await made.ask("POST", f"/sessions/{session}/samples", {}))["samples"] == []
+
+
+def _error_of(events: Sequence[bytes]) -> Any:
+    told = [json.loads(event.removeprefix(b"data: ")) for event in events if event.startswith(b"data: {")]
+    (error,) = [each["error"] for each in told if "error" in each]
+    return error
+
+
+def _names(error: Any, urls: Sequence[str]) -> None:
+    assert error["type"] == "routed_experts_missing"
+    assert any(url in error["message"] for url in urls)
+    assert "--enable-return-routed-experts" in error["message"]
+
+
+async def test_such_a_worker_is_tolerated_where_experts_are_not_required(sglang_workers: list[RealWorker]) -> None:
+    tolerant = replace(CAPTURE, options={"required": False})
+    async with stage(sglang_workers, SESSIONS, CACHE, tolerant) as made:
+        session = (await made.ask("POST", "/sessions", {}, status=201))["session_id"]
+        messages: list[Any] = [{"role": "user", "content": "Hi"}]
+        for stream in (False, True):
+            body = {"messages": messages, "model": "m", "max_tokens": 4, "stream": stream}
+            async with made.http.post(f"/sessions/{session}{CHAT}", json=body) as reply:
+                assert reply.status == 200, await reply.read()
+                await reply.read()
+            answer = (await made.ask("GET", f"/sessions/{session}"))["records"][-1]["response"]
+            messages += [answer, {"role": "user", "content": "And?"}]
+            text = {"text": f"Hi {stream}", "sampling_params": {"max_new_tokens": 4}, "stream": stream}
+            (one,) = await generated(made.http, text, "tolerated")
+            assert "routed_experts" not in one["meta_info"]
+            asked = {"text": text["text"] + one["text"]}
+            refused = (await made.ask("POST", "/routed_experts", asked, status=404))["error"]
+            assert refused["type"] == "routed_experts_not_held"
+            _names(refused | {"type": "routed_experts_missing"}, [door.url for door in made.doors])
+        (sample,) = (await made.ask("POST", f"/sessions/{session}/samples", {}))["samples"]
+        assert "routed_experts" not in sample
+        assert "--enable-return-routed-experts" in sample["metadata"]["routed_experts_missing"]
+        assert made.statistics["missing"] == {"worker": 4}
