@@ -17,7 +17,7 @@ from middleware_hub.routed_experts.store import ExpertStore
 from miles_router import Exchange
 from miles_router.experts import Handover, Held
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.experts import ExpertRows, Rows, common_rows
+from miles_router.trajectory.experts import Blocks, ExpertRows, Rows, common_rows
 
 logger = logging.getLogger(__name__)
 
@@ -54,32 +54,34 @@ class Holding:
         statistics.transferred_rows += len(own)
         if held is not None:
             statistics.reused_rows += start
-            statistics.saved_bytes += int(start * own.shape[1] * WIRE_BYTES)
+            statistics.saved_bytes += int(start * own.width * WIRE_BYTES)
         return node
 
-    def _hold(self, own: Rows, held: Held | None, tokens: int, rid: str | None) -> ExpertRows:
+    def _hold(self, own: Blocks, held: Held | None, tokens: int, rid: str | None) -> ExpertRows:
         """`own` are the rows that came. Those held already are not held twice, nor those that came with another answer
         to the same prompt."""
         start, parent = self.start, None
+        fresh: Rows | Blocks = own
         if held is not None:
             if held.count < start:
                 reason = f"rows {held.count} to {start - 1}: the client asked for those from {start} on"
                 raise InvalidTrajectory("experts_without_gap", reason)
             # Of a prompt that is held to its end, and that nothing was sampled behind, one row more is held.
             count = min(held.count, max(tokens - 1, 0))
-            parent, own, start = held.rows, own[held.count - start :], count
-        alike, sibling = self._sibling(own, start, parent)
+            fresh = _compact(own[held.count - start :]) if held.count > start else own
+            parent, start = held.rows, count
+        alike, sibling = self._sibling(fresh, start, parent)
         if sibling is not None:
-            parent, own, start = sibling, own[alike:], start + alike
-        node = self.store.add(_compact(own), start=start, parent=parent, rid=rid, keep=self.keep)
+            parent, fresh, start = sibling, _compact(fresh[alike:]), start + alike
+        node = self.store.add(fresh, start=start, parent=parent, rid=rid, keep=self.keep)
         if sibling is None:
             self._alone.append(node)
         return node
 
-    def _sibling(self, own: Rows, start: int, parent: ExpertRows | None) -> tuple[int, ExpertRows | None]:
+    def _sibling(self, own: Rows | Blocks, start: int, parent: ExpertRows | None) -> tuple[int, ExpertRows | None]:
         """Of the answers of this request that go on from the same rows, the one that begins most like `own`."""
         siblings = (each for each in self._alone if each.held and each.parent is parent and each.start == start)
-        found = [(common_rows(each.array(start), own), each) for each in siblings]
+        found = [(common_rows(each.array(start), np.asarray(own)), each) for each in siblings]
         alike, sibling = max(found, key=lambda each: each[0], default=(0, None))
         return alike, sibling if alike else None
 
@@ -117,9 +119,9 @@ class Capture:
         self._handover = handover
         self._required = required
 
-    def decoder(self, expected: int = 0) -> Decoder:
-        """For the next string of ids, of at most `expected` characters where that is known."""
-        return Decoder(self._store.max_bytes, expected)
+    def decoder(self) -> Decoder:
+        """For the next string of ids."""
+        return Decoder(self._store.max_bytes)
 
     def take(self, answer: int, decoder: Decoder, meta: Mapping[str, Any]) -> None:
         """An answer's ids: handed to the layer that holds its trajectory, or kept."""
@@ -150,7 +152,4 @@ class Capture:
 
 def _compact(own: Rows) -> Rows:
     """Rows that keep no more memory alive than their own."""
-    whole = own
-    while isinstance(whole.base, np.ndarray):
-        whole = whole.base
-    return own if whole.nbytes == own.nbytes else own.copy()
+    return own if own.base is None else own.copy()

@@ -14,16 +14,16 @@ import numpy.typing as npt
 import pybase64
 
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.experts import Rows
+from miles_router.trajectory.experts import Blocks, Rows
 
 QUANTUM = 16  # characters: 12 bytes, three int32
 AT_ONCE = 1 << 18  # characters, a multiple of QUANTUM: what stays in a core's cache
 SENT = np.dtype("<u4")  # negative ids show as very large ones
 NARROW: np.dtype[np.unsignedinteger[Any]] = np.dtype("u1")
 WIDE: np.dtype[np.unsignedinteger[Any]] = np.dtype("<u2")
-LEAST = 1 << 16  # ids that there is room for from the beginning
-MOST = 1 << 28  # ids that room is made for on a worker's word alone
 LARGEST = {NARROW: 0xFF, WIDE: 0xFFFF}
+#: Bytes of a block of ids. The last one of an answer is as long as what is in it.
+BLOCK = 1 << 18
 
 
 class Decoder:
@@ -31,23 +31,24 @@ class Decoder:
 
     Args:
         limit: bytes of ids that are kept; of what is longer, nothing is, and `finish` says so.
-        expected: characters that may come, where that is known: room is made for them at once.
     """
 
-    def __init__(self, limit: int, expected: int = 0) -> None:
+    def __init__(self, limit: int) -> None:
         self.largest = -1
         self._limit = limit
         self._rest = b""
-        self._kept: Rows = np.empty(max(min(expected // QUANTUM * 3, limit, MOST), LEAST), NARROW)
-        self._count = 0
+        self._type = NARROW
+        self._full: list[Rows] = []
+        self._block: Rows = np.empty(0, NARROW)  # being filled
+        self._filled = 0
         self._failure: tuple[str, str] | None = None  # not the error: its traceback would lead back to here
 
     def feed(self, data: memoryview) -> None:
         """More characters. What is wrong with them is told at the end."""
         if self._failure is not None:
             return
-        if self._rest:  # in front of no more than is decoded at once: a large piece is not copied for it
-            first = AT_ONCE - len(self._rest)
+        if self._rest:  # in front of a short piece; a long one is not copied for it
+            first = (QUANTUM if len(data) > AT_ONCE else AT_ONCE) - len(self._rest)
             self._decode(memoryview(b"".join((self._rest, data[:first]))))
             data = data[first:]
             if not data:
@@ -73,44 +74,47 @@ class Decoder:
 
     def _keep(self, ids: npt.NDArray[np.uint32]) -> None:
         self.largest = max(self.largest, int(ids.max()))
-        if self.largest > LARGEST[self._kept.dtype]:
+        if self.largest > LARGEST[self._type]:
             self._widen()
-        if self._failure is not None:
-            return
-        end = self._count + len(ids)
-        if end * self._kept.itemsize > self._limit:
+        if (self._count + len(ids)) * self._type.itemsize > self._limit:
             self._fail("experts_fit", f"they take more than the {self._limit} bytes that may be held (max_bytes)")
-            return
-        if end > len(self._kept):
-            self._move(max(end, 2 * len(self._kept)), self._kept.dtype)
-        self._kept[self._count : end] = ids
-        self._count = end
+        while len(ids) and self._failure is None:
+            if self._filled == len(self._block):
+                self._next_block()
+            part = ids[: len(self._block) - self._filled]
+            self._block[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+            ids = ids[len(part) :]
+
+    @property
+    def _count(self) -> int:
+        return sum(map(len, self._full)) + self._filled
+
+    def _next_block(self) -> None:
+        if self._filled:
+            self._full.append(self._block)
+        self._block, self._filled = np.empty(BLOCK // self._type.itemsize, self._type), 0
 
     def _widen(self) -> None:
         if self.largest > LARGEST[WIDE]:
             self._fail("experts_of_the_model", "an expert's id is below 0 or above 65535")
-        else:
-            self._move(len(self._kept), WIDE)
-
-    def _move(self, capacity: int, dtype: np.dtype[np.unsignedinteger[Any]]) -> None:
-        moved = np.empty(capacity, dtype)
-        moved[: self._count] = self._kept[: self._count]
-        self._kept = moved
+            return
+        self._full = [block.astype(WIDE) for block in (*self._full, self._block[: self._filled])]
+        self._type, self._block, self._filled = WIDE, np.empty(0, WIDE), 0
 
     def _fail(self, invariant: str, message: str) -> None:
         self._failure = self._failure or (invariant, message)
-        self._kept = self._kept[:0].copy()
-        self._rest = b""
+        self._full, self._block, self._filled, self._rest = [], np.empty(0, NARROW), 0, b""
 
     def end(self) -> None:
         """No more characters come: room that was not needed is given back."""
         if self._rest:
             self._take(memoryview(self._rest))
             self._rest = b""
-        if self._failure is None:
-            self._kept.resize(self._count, refcheck=False)
+        if self._filled < len(self._block):
+            self._block = self._block[: self._filled].copy()
 
-    def finish(self) -> Rows:
+    def finish(self) -> Blocks:
         """All ids, flat.
 
         Raises:
@@ -119,7 +123,7 @@ class Decoder:
         self.end()
         if self._failure is not None:
             raise InvalidTrajectory(*self._failure)
-        return self._kept
+        return Blocks(block for block in (*self._full, self._block) if len(block))
 
 
 def encoded(rows: Rows) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 from miles_router.errors import ConfigError
 from miles_router.experts import Experts
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.experts import ExpertShape, Rows
+from miles_router.trajectory.experts import Blocks, ExpertShape
 
 MAX_EXPERTS = 1 << 16
 DIGITS = 7
@@ -54,7 +54,7 @@ class Model:
         self._told = told
         self._width: int | None = None if told is None else told.width
 
-    def rows(self, flat: Rows, largest: int, start: int, expected: int) -> Rows:
+    def rows(self, flat: Blocks, largest: int, start: int, expected: int) -> Blocks:
         """Ids as rows: the `expected` ones from row `start` on.
 
         Raises:
@@ -78,18 +78,18 @@ class Model:
             raise InvalidTrajectory(
                 "experts_without_overlap", f"{count} rows came for the {expected} from row {start} on"
             )
-        return flat.reshape(count, self._width)
+        return flat.in_rows_of(self._width)
 
-    def _first(self, flat: Rows, start: int, expected: int) -> Rows:
+    def _first(self, flat: Blocks, start: int, expected: int) -> Blocks:
         """Of an answer whose rows tell the width, or of one that should have none."""
         if expected <= 0:
             if flat.size:
                 raise InvalidTrajectory("experts_without_overlap", f"{flat.size} ids came where no row is missing")
-            return flat.reshape(0, self._width or 0)
+            return flat.in_rows_of(self._width or 1)
         width, rest = divmod(flat.size, expected)
         if rest:
             raise InvalidTrajectory("experts_are_rows", f"{flat.size} ids are no {expected} rows of equal length")
         if not width:
             raise InvalidTrajectory("experts_without_gap", f"rows {start} to {start + expected - 1} are missing")
         self._width = width
-        return flat.reshape(expected, width)
+        return flat.in_rows_of(width)

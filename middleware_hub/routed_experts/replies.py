@@ -17,7 +17,6 @@ from middleware_hub.routed_experts.extraction import NAME, Extractor, without_ma
 from miles_router.errors import UpstreamInvalidResponse
 from miles_router.events import DATA, DONE, END, EventReader
 from miles_router.exchange import Message, Send
-from miles_router.headers import first
 
 OK = 200
 JSON, EVENTS = b"application/json", b"text/event-stream"
@@ -69,8 +68,7 @@ class Whole:
         self._send = send
         self._start: Message | None = start
         self._native = native
-        length = first(start["headers"], b"content-length") or b""
-        self._extractor = Extractor(lambda: capture.decoder(int(length) if length.isdigit() else 0))
+        self._extractor = Extractor(capture.decoder)
         self._remains: list[bytes] = []
         self._waiting: list[bytes] = []  # of what the client gets as it is
 

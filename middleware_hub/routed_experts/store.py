@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from weakref import ref
 
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.experts import ExpertRows, Rows
+from miles_router.trajectory.experts import Blocks, ExpertRows, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class ExpertStore:
         return len(self._records)
 
     def add(
-        self, own: Rows, *, start: int, parent: ExpertRows | None = None, rid: str | None, keep: bool
+        self, own: Rows | Blocks, *, start: int, parent: ExpertRows | None = None, rid: str | None, keep: bool
     ) -> ExpertRows:
         """Hold rows. `keep`: here, until there is no room; otherwise for as long as the caller has what is returned.
 

@@ -6,7 +6,8 @@ model. Rows of several generations form a tree, as their tokens do: what continu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,63 @@ from miles_router.trajectory.pieces import InvalidTrajectory, frozen
 Rows = npt.NDArray[np.unsignedinteger[Any]]
 
 
+class Blocks:
+    """Rows of `width` ids whose memory lies in blocks, one behind the other, and is read as arrays.
+
+    A long rollout in one piece would be memory that fits no other; blocks of one size are used again for the next.
+    """
+
+    __slots__ = ("_ends", "blocks", "width")
+
+    def __init__(self, blocks: Iterable[Rows], width: int = 1) -> None:
+        self.blocks = tuple(frozen(block) for block in blocks)  # flat, of one type
+        self.width = width
+        self._ends = tuple(accumulate(len(block) for block in self.blocks))
+
+    @property
+    def size(self) -> int:
+        """All ids."""
+        return self._ends[-1] if self._ends else 0
+
+    def __len__(self) -> int:
+        return self.size // self.width
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ids."""
+        return sum(block.nbytes for block in self.blocks)
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+        """The ids' type."""
+        return self.blocks[0].dtype if self.blocks else np.dtype(np.uint8)
+
+    @property
+    def flat(self) -> Rows:
+        """All ids, [size]."""
+        return self.in_rows_of(1)[:].reshape(-1)
+
+    def in_rows_of(self, width: int) -> Blocks:
+        """The same memory with another width."""
+        return Blocks(self.blocks, width)
+
+    def __getitem__(self, rows: slice) -> Rows:
+        """Rows `[start, stop)`, [stop - start, width]: without a copy where they lie in one block."""
+        start, stop, _ = rows.indices(len(self))
+        begin, end = start * self.width, max(start, stop) * self.width
+        parts = []
+        for block, upto in zip(self.blocks, self._ends, strict=True):
+            before = upto - len(block)
+            if before < end and upto > begin:
+                parts.append(block[max(begin - before, 0) : end - before])
+        if len(parts) == 1:
+            return parts[0].reshape(-1, self.width)
+        return (np.concatenate(parts) if parts else np.zeros(0, self.dtype)).reshape(-1, self.width)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Rows:
+        return np.array(self[:], dtype=dtype) if copy else np.asarray(self[:], dtype=dtype)
+
+
 class ExpertRows:
     """The rows of one generation: `own`, from row `start` on, behind the first `start` rows of `parent`.
 
@@ -27,10 +85,10 @@ class ExpertRows:
 
     __slots__ = ("__weakref__", "_own", "_stop", "parent", "start")
 
-    def __init__(self, own: Rows, *, start: int = 0, parent: ExpertRows | None = None) -> None:
+    def __init__(self, own: Rows | Blocks, *, start: int = 0, parent: ExpertRows | None = None) -> None:
         if parent is not None and start > len(parent):
             raise InvalidTrajectory("experts_without_gap", f"rows {len(parent)} to {start - 1} are missing")
-        self._own: Rows | None = frozen(own)
+        self._own: Rows | Blocks | None = own if isinstance(own, Blocks) else frozen(own)
         self._stop = start + len(own)
         self.start = start
         self.parent = parent
@@ -103,7 +161,8 @@ class ExpertRows:
         return self._own[start - self.start : stop - self.start]
 
     def _nothing(self) -> Rows:
-        width = next((node._own.shape[1] for node in self.line if node._own is not None), 0)
+        owns = (node._own for node in self.line if node._own is not None)
+        width = next((own.width if isinstance(own, Blocks) else own.shape[1] for own in owns), 0)
         return np.zeros((0, width), dtype=np.uint8)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from itertools import pairwise
 from typing import Any
 from weakref import ref
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.experts import ExpertRows, ExpertShape, Rows, common_rows
+from miles_router.trajectory.experts import Blocks, ExpertRows, ExpertShape, Rows, common_rows
 
 WIDTH = 3
 
@@ -279,3 +280,47 @@ def test_one_differing_id_anywhere_in_a_row_ends_what_is_common() -> None:
         changed = whole.copy()
         changed[3, place] ^= 1
         assert common_rows(whole, changed) == 3
+
+
+# Rows in blocks of memory
+
+
+@given(st.lists(st.integers(0, 7), max_size=6), st.integers(1, 4), st.data())
+def test_rows_in_blocks_are_read_as_if_they_lay_in_one(lengths: list[int], width: int, data: st.DataObject) -> None:
+    count = sum(lengths) // width
+    ids = np.arange(sum(lengths), dtype=np.uint8)[: count * width]
+    edges = [0, *np.cumsum(lengths).tolist()]
+    blocks = Blocks([ids[begin:end] for begin, end in pairwise(edges) if len(ids[begin:end])], width)
+    whole = ids.reshape(count, width)
+    assert (len(blocks), blocks.size, blocks.nbytes) == (count, count * width, count * width)
+    assert np.array_equal(blocks.flat, ids)
+    assert np.array_equal(np.asarray(blocks), whole)
+    start = data.draw(st.integers(0, count))
+    stop = data.draw(st.integers(0, count))
+    assert np.array_equal(blocks[start:stop], whole[start:stop])
+    assert blocks[start:stop].shape == whole[start:stop].shape
+    made = ExpertRows(blocks)
+    assert np.array_equal(made.array(), whole)
+
+
+def test_blocks_cannot_be_written_and_are_not_copied_where_one_has_the_rows() -> None:
+    block = np.arange(12, dtype=np.uint8)
+    blocks = Blocks([block, block], 3)
+    assert np.shares_memory(blocks[1:3], block)
+    with pytest.raises(ValueError, match="read-only"):
+        blocks[1:3][0, 0] = 1
+
+
+def test_rows_behind_rows_in_blocks_are_told_apart_from_them() -> None:
+    parent = ExpertRows(Blocks([np.arange(4, dtype=np.uint8), np.arange(4, 8, dtype=np.uint8)], 2))
+    child = ExpertRows(np.array([[300, 301]], dtype=np.uint16), start=3, parent=parent)
+    assert child.array().tolist() == [[0, 1], [2, 3], [4, 5], [300, 301]]
+    parent.evict()
+    assert not child.complete()
+    with pytest.raises(InvalidTrajectory, match="experts_held"):
+        child.array()
+
+
+def test_no_rows_have_the_width_of_those_that_they_belong_to() -> None:
+    assert ExpertRows(Blocks([np.arange(6, dtype=np.uint8)], 3)).array(1, 1).shape == (0, 3)
+    assert Blocks([], 3)[:].shape == (0, 3)

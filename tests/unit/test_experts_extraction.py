@@ -34,7 +34,7 @@ def taken(pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
     """What remains, marks and all, and the ids of each value."""
     extractor = Extractor(lambda: Decoder(1 << 20))
     remains = b"".join([*(extractor.feed(piece) for piece in pieces), extractor.end()])
-    return remains, [decoder.finish().tolist() for decoder in extractor.found]
+    return remains, [decoder.finish().flat.tolist() for decoder in extractor.found]
 
 
 def through(pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
@@ -318,7 +318,9 @@ def test_any_stream_of_events_loses_the_field_and_nothing_else(trees: list[Any],
         shown += [without_marks(event) for event in events.feed(extractor.feed(piece))]
     shown += [events.rest, extractor.end()]
     assert b"".join(shown) == b"".join(b"data: " + compact(bare(tree)) + b"\n\n" for tree in trees) + end
-    assert [decoder.finish().tolist() for decoder in extractor.found] == [one for tree in trees for one in put_in(tree)]
+    assert [decoder.finish().flat.tolist() for decoder in extractor.found] == [
+        one for tree in trees for one in put_in(tree)
+    ]
 
 
 @given(st.binary(max_size=60) | st.text(alphabet='"\\:,routed_experts {}\n', max_size=60).map(str.encode), places)
