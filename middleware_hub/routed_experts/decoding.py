@@ -22,6 +22,7 @@ SENT = np.dtype("<u4")  # negative ids show as very large ones
 NARROW: np.dtype[np.unsignedinteger[Any]] = np.dtype("u1")
 WIDE: np.dtype[np.unsignedinteger[Any]] = np.dtype("<u2")
 LARGEST = {NARROW: 0xFF, WIDE: 0xFFFF}
+QUOTE = b'"'
 #: Bytes of a block of ids. The last one of an answer is as long as what is in it.
 BLOCK = 1 << 18
 
@@ -43,34 +44,48 @@ class Decoder:
         self._filled = 0
         self._failure: tuple[str, str] | None = None  # not the error: its traceback would lead back to here
 
-    def feed(self, data: memoryview) -> None:
-        """More characters. What is wrong with them is told at the end."""
-        if self._failure is not None:
-            return
-        if self._rest:  # in front of a short piece; a long one is not copied for it
-            first = (QUANTUM if len(data) > AT_ONCE else AT_ONCE) - len(self._rest)
-            self._decode(memoryview(b"".join((self._rest, data[:first]))))
-            data = data[first:]
-            if not data:
-                return
-        self._decode(data)
+    def feed(self, data: memoryview) -> int:
+        """More characters, up to a quotation mark; how many they are. What is wrong with them is told at the end.
 
-    def _decode(self, data: memoryview) -> None:
-        whole = len(data) - len(data) % QUANTUM
-        for begin in range(0, whole, AT_ONCE):
-            self._take(data[begin : min(begin + AT_ONCE, whole)])
-        self._rest = bytes(data[whole:])
+        The mark is searched for only where decoding meets something that is no base64.
+        """
+        at = 0
+        while at < len(data):
+            block = data[at : at + self._at_once(len(data))]
+            if self._failure is not None or not self._take(block):
+                end = bytes(block).find(QUOTE)
+                if self._failure is None and not (end >= 0 and self._take(block[:end])):
+                    self._fail("experts_are_rows", "they are no base64")
+                if end >= 0:
+                    return at + end
+            at += len(block)
+        return len(data)
 
-    def _take(self, characters: memoryview) -> None:
+    def _at_once(self, size: int) -> int:
+        """Characters to decode next. What is left over of the piece before goes in front of a few: a long piece is not
+        copied for it."""
+        return (QUANTUM if self._rest and size > AT_ONCE else AT_ONCE) - len(self._rest)
+
+    def _take(self, block: memoryview) -> bool:
+        """Decode a block, if it is nothing but base64."""
+        characters = memoryview(b"".join((self._rest, block))) if self._rest else block
+        whole = len(characters) - len(characters) % QUANTUM
+        rest = bytes(characters[whole:])
+        if QUOTE in rest or not self._decode(characters[:whole]):
+            return False
+        self._rest = rest
+        return True
+
+    def _decode(self, characters: memoryview) -> bool:
         try:
             raw = pybase64.b64decode(characters, validate=True)
         except (binascii.Error, ValueError):
-            self._fail("experts_are_rows", "they are no base64")
-            return
+            return False
         if len(raw) % SENT.itemsize:
             self._fail("experts_are_rows", "their base64 ends before its end, or within an id")
-        elif raw and self._failure is None:
+        elif raw:
             self._keep(np.frombuffer(raw, SENT))
+        return True
 
     def _keep(self, ids: npt.NDArray[np.uint32]) -> None:
         self.largest = max(self.largest, int(ids.max()))
@@ -108,9 +123,9 @@ class Decoder:
 
     def end(self) -> None:
         """No more characters come: room that was not needed is given back."""
-        if self._rest:
-            self._take(memoryview(self._rest))
-            self._rest = b""
+        if self._rest and not self._decode(memoryview(self._rest)):
+            self._fail("experts_are_rows", "they are no base64")
+        self._rest = b""
         if self._filled < len(self._block):
             self._block = self._block[: self._filled].copy()
 

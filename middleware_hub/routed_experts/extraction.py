@@ -42,10 +42,9 @@ class Extractor:
         return b"".join(remains)
 
     def _through_a_value(self, data: bytes, at: int) -> int:
-        end = data.find(QUOTE, at)
-        self.found[-1].feed(memoryview(data)[at : end if end >= 0 else len(data)])
-        if end < 0:
-            return len(data)
+        end = at + self.found[-1].feed(memoryview(data)[at:])
+        if end == len(data):
+            return end
         self._within = False
         self._last = QUOTE
         self.found[-1].end()

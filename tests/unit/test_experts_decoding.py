@@ -202,6 +202,7 @@ def test_what_is_no_base64_of_whole_ids_is_refused(broken: int, size: int) -> No
 @settings(deadline=None)
 @given(st.binary(max_size=80), chunked)
 def test_bytes_of_any_kind_give_ids_or_a_refusal_by_name(data: bytes, places: list[int]) -> None:
+    data = data.replace(b'"', b"*")
     expected: Any
     try:
         raw = base64.b64decode(data, validate=True)
@@ -215,6 +216,28 @@ def test_bytes_of_any_kind_give_ids_or_a_refusal_by_name(data: bytes, places: li
         assert error.value.invariant in ("experts_are_rows", "experts_of_the_model")
     else:
         assert decoder.finish().flat.tolist() == expected
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 255), max_size=40), st.binary(max_size=40), st.integers(0, 60), chunked)
+def test_a_quotation_mark_ends_what_is_read_wherever_it_stands(
+    ids: list[int], behind: bytes, garbage: int, places: list[int]
+) -> None:
+    inside = sent(ids)
+    inside = inside[:garbage] + b"*" + inside[garbage:] if garbage < len(inside) else inside
+    data = inside + b'"' + behind
+    decoder, read = Decoder(PLENTY), 0
+    for piece in cut(data, *(min(place, len(data)) for place in places)):
+        taken = decoder.feed(memoryview(piece))
+        read += taken
+        if taken < len(piece):
+            break
+    assert read == len(inside)
+    if b"*" in inside:
+        with pytest.raises(InvalidTrajectory, match="experts_are_rows"):
+            decoder.finish()
+    else:
+        assert decoder.finish().flat.tolist() == ids
 
 
 def test_the_first_thing_that_is_wrong_is_told() -> None:
