@@ -51,7 +51,8 @@ class RoutedExpertsMiddleware:
     ) -> None:
         if max_bytes < 1:
             raise ConfigError(f"routed_experts_middleware.max_bytes: must be at least 1, not {max_bytes}")
-        if router.experts.captured:
+        own = f"{type(self).__module__}.{type(self).__name__}"
+        if [spec.path.replace(":", ".") for spec in router.config.middlewares].count(own) > 1:
             raise ConfigError("routed_experts_middleware: it is listed twice")
         self.app = app
         self.store = ExpertStore(max_bytes)

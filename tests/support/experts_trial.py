@@ -19,7 +19,7 @@ from tests.support.cache_trial import checkpoint
 from tests.support.http import RawReply
 from tests.support.scripted_chat import JSON, PROMPT
 from tests.support.scripted_worker import ScriptedWorker, reply
-from tests.support.session_trial import SessionTrial
+from tests.support.session_trial import Message, SessionTrial, message_of, user
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -29,6 +29,8 @@ SHAPE = "3x40x2"
 #: Ids in a row; bytes too, as long as ids are below 256.
 WIDTH = 6
 SHORT = {"max_new_tokens": 6, "ignore_eos": True}
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+HI = [SYSTEM, user("Hi")]
 Ids = npt.NDArray[np.int32]
 
 
@@ -163,6 +165,26 @@ async def simulated_experts(
     """The same with one simulated worker of its own."""
     async with SimulatedWorker(**{"moe": MOE, "tokenizer": checkpoint(), "weight_version": "1", **worker}) as started:
         yield await experts_trial(stage, started, around=around, options=options, **(settings or {}))
+
+
+async def episode(trial: ExpertsTrial, session: str, turns: int, **fields: Any) -> list[Message]:
+    """So many turns, one behind the other; every second one is streamed."""
+    history = [*HI]
+    for turn in range(turns):
+        if turn % 2:
+            await trial.stream(session, history, **fields)
+            message = (await trial.records(session))[-1]["response"]
+        else:
+            message = message_of(await trial.chat(session, history, **fields))
+        history += [message, user(f"Go on {turn}")]
+    return history[:-1]
+
+
+async def all_kept(trial: ExpertsTrial) -> None:
+    """Every generation of the worker's is delivered by its id."""
+    for generation in trial.generations("/generate"):
+        found = await trial.rows(rid=generation.rid)
+        assert np.array_equal(found, truth(tokens_of(generation)))
 
 
 # Answers of `/generate`, written down. The prompt is `PROMPT`, which has as many tokens as the chat's.

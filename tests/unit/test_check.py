@@ -10,6 +10,7 @@ import pytest
 from miles_router.check import check_path
 from miles_router.config import RouterConfig
 from miles_router.testing import check_middleware
+from tests.support.cache_trial import checkpoint
 
 WORKING = "tests.support.plugins.working"
 
@@ -17,6 +18,20 @@ WORKING = "tests.support.plugins.working"
 @pytest.mark.parametrize("name", ["Tagging", "Legacy", "Rewriting", "Asking"])
 def test_a_class_that_keeps_the_contract_passes(name: str) -> None:
     verdicts = dict(check_path(f"{WORKING}.{name}", RouterConfig()))
+    assert len(verdicts) == 8
+    assert set(verdicts.values()) == {None}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "middleware_hub.radix_tree_middleware.RadixTreeMiddleware",
+        "middleware_hub.openai_session_middleware.OpenAISessionMiddleware",
+        "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware",
+    ],
+)
+def test_so_do_those_that_ship_with_the_router(path: str) -> None:
+    verdicts = dict(check_path(path, RouterConfig(hf_checkpoint=checkpoint())))
     assert len(verdicts) == 8
     assert set(verdicts.values()) == {None}
 

@@ -1,0 +1,337 @@
+"""`POST /routed_experts`, and how long rows are held."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from miles_router.testing.moe import MoeShape, encode_routes
+from tests.support.cache_trial import CACHE
+from tests.support.experts_trial import (
+    ASKED,
+    HI,
+    SHAPE,
+    WIDTH,
+    ExpertsTrial,
+    array_of,
+    episode,
+    experts_of,
+    experts_trial,
+    generated,
+    in_one,
+    simulated_experts,
+    tokens_of,
+    told,
+    truth,
+)
+from tests.support.scripted_chat import able, chat_reply, meta_of
+from tests.support.scripted_worker import Visit, script
+from tests.support.session_trial import CHAT, SESSIONS, message_of, user
+from tests.support.stage import Stage, staged
+from tests.support.waiting import until
+
+
+@pytest.fixture
+async def cached(stage: Stage) -> AsyncIterator[ExpertsTrial]:
+    async with simulated_experts(stage, around=(CACHE,)) as made:
+        yield made
+
+
+async def all_kept(trial: ExpertsTrial) -> None:
+    """Every generation of the worker's is delivered by its id."""
+    for generation in trial.generations("/generate"):
+        found = await trial.rows(rid=generation.rid)
+        assert np.array_equal(found, truth(tokens_of(generation)))
+
+
+# Delivery
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(8, "uint8"), (256, "uint8"), (300, "uint16"), (60_000, "uint16")])
+async def test_every_format_says_the_same(stage: Stage, experts: int, dtype: str) -> None:
+    moe = MoeShape(5, experts, 3)
+    async with simulated_experts(stage, moe=moe, options={"moe_shape": f"5x{experts}x3"}) as trial:
+        long = {"max_new_tokens": 200, "ignore_eos": True}
+        answer = await trial.generate(text="Question: one?", sampling_params=long)
+        (generation,) = trial.generations()
+        want = truth(tokens_of(generation), moe=moe)
+        rid = answer["meta_info"]["id"]
+        raw = await trial.deliver(rid=rid)
+        assert (raw.value("x-dtype"), raw.value("x-start")) == (dtype.encode(), b"0")
+        assert raw.value("x-rid") == rid.encode()
+        assert raw.value("x-shape") == f"{len(want)},5,3".encode()
+        assert np.array_equal(array_of(raw), want)
+        packed = await trial.deliver(rid=rid, format="safetensors")
+        assert packed.value("content-type") == b"application/octet-stream"
+        arrays = load(packed.body)
+        assert set(arrays) == {"routed_experts"}
+        assert (arrays["routed_experts"].dtype.name, arrays["routed_experts"].shape) == (dtype, want.shape)
+        assert np.array_equal(arrays["routed_experts"], want)
+        spelled = await trial.deliver(rid=rid, format="json")
+        assert spelled.value("content-type") == b"application/json"
+        assert spelled.json()["routed_experts"] == encode_routes(want), "as the engine itself tells them"
+        assert (spelled.json()["shape"], spelled.json()["dtype"]) == ([*want.shape], "int32")
+
+
+async def test_a_trajectory_of_narrow_rows_and_wide_ones_is_delivered_wide(stage: Stage) -> None:
+    worker = able(await stage.worker())
+    narrow, wide = np.full((4, 3, 2), 7, np.int32), np.full((100, 3, 2), 299, np.int32)
+    trial = await experts_trial(stage, worker, around=(SESSIONS,), options={"moe_shape": "3x300x2"})
+    worker.next(script(chat_reply([7, 8], meta_info=meta_of([7, 8], routed_experts=encode_routes(narrow)))))
+    session = await trial.create()
+    message = message_of(await trial.chat(session, HI))
+    assert (await trial.rows(session_id=session)).dtype == np.uint8
+    given: list[int] = []
+
+    async def second(visit: Visit) -> None:
+        given.extend(json.loads(await visit.read_body())["input_ids"])
+        experts = encode_routes(wide[: len(given) - 4])
+        choice: dict[str, Any] = {"prompt_token_ids": given, "meta_info": meta_of([9], routed_experts=experts)}
+        await visit.write(chat_reply([9], **choice))
+
+    worker.next(second)
+    await trial.chat(session, [*HI, message, user("Go on")])
+    assert given[:5] == [*ASKED["input_ids"], 7, 8]
+    found = await trial.rows(session_id=session)
+    assert found.dtype == np.uint16
+    assert np.array_equal(found, np.concatenate([narrow, wide[: len(given) - 4]]))
+    (sample,) = await trial.samples(session)
+    assert np.array_equal(experts_of(sample), found)
+    assert (await trial.rows(session_id=session, stop=4)).dtype == np.uint8
+    assert trial.held["bytes"] == narrow.size + 2 * wide[: len(given) - 4].size
+
+
+@pytest.mark.parametrize("rid", ["r 1", "é", "a\nb", "x" * 300])
+async def test_any_id_may_name_rows(stage: Stage, rid: str) -> None:
+    worker = (await stage.worker()).always(script(in_one(generated([7, 8], told([7, 8]), rid=rid))))
+    trial = await experts_trial(stage, worker)
+    await trial.generate(**ASKED)
+    delivered = await trial.deliver(rid=rid)
+    assert np.array_equal(array_of(delivered), truth([*ASKED["input_ids"], 7, 8]))
+    assert (delivered.value("x-rid") or rid.encode()) == rid.encode()
+
+
+async def test_of_two_generations_with_one_id_the_later_is_delivered(stage: Stage) -> None:
+    async with simulated_experts(stage) as trial:
+        for ids in ([40, 41], [42, 43, 44]):
+            await trial.generate(input_ids=ids, rid="same")
+        assert np.array_equal(await trial.rows(rid="same"), truth(tokens_of(trial.generations()[-1])))
+
+
+@pytest.fixture(scope="module")
+async def kept() -> AsyncIterator[ExpertsTrial]:
+    """A generation "one", and sessions "line" and "tree", of which the second has leaves 0 and 1."""
+    async with staged() as stage, simulated_experts(stage, around=(SESSIONS, CACHE)) as made:
+        await made.generate(text="Question: one?", rid="one")
+        for session, times in (("line", 1), ("tree", 2)):
+            await made.create(session)
+            for _ in range(times):
+                await made.chat(session, HI)
+        yield made
+
+
+@pytest.mark.parametrize("form", ["raw", "json", "safetensors"])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 0), (0, 1), (3, 5), (2, None), (None, 4), (None, None), (-1, -1)], ids=str
+)
+async def test_any_range_of_rows_is_delivered(
+    kept: ExpertsTrial, form: str, start: int | None, stop: int | None
+) -> None:
+    want = truth(tokens_of(kept.worker.door.generation("one")))
+    first = len(want) if start == -1 else start
+    last = len(want) if stop == -1 else stop
+    part = want[first:last]
+    given = {name: value for name, value in (("start", first), ("stop", last)) if value is not None}
+    answer = await kept.deliver(rid="one", format=form, **given)
+    assert answer.status == 200, answer.body
+    if form == "raw":
+        assert np.array_equal(array_of(answer), part)
+        assert array_of(answer).shape == part.shape
+        assert answer.value("x-start") == str(first or 0).encode()
+    elif form == "json":
+        told = answer.json()
+        assert (told["routed_experts"], told["start"]) == (encode_routes(part), first or 0)
+        assert told["shape"] == [*part.shape]
+    else:
+        found = load(answer.body)["routed_experts"]
+        assert found.shape == part.shape
+        assert np.array_equal(found, part)
+
+
+async def test_rows_are_delivered_by_whatever_names_them(kept: ExpertsTrial) -> None:
+    one = kept.worker.door.generation("one")
+    for named in ({"rid": "one"}, {"text": f"Question: one?{one.text}"}):
+        assert np.array_equal(await kept.rows(**named), truth(tokens_of(one)))
+    first, *_ = await kept.exact("tree")
+    for session, fields in (("tree", {"leaf": 0}), ("line", {}), ("line", {"leaf": 0})):
+        (sample, *_) = await kept.exact(session)
+        assert np.array_equal(await kept.rows(session_id=session, **fields), experts_of(sample))
+        rid = (await kept.records(session))[0]["rid"]
+        assert np.array_equal(await kept.rows(rid=rid), experts_of(sample))
+    assert first["metadata"]["leaf"] == 0
+
+
+UNKNOWN: list[tuple[Any, str]] = [
+    ({"rid": "two"}, "not_found"),
+    ({"rid": ""}, "not_found"),
+    ({"text": "Question: two?"}, "not_found"),
+    ({"text": "Question"}, "not_found"),
+    ({"session_id": "other"}, "session_not_found"),
+]
+
+
+@pytest.mark.parametrize(("asked", "error"), UNKNOWN, ids=[str(each) for each, _ in UNKNOWN])
+async def test_what_nobody_has_is_not_found(kept: ExpertsTrial, asked: Any, error: str) -> None:
+    assert (await kept.refused(**asked))[:2] == (404, error)
+
+
+REFUSED: list[Any] = [
+    b"",
+    b"{",
+    [],
+    7,
+    {},
+    {"rid": None},
+    {"rid": "one", "text": "Question: one?"},
+    {"rid": "one", "session_id": "line"},
+    {"rid": 7},
+    {"rid": ["one"]},
+    {"text": 7},
+    {"session_id": ["line"]},
+    {"rid": "one", "leaf": 0},
+    {"rid": "one", "strict": True},
+    {"text": "Question: one?", "leaf": 0},
+    {"rid": "one", "format": "pickle"},
+    {"rid": "one", "format": 7},
+    {"rid": "one", "format": ["raw"]},
+    {"rid": "one", "format": None},
+    {"rid": "one", "start": -1},
+    {"rid": "one", "start": "0"},
+    {"rid": "one", "start": True},
+    {"rid": "one", "start": 1.0},
+    {"rid": "one", "start": 3, "stop": 2},
+    {"rid": "one", "stop": 10_000},
+    {"rid": "one", "start": 10_000},
+    {"rid": "one", "stop": None},
+    {"session_id": "tree"},
+    {"session_id": "tree", "leaf": 2},
+    {"session_id": "tree", "leaf": -1},
+    {"session_id": "tree", "leaf": True},
+    {"session_id": "tree", "leaf": "0"},
+]
+
+
+@pytest.mark.parametrize("asked", REFUSED, ids=str)
+async def test_what_is_no_request_for_rows_is_refused_and_changes_nothing(kept: ExpertsTrial, asked: Any) -> None:
+    before = kept.held
+    answer = await kept.post("/routed_experts", asked)
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert answer.json()["error"]["message"]
+    assert kept.held == before
+    assert (await kept.deliver(rid="one")).status == 200
+
+
+async def test_what_no_layer_holds_cannot_be_named(stage: Stage) -> None:
+    async with simulated_experts(stage) as trial:
+        await trial.generate(text="Question: one?")
+        for asked in ({"text": "Question: one?"}, {"session_id": "s"}):
+            assert (await trial.refused(**asked))[:2] == (400, "invalid_request")
+        assert (await trial.ask("GET", "/routed_experts")).status == 405
+
+
+# How long rows are held
+
+
+async def test_rows_that_found_no_room_are_said_to_be_missing(stage: Stage) -> None:
+    room = 100 * WIDTH
+    options = {"moe_shape": SHAPE, "max_bytes": room}
+    async with simulated_experts(stage, around=(SESSIONS,), options=options) as trial:
+        old, new = await trial.create("old"), await trial.create("new")
+        message = message_of(await trial.chat(old, HI, max_tokens=30))
+        await trial.exact(old)
+        await trial.chat(new, [*HI, user("Something quite different")], max_tokens=30)
+        assert (trial.held["evicted"], trial.held["generations"]) == (1, 1)
+        assert await trial.metric("evicted_total") == 1
+        assert trial.held["bytes"] <= room
+        (sample,) = await trial.samples(old)
+        assert "routed_experts" not in sample
+        assert "evicted" in sample["metadata"]["routed_experts_missing"]
+        assert (await trial.records(old))[0]["routed_experts"] == {"rows": 0, "reason": "evicted"}
+        answer = await trial.post(f"/sessions/{old}/samples", {"format": "safetensors"})
+        assert set(load(answer.body)) == {"0.tokens", "0.loss_mask", "0.logprobs"}
+        status, error, _ = await trial.refused(session_id=old)
+        assert (status, error) == (404, "routed_experts_not_held")
+        await trial.exact(new)
+        await trial.chat(old, [*HI, message, user("Go on")], max_tokens=2)
+        assert trial.starts(CHAT)[-1] == 0, "what is held no more is asked for again"
+        await trial.exact(old)
+        assert trial.held["bytes"] <= room
+
+
+async def test_generations_go_in_the_order_of_their_last_use(stage: Stage) -> None:
+    async with simulated_experts(stage, options={"moe_shape": SHAPE, "max_bytes": 40 * WIDTH}) as trial:
+        for rid in ("one", "two", "three"):
+            await trial.generate(input_ids=[40, 41, 42, ord(rid[0])], rid=rid)  # 9 rows
+        await trial.rows(rid="one")
+        for rid in ("four", "five"):
+            await trial.generate(input_ids=[40, 41, 42, 43, ord(rid[0])], rid=rid)  # 10 rows
+        assert trial.held["bytes"] == (9 + 9 + 10 + 10) * WIDTH
+        assert await trial.metric("bytes") == trial.held["bytes"]
+        assert (await trial.refused(rid="two"))[0] == 404
+        for rid in ("one", "three", "four", "five"):
+            assert np.array_equal(await trial.rows(rid=rid), truth(tokens_of(trial.worker.door.generation(rid))))
+
+
+async def test_what_is_larger_than_all_room_is_said_and_nothing_else_goes_wrong(stage: Stage) -> None:
+    options = {"moe_shape": SHAPE, "max_bytes": 20 * WIDTH}
+    async with simulated_experts(stage, around=(SESSIONS,), options=options) as trial:
+        session = await trial.create()
+        assert message_of(await trial.chat(session, HI, max_tokens=60))
+        (sample,) = await trial.samples(session)
+        assert "max_bytes" in sample["metadata"]["routed_experts_missing"]
+        assert (await trial.missing(), trial.held["bytes"]) == ({"experts_fit": 1}, 0)
+
+
+async def test_a_session_that_is_deleted_gives_its_bytes_back(stage: Stage) -> None:
+    async with simulated_experts(stage, around=(SESSIONS,)) as trial:
+        session = await trial.create()
+        await episode(trial, session, 3)
+        rid = (await trial.records(session))[-1]["rid"]
+        assert trial.held["bytes"] == await trial.metric("bytes") > 0
+        assert (await trial.ask("DELETE", f"/sessions/{session}")).status == 204
+        await until(lambda: not trial.held["bytes"], "its bytes are back", deadline=1)
+        assert (await trial.metric("bytes"), await trial.metric("generations")) == (0, 0)
+        assert (await trial.refused(rid=rid))[:2] == (404, "not_found")
+        assert trial.held["evicted"] == 0, "they went with the session"
+
+
+async def test_what_the_cache_lets_go_gives_its_bytes_back(stage: Stage) -> None:
+    async with simulated_experts(stage, around=((CACHE, {"max_tokens": 60}),)) as trial:
+        for number in range(12):
+            await trial.generate(text=f"{number} is a number")
+        tokens = trial.router.app.router.statistics["radix_tree"]()["tokens"]
+        assert isinstance(tokens, int)
+        assert trial.held["bytes"] <= tokens * WIDTH < sum(len(tokens_of(each)) for each in trial.generations()) * WIDTH
+        first, last = trial.generations()[0], trial.generations()[-1]
+        assert (await trial.refused(rid=first.rid))[0] == 404
+        assert np.array_equal(await trial.rows(rid=last.rid), truth(tokens_of(last)))
+
+
+async def test_the_numbers_are_those_of_what_came(cached: ExpertsTrial) -> None:
+    first = await cached.generate(text="Question: one?")
+    await cached.generate(text=f"Question: one?{first['text']} and two?")
+    one, two = (len(tokens_of(each)) - 1 for each in cached.generations())
+    want = {"answers": 2, "transferred_rows": two, "reused_rows": one, "evicted": 0, "evicted_bytes": 0}
+    assert cached.held | want == cached.held
+    assert cached.held["saved_bytes"] == len(encode_routes(truth(range(one + 1))))
+    assert cached.held["shape"] == {"layers": 3, "top_k": 2, "experts": 40}
+    for name in (*want, "saved_bytes"):
+        assert await cached.metric(f"{name}_total") == cached.held[name]
+    for name in ("generations", "bytes"):
+        assert await cached.metric(name) == cached.held[name]
+    assert (await cached.ask("GET", "/router/info")).json()["statistics"]["routed_experts"] == cached.held

@@ -1,0 +1,357 @@
+"""Routed experts of agents' turns, and of what is cut: every sample has the rows of its tokens, each asked for once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load
+
+from miles_router.testing import SimulatedWorker
+from miles_router.testing.moe import encode_routes
+from tests.support.cache_trial import CACHE, checkpoint, events
+from tests.support.experts_trial import (
+    HI,
+    MOE,
+    SYSTEM,
+    WIDTH,
+    ExpertsTrial,
+    episode,
+    experts_of,
+    experts_trial,
+    simulated_experts,
+    tokens_of,
+    told,
+    truth,
+)
+from tests.support.scripted_chat import DONE, able, chat_reply, meta_of
+from tests.support.scripted_worker import script
+from tests.support.session_trial import CHAT, SESSIONS, message_of, session_trial, user
+from tests.support.stage import Stage, staged
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+FIELD = b"routed_experts"
+COMPLETIONS = "/v1/completions"
+ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+async def shared() -> AsyncIterator[ExpertsTrial]:
+    async with staged() as stage, simulated_experts(stage, around=(SESSIONS, CACHE)) as made:
+        yield made
+
+
+@pytest.fixture
+def trial(shared: ExpertsTrial) -> ExpertsTrial:
+    """Sessions and the cache with a keeper of experts behind them; of no test alone, but for its door."""
+    shared.worker.door.clear()
+    return shared
+
+
+# Sessions
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_each_row_of_an_episode_comes_once(stage: Stage, incremental: bool) -> None:
+    async with simulated_experts(stage, around=(SESSIONS,), incremental_streaming_output=incremental) as trial:
+        session = await trial.create()
+        await episode(trial, session, 8)
+        (sample,) = await trial.exact(session)
+        ends = [len(tokens_of(each)) - 1 for each in trial.generations(CHAT)]
+        assert trial.starts(CHAT) == [0, *ends[:-1]]
+        assert len(sample["tokens"]) - 1 == ends[-1]
+        assert trial.held["transferred_rows"] == ends[-1]
+        assert trial.held["bytes"] == ends[-1] * WIDTH
+        assert [each["routed_experts"] for each in await trial.records(session)] == [{"rows": end} for end in ends]
+        found = await trial.rows(session_id=session)
+        assert np.array_equal(found, experts_of(sample))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_choice_of_several_has_its_rows(trial: ExpertsTrial, stream: bool) -> None:
+    session = await trial.create()
+    fields: dict[str, Any] = {"n": 3, "temperature": 1}
+    if stream:
+        assert {each["index"] for part in await trial.stream(session, HI, **fields) for each in part["choices"]} == {
+            0,
+            1,
+            2,
+        }
+    else:
+        await trial.chat(session, HI, **fields)
+    for message in [each["response"] for each in await trial.records(session)]:
+        await trial.chat(session, [*HI, message, user("Go on")])
+    samples = await trial.exact(session)
+    assert len(samples) == 3
+    generations = trial.generations(CHAT)
+    assert sorted(len(tokens_of(each)) - 1 for each in generations[:3]) == sorted(trial.starts(CHAT)[1:])
+    for sample in samples:
+        found = await trial.rows(session_id=session, leaf=sample["metadata"]["leaf"])
+        assert np.array_equal(found, experts_of(sample))
+
+
+async def test_branches_share_the_rows_of_what_they_share(trial: ExpertsTrial) -> None:
+    session = await trial.create()
+    before = trial.held["bytes"]
+    history = await episode(trial, session, 3)
+    await trial.chat(session, [*history[:-2], user("Something else")])
+    await trial.chat(session, [*history[:-2], user("Something else")])
+    await trial.chat(session, [*history[:-1], {"role": "assistant", "content": "I take that back."}, user("Well?")])
+    await trial.chat(session, [SYSTEM, user("So far: much was said.")])
+    samples = await trial.exact(session)
+    assert [each["metadata"]["leaf"] for each in samples] == [2, 3, 4, 5, 6]
+    ends = [len(tokens_of(each)) - 1 for each in trial.generations(CHAT)]
+    assert trial.starts(CHAT) == [0, ends[0], ends[1], ends[1], ends[1], ends[1], 0]
+    own = sum(end - start for end, start in zip(ends, trial.starts(CHAT), strict=True))
+    assert trial.held["bytes"] - before <= own * WIDTH
+    assert len(await trial.exact(session, branches="last")) == 1
+
+
+@pytest.mark.parametrize("say", ["stop token", "stop string", "end"])
+async def test_what_the_next_turn_drops_or_keeps_of_an_end_has_its_rows(trial: ExpertsTrial, say: str) -> None:
+    session = await trial.create()
+    fields: dict[str, Any] = {"max_tokens": 99}
+    if say == "stop token":  # which the template would not write: it is dropped
+        (end,) = trial.worker.tokenizer.encode("<|endoftext|>")
+        trial.worker.say([*trial.worker.tokenizer.encode("Yes"), end])
+        fields["stop_token_ids"] = [end]
+    else:
+        trial.worker.say("one two#three")
+        fields["stop"] = ["#"] if say == "stop string" else None
+    message = message_of(await trial.chat(session, HI, **fields))
+    await trial.exact(session)
+    await trial.chat(session, [*HI, message, user("Go on")])
+    one, two = trial.generations(CHAT)
+    (sample,) = await trial.exact(session)
+    assert sample["tokens"] == tokens_of(two)
+    assert trial.starts(CHAT) == [0, len(tokens_of(one)) - 1]
+
+
+async def test_completions_in_a_session_have_their_rows(trial: ExpertsTrial) -> None:
+    session = await trial.create()
+    path = f"/sessions/{session}{COMPLETIONS}"
+    assert (await trial.post(path, {"model": "m", "prompt": "Once upon", "max_tokens": 5})).status == 200
+    tokens = tokens_of(trial.generations(COMPLETIONS)[-1])
+    asked = {"model": "m", "prompt": [*tokens, 40, 41], "max_tokens": 5, "stream": True}
+    answer = await trial.post(path, asked)
+    assert answer.body.endswith(DONE)
+    assert FIELD not in answer.body
+    assert trial.starts(COMPLETIONS) == [0, len(tokens) - 1]
+    (sample,) = await trial.exact(session)
+    assert sample["tokens"] == tokens_of(trial.generations(COMPLETIONS)[-1])
+
+
+@pytest.mark.parametrize("fields", [{"prompt": ["Once upon", "a time"]}, {"prompt": "Once upon", "n": 2}])
+async def test_of_several_streamed_completions_the_engine_does_not_say_whose_rows_it_tells(
+    trial: ExpertsTrial, fields: dict[str, Any]
+) -> None:
+    session = await trial.create()
+    body = {"model": "m", "max_tokens": 5, "stream": True, **fields}
+    assert (await trial.post(f"/sessions/{session}{COMPLETIONS}", body)).status == 200
+    samples = await trial.samples(session)
+    assert len(samples) == 2
+    for sample in samples:
+        assert "routed_experts" not in sample
+        assert "of several completions" in sample["metadata"]["routed_experts_missing"]
+    (asked,) = [exchange.json() for exchange in trial.worker.door.at(COMPLETIONS)]
+    assert "return_routed_experts" not in asked
+
+
+async def test_of_several_completions_the_engine_tells_the_first_one_s_rows(trial: ExpertsTrial) -> None:
+    session = await trial.create()
+    body = {"model": "m", "prompt": ["Once upon", "a time"], "max_tokens": 5}
+    assert (await trial.post(f"/sessions/{session}{COMPLETIONS}", body)).status == 200
+    first, second = await trial.samples(session)
+    assert np.array_equal(experts_of(first), truth(first["tokens"]))
+    assert "routed_experts" not in second
+    assert second["metadata"]["routed_experts_missing"]
+    status, error, _ = await trial.refused(session_id=session, leaf=1)
+    assert (status, error) == (404, "routed_experts_not_held")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"), [(CHAT, {}), (CHAT, {"n": 2}), (COMPLETIONS, {})], ids=["chat", "choices", "completion"]
+)
+async def test_an_agent_that_asks_for_rows_gets_none_and_leaves_no_gap(
+    trial: ExpertsTrial, path: str, stream: bool, fields: dict[str, Any]
+) -> None:
+    session = await trial.create()
+    body = {"model": "m", "messages": HI, "prompt": "Hi", "max_tokens": 6, "stream": stream, **fields}
+    asks = {"return_routed_experts": True, "routed_experts_start_len": 3, "return_meta_info": not stream}
+    answer = await trial.post(f"/sessions/{session}{path}", {**body, **asks})
+    assert answer.status == 200
+    assert FIELD not in answer.body
+    assert await trial.exact(session)
+
+
+async def test_a_stream_that_is_made_of_a_whole_answer_has_its_rows(stage: Stage) -> None:
+    worker = able(await stage.worker(), schema=b"{}")  # an engine that cannot stream ids
+    trial = await experts_trial(stage, worker, around=(SESSIONS,))
+    worker.next(script(chat_reply([7, 8], meta_info=meta_of([7, 8], routed_experts=told([7, 8])))))
+    session = await trial.create()
+    assert await trial.stream(session, HI)
+    assert not json.loads(worker.requests[-1].body).get("stream")
+    assert len(await trial.exact(session)) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_agents_are_shown_the_same_with_a_keeper_as_without(stage: Stage, path: str, stream: bool) -> None:
+    shown = []
+    async with SimulatedWorker(moe=MOE, tokenizer=checkpoint(), weight_version="1") as worker:
+        without = await session_trial(stage, worker, hf_checkpoint=checkpoint())
+        for trial in (without, await experts_trial(stage, worker, around=(SESSIONS,))):
+            session = await trial.create()
+            body = {"model": "m", "messages": HI, "prompt": "Hi", "max_tokens": 6, "stream": stream, "temperature": 0}
+            answer = await trial.ask("POST", f"/sessions/{session}{path}", {**body, "logprobs": path == CHAT or 1})
+            shown.append([form(each) for each in (events(answer.body) if stream else [answer.json()])])
+    assert shown[0] == shown[1]
+
+
+def form(answer: Any) -> Any:
+    """What an answer is made of, without what differs from run to run."""
+    if isinstance(answer, Mapping):
+        return {name: form(value) for name, value in answer.items() if name not in ("created", "id")}
+    return [form(each) for each in answer] if isinstance(answer, list) else answer
+
+
+async def test_the_binary_form_of_samples_has_the_rows(trial: ExpertsTrial) -> None:
+    session = await trial.create()
+    history = await episode(trial, session, 2)
+    await trial.chat(session, [*history[:-2], user("Something else")])
+    spelled = await trial.exact(session)
+    answer = await trial.post(f"/sessions/{session}/samples", {"format": "safetensors"})
+    arrays = load(answer.body)
+    names = ("tokens", "loss_mask", "logprobs", "routed_experts")
+    assert set(arrays) == {f"{number}.{name}" for number in range(2) for name in names}
+    for number, sample in enumerate(spelled):
+        array = arrays[f"{number}.routed_experts"]
+        assert array.dtype == np.uint8
+        assert np.array_equal(array, truth(sample["tokens"]))
+
+
+async def test_a_sample_that_is_cut_has_the_rows_of_what_is_left(trial: ExpertsTrial) -> None:
+    session = await trial.create()
+    await episode(trial, session, 3)
+    (whole,) = await trial.exact(session)
+    first, second, third = whole["metadata"]["turns"]
+    for length in (first["start"] + 1, first["end"], second["start"] + 3, second["end"], third["end"] - 1):
+        (sample,) = await trial.exact(session, max_seq_len=length)
+        assert len(sample["tokens"]) == length
+        assert len(experts_of(sample)) == length - 1
+
+
+async def test_the_header_dialect_has_its_rows_too(stage: Stage) -> None:
+    sessions = (SESSIONS, {"header_sessions": True})
+    async with simulated_experts(stage, around=(sessions,)) as trial:
+        session = await trial.create()
+        headers = [("X-Session-Id", session)]
+        asked = {"model": "m", "messages": HI, "max_tokens": 6, "return_routed_experts": True}
+        assert FIELD not in (await trial.post(CHAT, asked, headers)).body
+        assert len(await trial.exact(session)) == 1
+
+
+async def test_many_sessions_at_once_do_not_mix_their_rows(trial: ExpertsTrial) -> None:
+    async def one(number: int) -> None:
+        session = await trial.create()
+        history = [SYSTEM, user(f"I am {number}")]
+        for turn in range(3):
+            message = message_of(await trial.chat(session, history))
+            history += [message, user(f"Go on {turn}")]
+        assert len(await trial.exact(session)) == 1
+        assert (await trial.ask("DELETE", f"/sessions/{session}")).status == 204
+
+    await asyncio.gather(*map(one, range(12)))
+
+
+# Aborts and pauses
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
+async def test_what_an_abort_ended_has_its_rows(stage: Stage, around: Sequence[str], stream: bool) -> None:
+    async with simulated_experts(stage, around=around, token_latency_s=0.002) as trial:
+        body = {"text": "Hi", "sampling_params": ENDLESS, "rid": "mine", "stream": stream}
+        async with under_way(trial.post("/generate", body)) as generating:
+            await trial.sampling()
+            await trial.post("/abort_request", {"rid": "mine"})
+            answer = await generating
+        said = events(answer.body)[-1] if stream else answer.json()
+        assert said["meta_info"]["finish_reason"]["type"] == "abort"
+        tokens = tokens_of(trial.generations()[-1])
+        assert np.array_equal(await trial.rows(rid="mine"), truth(tokens))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_agent_s_answer_that_was_aborted_has_its_rows(stage: Stage, stream: bool) -> None:
+    async with simulated_experts(stage, around=(SESSIONS,), token_latency_s=0.002) as trial:
+        session = await trial.create()
+        fields: dict[str, Any] = {"rid": "mine", "max_tokens": 4000, "ignore_eos": True, "stream": stream}
+        async with under_way(trial.turn(session, HI, **fields)) as turn:
+            await trial.sampling()
+            await trial.post("/abort_request", {"rid": "mine"})
+            assert (await turn).status == 200
+        (record,) = await trial.records(session)
+        assert record["finish_reason"] == "abort"
+        assert len(await trial.exact(session)) == 1
+        trial.worker.engine.token_latency_s = 0
+        await trial.chat(session, [*HI, record["response"], user("Go on")])
+        assert len(await trial.exact(session)) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
+async def test_what_goes_on_behind_a_pause_has_all_its_rows(
+    stage: Stage, around: Sequence[str], asks: bool, stream: bool
+) -> None:
+    settings = {"partial_rollout": "resume"}
+    async with simulated_experts(stage, around=around, settings=settings) as trial:
+        text = "Question: one?"
+        if around:
+            text += (await trial.generate(text=text))["text"] + " and two?"
+        trial.worker.door.clear()
+        trial.worker.engine.token_latency_s = 0.05
+        sampling = {"max_new_tokens": 40, "ignore_eos": True}
+        body = {"text": text, "sampling_params": sampling, "rid": "mine", "stream": stream}
+        own = {"return_routed_experts": True} if asks else {}
+        async with under_way(trial.post("/generate", {**body, **own})) as generating:
+            await trial.sampling()
+            await trial.post("/pause_generation", {})
+            await until(lambda: trial.router.app.router.gate.held, "it was cut and waits")
+            trial.worker.engine.token_latency_s = 0
+            await trial.post("/continue_generation", {})
+            answer = await generating
+        said = events(answer.body)[-1] if stream else answer.json()
+        first = trial.generations("/generate")[0]
+        assert len(said["output_ids"]) == 40
+        tokens = first.input_ids + said["output_ids"]
+        assert len(trial.worker.door.at("/generate")) >= 2
+        assert np.array_equal(await trial.rows(rid="mine"), truth(tokens))
+        assert (FIELD in answer.body) == asks
+        if asks:
+            assert said["meta_info"]["routed_experts"] == encode_routes(truth(tokens))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_that_a_pause_cuts_has_the_rows_of_what_became_of_it(stage: Stage, stream: bool) -> None:
+    settings = {"partial_rollout": "resume"}
+    async with simulated_experts(stage, around=(SESSIONS,), settings=settings) as trial:
+        session = await trial.create()
+        message = message_of(await trial.chat(session, HI))
+        history = [*HI, message, user("Go on")]
+        trial.worker.engine.token_latency_s = 0.05
+        async with under_way(trial.turn(session, history, max_tokens=40, ignore_eos=True, stream=stream)) as turn:
+            await trial.sampling()
+            await trial.post("/pause_generation", {})
+            await until(lambda: not trial.worker.running, "it was cut")
+            trial.worker.engine.token_latency_s = 0
+            await trial.post("/continue_generation", {})
+            assert (await turn).status == 200
+        assert len(await trial.exact(session)) == 1
