@@ -32,8 +32,13 @@ class Held:
     @classmethod
     def of(cls, rows: ExpertRows | None, tokens: int) -> Held | None:
         """What `rows` have of a prompt that begins with `tokens` tokens of their generation."""
-        count = 0 if rows is None else min(len(rows), tokens)
-        return cls(rows, count) if rows is not None and count and rows.complete(count) else None
+        if rows is None:
+            return None
+        count = min(len(rows), tokens)
+        # What shares them has them from their owner: else unrelated rollouts of one prompt would hang on each other.
+        while rows.parent is not None and count <= rows.start:
+            rows = rows.parent
+        return cls(rows, count) if count and rows.complete(count) else None
 
 
 class Captured(Protocol):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from middleware_hub.routed_experts.asking import Asked
 from middleware_hub.routed_experts.decoding import Decoder
@@ -17,7 +15,7 @@ from middleware_hub.routed_experts.store import ExpertStore
 from miles_router import Exchange
 from miles_router.experts import Handover, Held
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.experts import Blocks, ExpertRows, Rows, common_rows
+from miles_router.trajectory.experts import Blocks, ExpertRows, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +33,7 @@ class Holding:
     model: Model
     start: int  # the row that was asked for first
     keep: bool
-    _alone: list[ExpertRows] = field(default_factory=list)  # one for each prompt, about
+    _sibling: ExpertRows | None = None  # of the last answer that was not like the one before
 
     def rows(self, decoder: Decoder, held: Held | None, tokens: int, rid: str | None) -> ExpertRows:
         """The rows of an answer of `tokens` tokens, of whose prompt some are `held`.
@@ -70,20 +68,20 @@ class Holding:
             count = min(held.count, max(tokens - 1, 0))
             fresh = _compact(own[held.count - start :]) if held.count > start else own
             parent, start = held.rows, count
-        alike, sibling = self._sibling(fresh, start, parent)
-        if sibling is not None:
-            parent, fresh, start = sibling, _compact(fresh[alike:]), start + alike
+        alike = self._alike(fresh, start, parent)
+        if alike:
+            parent, fresh, start = self._sibling, _compact(fresh[alike:]), start + alike
         node = self.store.add(fresh, start=start, parent=parent, rid=rid, keep=self.keep)
-        if sibling is None:
-            self._alone.append(node)
+        if not alike:
+            self._sibling = node
         return node
 
-    def _sibling(self, own: Rows | Blocks, start: int, parent: ExpertRows | None) -> tuple[int, ExpertRows | None]:
-        """Of the answers of this request that go on from the same rows, the one that begins most like `own`."""
-        siblings = (each for each in self._alone if each.held and each.parent is parent and each.start == start)
-        found = [(common_rows(each.array(start), np.asarray(own)), each) for each in siblings]
-        alike, sibling = max(found, key=lambda each: each[0], default=(0, None))
-        return alike, sibling if alike else None
+    def _alike(self, own: Rows | Blocks, start: int, parent: ExpertRows | None) -> int:
+        """How many rows are those of the answer before, if it went on from the same: answers come prompt by prompt."""
+        other = self._sibling
+        if other is None or not other.held or other.parent is not parent or other.start != start:
+            return 0
+        return other.alike(own)
 
 
 @dataclass(frozen=True)
@@ -117,6 +115,8 @@ class Capture:
         self._store = store
         self._holding = Holding(store, model, asked.start, keep=handover is None)
         self._handover = handover
+        if handover is not None:
+            handover.captured.clear()  # of a first try, which a pause cut
         self._required = required
 
     def decoder(self) -> Decoder:
@@ -125,6 +125,7 @@ class Capture:
 
     def take(self, answer: int, decoder: Decoder, meta: Mapping[str, Any]) -> None:
         """An answer's ids: handed to the layer that holds its trajectory, or kept."""
+        self._unname(meta)
         if self._handover is not None:
             held = self._handover.held_for(answer)
             self._handover.captured[answer] = _Captured(self._holding, decoder, held)
@@ -136,12 +137,17 @@ class Capture:
             fields = {"request_id": self.exchange.request_id, "reason": str(error)}
             logger.warning("routed_experts_not_kept", extra={"fields": fields})
 
-    def missing(self, *, aborted: bool) -> None:
-        """An answer has come without.
+    def _unname(self, meta: Mapping[str, Any]) -> None:
+        if isinstance(rid := meta.get("id"), str):
+            self._store.unname(rid)
+
+    def missing(self, meta: Mapping[str, Any], *, aborted: bool) -> None:
+        """An answer has come without; `meta` is what it says of itself.
 
         Raises:
             ExpertsMissing: they are required, and the generation was not merely aborted before it began.
         """
+        self._unname(meta)
         self._store.statistics.missing["aborted" if aborted else "worker"] += 1
         error = ExpertsMissing(self.exchange.worker_url)
         if self._handover is not None:

@@ -15,7 +15,7 @@ from middleware_hub.routed_experts.decoding import Decoder
 NAME = b'"routed_experts"'
 _VALUE = re.compile(rb'\s*:\s*"')
 _BEFORE_A_VALUE = re.compile(rb"\s*(:\s*)?\Z")
-_MARK = re.compile(rb":\d+(\s*,?)")
+_MARK = re.compile(rb":\d+(?=[\s,}])(\s*,?)")
 QUOTE, ESCAPE, COMMA = b'"', b"\\", b","
 
 
@@ -77,6 +77,11 @@ class Extractor:
         if data:
             self._last = data[-1:]
         return data
+
+    @property
+    def pending(self) -> int:
+        """Bytes that are held back."""
+        return len(self._held)
 
     def taken(self, mark: object) -> Decoder | None:
         """What the number in a value's place stands for; None for what is no such number."""

@@ -53,6 +53,7 @@ class Model:
         experts.shape = told
         self._told = told
         self._width: int | None = None if told is None else told.width
+        self._believed = told is not None  # a length that was learned is, once a second answer has it
 
     def rows(self, flat: Blocks, largest: int, start: int, expected: int) -> Blocks:
         """Ids as rows: the `expected` ones from row `start` on.
@@ -65,6 +66,12 @@ class Model:
             raise InvalidTrajectory("experts_of_the_model", f"expert {largest} of a model with {self._told.experts}")
         if expected <= 0 or self._width is None:
             return self._first(flat, start, expected)
+        if not self._believed:
+            self._believed = flat.size == expected * self._width
+            if not self._believed:
+                width, self._width = self._width, None
+                reason = f"{flat.size} ids are no {expected} rows of {width}, as in the first answer"
+                raise InvalidTrajectory("experts_of_the_model", reason)
         count, rest = divmod(flat.size, self._width)
         if rest:
             raise InvalidTrajectory(

@@ -122,7 +122,7 @@ class Whole:
             if decoder is not None:
                 self._capture.take(place, decoder, meta)
             else:
-                self._capture.missing(aborted=finish == ABORT)
+                self._capture.missing(meta, aborted=finish == ABORT)
 
 
 def _of_generate(parsed: Any) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -152,7 +152,8 @@ class Stream:
         self._native = native
         self._extractor = Extractor(capture.decoder)
         self._events = EventReader()
-        self._waiting: list[bytes] = []
+        self._waiting = b""
+        self._taken = 0  # values of events that are complete
         self._aborted = False
         self._failed = False  # by the engine's own word
         self._ended = False
@@ -166,22 +167,22 @@ class Stream:
             try:
                 shown.append(self._event(event))
             except ExpertsMissing as error:
-                passed_on = self._capture.asked.wanted and self._extractor.found
-                await self._fail(error, b"" if passed_on else b"".join(shown))
+                before = b"".join(shown)
+                if self._capture.asked.wanted:
+                    came = self._waiting + data
+                    before = came[: came.find(event)]
+                await self._fail(error, before)
                 return
         if not self._capture.asked.wanted:
             if not more:
                 shown += (self._events.rest, self._extractor.end())
             data = b"".join(shown)
         else:
-            # An event is not begun before it is clear that it can be ended: ids are taken out, or it is whole.
-            self._waiting.append(data)
-            clear = not more or len(self._extractor.found) > 0
-            data = b""
-            if clear or shown:
-                data = b"".join(self._waiting)
-                end = len(data) if clear else sum(map(len, shown))
-                data, self._waiting = data[:end], [data[end:]]
+            # An event is not begun before it is clear that it can be ended: ids are taken out of it, or it is whole.
+            data = self._waiting + data
+            clear = not more or len(self._extractor.found) > self._taken
+            begun = 0 if clear else len(self._events.rest) + self._extractor.pending
+            data, self._waiting = data[: len(data) - begun], data[len(data) - begun :]
         if data or not more:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
@@ -202,7 +203,7 @@ class Stream:
                 self._last_without(event)
         elif event.startswith(DONE, len(DATA)):
             if not self._extractor.found and not self._failed:
-                self._capture.missing(aborted=self._aborted)
+                self._capture.missing({}, aborted=self._aborted)
         else:
             self._aborted = self._aborted or ABORTED in event
             self._failed = self._failed or event.startswith(ERROR, len(DATA))
@@ -224,14 +225,16 @@ class Stream:
                 return False
             raise UpstreamInvalidResponse(f"the worker's event is none of the engine's: {error!r}") from None
         if decoder is not None:
+            self._taken += 1
             self._capture.take(place, decoder, meta)
         return decoder is not None
 
     def _last_without(self, event: bytes) -> None:
         """The last event of a generation has come without ids; errors are none."""
         try:
-            finish = orjson.loads(event[len(DATA) :])["meta_info"]["finish_reason"]
+            meta = orjson.loads(event[len(DATA) :])["meta_info"]
+            finish = meta["finish_reason"]
         except MALFORMED:
             return
         if isinstance(finish, Mapping):  # however `RUNNING` is spelled
-            self._capture.missing(aborted=finish.get("type") == ABORT)
+            self._capture.missing(meta, aborted=finish.get("type") == ABORT)

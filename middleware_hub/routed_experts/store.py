@@ -21,6 +21,8 @@ from miles_router.trajectory.experts import Blocks, ExpertRows, Rows
 logger = logging.getLogger(__name__)
 
 Key = ref[ExpertRows]
+#: Generations held at most: those without a row of their own take no bytes, and a place in the table.
+MOST = 1_000_000
 
 
 @dataclass
@@ -86,6 +88,12 @@ class ExpertStore:
             raise InvalidTrajectory("experts_fit", f"there is no room for {own.nbytes} bytes (max_bytes)")
         return node
 
+    def unname(self, rid: str) -> None:
+        """A generation of this id has come: rows of an earlier one are not to be taken for its own."""
+        key = self._by_rid.pop(rid, None)
+        if key is not None and (record := self._records.get(key)) is not None:
+            record.rid = record.kept = None
+
     def by_rid(self, rid: str) -> ExpertRows | None:
         """The rows of a generation, now the most recently used."""
         key = self._by_rid.get(rid)
@@ -119,12 +127,16 @@ class ExpertStore:
                 self._records.move_to_end(key)
 
     def _make_room(self) -> None:
-        for _ in range(len(self._records)):
-            if self.nbytes <= self.max_bytes:
+        pinned: set[Key] = set()
+        while True:
+            if self.nbytes <= self.max_bytes and len(self._records) <= MOST:
                 return
             key, record = next(iter(self._records.items()))
             node = key()
+            if key in pinned:
+                return  # all that is left is pinned by requests in flight, or continued by what is
             if record.pins and node is not None:
+                pinned.add(key)
                 self._use(node)
             else:
                 self._evict(key)

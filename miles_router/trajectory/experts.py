@@ -17,6 +17,7 @@ from miles_router.trajectory.pieces import InvalidTrajectory, frozen
 
 #: Expert ids, uint8 or uint16, [rows, layers * top_k].
 Rows = npt.NDArray[np.unsignedinteger[Any]]
+COMPARED = 256  # rows at a time
 
 
 class Blocks:
@@ -145,6 +146,8 @@ class ExpertRows:
             raise InvalidTrajectory("experts_without_gap", f"rows {start} to {upto - 1} of {self._stop}")
         parts: list[Rows] = []
         for node in self.line:
+            if upto <= start:
+                break
             begin = max(start, node.start)
             if begin < upto:
                 parts.append(node._part(begin, upto))
@@ -159,6 +162,15 @@ class ExpertRows:
         if self._own is None:
             raise InvalidTrajectory("experts_held", f"rows {start} to {stop - 1} have been evicted")
         return self._own[start - self.start : stop - self.start]
+
+    def alike(self, own: Rows | Blocks) -> int:
+        """How many rows of `own` are this one's own, from their first on."""
+        for at in range(0, min(len(self) - self.start, len(own)), COMPARED):
+            mine = self._part(self.start + at, min(self.start + at + COMPARED, len(self)))
+            common = common_rows(mine, own[at : at + COMPARED])
+            if common < COMPARED:
+                return at + common
+        return min(len(self) - self.start, len(own))
 
     def _nothing(self) -> Rows:
         owns = (node._own for node in self.line if node._own is not None)

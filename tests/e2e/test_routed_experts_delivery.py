@@ -310,6 +310,23 @@ async def test_a_session_that_is_deleted_gives_its_bytes_back(stage: Stage) -> N
         assert trial.held["evicted"] == 0, "they went with the session"
 
 
+async def test_rollouts_of_one_prompt_go_one_by_one(stage: Stage) -> None:
+    """They share the rows of the prompt, and do not hang on each other by them."""
+    around = ((CACHE, {"max_tokens": 500}),)
+    async with simulated_experts(stage, around=around) as trial:
+        rids = [f"r{number}" for number in range(24)]
+        for rid in rids:
+            sampling = {"max_new_tokens": 40, "ignore_eos": True, "temperature": 1.0}
+            await trial.generate(text="Once upon a time there was", rid=rid, sampling_params=sampling)
+        texts = [(await trial.post("/retrieve_from_text", {"rid": rid})).status for rid in rids]
+        experts = [(await trial.deliver(rid=rid)).status for rid in rids]
+        assert 200 in texts
+        assert 404 in texts
+        first = texts.index(200, 1)  # the prompt's owner may stay for the others' sake
+        assert experts[first:] == texts[first:]
+        assert experts[1:first] == [404] * (first - 1)
+
+
 async def test_what_the_cache_lets_go_gives_its_bytes_back(stage: Stage) -> None:
     async with simulated_experts(stage, around=((CACHE, {"max_tokens": 60}),)) as trial:
         for number in range(12):

@@ -316,6 +316,24 @@ async def test_events_before_the_one_without_rows_are_given_on(worker: ScriptedW
     assert got.body.startswith(event_of(RUNNING))
 
 
+async def test_an_error_never_stands_within_another_event(worker: ScriptedWorker, trial: ExpertsTrial) -> None:
+    """Of two generations the first has rows: a client that asked for them gets all of its event, and then the error."""
+    first = event_of({**generated(IDS, GOOD, rid="a"), "index": 0})
+    second = event_of({**generated(IDS, None, rid="b"), "index": 1})
+    worker.next(script(chunked_head(EVENT_STREAM), chunk(first + second[:20]), chunk(second[20:] + DONE), LAST_CHUNK))
+    asked = {
+        **ASKED,
+        "stream": True,
+        "return_logprob": True,
+        "return_routed_experts": True,
+        "sampling_params": {"n": 2},
+    }
+    got = await trial.post("/generate", asked)
+    assert got.body.startswith(first)
+    (error,) = [each for each in got.body[len(first) :].split(b"\n\n") if each]
+    assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "routed_experts_missing"
+
+
 # Rows that do not fit
 
 OTHER = MoeShape(4, 40, 2)

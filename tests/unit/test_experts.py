@@ -49,7 +49,7 @@ def test_rows_with_a_hole_are_held_up_to_it_only() -> None:
     parent = rows(3)
     child = rows(4, start=3, parent=parent)
     child.evict()
-    assert Held.of(child, 3) == Held(child, 3)
+    assert Held.of(child, 3) == Held(parent, 3)
     assert Held.of(child, 4) is None
     assert Held.of(rows(3, start=2), 4) is None, "the first two were never asked for"
 
@@ -159,3 +159,16 @@ def test_missing_rows_are_refused_by_name(shape: ExpertShape | None) -> None:
     with pytest.raises(InvalidTrajectory) as evicted:
         experts.array(gone, 0, 3)
     assert evicted.value.invariant == "experts_held"
+
+
+def test_what_is_shared_is_held_of_its_owner_so_that_unrelated_rollouts_do_not_hang_on_each_other() -> None:
+    made = [ExpertRows(np.zeros((4, 2), dtype=np.uint8))]
+    for _ in range(20):  # one prompt of three tokens, again and again
+        held = Held.of(made[-1], 3)
+        assert held is not None
+        assert held.count == 3
+        made.append(ExpertRows(np.ones((1, 2), dtype=np.uint8), start=3, parent=held.rows))
+    assert all(node.parent is made[0] for node in made[1:])
+    behind = Held.of(made[-1], 4)
+    assert behind is not None
+    assert behind.rows is made[-1]

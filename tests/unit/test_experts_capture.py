@@ -53,17 +53,17 @@ def first_ids(node: ExpertRows) -> list[int]:
 
 def test_answers_to_one_prompt_hold_its_rows_once() -> None:
     made = Scene()
-    for answer, ids in enumerate([(1, 2, 3), (1, 2, 4), (7, 8, 9), (7, 8, 8), (1, 2, 3)]):
+    for answer, ids in enumerate([(1, 2, 3), (1, 2, 4), (1, 2, 3), (7, 8, 9), (7, 8, 8)]):
         made.take(answer, *ids)
     found = [made.store.by_rid(str(answer)) for answer in range(5)]
     assert [first_ids(node) for node in found if node is not None] == [
         [1, 2, 3],
         [1, 2, 4],
+        [1, 2, 3],
         [7, 8, 9],
         [7, 8, 8],
-        [1, 2, 3],
     ]
-    assert made.store.nbytes == WIDTH * (3 + 1 + 3 + 1 + 0)
+    assert made.store.nbytes == WIDTH * (3 + 1 + 0 + 3 + 1)
     made.store.check_integrity()
 
 
@@ -135,7 +135,7 @@ def test_ids_that_nobody_takes_go_with_the_request() -> None:
 @pytest.mark.parametrize(("aborted", "required"), [(False, False), (True, True)])
 def test_missing_rows_are_tolerated_where_they_may_be(aborted: bool, required: bool) -> None:
     handover = Handover()
-    Scene(handover, required=required).capture.missing(aborted=aborted)
+    Scene(handover, required=required).capture.missing({}, aborted=aborted)
     node, reason = handover.take(0, 3)
     assert node is None
     assert reason is not None
@@ -146,5 +146,41 @@ def test_missing_rows_that_are_required_are_an_error_that_names_the_worker() -> 
     made = Scene()
     made.exchange.worker_url = "http://10.0.0.7:30000"
     with pytest.raises(ExpertsMissing, match=r"http://10\.0\.0\.7:30000 .* --enable-return-routed-experts"):
-        made.capture.missing(aborted=False)
+        made.capture.missing({}, aborted=False)
     assert made.store.statistics.missing == {"worker": 1}
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_rows_of_an_earlier_generation_of_the_same_id_are_not_taken_for_a_later_one_s(told: bool) -> None:
+    made = Scene(required=False)
+    made.take(0, 1, 2)
+    assert made.store.by_rid("0") is not None
+    if told:
+        made.capture.take(0, made.capture.decoder(), {"prompt_tokens": 3, "completion_tokens": 1, "id": "0"})
+    else:
+        made.capture.missing({"id": "0"}, aborted=False)
+    assert made.store.by_rid("0") is None
+
+
+def test_what_came_with_a_first_try_is_not_taken_for_the_second_one_s() -> None:
+    handover = Handover()
+    made = Scene(handover, required=False)
+    made.take(0, 1, 2)
+    second = Capture(made.store, Model(Experts(), None), made.exchange, Asked(b"{}", 0), handover, required=False)
+    second.missing({}, aborted=False)
+    node, reason = handover.take(0, 3)
+    assert node is None
+    assert reason is not None
+    assert "--enable-return-routed-experts" in reason
+
+
+def test_long_prompts_that_begin_alike_share_no_more_than_that() -> None:
+    made = Scene()
+    many = [tuple(range(300)), (*range(260), *[7] * 40), tuple(range(300))]
+    for answer, ids in enumerate(many):
+        made.take(answer, *(each % 250 for each in ids))
+    assert made.store.nbytes == WIDTH * (300 + 40 + 0)
+    for answer, ids in enumerate(many):
+        node = made.store.by_rid(str(answer))
+        assert node is not None
+        assert first_ids(node) == [each % 250 for each in ids]

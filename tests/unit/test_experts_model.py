@@ -116,7 +116,8 @@ def test_a_model_that_is_told_is_known_before_any_answer() -> None:
 @pytest.mark.parametrize("is_told", [True, False])
 def test_rows_that_are_missing_or_too_many_are_refused_by_name(is_told: bool) -> None:
     one, _ = model(TOLD if is_told else None)
-    rows(one, flat(5, 4), 6, 0, 5)
+    for count in (5, 4):
+        rows(one, flat(count, 4), 6, 0, count)
     assert refusal(one, flat(2, 4), 10, 5) == "experts_without_gap: rows 12 to 14 are missing"
     assert refusal(one, flat(0, 4), 0, 1) == "experts_without_gap: rows 0 to 0 are missing"
     assert refusal(one, flat(6, 4), 10, 5).startswith("experts_without_overlap: 6 rows came for the 5 from row 10 on")
@@ -149,13 +150,23 @@ def test_a_model_without_a_known_number_of_experts_may_have_any() -> None:
     assert rows(told, np.array([0, 1, 2, 65535], dtype=np.uint16), 65535, 0, 1).shape == (1, 4)
 
 
-def test_the_length_of_a_row_is_learned_from_the_first_answer() -> None:
+def test_the_length_of_a_row_is_learned_from_the_first_answers() -> None:
     one, experts = model()
     assert rows(one, flat(5, 6), 6, 2, 5).shape == (5, 6)
+    assert rows(one, flat(3, 6), 6, 2, 3).shape == (3, 6)
     assert experts.shape is None
     assert refusal(one, flat(5, 5), 0, 5).startswith("experts_are_rows")
     assert refusal(one, flat(5, 12), 0, 5).startswith("experts_without_overlap")
     assert rows(one, flat(2, 6), 6, 0, 2).shape == (2, 6)
+
+
+def test_a_length_that_only_one_answer_had_is_given_up_for_one_that_two_have() -> None:
+    one, _ = model()
+    assert rows(one, flat(10, 3), 6, 0, 10).shape == (10, 3), "half the ids of ten rows of six"
+    assert refusal(one, flat(4, 6), 0, 4) == "experts_of_the_model: 24 ids are no 4 rows of 3, as in the first answer"
+    for count in (4, 5, 6):
+        assert rows(one, flat(count, 6), 6, 0, count).shape == (count, 6)
+    assert refusal(one, flat(10, 3), 0, 10).startswith("experts_without_gap")
 
 
 def test_a_first_answer_whose_ids_are_no_rows_tells_nothing() -> None:

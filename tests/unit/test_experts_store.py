@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from middleware_hub.routed_experts import store as storing
 from middleware_hub.routed_experts.store import ExpertStore
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.experts import ExpertRows
@@ -366,3 +367,13 @@ class Holders(RuleBasedStateMachine):
 
 Holders.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
 TestHolders = Holders.TestCase
+
+
+def test_generations_without_rows_of_their_own_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storing, "MOST", 3)
+    held = ExpertStore(100)
+    for rid in "abcde":
+        held.add(np.zeros((0, 2), dtype=np.uint8), start=0, rid=rid, keep=True)
+    assert len(held) == 3
+    assert [rid for rid in "abcde" if held.by_rid(rid) is not None] == ["c", "d", "e"]
+    held.check_integrity()
