@@ -10,7 +10,7 @@ keep a trajectory's rows for as long as they keep the trajectory:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -39,6 +39,12 @@ class Held:
         while rows.parent is not None and count <= rows.start:
             rows = rows.parent
         return cls(rows, count) if count and rows.complete(count) else None
+
+
+def first_held(line: Iterable[tuple[Taken | None, int]]) -> Held | None:
+    """Of a trajectory and those it continues, each with how many of a prompt's first tokens it has: the rows held."""
+    found = (Held.of(taken.rows, tokens) for taken, tokens in line if taken is not None)
+    return next((held for held in found if held is not None), None)
 
 
 class Captured(Protocol):

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import accumulate
 from typing import Any
 
 import orjson
 
 from middleware_hub.openai_session.messages import Equality, Message, message_bytes
-from miles_router.experts import Held, Taken
+from miles_router.experts import Held, Taken, first_held
 from miles_router.trajectory import Piece, Trajectory
 
 
@@ -74,13 +75,9 @@ class Turn:
 
     def held_experts(self, tokens: int) -> Held | None:
         """The routed experts held of its first `tokens` tokens, or of as many of them as possible."""
-        turn: Turn | None = self
-        while turn is not None:
-            rows = None if turn.experts is None else turn.experts.rows
-            if (held := Held.of(rows, tokens)) is not None:
-                return held
-            tokens, turn = min(tokens, turn.prompt_tokens - len(turn.given)), turn.parent
-        return None
+        line = self.line()
+        ends = accumulate((min(end, tokens) for end in reversed(line_ends(line))), min)
+        return first_held((turn.experts, end) for turn, end in zip(reversed(line), ends, strict=True))
 
     @property
     def last_id(self) -> int | None:

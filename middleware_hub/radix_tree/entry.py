@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from middleware_hub.radix_tree.spelling import NO_CUT, Ends
-from miles_router.experts import Held, Taken
+from miles_router.experts import Held, Taken, first_held
 from miles_router.trajectory import Piece, Trajectory
 
 if TYPE_CHECKING:
@@ -135,13 +135,7 @@ class Entry:
 
     def held_experts(self, tokens: int) -> Held | None:
         """The routed experts held of the first `tokens` tokens, or of as many of them as possible."""
-        entry: Entry | None = self
-        while entry is not None:
-            rows = None if entry.experts is None else entry.experts.rows
-            if (held := Held.of(rows, tokens)) is not None:
-                return held
-            tokens, entry = min(tokens, entry.reused), entry.parent
-        return None
+        return first_held((entry.experts, min(upto, tokens)) for entry, upto in reversed(self.lineage()))
 
     def part_at(self, tokens: int) -> Entry:
         """The entry that the last of the first `tokens` tokens is own to."""

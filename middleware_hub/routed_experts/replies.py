@@ -170,7 +170,7 @@ class Stream:
                 before = b"".join(shown)
                 if self._capture.asked.wanted:
                     came = self._waiting + data
-                    before = came[: came.find(event)]
+                    before = came[: max(came.find(event), 0)]
                 await self._fail(error, before)
                 return
         if not self._capture.asked.wanted:

@@ -73,9 +73,6 @@ class Blocks:
             return parts[0].reshape(-1, self.width)
         return (np.concatenate(parts) if parts else np.zeros(0, self.dtype)).reshape(-1, self.width)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Rows:
-        return np.array(self[:], dtype=dtype) if copy else np.asarray(self[:], dtype=dtype)
-
 
 class ExpertRows:
     """The rows of one generation: `own`, from row `start` on, behind the first `start` rows of `parent`.
@@ -89,6 +86,8 @@ class ExpertRows:
     def __init__(self, own: Rows | Blocks, *, start: int = 0, parent: ExpertRows | None = None) -> None:
         if parent is not None and start > len(parent):
             raise InvalidTrajectory("experts_without_gap", f"rows {len(parent)} to {start - 1} are missing")
+        if parent is not None and len(own) and parent.width not in (None, _width(own)):
+            raise InvalidTrajectory("experts_of_the_model", f"rows of {_width(own)} ids behind rows of {parent.width}")
         self._own: Rows | Blocks | None = own if isinstance(own, Blocks) else frozen(own)
         self._stop = start + len(own)
         self.start = start
@@ -110,6 +109,11 @@ class ExpertRows:
     def nbytes(self) -> int:
         """Bytes of its own rows."""
         return 0 if self._own is None else self._own.nbytes
+
+    @property
+    def width(self) -> int | None:
+        """Ids in a row; None where no row is left to tell."""
+        return next((_width(node._own) for node in self.line if node._own is not None and len(node._own)), None)
 
     @property
     def line(self) -> Iterator[ExpertRows]:
@@ -173,9 +177,12 @@ class ExpertRows:
         return min(len(self) - self.start, len(own))
 
     def _nothing(self) -> Rows:
-        owns = (node._own for node in self.line if node._own is not None)
-        width = next((own.width if isinstance(own, Blocks) else own.shape[1] for own in owns), 0)
-        return np.zeros((0, width), dtype=np.uint8)
+        own = 0 if self._own is None else _width(self._own)
+        return np.zeros((0, self.width or own), dtype=np.uint8)
+
+
+def _width(own: Rows | Blocks) -> int:
+    return own.width if isinstance(own, Blocks) else int(own.shape[1])
 
 
 class ExpertShape(NamedTuple):

@@ -294,7 +294,7 @@ def test_rows_in_blocks_are_read_as_if_they_lay_in_one(lengths: list[int], width
     whole = ids.reshape(count, width)
     assert (len(blocks), blocks.size, blocks.nbytes) == (count, count * width, count * width)
     assert np.array_equal(blocks.flat, ids)
-    assert np.array_equal(np.asarray(blocks), whole)
+    assert np.array_equal(blocks[:], whole)
     start = data.draw(st.integers(0, count))
     stop = data.draw(st.integers(0, count))
     assert np.array_equal(blocks[start:stop], whole[start:stop])
@@ -324,3 +324,10 @@ def test_rows_behind_rows_in_blocks_are_told_apart_from_them() -> None:
 def test_no_rows_have_the_width_of_those_that_they_belong_to() -> None:
     assert ExpertRows(Blocks([np.arange(6, dtype=np.uint8)], 3)).array(1, 1).shape == (0, 3)
     assert Blocks([], 3)[:].shape == (0, 3)
+
+
+def test_rows_of_another_length_do_not_continue_any() -> None:
+    parent = ExpertRows(np.zeros((2, 3), dtype=np.uint8))
+    with pytest.raises(InvalidTrajectory, match="experts_of_the_model: rows of 4 ids behind rows of 3"):
+        ExpertRows(np.zeros((1, 4), dtype=np.uint8), start=2, parent=parent)
+    assert len(ExpertRows(np.zeros((0, 1), dtype=np.uint8), start=2, parent=parent)) == 2
