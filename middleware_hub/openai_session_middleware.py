@@ -15,29 +15,30 @@ from urllib.parse import unquote_to_bytes
 from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute
 
-from middleware_hub.openai_session import asking, completions
-from middleware_hub.openai_session.asking import CHAT, Asked
-from middleware_hub.openai_session.completions import COMPLETIONS
-from middleware_hub.openai_session.continuation import build
-from middleware_hub.openai_session.dialect import Dialect
-from middleware_hub.openai_session.engines import Engines
+from middleware_hub.openai_session.continuing.continuation import build
 from middleware_hub.openai_session.errors import SessionFinalized, SessionNotFound
-from middleware_hub.openai_session.messages import equality
-from middleware_hub.openai_session.recording import Recorder
-from middleware_hub.openai_session.retries import MAX_TURN_ID, Retries
-from middleware_hub.openai_session.routes import SessionRoutes
-from middleware_hub.openai_session.samples import Making
-from middleware_hub.openai_session.selection import Selection
+from middleware_hub.openai_session.export.dialect import Dialect
+from middleware_hub.openai_session.export.routes import SessionRoutes
+from middleware_hub.openai_session.export.samples import Making
+from middleware_hub.openai_session.export.selection import Selection
+from middleware_hub.openai_session.faces import completions
+from middleware_hub.openai_session.faces.completions import COMPLETIONS
+from middleware_hub.openai_session.sessions.messages import equality
+from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
+from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.statistics import SessionCollector, statistics
-from middleware_hub.openai_session.store import Bounds, SessionStore
-from middleware_hub.openai_session.tree import Session
-from middleware_hub.openai_session.turns import Turns
+from middleware_hub.openai_session.turns import asking
+from middleware_hub.openai_session.turns.asking import CHAT, Asked
+from middleware_hub.openai_session.turns.engines import Engines
+from middleware_hub.openai_session.turns.recording import Recorder
+from middleware_hub.openai_session.turns.retries import MAX_TURN_ID, Retries
+from middleware_hub.openai_session.turns.turns import Turns
 from miles_router import Exchange, Router, replay
+from miles_router.asgi.exchange import Receive, Scope, Send
+from miles_router.asgi.headers import first
 from miles_router.errors import BadRequest
-from miles_router.exchange import Receive, Scope, Send
-from miles_router.experts import Source
-from miles_router.headers import first
-from miles_router.middleware import ASGIApp, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import ASGIApp, HasMetrics, HasRoutes
+from miles_router.middlewares.experts import Source
 
 PREFIX = "/sessions/"
 NAME = "openai_sessions"

@@ -18,18 +18,18 @@ from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.radix_tree.cache import RadixTreeCache
-from middleware_hub.radix_tree.encoding import TextEncoder
 from middleware_hub.radix_tree.recording import Given, Recorder
 from middleware_hub.radix_tree.replies import Growing, Unusable, stripped
 from middleware_hub.radix_tree.retrieval import Retrieval
 from middleware_hub.radix_tree.shapes import NotUnderstood, Shape, rewritten, understand
 from middleware_hub.radix_tree.statistics import CacheCollector, summary
+from middleware_hub.tokenizing.encoding import TextEncoder
 from miles_router import Exchange, Router, replay
+from miles_router.asgi.exchange import Message, Receive, Scope, Send, with_body
+from miles_router.engines.events import EventReader, event, payload
 from miles_router.errors import ConfigError
-from miles_router.events import EventReader, event, payload
-from miles_router.exchange import Message, Receive, Scope, Send, with_body
-from miles_router.experts import Handover, Source
-from miles_router.middleware import ASGIApp, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import ASGIApp, HasMetrics, HasRoutes
+from miles_router.middlewares.experts import Handover, Source
 from miles_router.trajectory import InvalidTrajectory
 
 logger = logging.getLogger(__name__)

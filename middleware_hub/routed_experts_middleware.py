@@ -20,10 +20,10 @@ from middleware_hub.routed_experts.replies import Reply
 from middleware_hub.routed_experts.statistics import ExpertsCollector, summary
 from middleware_hub.routed_experts.store import ExpertStore
 from miles_router import Exchange, Router, replay
+from miles_router.asgi.exchange import Receive, Scope, Send, with_body
 from miles_router.errors import ConfigError
-from miles_router.exchange import Receive, Scope, Send, with_body
-from miles_router.experts import Handover
-from miles_router.middleware import ASGIApp, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import ASGIApp, HasMetrics, HasRoutes
+from miles_router.middlewares.experts import Handover
 
 GENERATE = "/generate"
 DELIVER = "/routed_experts"

@@ -8,20 +8,21 @@ from typing import TYPE_CHECKING, Any
 from miles_router.version import __version__
 
 if TYPE_CHECKING:
-    from miles_router.app import RouterApp, create_app
+    from miles_router.app import create_app
+    from miles_router.asgi.exchange import Exchange, replay
     from miles_router.compat import run_router
-    from miles_router.config import MiddlewareSpec, RouterConfig
-    from miles_router.exchange import Exchange, replay
-    from miles_router.router import Router
+    from miles_router.edge import RouterApp
+    from miles_router.middlewares.router import Router
+    from miles_router.settings.config import MiddlewareSpec, RouterConfig
 
 _HOMES = {
-    "Exchange": "miles_router.exchange",
-    "MiddlewareSpec": "miles_router.config",
-    "Router": "miles_router.router",
-    "RouterApp": "miles_router.app",
-    "RouterConfig": "miles_router.config",
+    "Exchange": "miles_router.asgi.exchange",
+    "MiddlewareSpec": "miles_router.settings.config",
+    "Router": "miles_router.middlewares.router",
+    "RouterApp": "miles_router.edge",
+    "RouterConfig": "miles_router.settings.config",
     "create_app": "miles_router.app",
-    "replay": "miles_router.exchange",
+    "replay": "miles_router.asgi.exchange",
     "run_router": "miles_router.compat",
 }
 

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from miles_router.app import create_app
-from miles_router.config import MiddlewareSpec, RouterConfig
-from miles_router.middleware import ASGIApp, find_class, load_middlewares
+from miles_router.middlewares.contract import ASGIApp
+from miles_router.middlewares.loading import find_class, load_middlewares
+from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing.middleware_contract import check_middleware
 
 

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from miles_router.config import FIELDS, PATHS, Loaded, load, nearest, shown, type_name
 from miles_router.errors import ConfigError
+from miles_router.settings.config import FIELDS, PATHS, Loaded, load, nearest, shown, type_name
 from miles_router.version import __version__
 
 DESCRIPTION = (
@@ -111,7 +111,7 @@ def _show_config(options: argparse.Namespace) -> None:
 
 def _show_middlewares(options: argparse.Namespace) -> None:
     loaded = _load(options)
-    from miles_router.middleware import REQUIRED, load_middlewares
+    from miles_router.middlewares.loading import REQUIRED, load_middlewares
 
     rows = []
     for position, each in enumerate(load_middlewares(loaded.config.middlewares), 1):

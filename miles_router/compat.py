@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from miles_router import log
-from miles_router.config import MiddlewareSpec, RouterConfig, load
 from miles_router.errors import ConfigError
+from miles_router.settings.config import MiddlewareSpec, RouterConfig, load
 
 #: A framework's name -> ours. What is absent or None keeps our default.
 FRAMEWORK_NAMES = {
@@ -66,6 +66,6 @@ def run(config: RouterConfig, args: Namespace | None = None) -> None:
     """Configure logging, build the app and serve it."""
     log.configure(config.log_level, config.log_format)
     from miles_router.app import create_app
-    from miles_router.server import serve
+    from miles_router.serving.server import serve
 
     serve(create_app(config, args=args))

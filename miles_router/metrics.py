@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from miles_router.gate import Gate
-from miles_router.workers import Transition, WorkerPool, WorkerState
+from miles_router.fleet.gate import Gate
+from miles_router.fleet.workers import Transition, WorkerPool, WorkerState
 
 #: Seconds. From a cache hit to a generation of an hour.
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)

@@ -1,11 +1,8 @@
-"""The parts of OpenAISessionMiddleware; those of exact continuation, from the bottom up:
+"""The parts of OpenAISessionMiddleware, in chapters:
 
-prompting     tools and settings of a request as SGLang reads them
-preparing     messages as SGLang hands them to a chat template
-templates     messages to text with the model's own template, text to ids
-families      the same with what a library knows of a family
-endings       what a template writes behind an answer, measured in a short conversation
-probes        conversations that a template is tried on
-proof         that what is measured there holds everywhere, or why not
-continuation  from a held turn and what is appended to the ids that are given
+sessions    the tree of turns, the messages in it, and where all sessions are kept
+continuing  from a held turn and what an agent appends to the ids that the engine is given
+faces       the APIs that agents speak, a file each
+turns       a turn on its way: asked for, relayed, recorded, repeated
+export      what a trainer reads: records and samples
 """

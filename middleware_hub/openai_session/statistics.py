@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from middleware_hub.openai_session.continuation import Continuation
-from middleware_hub.openai_session.recording import Recorder
-from middleware_hub.openai_session.store import SessionStore
+from middleware_hub.openai_session.continuing.continuation import Continuation
+from middleware_hub.openai_session.sessions.store import SessionStore
+from middleware_hub.openai_session.turns.recording import Recorder
 
 PREFIX = "miles_router_sessions"
 

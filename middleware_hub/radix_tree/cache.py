@@ -15,9 +15,9 @@ import numpy as np
 
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.eviction import EvictionQueue
-from middleware_hub.radix_tree.spelling import Ends
 from middleware_hub.radix_tree.text_tree import Node, TextTree
-from miles_router.experts import Taken
+from middleware_hub.tokenizing.spelling import Ends
+from miles_router.middlewares.experts import Taken
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.trajectory import common_prefix
 

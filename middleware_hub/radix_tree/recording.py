@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from middleware_hub.radix_tree.cache import Match, RadixTreeCache, Record
-from middleware_hub.radix_tree.encoding import TextEncoder
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.replies import Generation, generation
 from middleware_hub.radix_tree.shapes import Prompt
-from middleware_hub.radix_tree.spelling import NO_CUT, Ends
-from miles_router.experts import Handover, Held
+from middleware_hub.tokenizing.encoding import TextEncoder
+from middleware_hub.tokenizing.spelling import NO_CUT, Ends
+from miles_router.middlewares.experts import Handover, Held
 from miles_router.trajectory import Piece, Trajectory
 
 #: Texts longer than this (characters) are encoded, and outputs longer than this (tokens) aligned, in a thread: about

@@ -15,7 +15,7 @@ from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import Recorder
 from miles_router import Exchange
 from miles_router.errors import BadRequest, NotFound
-from miles_router.experts import Found, Taken
+from miles_router.middlewares.experts import Found, Taken
 from miles_router.trajectory import Trajectory, to_json
 from miles_router.trajectory.wire import VERSIONS, pack
 

@@ -13,7 +13,7 @@ from middleware_hub.routed_experts.errors import ExpertsMissing
 from middleware_hub.routed_experts.model import Model
 from middleware_hub.routed_experts.store import ExpertStore
 from miles_router import Exchange
-from miles_router.experts import Handover, Held
+from miles_router.middlewares.experts import Handover, Held
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.experts import Blocks, ExpertRows, Rows
 

@@ -17,7 +17,7 @@ from middleware_hub.routed_experts.errors import ExpertsNotHeld
 from middleware_hub.routed_experts.store import ExpertStore
 from miles_router import Exchange
 from miles_router.errors import BadRequest, NotFound
-from miles_router.experts import Experts, Found, Source, Taken
+from miles_router.middlewares.experts import Experts, Found, Source, Taken
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.wire import pack
 

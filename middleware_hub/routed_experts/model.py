@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_router.errors import ConfigError
-from miles_router.experts import Experts
+from miles_router.middlewares.experts import Experts
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.experts import Blocks, ExpertShape
 

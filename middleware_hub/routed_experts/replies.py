@@ -14,9 +14,9 @@ import orjson
 from middleware_hub.routed_experts.capture import ABORT, FIELD, Capture
 from middleware_hub.routed_experts.errors import ExpertsMissing
 from middleware_hub.routed_experts.extraction import NAME, Extractor, without_marks
+from miles_router.asgi.exchange import Message, Send
+from miles_router.engines.events import DATA, DONE, END, EventReader
 from miles_router.errors import UpstreamInvalidResponse
-from miles_router.events import DATA, DONE, END, EventReader
-from miles_router.exchange import Message, Send
 
 OK = 200
 JSON, EVENTS = b"application/json", b"text/event-stream"

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from middleware_hub.routed_experts.store import ExpertStore
-from miles_router.experts import Experts
+from miles_router.middlewares.experts import Experts
 
 PREFIX = "miles_router_routed_experts"
 COUNTERS = {

@@ -15,7 +15,7 @@ from miles_router.client.errors import ConnectionLost, InvalidReply, read_error
 from miles_router.client.sample import Experts
 from miles_router.client.session import Session, SessionInfo
 from miles_router.client.transport import DEFAULT_RETRIES, Ask, Pool, Retries, Transport
-from miles_router.events import DATA, DONE, EventReader
+from miles_router.engines.events import DATA, DONE, EventReader
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.wire import unpack
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import orjson
 
+from miles_router.asgi.exchange import Exchange
+from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import RouterError
-from miles_router.exchange import Exchange
-from miles_router.headers import RawHeaders
+from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.joining import EXPERTS
-from miles_router.router import Router
 
 logger = logging.getLogger(__name__)
 

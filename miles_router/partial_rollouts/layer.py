@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
+from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay
 from miles_router.errors import RouterError
-from miles_router.exchange import Exchange, Receive, Scope, Send, replay
-from miles_router.inflight import InFlight
-from miles_router.middleware import ASGIApp
+from miles_router.fleet.inflight import InFlight
+from miles_router.middlewares.contract import ASGIApp
+from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.parts import split
 from miles_router.partial_rollouts.run import Shared
 from miles_router.partial_rollouts.stream import Stream
 from miles_router.partial_rollouts.whole import Whole
-from miles_router.router import Router
 
 PATH = "/generate"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from miles_router.events import payload
+from miles_router.engines.events import payload
 from miles_router.partial_rollouts import glance
 from miles_router.partial_rollouts.joining import CONCATENATED, EXPERTS, UNFINISHED, VERSIONS, join
 

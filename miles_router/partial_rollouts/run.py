@@ -9,17 +9,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Message, Receive, Scope, Send, replay, with_body
+from miles_router.asgi.watch import Watch
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken, UpstreamUnreachable
-from miles_router.exchange import SCOPE_KEY, Exchange, Message, Receive, Scope, Send, replay, with_body
-from miles_router.inflight import InFlight
-from miles_router.middleware import ASGIApp
+from miles_router.fleet.inflight import InFlight
+from miles_router.middlewares.contract import ASGIApp
+from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.continuation import continuation
 from miles_router.partial_rollouts.engine import Engine, Known
 from miles_router.partial_rollouts.parts import Part
 from miles_router.partial_rollouts.seam import ended, reveal
-from miles_router.router import Router
 from miles_router.tasks import together
-from miles_router.watch import Watch
 
 logger = logging.getLogger(__name__)
 

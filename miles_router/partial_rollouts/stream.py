@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from miles_router.asgi.exchange import Exchange, Message
+from miles_router.asgi.headers import first
+from miles_router.engines.events import DATA, LAST_EVENT, EventReader, event, payload
 from miles_router.errors import UpstreamBroken
-from miles_router.events import DATA, LAST_EVENT, EventReader, event, payload
-from miles_router.exchange import Exchange, Message
-from miles_router.headers import first
 from miles_router.partial_rollouts import glance
 from miles_router.partial_rollouts.continuation import check_prompt
 from miles_router.partial_rollouts.engine import OK, CannotResume, Engine

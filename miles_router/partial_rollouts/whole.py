@@ -6,15 +6,15 @@ from typing import Any
 
 import orjson
 
+from miles_router.asgi.exchange import Message
+from miles_router.asgi.watch import Watch
 from miles_router.errors import UpstreamBroken
-from miles_router.exchange import Message
 from miles_router.partial_rollouts import glance
 from miles_router.partial_rollouts.continuation import check_prompt
 from miles_router.partial_rollouts.engine import OK, CannotResume, Engine
 from miles_router.partial_rollouts.parts import Part, understood
 from miles_router.partial_rollouts.run import Go, Run
 from miles_router.partial_rollouts.seam import mend
-from miles_router.watch import Watch
 
 #: Bytes of a reply within which the end of its generations is looked for while it comes.
 BEGINNING = 2 * 1024 * 1024

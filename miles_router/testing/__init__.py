@@ -4,14 +4,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from miles_router.testing.door import Door, Exchange, GenerationRecord
-    from miles_router.testing.engine import Engine, PauseMode
-    from miles_router.testing.faults import Faults
-    from miles_router.testing.in_thread import worker_in_thread
     from miles_router.testing.middleware_contract import check_middleware
-    from miles_router.testing.moe import MoeShape
-    from miles_router.testing.simulated_worker import SimulatedWorker
-    from miles_router.testing.vocabulary import Tokenizer, ToyTokenizer
+    from miles_router.testing.worker.door import Door, Exchange, GenerationRecord
+    from miles_router.testing.worker.engine import Engine, PauseMode
+    from miles_router.testing.worker.faults import Faults
+    from miles_router.testing.worker.in_thread import worker_in_thread
+    from miles_router.testing.worker.moe import MoeShape
+    from miles_router.testing.worker.simulated_worker import SimulatedWorker
+    from miles_router.testing.worker.vocabulary import Tokenizer, ToyTokenizer
 
 __all__ = [
     "Door",
@@ -28,18 +28,18 @@ __all__ = [
     "worker_in_thread",
 ]
 _MODULES = {
-    "Door": "door",
-    "Engine": "engine",
-    "Exchange": "door",
-    "Faults": "faults",
-    "GenerationRecord": "door",
-    "MoeShape": "moe",
-    "PauseMode": "engine",
-    "SimulatedWorker": "simulated_worker",
-    "Tokenizer": "vocabulary",
-    "ToyTokenizer": "vocabulary",
+    "Door": "worker.door",
+    "Engine": "worker.engine",
+    "Exchange": "worker.door",
+    "Faults": "worker.faults",
+    "GenerationRecord": "worker.door",
+    "MoeShape": "worker.moe",
+    "PauseMode": "worker.engine",
+    "SimulatedWorker": "worker.simulated_worker",
+    "Tokenizer": "worker.vocabulary",
+    "ToyTokenizer": "worker.vocabulary",
     "check_middleware": "middleware_contract",
-    "worker_in_thread": "in_thread",
+    "worker_in_thread": "worker.in_thread",
 }
 
 

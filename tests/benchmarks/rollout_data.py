@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from middleware_hub.radix_tree.cache import Match, RadixTreeCache, Record
-from middleware_hub.radix_tree.spelling import Ends
+from middleware_hub.tokenizing.spelling import Ends
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.pieces import Tokens
 

@@ -23,7 +23,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from miles_router.config import MiddlewareSpec
+from miles_router.settings.config import MiddlewareSpec
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker, real_workers
 from tests.support.agents import AGENTS, TURNS, Agents, Asked, Message

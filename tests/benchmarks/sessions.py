@@ -28,8 +28,8 @@ import orjson
 
 from middleware_hub.openai_session_middleware import OpenAISessionMiddleware
 from miles_router.app import create_app
-from miles_router.config import RouterConfig
-from miles_router.server import collect_garbage_less
+from miles_router.serving.server import collect_garbage_less
+from miles_router.settings.config import RouterConfig
 from miles_router.trajectory import Trajectory
 from tests.benchmarks.procstat import resident_bytes
 from tests.benchmarks.report import environment, number, table

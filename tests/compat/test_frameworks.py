@@ -9,9 +9,9 @@ import pytest
 
 from miles_router.app import create_app
 from miles_router.compat import config_from, run_router
-from miles_router.config import RouterConfig
 from miles_router.errors import ConfigError
-from miles_router.server import listen
+from miles_router.serving.server import listen
+from miles_router.settings.config import RouterConfig
 from tests.support.http import RawReply, ask
 from tests.support.stage import staged
 

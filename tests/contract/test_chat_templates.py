@@ -11,8 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from middleware_hub.openai_session.prompting import settings_of, tools_of
-from middleware_hub.openai_session.templates import Renderer, from_tokenizer
+from middleware_hub.openai_session.continuing.prompting import settings_of, tools_of
+from middleware_hub.openai_session.continuing.templates import Renderer, from_tokenizer
 from tests.sglang_worker import RealWorker
 from tests.support.chat import TOOLS, with_template
 from tests.support.tokenizers import tokenizer

@@ -13,23 +13,23 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 import miles_router.app  # noqa: F401
-from middleware_hub.openai_session.messages import strict
-from middleware_hub.openai_session.recording import Recorder
+from middleware_hub.openai_session.sessions.messages import strict
+from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.statistics import SessionCollector
-from middleware_hub.openai_session.store import Bounds, SessionStore
+from middleware_hub.openai_session.turns.recording import Recorder
 from middleware_hub.radix_tree.cache import RadixTreeCache
-from middleware_hub.radix_tree.encoding import InexactTokenizer
 from middleware_hub.radix_tree.statistics import CacheCollector
 from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  # so that it is in the table
 from middleware_hub.routed_experts.statistics import ExpertsCollector
 from middleware_hub.routed_experts.store import ExpertStore
-from miles_router.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
-from miles_router.control import SLOW, TABLE
+from middleware_hub.tokenizing.encoding import InexactTokenizer
+from miles_router.control.fan_out import SLOW, TABLE
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
-from miles_router.gate import Gate
+from miles_router.fleet.gate import Gate
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import WorkerPool
 from miles_router.metrics import GateCollector, Metrics
-from miles_router.worker_url import parse_worker_url
-from miles_router.workers import WorkerPool
+from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from tests.docs.pages import PAGES, name_of
 
 Rows = list[tuple[str, ...]]

@@ -17,12 +17,12 @@ from middleware_hub.radix_tree.retrieval import Retrieved
 from middleware_hub.radix_tree_middleware import RadixTreeMiddleware
 from middleware_hub.routed_experts_middleware import RoutedExpertsMiddleware
 from miles_router import cli
-from miles_router.admin import Admin
+from miles_router.admin.routes import Admin
 from miles_router.app import create_app
 from miles_router.compat import FRAMEWORK_NAMES, FRAMEWORK_PATHS
-from miles_router.config import ENVIRONMENT_PREFIX, FIELDS, RouterConfig
 from miles_router.metrics import ROUTES
-from miles_router.testing import worker_cli
+from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, RouterConfig
+from miles_router.testing.worker import cli as worker_cli
 from miles_router.trajectory import Trajectory
 from tests.docs.generated import TABLES, error_classes, exposition, marked, regenerated
 from tests.docs.pages import PAGES, ROOT, name_of, read

@@ -14,8 +14,9 @@ import pytest
 
 from miles_router import cli
 from miles_router.app import create_app
-from miles_router.config import load
-from miles_router.testing import demo, worker_cli
+from miles_router.settings.config import load
+from miles_router.testing.demo import __main__ as demo
+from miles_router.testing.worker import cli as worker_cli
 from tests.docs.pages import PAGES, ROOT, Block, all_blocks, blocks, name_of
 from tests.docs.shell import STARTS_ROUTER, Console, Step, steps
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.door import GenerationRecord
+from miles_router.testing.worker.door import GenerationRecord
 from tests.docs.pages import ROOT, blocks
 from tests.support.running_router import router_process
 

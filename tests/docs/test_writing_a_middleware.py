@@ -13,8 +13,8 @@ import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from miles_router.check import check_path
-from miles_router.config import MiddlewareSpec, RouterConfig
-from miles_router.router import Router
+from miles_router.middlewares.router import Router
+from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
 from tests.docs.pages import ROOT, blocks
 from tests.support.http import RawReply

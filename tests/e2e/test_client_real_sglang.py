@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from miles_router.client import RouterClient, Sample, group, multi_turn, single_turn
-from miles_router.config import MiddlewareSpec
+from miles_router.settings.config import MiddlewareSpec
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.door import Door, Generation

@@ -21,7 +21,7 @@ from miles_router.client import (
     single_turn,
 )
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.door import GenerationRecord
+from miles_router.testing.worker.door import GenerationRecord
 from miles_router.trajectory import Piece, Trajectory, to_bytes
 from tests.support.cache_trial import SHORT, Trial, checkpoint, simulated_trial, trial_before
 from tests.support.scripted_worker import reply, script

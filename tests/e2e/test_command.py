@@ -50,7 +50,7 @@ def test_nothing_heavy_is_imported_for_help_or_for_a_start_without_tokenizer() -
     code = (
         "import sys; from miles_router.cli import parser; parser().format_help(); "
         "assert not {'uvicorn', 'starlette', 'aiohttp', 'numpy', 'yaml'} & set(sys.modules), 'help'; "
-        "from miles_router import create_app, server; create_app(); "
+        "from miles_router import create_app; from miles_router.serving import server; create_app(); "
         "assert not {'transformers', 'torch', 'tokenizers'} & set(sys.modules), 'start'"
     )
     python = COMMAND.with_name("python")

@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from miles_router.config import MiddlewareSpec
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker

@@ -12,12 +12,12 @@ import orjson
 import pytest
 
 from miles_router.app import create_app
-from miles_router.config import RouterConfig, load
-from miles_router.control import TABLE, Endpoint
+from miles_router.control.fan_out import TABLE, Endpoint
 from miles_router.errors import ConfigError
-from miles_router.policies import LeastInFlight
+from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.workers import WorkerState
+from miles_router.settings.config import RouterConfig, load
 from miles_router.testing import SimulatedWorker
-from miles_router.workers import WorkerState
 from tests.support.http import RawReply, ask
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import HANG, Behaviour, reply, script

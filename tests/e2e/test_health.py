@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.workers import Worker, WorkerState
+from miles_router.fleet.workers import Worker, WorkerState
 from tests.support.http import request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, HANG, RESET, Behaviour, ScriptedWorker, reply, script

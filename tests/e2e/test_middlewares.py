@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from miles_router.config import MiddlewareSpec
+from miles_router.settings.config import MiddlewareSpec
 from tests.support.scripted_worker import CLOSE, chunk, chunked_head, reply, script
 from tests.support.stage import Stage, staged
 

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.engine import PauseMode
+from miles_router.testing.worker.engine import PauseMode
 from tests.support.http import CutReply, RawReply, request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import (

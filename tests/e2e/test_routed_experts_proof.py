@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from miles_router.client import RouterClient
-from miles_router.config import MiddlewareSpec
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import together
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker

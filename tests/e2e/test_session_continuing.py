@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.testing.door import GenerationRecord
+from miles_router.testing.worker.door import GenerationRecord
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import reply, script
 from tests.support.session_trial import (

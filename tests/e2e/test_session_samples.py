@@ -12,8 +12,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load
 
-from middleware_hub.openai_session.tree import Session, Turn
-from miles_router.testing.door import GenerationRecord
+from middleware_hub.openai_session.sessions.tree import Session, Turn
+from miles_router.testing.worker.door import GenerationRecord
 from miles_router.trajectory import Piece
 from tests.support.scripted_chat import able, chat_reply, meta_of
 from tests.support.scripted_worker import script

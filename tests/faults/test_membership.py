@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from miles_router.workers import WorkerState
+from miles_router.fleet.workers import WorkerState
 from tests.support.http import Client, CutReply, RawReply, request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, LAST_CHUNK, RESET, ScriptedWorker, chunk, chunked_head, script

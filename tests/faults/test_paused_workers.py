@@ -8,8 +8,8 @@ from typing import Any
 import orjson
 import pytest
 
+from miles_router.fleet.workers import WorkerState
 from miles_router.testing import SimulatedWorker
-from miles_router.workers import WorkerState
 from tests.support.fleet import (
     JSON,
     PROBING,

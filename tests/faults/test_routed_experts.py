@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.moe import MoeShape, encode_routes
+from miles_router.testing.worker.moe import MoeShape, encode_routes
 from tests.faults.test_sessions import GARBAGE
 from tests.support.cache_trial import CACHE, checkpoint, events
 from tests.support.experts_trial import (

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from miles_router.config import MiddlewareSpec
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.hf_vocabulary import DirectoryTokenizer
+from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
 from tests.support.door import Door
 from tests.support.exactness import compare_all
 from tests.support.oracle import Ledger, Visible
@@ -40,7 +40,7 @@ STOPS: tuple[Any, ...] = (None, None, "a", ["e", " "], ["er", "界"])
 def loaded_once() -> Iterator[None]:
     """Routers share the tokenizers: loading one takes a second."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("miles_router.router.load_tokenizer", lambda config: tokenizer(config.hf_checkpoint))
+        patch.setattr("miles_router.middlewares.router.load_tokenizer", lambda config: tokenizer(config.hf_checkpoint))
         yield
 
 

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from miles_router.testing import MoeShape, SimulatedWorker
-from miles_router.testing.engine import Engine
-from miles_router.testing.generation import Generation
-from miles_router.testing.moe import route
+from miles_router.testing.worker.engine import Engine
+from miles_router.testing.worker.generation import Generation
+from miles_router.testing.worker.moe import route
 from tests.support.chains import chain, check
 from tests.support.door import Door
 from tests.support.http import RawReply, ask

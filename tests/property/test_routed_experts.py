@@ -18,11 +18,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from miles_router.config import MiddlewareSpec, RouterConfig
+from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import MoeShape, SimulatedWorker, Tokenizer
-from miles_router.testing.door import Exchange, GenerationRecord
-from miles_router.testing.hf_vocabulary import DirectoryTokenizer
-from miles_router.testing.moe import route
+from miles_router.testing.worker.door import Exchange, GenerationRecord
+from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
+from miles_router.testing.worker.moe import route
 from miles_router.trajectory.wire import unpack
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.http import RawReply
@@ -48,7 +48,7 @@ def loaded_once() -> Iterator[None]:
         return load(config.hf_checkpoint)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("miles_router.router.load_tokenizer", known)
+        patch.setattr("miles_router.middlewares.router.load_tokenizer", known)
         yield
 
 

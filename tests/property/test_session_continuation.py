@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from middleware_hub.openai_session.continuation import Continuation, HeldEnd, build
+from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, build
 from tests.support.chat import CHATML, TOOLS, Message, family_tokenizer, with_template
 from tests.support.tokenizers import tokenizer
 

@@ -12,13 +12,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from middleware_hub.openai_session.asking import Asked
-from middleware_hub.openai_session.messages import Message, contexts_of, strict
-from middleware_hub.openai_session.records import record
-from middleware_hub.openai_session.samples import Making, samples, wanted
-from middleware_hub.openai_session.selection import Selection
-from middleware_hub.openai_session.tree import Place, Turn, line_ends
-from miles_router.experts import Experts
+from middleware_hub.openai_session.export.records import record
+from middleware_hub.openai_session.export.samples import Making, samples, wanted
+from middleware_hub.openai_session.export.selection import Selection
+from middleware_hub.openai_session.sessions.messages import Message, contexts_of, strict
+from middleware_hub.openai_session.sessions.tree import Place, Turn, line_ends
+from middleware_hub.openai_session.turns.asking import Asked
+from miles_router.middlewares.experts import Experts
 from tests.support.sessions import SYSTEM, Scene, assistant, call, history, tool, user
 
 #: Few, so that histories meet by chance.

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from miles_router.errors import NoWorkerAvailable
-from miles_router.policies import KeyAffinity, LeastInFlight
-from miles_router.worker_url import WorkerUrl, parse_worker_url
-from miles_router.workers import Lease, Transition, Worker, WorkerPool, WorkerState
+from miles_router.fleet.policies import KeyAffinity, LeastInFlight
+from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
+from miles_router.fleet.workers import Lease, Transition, Worker, WorkerPool, WorkerState
 
 ADDRESSES = [parse_worker_url(f"http://worker-{number}") for number in range(4)]
 THRESHOLD = 2

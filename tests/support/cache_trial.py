@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from miles_router.config import MiddlewareSpec
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.door import Exchange
 from miles_router.testing.tiny_tokenizer import build
+from miles_router.testing.worker.door import Exchange
 from tests.support.http import RawReply, ask
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import ScriptedWorker

@@ -21,9 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from miles_router import Router
-from miles_router.config import MiddlewareSpec
-from miles_router.exchange import Message, Receive, Scope, Send
-from miles_router.middleware import ASGIApp
+from miles_router.asgi.exchange import Message, Receive, Scope, Send
+from miles_router.middlewares.contract import ASGIApp
+from miles_router.settings.config import MiddlewareSpec
 from tests.support.chains import Piece, chain, check
 from tests.support.chat_door import CHAT, ChatGeneration
 from tests.support.door import Door, Generation

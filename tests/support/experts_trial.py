@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from miles_router.config import MiddlewareSpec
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.door import Exchange, GenerationRecord
-from miles_router.testing.moe import MoeShape, encode_routes, route
+from miles_router.testing.worker.door import Exchange, GenerationRecord
+from miles_router.testing.worker.moe import MoeShape, encode_routes, route
 from tests.support.cache_trial import checkpoint
 from tests.support.http import RawReply
 from tests.support.scripted_chat import JSON, PROMPT

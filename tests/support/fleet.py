@@ -9,10 +9,10 @@ from typing import Any
 
 import orjson
 
-from miles_router.gate import Gate
+from miles_router.fleet.gate import Gate
+from miles_router.fleet.workers import WorkerState
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
-from miles_router.workers import WorkerState
 from tests.support.http import RawReply
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import Behaviour, ScriptedWorker, Visit, reply, script

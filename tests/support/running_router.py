@@ -19,11 +19,12 @@ from typing import IO, Any
 import psutil
 import uvicorn
 
-from miles_router.app import RouterApp, create_app
-from miles_router.config import RouterConfig
-from miles_router.server import listen, uvicorn_config
+from miles_router.app import create_app
+from miles_router.edge import RouterApp
+from miles_router.fleet.workers import Transition, Worker, WorkerPool
+from miles_router.serving.server import listen, uvicorn_config
+from miles_router.settings.config import RouterConfig
 from miles_router.tasks import spawn
-from miles_router.workers import Transition, Worker, WorkerPool
 from tests.support.http import Pairs, RawReply, ask
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.waiting import until

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from miles_router.config import MiddlewareSpec
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker, Tokenizer
-from miles_router.testing.door import Exchange, GenerationRecord
-from miles_router.testing.hf_vocabulary import DirectoryTokenizer
+from miles_router.testing.worker.door import Exchange, GenerationRecord
+from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
 from tests.support.cache_trial import checkpoint
 from tests.support.http import Pairs, RawReply
 from tests.support.running_router import RunningRouter

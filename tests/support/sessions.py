@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from middleware_hub.openai_session.answers import Generated, Spans
-from middleware_hub.openai_session.asking import CHAT, Asked
-from middleware_hub.openai_session.messages import Equality, Message, contexts_of, strict
-from middleware_hub.openai_session.recording import Recorder
-from middleware_hub.openai_session.store import Bounds, SessionStore
-from middleware_hub.openai_session.tree import Turn
+from middleware_hub.openai_session.faces.answers import Generated, Spans
+from middleware_hub.openai_session.sessions.messages import Equality, Message, contexts_of, strict
+from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
+from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.turns.asking import CHAT, Asked
+from middleware_hub.openai_session.turns.recording import Recorder
 from miles_router.trajectory import Piece
 
 PLENTY = Bounds(sessions=1000, turns=10_000, session_bytes=1 << 40, total_bytes=1 << 40, idle_timeout=0.0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.auth import Key
+from miles_router.asgi.keys import Key
 from miles_router.errors import Unauthorized
 
 Pairs = list[tuple[bytes, bytes]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miles_router.check import check_path
-from miles_router.config import RouterConfig
+from miles_router.settings.config import RouterConfig
 from miles_router.testing import check_middleware
 from tests.support.cache_trial import checkpoint
 

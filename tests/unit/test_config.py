@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from miles_router.config import (
+from miles_router.errors import ConfigError
+from miles_router.settings.config import (
     FIELDS,
     MiddlewareSpec,
     OptionText,
@@ -21,7 +22,6 @@ from miles_router.config import (
     snake_case,
     type_name,
 )
-from miles_router.errors import ConfigError
 
 IMPOSSIBLE: list[tuple[str, Any, str]] = [
     ("host", "", "must name a host"),

@@ -8,11 +8,11 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from miles_router.exchange import Exchange
+from miles_router.asgi.exchange import Exchange
+from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.continuation import ALSO_STATEFUL, PENALTIES, STATEFUL, check_prompt, continuation
 from miles_router.partial_rollouts.engine import CannotResume, Engine, Known
 from miles_router.partial_rollouts.parts import Part, split
-from miles_router.router import Router
 
 
 class Tokenizing(Engine):

@@ -9,15 +9,15 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from miles_router.connection import Reply
-from miles_router.control import Control, PartlyFailed
+from miles_router.asgi.exchange import Exchange
+from miles_router.control.fan_out import Control, PartlyFailed
 from miles_router.errors import BadRequest, NoWorkerAvailable, UpstreamUnreachable
-from miles_router.exchange import Exchange
-from miles_router.forwarding import Forwarder, Outgoing
-from miles_router.gate import Gate
-from miles_router.inflight import InFlight
-from miles_router.worker_url import parse_worker_url
-from miles_router.workers import Worker, WorkerPool, WorkerState
+from miles_router.fleet.gate import Gate
+from miles_router.fleet.inflight import InFlight
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import Worker, WorkerPool, WorkerState
+from miles_router.forwarding.connection import Reply
+from miles_router.forwarding.forwarder import Forwarder, Outgoing
 
 Says = Callable[[Outgoing], "tuple[int, bytes]"]
 

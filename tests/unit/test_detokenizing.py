@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from miles_router.exchange import Exchange
+from miles_router.asgi.exchange import Exchange
+from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.engine import Engine, Known
-from miles_router.router import Router
 
 SPELLED = {0: "!", 1: "a", 2: "b", 5: "c"}  # 3 and 4 spell nothing by themselves, 6 and up are padding
 

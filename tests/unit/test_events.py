@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.events import LAST_EVENT, EventReader, event, payload
+from miles_router.engines.events import LAST_EVENT, EventReader, event, payload
 
 ANSWER = {"text": "a\n\nb é", "output_ids": [1], "meta_info": {"id": "r"}}
 texts = st.text().map(lambda text: {**ANSWER, "text": text})

@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
+from miles_router.asgi.exchange import MAX_REQUEST_ID_LENGTH, Exchange, Message, Receive, replay, request_id, with_body
 from miles_router.errors import BadRequest, BodyTooLarge, ClientDisconnected
-from miles_router.exchange import MAX_REQUEST_ID_LENGTH, Exchange, Message, Receive, replay, request_id, with_body
 
 GONE: Message = {"type": "http.disconnect"}
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from miles_router.exchange import Exchange
-from miles_router.experts import Experts, Handover, Held, Taken
+from miles_router.asgi.exchange import Exchange
+from miles_router.middlewares.experts import Experts, Handover, Held, Taken
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.experts import ExpertRows, ExpertShape
 

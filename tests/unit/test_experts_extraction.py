@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from middleware_hub.routed_experts.decoding import Decoder
 from middleware_hub.routed_experts.extraction import Extractor, without_marks
-from miles_router.events import EventReader
+from miles_router.engines.events import EventReader
 
 FIELD = "routed_experts"
 IDS = [1, 2, 3, 255, 0]

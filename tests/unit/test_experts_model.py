@@ -9,7 +9,7 @@ import pytest
 
 from middleware_hub.routed_experts.model import Model, configured_shape, parse_shape
 from miles_router.errors import ConfigError
-from miles_router.experts import Experts
+from miles_router.middlewares.experts import Experts
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.experts import Blocks, ExpertShape, Rows
 

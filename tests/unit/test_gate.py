@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from miles_router.errors import FleetPaused
-from miles_router.gate import Gate, generates
+from miles_router.fleet.gate import Gate, generates
 
 
 class Who:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from miles_router.headers import HOP_BY_HOP, REQUEST_DROPPED, connection_named, end_to_end, first
+from miles_router.asgi.headers import HOP_BY_HOP, REQUEST_DROPPED, connection_named, end_to_end, first
 
 
 def test_hop_by_hop_is_what_rfc_9110_section_7_6_1_lists() -> None:

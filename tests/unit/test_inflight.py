@@ -5,8 +5,8 @@ from __future__ import annotations
 import orjson
 import pytest
 
-from miles_router.exchange import Exchange
-from miles_router.inflight import InFlight
+from miles_router.asgi.exchange import Exchange
+from miles_router.fleet.inflight import InFlight
 
 
 def entered(in_flight: InFlight, body: object, *, at: str | None = "http://a", rids: tuple[str, ...] = ()) -> Exchange:

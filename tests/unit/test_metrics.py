@@ -9,10 +9,10 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import WorkerPool
 from miles_router.metrics import BUCKETS, Histogram, Metrics, route_class
-from miles_router.policies import LeastInFlight
-from miles_router.worker_url import parse_worker_url
-from miles_router.workers import WorkerPool
 
 URL = "http://a:1"
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from miles_router.app import create_app
-from miles_router.config import MiddlewareSpec, OptionText, RouterConfig
 from miles_router.errors import MiddlewareLoadError
-from miles_router.middleware import REQUIRED, find_class, load_middlewares
+from miles_router.middlewares.loading import REQUIRED, find_class, load_middlewares
+from miles_router.settings.config import MiddlewareSpec, OptionText, RouterConfig
 
 PLUGINS = "tests.support.plugins"
 WORKING = f"{PLUGINS}.working"

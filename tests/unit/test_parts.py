@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.events import event
+from miles_router.engines.events import event
 from miles_router.partial_rollouts import glance
 from miles_router.partial_rollouts.parts import Part, split, understood
 

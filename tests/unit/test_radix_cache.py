@@ -10,7 +10,7 @@ import pytest
 
 from middleware_hub.radix_tree.cache import ENTRY_CHARGE, Match, RadixTreeCache, Record
 from middleware_hub.radix_tree.entry import Entry
-from middleware_hub.radix_tree.spelling import NO_CUT
+from middleware_hub.tokenizing.spelling import NO_CUT
 from miles_router.trajectory import Piece, Trajectory
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from middleware_hub.radix_tree.encoding import TextEncoder
-from middleware_hub.radix_tree.spelling import NO_CUT, Aligned, UnknownSpeller, align, speller_for
+from middleware_hub.tokenizing.encoding import TextEncoder
+from middleware_hub.tokenizing.spelling import NO_CUT, Aligned, UnknownSpeller, align, speller_for
 from tests.support.tokenizers import PACKAGES, tokenizer
 
 NAMES = sorted(PACKAGES)

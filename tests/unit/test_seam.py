@@ -9,12 +9,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from miles_router.exchange import Exchange
+from miles_router.asgi.exchange import Exchange
+from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.continuation import learn_prompt
 from miles_router.partial_rollouts.engine import Engine, Known
 from miles_router.partial_rollouts.parts import Part, split
 from miles_router.partial_rollouts.seam import ended, mend, reveal
-from miles_router.router import Router
 
 PROMPT = list(b"Say: ")
 ABORT = {"type": "abort", "message": "Aborted"}

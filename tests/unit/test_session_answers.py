@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.answers import Generated, GrowingMessage, Spans, chat_choice, spans_of
 from middleware_hub.openai_session.errors import UnusableAnswer
+from middleware_hub.openai_session.faces.answers import Generated, GrowingMessage, Spans, chat_choice, spans_of
 from miles_router.trajectory import Trajectory
 
 #: As SGLang 0.5.23 gives it, cut to what counts.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from middleware_hub.openai_session.asking import CHAT, ask
-from middleware_hub.openai_session.continuation import Continuation, Extension, HeldEnd
-from middleware_hub.openai_session.messages import strict
-from middleware_hub.openai_session.tree import Session, Turn
+from middleware_hub.openai_session.continuing.continuation import Continuation, Extension, HeldEnd
+from middleware_hub.openai_session.sessions.messages import strict
+from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.turns.asking import CHAT, ask
 from miles_router.trajectory import Piece
 
 

@@ -8,9 +8,9 @@ import orjson
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
-from middleware_hub.openai_session.answers import GrowingMessage
-from middleware_hub.openai_session.buffered import HEADERS, chat_stream
-from miles_router.events import DATA, LAST_EVENT, EventReader
+from middleware_hub.openai_session.faces.answers import GrowingMessage
+from middleware_hub.openai_session.faces.buffered import HEADERS, chat_stream
+from miles_router.engines.events import DATA, LAST_EVENT, EventReader
 from tests.support.sessions import call
 
 CALLS = [call("add", '{"a": 1}', "call_1"), call("sub", "{}", "call_2")]

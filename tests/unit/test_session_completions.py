@@ -8,13 +8,13 @@ from typing import Any
 import orjson
 import pytest
 
-from middleware_hub.openai_session import completions
-from middleware_hub.openai_session.asking import Asked
-from middleware_hub.openai_session.completions import CONTEXT, StreamedCompletion, ask, body, generated, shown
 from middleware_hub.openai_session.errors import UnusableAnswer
-from middleware_hub.openai_session.tree import Turn
+from middleware_hub.openai_session.faces import completions
+from middleware_hub.openai_session.faces.completions import CONTEXT, StreamedCompletion, ask, body, generated, shown
+from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.turns.asking import Asked
+from miles_router.engines.events import DATA, END, LAST_EVENT
 from miles_router.errors import BadRequest
-from miles_router.events import DATA, END, LAST_EVENT
 from tests.support.sessions import SYSTEM, Scene, user
 
 

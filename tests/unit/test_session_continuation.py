@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.continuation import Continuation, HeldEnd, NotAppendOnly, build
-from middleware_hub.openai_session.families import ROLES
+from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, NotAppendOnly, build
+from middleware_hub.openai_session.continuing.families import ROLES
 from tests.support.chat import (
     CHATML,
     TOOLS,

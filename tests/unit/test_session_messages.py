@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
-from middleware_hub.openai_session.messages import (
+from middleware_hub.openai_session.sessions.messages import (
     EQUALITIES,
     Message,
     checked,

@@ -7,12 +7,12 @@ from functools import cache
 
 import pytest
 
-from middleware_hub.openai_session.continuation import Continuation, HeldEnd, build
-from middleware_hub.openai_session.endings import Answer, NotAppendOnly
-from middleware_hub.openai_session.probes import CALLING, STANDARD, Shape, probe_of, shape_of
-from middleware_hub.openai_session.proof import Proof, prove
-from middleware_hub.openai_session.templates import from_tokenizer
-from middleware_hub.radix_tree.encoding import InexactTokenizer
+from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, build
+from middleware_hub.openai_session.continuing.endings import Answer, NotAppendOnly
+from middleware_hub.openai_session.continuing.probes import CALLING, STANDARD, Shape, probe_of, shape_of
+from middleware_hub.openai_session.continuing.proof import Proof, prove
+from middleware_hub.openai_session.continuing.templates import from_tokenizer
+from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.errors import ConfigError
 from tests.support.chat import CHATML, TOOLS, family_tokenizer, with_template
 

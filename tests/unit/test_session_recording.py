@@ -12,11 +12,11 @@ from typing import Any
 import orjson
 import pytest
 
-from middleware_hub.openai_session.asking import Asked
 from middleware_hub.openai_session.errors import UnusableAnswer
-from middleware_hub.openai_session.messages import message_bytes
-from middleware_hub.openai_session.recording import MAX_UNTRACED, TURN_BYTES
-from middleware_hub.openai_session.tree import Turn
+from middleware_hub.openai_session.sessions.messages import message_bytes
+from middleware_hub.openai_session.sessions.tree import Turn
+from middleware_hub.openai_session.turns.asking import Asked
+from middleware_hub.openai_session.turns.recording import MAX_UNTRACED, TURN_BYTES
 from tests.support.sessions import SPECIAL, STOP, SYSTEM, Scene, assistant, history, user
 
 START = [SYSTEM, user("Add.")]

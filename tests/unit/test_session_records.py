@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import orjson
 
-from middleware_hub.openai_session.records import described, record, summary, turn_span
+from middleware_hub.openai_session.export.records import described, record, summary, turn_span
 from tests.support.sessions import SYSTEM, Scene, assistant, user
 
 START = [SYSTEM, user("Add.")]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.retries import Retries
-from miles_router.events import LAST_EVENT
-from miles_router.exchange import Message, Send
+from middleware_hub.openai_session.turns.retries import Retries
+from miles_router.asgi.exchange import Message, Send
+from miles_router.engines.events import LAST_EVENT
 from miles_router.tasks import spawn
 from tests.support.sessions import SYSTEM, Scene, user
 

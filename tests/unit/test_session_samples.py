@@ -10,11 +10,19 @@ import orjson
 import pytest
 
 from middleware_hub.openai_session.errors import InvalidSample
-from middleware_hub.openai_session.samples import Making, Sample, Wanted, as_json, as_safetensors, samples, wanted
-from middleware_hub.openai_session.selection import Selection
-from middleware_hub.openai_session.tree import Turn
+from middleware_hub.openai_session.export.samples import (
+    Making,
+    Sample,
+    Wanted,
+    as_json,
+    as_safetensors,
+    samples,
+    wanted,
+)
+from middleware_hub.openai_session.export.selection import Selection
+from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
-from miles_router.experts import Experts
+from miles_router.middlewares.experts import Experts
 from miles_router.trajectory.wire import from_json, unpack
 from tests.support.sessions import SYSTEM, Scene, user
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from middleware_hub.openai_session.errors import InvalidSample
-from middleware_hub.openai_session.selection import Selection, trained_elsewhere
-from middleware_hub.openai_session.tree import Session, Turn
+from middleware_hub.openai_session.export.selection import Selection, trained_elsewhere
+from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.errors import BadRequest, ConfigError
 from tests.support.sessions import SYSTEM, Scene, user
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from middleware_hub.openai_session.errors import SessionExists, SessionFull, SessionNotFound, TooManySessions
-from middleware_hub.openai_session.store import SessionStore
+from middleware_hub.openai_session.sessions.store import SessionStore
 from miles_router.errors import BadRequest, ConfigError
 from tests.support.sessions import PLENTY, SYSTEM, Scene, user
 

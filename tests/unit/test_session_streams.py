@@ -9,8 +9,8 @@ import orjson
 import pytest
 
 from middleware_hub.openai_session.errors import UnusableAnswer
-from middleware_hub.openai_session.streams import StreamedAnswer, Versions
-from miles_router.events import DATA, END, LAST_EVENT, EventReader
+from middleware_hub.openai_session.faces.streams import StreamedAnswer, Versions
+from miles_router.engines.events import DATA, END, LAST_EVENT, EventReader
 from tests.support.sessions import SYSTEM, Scene, user
 
 MESSAGES = [SYSTEM, user("Add.")]

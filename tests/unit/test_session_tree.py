@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from middleware_hub.openai_session.messages import Message, message_bytes, tool_arguments_as_json
-from middleware_hub.openai_session.tree import Place, Session, Turn, line_ends, line_trajectory
+from middleware_hub.openai_session.sessions.messages import Message, message_bytes, tool_arguments_as_json
+from middleware_hub.openai_session.sessions.tree import Place, Session, Turn, line_ends, line_trajectory
 from miles_router.trajectory import Piece
 from tests.support.sessions import STOP, SYSTEM, Scene, assistant, call, history, tool, user
 

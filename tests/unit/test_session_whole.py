@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from middleware_hub.openai_session.errors import UnusableAnswer
-from middleware_hub.openai_session.whole import Collector, generated, read_answer, shown, was_aborted
+from middleware_hub.openai_session.faces.whole import Collector, generated, read_answer, shown, was_aborted
 from tests.support.sessions import SYSTEM, Scene, user
 from tests.unit.test_session_answers import CHOICE
 

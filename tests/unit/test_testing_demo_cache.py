@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.testing.demo_cache import (
+from miles_router.testing.demo.cache import (
     Exactness,
     Rollout,
     Turn,

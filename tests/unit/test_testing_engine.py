@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from miles_router.testing.detokenizer import IncrementalDetokenizer, printable_prefix
-from miles_router.testing.engine import Engine, PauseMode
-from miles_router.testing.generation import Generation, GenerationRequest, Model
-from miles_router.testing.moe import MoeShape, route
-from miles_router.testing.prefix_cache import PrefixCache
-from miles_router.testing.sampling_params import SamplingParams
-from miles_router.testing.vocabulary import ToyTokenizer
+from miles_router.testing.worker.detokenizer import IncrementalDetokenizer, printable_prefix
+from miles_router.testing.worker.engine import Engine, PauseMode
+from miles_router.testing.worker.generation import Generation, GenerationRequest, Model
+from miles_router.testing.worker.moe import MoeShape, route
+from miles_router.testing.worker.prefix_cache import PrefixCache
+from miles_router.testing.worker.sampling_params import SamplingParams
+from miles_router.testing.worker.vocabulary import ToyTokenizer
 
 TOY = ToyTokenizer()
 END = TOY.token_id("<|im_end|>")
@@ -74,7 +74,7 @@ def test_greedy_goes_on_the_same_way_from_its_own_partial_output() -> None:
 
 
 def test_scoring_a_sampled_sequence_gives_its_logprobs_again() -> None:
-    from miles_router.testing.sampling import context_hash
+    from miles_router.testing.worker.sampling import context_hash
 
     shared = model()
     done = run(Generation(shared, request()))

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from miles_router.testing.constrained import instance_of, script_for, spelled, text_matching
-from miles_router.testing.sampling import Sampler, context_hash, key_of
-from miles_router.testing.sampling_params import SamplingParams, WrongType
-from miles_router.testing.vocabulary import ToyTokenizer
+from miles_router.testing.worker.constrained import instance_of, script_for, spelled, text_matching
+from miles_router.testing.worker.sampling import Sampler, context_hash, key_of
+from miles_router.testing.worker.sampling_params import SamplingParams, WrongType
+from miles_router.testing.worker.vocabulary import ToyTokenizer
 
 STOP_IDS = {7, 8}
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Optional, Union
 
 import pytest
 
-from miles_router.values import WrongValue, convert, describe
+from miles_router.settings.values import WrongValue, convert, describe
 
 
 class Own:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from miles_router.worker_url import parse_worker_url
-from miles_router.workers import ReadmitPolicy, Transition, Worker, WorkerPool, WorkerState
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import ReadmitPolicy, Transition, Worker, WorkerPool, WorkerState
 
 READY, OUTDATED, PAUSED = WorkerState.READY, WorkerState.OUTDATED, WorkerState.PAUSED
 QUARANTINED, DRAINING = WorkerState.QUARANTINED, WorkerState.DRAINING

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.errors import BadRequest
-from miles_router.worker_url import MAX_URL_LENGTH, WorkerUrl, parse_worker_url
+from miles_router.fleet.worker_url import MAX_URL_LENGTH, WorkerUrl, parse_worker_url
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from miles_router.errors import NotFound, NoWorkerAvailable
-from miles_router.policies import LeastInFlight
-from miles_router.worker_url import parse_worker_url
-from miles_router.workers import Lease, ReadmitPolicy, Transition, Worker, WorkerPool, WorkerState
+from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import Lease, ReadmitPolicy, Transition, Worker, WorkerPool, WorkerState
 
 READY, QUARANTINED, DRAINING = WorkerState.READY, WorkerState.QUARANTINED, WorkerState.DRAINING
 POLICY = LeastInFlight()

@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from miles_router import Router
+from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
 from miles_router.errors import UpstreamUnreachable
-from miles_router.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
-from miles_router.middleware import ASGIApp
+from miles_router.middlewares.contract import ASGIApp
 
 
 class Tagging:

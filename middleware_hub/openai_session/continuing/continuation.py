@@ -1,0 +1,171 @@
+"""From a held turn and the messages behind it to the ids that the engine is given.
+
+    held      ... sampled ids, the last of them a stop token or not
+    tail      what the template writes behind such an answer: its end, what is appended, the prompt for the next
+    given     the tail without what the sampled ids say already
+
+A stop token that the tail begins with is in the sampled ids: what is left is given (a line break behind `<|im_end|>`).
+It may be the answer's end or, with GLM's `<|user|>` and `<|observation|>`, the beginning of the next message. A stop
+token that the template does not write there (gpt-oss' `<|return|>`, GLM's `<|user|>` in front of a tool's result) is
+dropped, and the tail given. Behind an answer that was cut (length, abort, stop string) the whole tail is given.
+
+Nothing that the engine sampled is rendered or encoded, so it cannot drift. That tails are the same whatever came before
+is proved at the start, and for shapes and settings not seen before when they first come (proof.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import orjson
+
+from middleware_hub.openai_session.continuing.endings import Answer, Context, Ending, NotAppendOnly, behind, shared
+from middleware_hub.openai_session.continuing.families import for_family
+from middleware_hub.openai_session.continuing.probes import shape_of
+from middleware_hub.openai_session.continuing.proof import Proof, prove
+from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer, from_tokenizer
+from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.tokenizing.encoding import InexactTokenizer
+
+__all__ = ["Continuation", "Extension", "HeldEnd", "NotAppendOnly", "build"]
+
+logger = logging.getLogger(__name__)
+
+#: Endings kept, by shape of the answer, tools and template settings.
+MAX_ENDINGS = 64
+
+
+class HeldEnd(NamedTuple):
+    """How a held turn ends: its last sampled token, whether that is a stop token, and the shape of its answer."""
+
+    last_id: int | None
+    ended: bool
+    tool_calls: tuple[tuple[str | None, str | None], ...] = ()
+    reasoning: bool = False
+
+
+class Extension(NamedTuple):
+    """How many sampled tokens the engine is not given again (0 or 1), and the ids that are given behind the rest."""
+
+    drop: int
+    ids: list[int]
+
+
+class _Key:
+    """A context by what it says, so that a long list of tools is rendered once and not compared."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        said = orjson.dumps([context.tools, context.template_kwargs])
+        self._digest = hashlib.blake2b(said, digest_size=16).digest()
+
+    def __hash__(self) -> int:
+        return hash(self._digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Key) and self._digest == other._digest
+
+
+class Continuation:
+    """The ids behind held turns, for one model."""
+
+    def __init__(self, renderer: Renderer, proof: Proof) -> None:
+        self.proof = proof
+        self.is_special = renderer.is_special
+        self._renderer = renderer
+        self._endings = proof.endings
+        self._ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._measured)
+
+    def _measured(self, answer: Answer, key: _Key) -> Ending:
+        return self._endings.measure(answer, key.context)
+
+    def after(
+        self,
+        turn: HeldEnd,
+        appended: Sequence[Message],
+        tools: Sequence[Any] | None,
+        template_kwargs: Mapping[str, Any],
+    ) -> Extension:
+        """What follows a held turn, up to and with the prompt for the next answer.
+
+        Raises:
+            NotAppendOnly: it cannot be given exactly.
+        """
+        answer = Answer(turn.tool_calls, turn.reasoning)
+        context = Context(tools, template_kwargs)
+        try:
+            appended = self._renderer.as_taken(appended)
+            self.proof.require(shape_of(answer, appended, tools), template_kwargs)
+            tail = self._endings.tail(answer, appended, context)
+            given = self._given(turn, answer, tail, context)
+            return Extension(given.drop, self._renderer.encode_behind(given.text, given.token))
+        except (CannotRender, InexactTokenizer) as error:
+            raise NotAppendOnly(str(error)) from None
+
+    def whole(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
+    ) -> list[int]:
+        """The ids of a whole conversation: what the engine makes of a root, if it has the same template.
+
+        Raises:
+            CannotRender: the template refuses it.
+        """
+        return self._renderer.whole(messages, tools, template_kwargs)
+
+    def _given(self, turn: HeldEnd, answer: Answer, tail: str, context: Context) -> Given:
+        alike = Answer(tuple((f"call_{place}", "function") for place in range(len(answer.calls))), answer.reasoning)
+        try:
+            return given_behind(tail, self._ending(alike, _Key(context)), turn, self._renderer)
+        except NotAppendOnly:
+            if not answer.calls:
+                raise
+        # What the template writes behind a call's arguments may repeat its id or name.
+        return given_behind(tail, self._endings.measure(answer, context), turn, self._renderer)
+
+
+class Given(NamedTuple):
+    """How many sampled ids to drop, the text to give, and the token it stands behind, if that is known."""
+
+    drop: int
+    text: str
+    token: int | None
+
+
+def given_behind(tail: str, ending: Ending, turn: HeldEnd, renderer: Renderer) -> Given:
+    """What of a tail is to be given behind what was sampled.
+
+    Raises:
+        NotAppendOnly: the answer's end would have to be written, and cannot be told from that of a tool call.
+    """
+    text = behind(tail, ending)
+    last = turn.last_id if turn.ended else None
+    stop = renderer.spelling(last) if last is not None else ""
+    if text is None:
+        end = len(shared(tail, ending)) + len(stop)  # a stop token may begin the next message, too
+        place = tail.rfind(stop, 0, end) if renderer.is_added(last) else -1
+        if place < 0:
+            raise NotAppendOnly("an answer with tool calls does not end with a token that the template ends it with")
+        return Given(0, tail[place + len(stop) :], last)
+    if last is None:
+        return Given(0, text, None)
+    if stop and renderer.begins_with(text.lstrip(), last):
+        return Given(0, text.lstrip()[len(stop) :], last)
+    if stop and ending.rest and ending.rest.endswith(stop):  # the token that ends the calls
+        return Given(0, text, last)
+    return Given(1, text, None)
+
+
+def build(tokenizer: Any, tito_model: str | None) -> Continuation:
+    """The continuation of a model, proved.
+
+    Raises:
+        ConfigError: there is no chat template or no such family, or not even a user's message can be appended.
+    """
+    renderer = for_family(tokenizer, tito_model) if tito_model else from_tokenizer(tokenizer)
+    proof = prove(renderer)
+    logger.info("continuation_proved", extra={"fields": proof.describe()})
+    return Continuation(renderer, proof)

@@ -1,0 +1,127 @@
+"""Messages as SGLang's chat endpoint hands them to a chat template (0.5.23, `serving_chat.py`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.sessions.messages import Message
+from miles_router.errors import RouterError
+
+#: What a message keeps on its way through SGLang's request model, by role.
+OF_A_USER = ("role", "content")
+OF_OTHERS = ("role", "content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools")
+ALWAYS_OF_A_FUNCTION = ("description", "name", "parameters")
+OF_A_FUNCTION = (*ALWAYS_OF_A_FUNCTION, "strict", "defer_loading")
+TEXT_PARTS = ("text", "input_text")
+#: transformers' own tag; it writes nothing.
+GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+
+
+class CannotRender(RouterError):
+    """A template that does not write these messages. The reason holds no text of theirs."""
+
+
+def prepared(message: Message, *, parts: bool, json: bool = False) -> dict[str, Any]:
+    """One message as SGLang hands it to a template. `parts`: lists of text parts stay lists; `json`: arguments of
+    tool calls stay text.
+
+    Raises:
+        CannotRender: the arguments of a tool call are no JSON object, or a text is none.
+    """
+    names = OF_A_USER if message.get("role") == "user" else OF_OTHERS
+    kept = {name: message[name] for name in names if message.get(name) is not None}
+    kept["content"] = _content(kept.get("role"), kept.get("content", ""), parts=parts)
+    if isinstance(kept.get("tool_calls"), list):
+        arguments = _as_json if json else _as_object
+        kept["tool_calls"] = [
+            _call(call, arguments if kept["role"] == "assistant" else None) for call in kept["tool_calls"]
+        ]
+    return kept
+
+
+def prepared_tool(tool: Any) -> Any:
+    """One tool as SGLang's request model writes it: the function's fields in the order they were sent."""
+    if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
+        return tool
+    sent = tool["function"]
+    known = {name: sent[name] for name in sent if name in OF_A_FUNCTION}
+    function = {**known, **{name: None for name in ALWAYS_OF_A_FUNCTION if name not in known}}
+    kept = {name: value for name, value in function.items() if value is not None or name in ALWAYS_OF_A_FUNCTION}
+    return {"type": tool.get("type", "function"), "function": kept, "defer_loading": tool.get("defer_loading")}
+
+
+def _content(role: object, content: Any, *, parts: bool) -> Any:
+    if not isinstance(content, list):
+        return content
+    found = [part for part in content if isinstance(part, Mapping) and part.get("type") in TEXT_PARTS]
+    texts: list[Any] = [part.get("text") for part in found]
+    if not all(isinstance(text, str) for text in texts):
+        raise CannotRender("a part of a message has no text")
+    if not parts or role == "tool":
+        return " ".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _call(call: Any, arguments: Callable[[Any], Any] | None) -> dict[str, Any]:
+    """A tool call with the fields, and the order, that SGLang's request model gives it."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        raise CannotRender("a tool call has no function")
+    function = call["function"]
+    value = function.get("arguments")
+    return {
+        "id": call.get("id"),
+        "index": call.get("index"),
+        "type": "function",
+        "function": {"name": function.get("name"), "arguments": arguments(value) if arguments else value},
+    }
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise CannotRender("the arguments of a tool call are no JSON object")
+    return value
+
+
+def _as_json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else orjson.dumps(arguments or {}).decode()
+
+
+def loops_over_parts(template: str) -> bool:
+    """Whether a template takes a content as a list of parts (SGLang gives it one then) or as text."""
+    if any(word in template for word in ("image", "audio", "video", "vision")):
+        return True
+    from jinja2 import Environment, TemplateError, nodes
+    from jinja2.ext import loopcontrols
+
+    try:
+        tree = Environment(extensions=[loopcontrols]).parse(GENERATION_TAG.sub("", template))
+    except TemplateError:
+        return False
+    return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+
+
+def _is_content(node: Any) -> bool:
+    """`message.content` in any spelling, with filters, tests and slices."""
+    from jinja2 import nodes
+
+    if isinstance(node, (nodes.Filter, nodes.Test)):
+        return node.node is not None and _is_content(node.node)
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        return _is_content(node.node)
+    if isinstance(node, nodes.Getitem):
+        key = node.arg.value if isinstance(node.arg, nodes.Const) else None
+    elif isinstance(node, nodes.Getattr):
+        key = node.attr
+    else:
+        return False
+    return key == "content" and isinstance(node.node, nodes.Name) and node.node.name in ("message", "msg", "m")

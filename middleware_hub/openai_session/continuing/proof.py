@@ -1,0 +1,177 @@
+"""Proof that what a template writes behind an answer is the same whatever came before it.
+
+For one shape (calls and reasoning of the answer, roles of what is appended, tools or none) and one set of template
+settings:
+
+- the short conversation of endings.py can be rendered;
+- every appended message is in its tail, in order;
+- in longer conversations, with tool calls, reasoning and several questions before, the tail is the same text;
+- nothing of the history moves into the tail, and nothing but answers is left out of the history.
+
+The shapes of every agent are proved at the start; others when they first come. Ids are compared as well, and where
+joining differs from encoding the whole text, a note says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.continuing.endings import MARKER, Context, Endings, NotAppendOnly, behind
+from middleware_hub.openai_session.continuing.probes import (
+    BESIDE,
+    STANDARD,
+    TOOLS,
+    History,
+    Shape,
+    given,
+    histories,
+    probe_of,
+)
+from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer
+from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.tokenizing.encoding import InexactTokenizer
+from miles_router.errors import ConfigError
+
+#: Shapes and settings whose proofs are kept.
+MAX_PROOFS = 512
+
+
+class Proof:
+    """What was proved of one renderer, and what was refused."""
+
+    def __init__(self, renderer: Renderer, endings: Endings) -> None:
+        self.endings = endings
+        self._renderer = renderer
+        self._refusal = functools.lru_cache(maxsize=MAX_PROOFS)(self._proved)
+        self.exact: list[str] = []
+        self.refused: dict[str, str] = {}
+        self.notes: list[str] = []
+        for name, shape in STANDARD.items():
+            self._try(name, shape)
+
+    def _try(self, name: str, shape: Shape) -> None:
+        refusals = [self.refusal(shape._replace(reasoning=reasoning), {}) for reasoning in (False, True)]
+        refusal = refusals[0] or refusals[1]
+        if refusal is not None:
+            self.refused[name] = refusal
+            return
+        self.exact.append(name)
+        note = self._compare_ids(shape)
+        if note is not None:
+            self.notes.append(f"{name}: {note}")
+
+    def refusal(self, shape: Shape, template_kwargs: Mapping[str, Any]) -> str | None:
+        """Why a shape cannot be continued exactly under these settings; None if it can."""
+        return self._refusal(shape, orjson.dumps(template_kwargs, option=orjson.OPT_SORT_KEYS))
+
+    def require(self, shape: Shape, template_kwargs: Mapping[str, Any]) -> None:
+        """Prove a shape under the settings of a request, unless that was done before.
+
+        Raises:
+            NotAppendOnly: it is refused.
+        """
+        refusal = self.refusal(shape, template_kwargs)
+        if refusal is not None:
+            raise NotAppendOnly(refusal)
+
+    def describe(self) -> dict[str, object]:
+        """For the log and `GET /router/info`."""
+        return {"template": self._renderer.origin, "exact": self.exact, "refused": self.refused, "notes": self.notes}
+
+    def _proved(self, shape: Shape, settings: bytes) -> str | None:
+        context = Context(TOOLS if shape.tools else None, orjson.loads(settings))
+        try:
+            self._prove(shape, context)
+        except (CannotRender, NotAppendOnly) as reason:
+            return str(reason)
+        return None
+
+    def _prove(self, shape: Shape, context: Context) -> None:
+        answer, appended = probe_of(shape)
+        short = self.endings.tail(answer, appended, context)
+        ending = self.endings.measure(answer, context)
+        behind(short, ending)
+        if not appended and ending.asked == ending.alone:
+            raise NotAppendOnly("the template asks for no answer behind an answer")
+        _require_all(short, appended)
+        longer = [long for long in histories() if self._same(long, shape, short, context)]
+        if not longer:
+            raise NotAppendOnly("the template takes no longer conversation")
+
+    def _same(self, history: History, shape: Shape, short: str, context: Context) -> bool:
+        """Whether the template takes this history; if it does, the tail must be `short`."""
+        answer, appended = probe_of(shape)
+        before = history.messages
+        try:
+            alone, _ = self.endings.parts(answer, (), context, before=before)
+        except CannotRender:
+            return False
+        head, tail = self.endings.parts(answer, appended, context, before=before)
+        _, with_text = self.endings.parts(answer, appended, context, before=before, content=BESIDE)
+        # Gemma 4 writes the text of an answer with calls behind their results: it is held, where it was sampled.
+        if tail != short or (with_text != short and BESIDE not in with_text):
+            raise NotAppendOnly(f"what the template writes behind an answer depends on {history.name}")
+        for what, written in given(before):
+            if written in tail:
+                raise NotAppendOnly(f"the template writes {what} behind the answer")
+            if head.count(written) != alone.count(written):
+                raise NotAppendOnly(f"the template writes {what} differently once something is appended")
+        return True
+
+    def _compare_ids(self, shape: Shape) -> str | None:
+        """Whether ids given behind a stop token are those of the whole text; if not, what is to be known."""
+        answer, appended = probe_of(shape)
+        context = Context(TOOLS if shape.tools else None, {})
+        head, tail = self.endings.parts(answer, appended, context)
+        begin = len(self.endings.measure(answer, context).rest or "")
+        stop = next(filter(self._renderer.is_special, self._renderer.encode(tail[begin:])), None)
+        if stop is None:
+            return "no special token ends an answer: the ids behind it are those of the text behind it alone"
+        spelled = self._renderer.spelling(stop)
+        whole, cut = head + MARKER + tail, len(head + MARKER) + tail.index(spelled, begin) + len(spelled)
+        try:
+            joined = self._renderer.encode(whole[:cut]) + self._renderer.encode_behind(whole[cut:], stop)
+        except InexactTokenizer as error:
+            return str(error)
+        return None if joined == self._renderer.encode(whole) else "the ids differ from those of the whole text"
+
+
+def _require_all(text: str, appended: Sequence[Message]) -> None:
+    place = 0
+    for message in appended:
+        place = text.find(str(message["content"]), place)
+        if place < 0:
+            raise NotAppendOnly(f"the template does not write what a {message['role']} says here")
+
+
+def prove(renderer: Renderer) -> Proof:
+    """The proof of a renderer's standard shapes.
+
+    Raises:
+        ConfigError: not even what a user or a tool says can be appended.
+    """
+    try:
+        proof = Proof(renderer, Endings(renderer, Context(None, {})))
+    except CannotRender as reason:
+        raise ConfigError(f"openai_session_middleware: {renderer.origin} cannot be continued: {reason}") from None
+    needed = ["user", "tool"] if _takes_tools(proof.endings) else ["user"]
+    for name in needed:
+        if name in proof.refused:
+            raise ConfigError(
+                f"openai_session_middleware: {renderer.origin} cannot be continued exactly by a {name}'s message: "
+                f"{proof.refused[name]}"
+            )
+    return proof
+
+
+def _takes_tools(endings: Endings) -> bool:
+    answer, appended = probe_of(STANDARD["tool"])
+    try:
+        text = endings.tail(answer, appended, Context(TOOLS, {}))
+    except CannotRender:
+        return False
+    return str(appended[0]["content"]) in text

@@ -1,0 +1,175 @@
+"""Messages to text, with the model's own chat template or a family's, and text to ids.
+
+Messages are prepared as SGLang prepares them (preparing.py), so that a text rendered here is the engine's own: the
+engine renders a session's first turn, and what is appended to that is rendered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from middleware_hub.openai_session.continuing.preparing import CannotRender, loops_over_parts, prepared, prepared_tool
+from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.tokenizing.encoding import TextEncoder
+from miles_router.errors import ConfigError
+
+__all__ = ["CannotRender", "Renderer", "from_tokenizer"]
+
+#: `(messages, tools, generation_prompt, template_kwargs)` to text.
+Write = Callable[[list[dict[str, Any]], list[Any] | None, bool, Mapping[str, Any]], str]
+
+#: What `apply_chat_template` takes beside a template's own settings: not for a request to set.
+OURS = frozenset(
+    (
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "return_assistant_tokens_mask", "return_dict", "return_tensors"),
+        *("padding", "truncation", "max_length", "tokenizer_kwargs"),
+    )
+)
+#: Characters that settle what a text's first token is.
+LOOKAHEAD = 64
+#: What a template that cannot write some messages raises beside `jinja2.TemplateError`.
+FAILURES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, NotImplementedError)
+
+
+class Renderer:
+    """One way to write messages. `origin` names it in words."""
+
+    def __init__(self, tokenizer: Any, write: Write, *, origin: str, parts: bool = False, json: bool = False) -> None:
+        self.origin = origin
+        self._encoder = TextEncoder(tokenizer)
+        self._backend = tokenizer.backend_tokenizer
+        self._write = write
+        self._parts = parts
+        self._json = json
+        added = self._backend.get_added_tokens_decoder()
+        self._added: dict[int, str] = {token: each.content for token, each in added.items()}
+        self._special = frozenset(token for token, each in added.items() if each.special)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        *,
+        generation_prompt: bool,
+        template_kwargs: Mapping[str, Any],
+    ) -> str:
+        """The text of a conversation.
+
+        Raises:
+            CannotRender: the template refuses it, or the request sets what is not a template's.
+        """
+        foreign = sorted(OURS & template_kwargs.keys())
+        if foreign:
+            raise CannotRender(f"chat_template_kwargs: {foreign[0]} is not a template's setting")
+        prepared = [self._prepared(message) for message in messages]
+        written = [prepared_tool(tool) for tool in tools] if tools else None
+        return self._write(prepared, written, generation_prompt, template_kwargs)
+
+    def whole(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
+    ) -> list[int]:
+        """The ids of a conversation that an answer is due to.
+
+        Raises:
+            CannotRender: the template refuses it.
+        """
+        taken = self.as_taken(messages)
+        return self.encode(self.render(taken, tools, generation_prompt=True, template_kwargs=template_kwargs))
+
+    def as_taken(self, appended: Sequence[Message]) -> Sequence[Message]:
+        """SGLang makes a user's message of an assistant's that comes last, so that there is something to answer."""
+        if not appended or appended[-1].get("role") != "assistant":
+            return appended
+        content = self._prepared(appended[-1])["content"]
+        return [*appended[:-1], {"role": "user", "content": content}] if isinstance(content, str) else appended
+
+    def _prepared(self, message: Message) -> dict[str, Any]:
+        return prepared(message, parts=self._parts, json=self._json)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text from its beginning, no special tokens added."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
+
+    def encode_behind(self, text: str, token: int | None) -> list[int]:
+        """The ids of a text that continues others, the last of which is `token` if it is known.
+
+        Raises:
+            InexactTokenizer: no way was found to encode it so.
+        """
+        if token is not None and token in self._added and text:
+            ids = self.encode(self._added[token] + text)
+            if ids[0] == token:
+                return ids[1:]
+        return self._encoder.encode_rest(text).ids
+
+    def begins_with(self, text: str, token: int | None) -> bool:
+        """Whether a text's first token is this one."""
+        if token is not None and token in self._added:
+            return text.startswith(self._added[token])
+        return self.encode(text[:LOOKAHEAD])[:1] == [token]
+
+    def spelling(self, token_id: int) -> str:
+        """The text that a template would write for one token; empty for an id without any."""
+        if token_id in self._added:
+            return self._added[token_id]
+        return str(self._backend.decode([token_id], skip_special_tokens=False))
+
+    def is_added(self, token_id: int | None) -> bool:
+        """Whether a token is found in a text before any other, special or not."""
+        return token_id in self._added
+
+    def is_special(self, token_id: int | None) -> bool:
+        """Whether a token is none of text's."""
+        return token_id in self._special
+
+
+def from_tokenizer(
+    tokenizer: Any, *, template: str | None = None, settings: Mapping[str, Any] | None = None, origin: str | None = None
+) -> Renderer:
+    """Over the tokenizer's chat template, or over `template` in its place; `settings` are what it is given unless a
+    request says otherwise.
+
+    Raises:
+        ConfigError: there is no template, or nothing to render one with.
+    """
+    own = template or tokenizer.chat_template
+    if not own:
+        raise ConfigError("hf_checkpoint: the tokenizer has no chat template; set --chat-template-path")
+    try:
+        from jinja2 import TemplateError
+    except ImportError:
+        raise ConfigError("hf_checkpoint: chat templates need jinja2; pip install 'miles-router[tito]'") from None
+    source = own if isinstance(own, str) else tokenizer.get_chat_template()
+
+    def apply(messages: list[Any], tools: list[Any] | None, generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
+        given = {**(settings or {}), **kwargs}
+        if template is not None:
+            given["chat_template"] = template
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **given
+        )
+        return str(text)
+
+    def write(messages: list[Any], tools: list[Any] | None, generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
+        try:
+            try:
+                return apply(messages, tools, generation_prompt, kwargs)
+            except (TemplateError, *FAILURES):
+                if not tools:
+                    raise
+                bare = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+                return apply(messages, bare, generation_prompt, kwargs)
+        except (TemplateError, *FAILURES) as error:
+            raise CannotRender(_reason(error, source)) from None
+
+    return Renderer(tokenizer, write, origin=origin or "the tokenizer's chat template", parts=loops_over_parts(source))
+
+
+def _reason(error: Exception, source: str) -> str:
+    """A message that stands in the template says what the template wants; any other may quote a prompt."""
+    message = str(error).strip()
+    if message and "\n" not in message and message in source:
+        return f"the template says: {message}"
+    return f"the template fails with {type(error).__name__}"

@@ -1,0 +1,1 @@
+"""What a trainer reads of a session: records and samples."""

@@ -1,0 +1,96 @@
+"""A session as its trainer reads it: every turn with what it was asked and answered, and the tree they form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from middleware_hub.openai_session.sessions.tree import Session, Turn
+from miles_router.middlewares.experts import Taken
+from miles_router.trajectory import Trajectory, VersionRun
+
+
+def described(session: Session) -> dict[str, Any]:
+    """The answer to `GET /sessions/{id}`."""
+    return {
+        "session_id": session.id,
+        "records": [record(turn) for turn in session.turns],
+        "metadata": {
+            **session.metadata,
+            "created_at": session.created_at,
+            "last_used_at": session.used_at,
+            "in_flight": session.in_flight,
+            "turns": len(session.turns),
+            "roots": [turn.number for turn in session.roots],
+            "leaves": [turn.number for turn in session.leaves()],
+            "segments": len(session.roots),
+            "untraced": session.untraced,
+            "bytes": session.nbytes,
+        },
+    }
+
+
+def summary(session: Session) -> dict[str, Any]:
+    """Its line in `GET /sessions`."""
+    return {
+        "session_id": session.id,
+        "turns": len(session.turns),
+        "tokens": sum(len(turn.given) + sum(map(len, turn.sampled)) for turn in session.turns),
+        "bytes": session.nbytes,
+        "in_flight": session.in_flight,
+        "created_at": session.created_at,
+        "last_used_at": session.used_at,
+    }
+
+
+def record(turn: Turn) -> dict[str, Any]:
+    """One node of the tree. `span` are its sampled tokens within the trajectory of any leaf behind it, less those at
+    their end that the next turn of that line dropped."""
+    return {
+        "turn": turn.number,
+        "parent": None if turn.parent is None else turn.parent.number,
+        "reason": turn.reason,
+        "path": turn.path,
+        "messages": turn.appended,
+        "response": turn.answer,
+        "finish_reason": turn.finish_reason,
+        "choice": turn.choice,
+        "span": [turn.prompt_tokens, turn.tokens],
+        "given_tokens": len(turn.given),
+        "dropped_tokens": turn.dropped,
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": turn.tokens - turn.prompt_tokens,
+        "weight_versions": [span(run, turn.prompt_tokens) for run in _runs(turn)],
+        **turn.facts,
+        **({} if turn.experts is None else {"routed_experts": _experts(turn.experts)}),
+    }
+
+
+def _experts(taken: Taken) -> dict[str, Any]:
+    """How many rows it has, those that it shares with its parent included; or why it has none."""
+    rows, reason = taken
+    if rows is None:
+        return {"rows": 0, "reason": reason}
+    return {"rows": len(rows)} if rows.complete() else {"rows": 0, "reason": "evicted"}
+
+
+def span(run: VersionRun, shift: int = 0) -> dict[str, Any]:
+    """A weight version's run of positions."""
+    return {"version": run.version, "start": run.start + shift, "end": run.end + shift}
+
+
+def _runs(turn: Turn) -> list[VersionRun]:
+    return Trajectory(turn.sampled).weight_versions
+
+
+def turn_span(turn: Turn, end: int) -> Mapping[str, Any]:
+    """A turn's boundary within a sample: the positions it sampled, but for those that were dropped behind it."""
+    facts = ("cached_tokens", "asked_at", "first_token_at", "answered_at", "worker", "rid", "turn_id", "versions")
+    return {
+        "turn": turn.number,
+        "start": turn.prompt_tokens,
+        "end": end,
+        "finish_reason": turn.finish_reason,
+        "reason": turn.reason,
+        **{name: turn.facts.get(name) for name in facts},
+    }

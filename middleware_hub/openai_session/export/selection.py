@@ -1,0 +1,75 @@
+"""Which leaves of a session become samples, and in which of them a shared turn is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from middleware_hub.openai_session.errors import InvalidSample
+from middleware_hub.openai_session.sessions.messages import load_function
+from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
+from miles_router.errors import BadRequest
+
+Policy = Callable[[Session], Sequence[Turn]]
+
+
+def all_leaves(session: Session) -> Sequence[Turn]:
+    """Every branch."""
+    return session.leaves()
+
+
+def last_leaf(session: Session) -> Sequence[Turn]:
+    """The branch that ended last."""
+    return session.leaves()[-1:]
+
+
+def without_superseded(session: Session) -> Sequence[Turn]:
+    """Every branch, but for answers that the agent asked for again and did not go on from."""
+    return [leaf for leaf in session.leaves() if not _superseded(leaf, session)]
+
+
+def _superseded(leaf: Turn, session: Session) -> bool:
+    siblings = session.roots if leaf.parent is None else leaf.parent.children
+    first = leaf.first or leaf
+    return any(other.reason == "retry" and other.first is first and other.number > leaf.number for other in siblings)
+
+
+POLICIES: Mapping[str, Policy] = {"all": all_leaves, "last": last_leaf, "drop-superseded": without_superseded}
+
+
+class Selection:
+    """The policies that a request may name: ours, and those that the operator named in the options."""
+
+    def __init__(self, allowed: Sequence[str]) -> None:
+        own = {path: load_function(path, "branch_policies", POLICIES) for path in allowed}
+        self._policies: dict[str, Policy] = {**POLICIES, **own}
+
+    def leaves(self, session: Session, policy: object) -> Sequence[Turn]:
+        """The leaves that a policy selects.
+
+        Raises:
+            BadRequest: no such policy may be named.
+            InvalidSample: a policy of the operator's gives something else than turns of this session.
+        """
+        select = self._policies.get(policy) if isinstance(policy, str) else None
+        if select is None:
+            raise BadRequest(f"branches must be one of {', '.join(self._policies)}")
+        leaves, turns = select(session), set(session.turns)
+        if any(leaf not in turns for leaf in leaves):
+            raise InvalidSample("leaves_of_the_session", f"the policy {policy!r} selected what is no turn of it")
+        return leaves
+
+
+def trained_elsewhere(leaves: Sequence[Turn]) -> list[dict[Turn, int]]:
+    """For each leaf and turn of its line, how many of the turn's first sampled tokens an earlier sample trains.
+
+    A token is trained in the first sample that has it. One line can have a token more of a turn than another: where
+    that other one dropped a stop token.
+    """
+    covered: dict[Turn, int] = {}
+    plans = []
+    for leaf in leaves:
+        line = leaf.line()
+        plans.append({turn: covered.get(turn, 0) for turn in line})
+        for turn, end in zip(line, line_ends(line), strict=True):
+            covered[turn] = max(covered.get(turn, 0), end - turn.prompt_tokens)
+    return plans

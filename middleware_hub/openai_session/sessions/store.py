@@ -1,0 +1,165 @@
+"""All sessions: made, found, expired, bounded. Pure; time comes from outside."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from middleware_hub.openai_session.errors import SessionExists, SessionFull, SessionNotFound, TooManySessions
+from middleware_hub.openai_session.sessions.messages import message_bytes
+from middleware_hub.openai_session.sessions.tree import Session
+from miles_router.errors import BadRequest, ConfigError
+
+ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How much is held; `idle_timeout` in seconds, 0 for never."""
+
+    sessions: int
+    turns: int  # of one session
+    session_bytes: int
+    total_bytes: int
+    idle_timeout: float
+
+    def check(self, of: str) -> None:
+        """Refuse what would let nothing in, or expire everything at once.
+
+        Raises:
+            ConfigError: naming the option of the middleware `of`.
+        """
+        options = (
+            ("max_sessions", self.sessions, 1),
+            ("max_turns", self.turns, 1),
+            ("max_session_bytes", self.session_bytes, 1),
+            ("max_bytes", self.total_bytes, 1),
+            ("idle_timeout", self.idle_timeout, 0),
+        )
+        for option, value, least in options:
+            if not value >= least:
+                raise ConfigError(f"{of}.{option}: must be at least {least}, not {value}")
+
+
+class SessionStore:
+    """Sessions by id, least recently used first."""
+
+    def __init__(self, bounds: Bounds, now: Callable[[], float]) -> None:
+        self.bounds = bounds
+        self.nbytes = 0
+        self.expired = 0
+        self.created = 0
+        self._now = now
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(tuple(self._sessions.values()))
+
+    def create(self, session_id: str | None = None, metadata: Mapping[str, Any] | None = None) -> Session:
+        """A new session.
+
+        Raises:
+            BadRequest: an id that does not fit into a path.
+            SessionExists: the id is taken.
+            TooManySessions: there is no room, even without those that have expired.
+        """
+        if session_id is None:
+            session_id = secrets.token_hex(16)
+        elif not ID.fullmatch(session_id) or session_id in (".", ".."):
+            raise BadRequest("session_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ ~ : -")
+        self.expire()
+        if session_id in self._sessions:
+            raise SessionExists(f"session {session_id!r} exists already")
+        if len(self._sessions) >= self.bounds.sessions:
+            raise TooManySessions(f"{len(self._sessions)} sessions are held already (max_sessions)")
+        self._check_room()
+        session = self._sessions[session_id] = Session(session_id, now=self._now(), metadata=metadata)
+        self.account(session, message_bytes(session.metadata))
+        self.created += 1
+        return session
+
+    def get(self, session_id: str) -> Session:
+        """The session with this id, now the most recently used.
+
+        Raises:
+            SessionNotFound: there is none (any more).
+        """
+        self.expire()
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise SessionNotFound(f"no session {session_id!r}; make it with POST /sessions")
+        session.used_at = self._now()
+        self._sessions.move_to_end(session_id)
+        return session
+
+    def get_or_create(self, session_id: str) -> Session:
+        """The session with this id, made if there is none. Raises as `create`."""
+        self.expire()  # first: `get` would find that it has expired
+        return self.get(session_id) if session_id in self._sessions else self.create(session_id)
+
+    def delete(self, session: Session) -> None:
+        """Forget it; requests in flight finish and their results are dropped."""
+        if self._sessions.get(session.id) is session:
+            del self._sessions[session.id]
+            session.deleted = True
+            self.nbytes -= session.nbytes
+            session.clear()
+
+    def expire(self) -> None:
+        """Forget the sessions that nobody has used for `idle_timeout`."""
+        if not self.bounds.idle_timeout:
+            return
+        before = self._now() - self.bounds.idle_timeout
+        for session in list(self._idle_since(before)):
+            self.delete(session)
+            self.expired += 1
+
+    def _idle_since(self, before: float) -> Iterator[Session]:
+        for session in self._sessions.values():
+            if session.used_at > before:
+                return
+            if not session.in_flight:
+                yield session
+
+    def check_room(self, session: Session) -> None:
+        """Refuse a turn before it is generated rather than lose it afterwards.
+
+        Raises:
+            SessionFull, TooManySessions: there is no room for another turn.
+        """
+        if len(session.turns) + session.in_flight > self.bounds.turns:
+            under_way = f" and {session.in_flight - 1} under way" if session.in_flight > 1 else ""
+            raise SessionFull(f"the session has {len(session.turns)} turns already{under_way} (max_turns)")
+        if session.nbytes >= self.bounds.session_bytes:
+            raise SessionFull(f"the session holds {session.nbytes} bytes already (max_session_bytes)")
+        self._check_room()
+
+    def _check_room(self) -> None:
+        if self.nbytes >= self.bounds.total_bytes:
+            raise TooManySessions(f"sessions hold {self.nbytes} bytes already (max_bytes); delete those collected")
+
+    @contextmanager
+    def in_use(self, session: Session) -> Iterator[None]:
+        """A request is under way in it: it does not expire."""
+        session.in_flight += 1
+        try:
+            yield
+        finally:
+            session.in_flight -= 1
+            if not session.deleted:
+                session.used_at = self._now()
+                self._sessions.move_to_end(session.id)
+
+    def account(self, session: Session, nbytes: int) -> None:
+        """`nbytes` more are held for a session."""
+        if not session.deleted:
+            session.nbytes += nbytes
+            self.nbytes += nbytes

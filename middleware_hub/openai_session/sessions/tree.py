@@ -1,0 +1,254 @@
+"""One session: its turns as a tree. A turn's parent is the turn whose tokens it extends exactly.
+
+    request   messages ──────────────────────────────────► the deepest turn whose history they extend, or none
+    turn      parent's tokens (but for `dropped` at their end) + given + sampled
+
+Agents edit, compact and retry their history, change tools, and run sub-agents in the same session. None of this is an
+error: what does not extend a held turn grows a root of its own. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.sessions.messages import Equality, Message, message_bytes
+from miles_router.middlewares.experts import Held, Taken, first_held
+from miles_router.trajectory import Piece, Trajectory
+
+
+@dataclass(eq=False)
+class Turn:
+    """One generation and what it was asked. Immutable once it hangs in a tree, but for `children`."""
+
+    path: str  # "/v1/chat/completions"
+    parent: Turn | None = field(repr=False)
+    appended: tuple[Message, ...]  # what the request added to the parent's messages; all of them for a root
+    context: bytes  # tools and template settings
+    answer: Message
+    given: Piece  # what the engine was given behind the parent's tokens
+    dropped: int  # tokens at the parent's end that the engine was not given again
+    sampled: tuple[Piece, ...]
+    finish_reason: str
+    ended_itself: bool  # its last token is a stop token
+    choice: int = 0
+    reason: str | None = None  # why it is not simply the next turn of its parent
+    segment: str | None = None  # for a root that continues a held history in words: why not in tokens
+    facts: Mapping[str, Any] = field(default_factory=dict)  # for records: ids, times, counts
+    experts: Taken | None = None  # routed experts of all its tokens but the last, where they are captured
+    first: Turn | None = field(default=None, repr=False)  # that answered the same request, if this one was not it
+    children: list[Turn] = field(default_factory=list, repr=False)
+    number: int = -1  # in the order in which turns were recorded
+    prompt_tokens: int = field(init=False)
+    tokens: int = field(init=False)
+    messages: int = field(init=False)  # of the whole history, the answer included
+
+    def __post_init__(self) -> None:
+        before = self.parent.tokens - self.dropped if self.parent is not None else 0
+        self.prompt_tokens = before + len(self.given)
+        self.tokens = self.prompt_tokens + sum(map(len, self.sampled))
+        self.messages = (self.parent.messages if self.parent is not None else 0) + len(self.appended) + 1
+
+    def line(self) -> list[Turn]:
+        """The turns from the root to this one."""
+        line = [self]
+        while (parent := line[-1].parent) is not None:
+            line.append(parent)
+        return line[::-1]
+
+    def below(self) -> Iterator[Turn]:
+        """This turn and all behind it."""
+        turns = [self]
+        while turns:
+            turn = turns.pop()
+            yield turn
+            turns.extend(turn.children)
+
+    def trajectory(self) -> Trajectory:
+        """Everything the engine was given and sampled up to this turn's end."""
+        return line_trajectory(self.line())
+
+    def held_experts(self, tokens: int) -> Held | None:
+        """The routed experts held of its first `tokens` tokens, or of as many of them as possible."""
+        line = self.line()
+        ends = accumulate((min(end, tokens) for end in reversed(line_ends(line))), min)
+        return first_held((turn.experts, end) for turn, end in zip(reversed(line), ends, strict=True))
+
+    @property
+    def last_id(self) -> int | None:
+        """The last sampled token."""
+        return int(self.sampled[-1].tokens[-1]) if self.sampled and len(self.sampled[-1]) else None
+
+
+def line_trajectory(line: Sequence[Turn], *, elsewhere: Mapping[Turn, int] | None = None) -> Trajectory:
+    """The tokens along a line of turns. `elsewhere`: how many of a turn's first sampled tokens are out of the loss,
+    because another sample has them in it."""
+    pieces: list[Piece] = []
+    for turn in line:
+        _drop(pieces, turn.dropped)
+        pieces.append(turn.given)
+        pieces += _out_of_the_loss(turn.sampled, elsewhere[turn]) if elsewhere is not None else turn.sampled
+    return Trajectory(pieces)
+
+
+def line_ends(line: Sequence[Turn]) -> list[int]:
+    """Where in the tokens of a line each turn ends: what the next one dropped is no part of it."""
+    return [turn.prompt_tokens - len(turn.given) for turn in line[1:]] + [line[-1].tokens]
+
+
+def _drop(pieces: list[Piece], count: int) -> None:
+    while count > 0:
+        last = pieces.pop()
+        if len(last) > count:
+            pieces.append(last.cut(0, len(last) - count))
+        count -= len(last)
+
+
+def _out_of_the_loss(pieces: Iterable[Piece], count: int) -> Iterator[Piece]:
+    for piece in pieces:
+        out = min(count, len(piece))
+        yield piece.cut(0, out).untrained()
+        yield piece.cut(out, len(piece))
+        count -= out
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in the tree a request's turns will hang."""
+
+    parent: Turn | None
+    appended: tuple[Message, ...]
+    context: bytes
+
+
+class Session:
+    """One agent episode."""
+
+    def __init__(self, session_id: str, *, now: float, metadata: Mapping[str, Any] | None = None) -> None:
+        self.id = session_id
+        self.created_at = now
+        self.used_at = now
+        self.metadata = dict(metadata or {})
+        self.turns: list[Turn] = []
+        self.roots: list[Turn] = []
+        self.untraced: list[dict[str, Any]] = []  # requests that passed through without being recorded
+        self.in_flight = 0
+        self.answers: dict[str, Any] = {}  # by turn id, those under way included
+        self.deleted = False
+        self.finalized: Mapping[str, Any] | None = None  # what it was finalized with: no further turns
+        self.nbytes = 0  # arrays and messages
+        self._messages: dict[bytes, Message] = {}  # every one that was sent, by digest
+        self._contexts: dict[bytes, bytes] = {}
+
+    def place(self, messages: Sequence[Message], contexts: Sequence[bytes], equal: Equality) -> Place:
+        """The deepest turn that a request's messages extend in one of these contexts, the latest of several."""
+        best: Turn | None = None
+        for turn in self._extended(messages, equal):
+            if turn.context in contexts and (
+                best is None or (turn.messages, turn.number) > (best.messages, best.number)
+            ):
+                best = turn
+        if best is None:
+            return Place(None, tuple(messages), contexts[0])
+        return Place(best, tuple(messages[best.messages :]), best.context)
+
+    def _extended(self, messages: Sequence[Message], equal: Equality) -> Iterator[Turn]:
+        """Turns whose history `messages` begin with."""
+        candidates = list(self.roots)
+        while candidates:
+            turn = candidates.pop()
+            begin = turn.messages - len(turn.appended) - 1
+            own = (*turn.appended, turn.answer)
+            sent = messages[begin : turn.messages]
+            if len(sent) == len(own) and all(equal(held, one) for held, one in zip(own, sent, strict=True)):
+                yield turn
+                candidates.extend(turn.children)
+
+    def hold(self, place: Place) -> tuple[Place, int]:
+        """`place` with each message and context that is held already as the one that is held; the bytes of the rest.
+
+        Retries and new roots send again what other branches hold: it is stored once.
+        """
+        nbytes = 0 if place.context in self._contexts else len(place.context)
+        context = self._contexts.setdefault(place.context, place.context)
+        appended = []
+        for message in place.appended:
+            digest = blake2b(orjson.dumps(message), digest_size=16).digest()
+            if digest not in self._messages:
+                self._messages[digest] = message
+                nbytes += message_bytes(message)
+            appended.append(self._messages[digest])
+        return replace(place, appended=tuple(appended), context=context), nbytes
+
+    def grow(self, turn: Turn, equal: Equality) -> None:
+        """Hang a finished turn into the tree, and say why it is not simply the next one."""
+        siblings = self.roots if turn.parent is None else turn.parent.children
+        same = [other for other in siblings if _same_request(turn, other, equal)]
+        turn.first = (same[0].first or same[0]) if same else None
+        turn.reason = self._reason(turn, siblings, same, equal)
+        turn.number = len(self.turns)
+        self.turns.append(turn)
+        siblings.append(turn)
+
+    def _reason(self, turn: Turn, siblings: Sequence[Turn], same: Sequence[Turn], equal: Equality) -> str | None:
+        if not siblings:
+            return None
+        if any(turn.given is other.given for other in siblings):
+            return "choice"  # of one answer (`n` above 1)
+        if any(not _together(turn, other) for other in same):
+            return "retry"
+        if turn.parent is None:
+            return self._reason_of_root(turn, equal)
+        return "parallel" if any(_together(turn, other) for other in siblings) else "edited_history"
+
+    def _reason_of_root(self, turn: Turn, equal: Equality) -> str:
+        messages = turn.appended
+        if turn.segment is not None:
+            return turn.segment
+        if any(other.context != turn.context for other in self._asked_before(messages, equal)):
+            return "changed_tools"
+        kin = [root for root in self.roots if equal(root.appended[0], messages[0])]
+        if not kin:
+            return "sub_agent"
+        if any(_together(turn, other) for other in kin):
+            return "parallel"
+        longest = max((other for root in kin for other in root.below()), key=lambda other: other.messages)
+        return "compaction" if longest.parent is not None and len(messages) < longest.messages else "edited_history"
+
+    def _asked_before(self, messages: Sequence[Message], equal: Equality) -> Iterator[Turn]:
+        """Turns whose history `messages` begin with, or that were asked just these as a root."""
+        yield from self._extended(messages, equal)
+        yield from (root for root in self.roots if _equal_messages(root.appended, messages, equal))
+
+    def leaves(self) -> list[Turn]:
+        """The turns that nothing extends, in the order in which they came."""
+        return [turn for turn in self.turns if not turn.children]
+
+    def clear(self) -> None:
+        """Let go of all turns at once: parents and children hold each other, and the garbage collector would take its
+        time. Requests in flight keep what they extend."""
+        for turn in self.turns:
+            turn.children.clear()
+        self.turns.clear()
+        self.roots.clear()
+        self.answers.clear()
+        self._messages.clear()
+        self._contexts.clear()
+
+
+def _same_request(turn: Turn, other: Turn, equal: Equality) -> bool:
+    return turn.context == other.context and _equal_messages(other.appended, turn.appended, equal)
+
+
+def _equal_messages(held: Sequence[Message], sent: Sequence[Message], equal: Equality) -> bool:
+    return len(held) == len(sent) and all(equal(one, other) for one, other in zip(held, sent, strict=True))
+
+
+def _together(turn: Turn, other: Turn) -> bool:
+    """Whether both were asked before either was answered."""
+    return bool(turn.facts.get("asked_at", 0) < other.facts.get("answered_at", 0))

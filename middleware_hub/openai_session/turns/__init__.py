@@ -1,0 +1,1 @@
+"""A turn on its way: asked for, relayed, recorded, repeated."""

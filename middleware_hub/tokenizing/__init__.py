@@ -1,0 +1,1 @@
+"""Text to ids and back: which characters each id spells. What several middlewares need of a tokenizer."""

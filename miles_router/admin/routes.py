@@ -1,0 +1,215 @@
+"""The router's own HTTP routes: worker administration in every spelling that frameworks use, health, statistics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from importlib import resources
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from miles_router.asgi.exchange import Exchange
+from miles_router.errors import BadRequest
+from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
+from miles_router.fleet.workers import Worker, WorkerState
+from miles_router.middlewares.router import Router
+from miles_router.settings.config import FIELDS, shown
+from miles_router.version import __version__
+
+#: What `POST /workers` may say of a worker besides its url and key; all of it is shown, none of it steers.
+ATTRIBUTES = ("worker_type", "bootstrap_port", "model_id", "labels", "priority", "cost")
+MAX_ATTRIBUTES_BYTES = 4096
+MAX_ADMIN_BODY = 64 * 1024
+TRUE = frozenset({"1", "true", "yes"})
+FALSE = frozenset({"", "0", "false", "no"})
+
+
+class Json(Response):
+    """JSON as orjson writes it."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+#: Asks a worker that is not registered yet for its weight version.
+VersionOf = Callable[[WorkerUrl, "str | None"], Awaitable["str | None"]]
+
+
+class Admin:
+    """Answers for one router."""
+
+    def __init__(self, router: Router, stack: list[dict[str, object]], version_of: VersionOf) -> None:
+        self._router = router
+        self._pool = router.pool
+        self._stack = stack
+        self._version_of = version_of
+        self._started = time.time()
+
+    def open_routes(self) -> list[BaseRoute]:
+        """Routes that load balancers and browsers reach without a key; they say nothing but counts."""
+        return [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/liveness", self.health, methods=["GET"]),
+            Route("/readiness", self.readiness, methods=["GET"]),
+            Route("/dashboard", self.dashboard, methods=["GET"]),
+        ]
+
+    def guarded_routes(self) -> list[BaseRoute]:
+        """Routes behind the administration key."""
+        return [
+            Route("/add_worker", self.add_worker, methods=["POST"]),
+            Route("/remove_worker", self.remove_worker, methods=["POST"]),
+            Route("/list_workers", self.list_workers, methods=["GET"]),
+            Route("/workers", self.create_worker, methods=["POST"]),
+            Route("/workers", self.show_workers, methods=["GET"]),
+            Route("/workers/{id}", self.show_worker, methods=["GET"]),
+            Route("/workers/{id}", self.delete_worker, methods=["DELETE"]),
+            Route("/router/info", self.info, methods=["GET"]),
+            Route("/metrics", self.metrics, methods=["GET"]),
+        ]
+
+    # Workers, the spelling of slime and miles
+
+    async def add_worker(self, request: Request) -> Response:
+        await self._add(await _arguments(request))
+        return Json({"status": "success", "worker_urls": self._in_flight()})
+
+    async def remove_worker(self, request: Request) -> Response:
+        arguments = await _arguments(request)
+        worker = self._pool.get(_url(arguments).url)
+        await self._remove(worker, drain=_flag(arguments, "drain"))
+        return Json({"status": "success", "worker_urls": self._in_flight()})
+
+    async def list_workers(self, request: Request) -> Response:
+        return Json({"urls": [worker.url for worker in self._pool]})
+
+    # Workers, the REST spelling of the SGLang gateway
+
+    async def create_worker(self, request: Request) -> Response:
+        return Json((await self._add(await _arguments(request))).describe(), status_code=201)
+
+    async def show_workers(self, request: Request) -> Response:
+        return Json({"workers": [worker.describe() for worker in self._pool], "total": len(self._pool)})
+
+    async def show_worker(self, request: Request) -> Response:
+        return Json(self._pool.get(request.path_params["id"]).describe())
+
+    async def delete_worker(self, request: Request) -> Response:
+        worker = self._pool.get(request.path_params["id"])
+        await self._remove(worker, drain=_flag(request.query_params, "drain"))
+        return Json({"status": "success", "id": worker.address.id, "url": worker.url})
+
+    # The router itself
+
+    async def health(self, request: Request) -> Response:
+        return Json({"status": "ok", **self._counts()})
+
+    async def readiness(self, request: Request) -> Response:
+        ready = bool(self._pool.routable)
+        return Json({"status": "ready" if ready else "no routable worker", **self._counts()}, 200 if ready else 503)
+
+    async def info(self, request: Request) -> Response:
+        config = self._router.config
+        return Json(
+            {
+                "version": __version__,
+                "uptime_seconds": round(time.time() - self._started, 3),
+                **self._counts(),
+                "weight_version": self._pool.weight_version,
+                "gate": self._router.gate.describe(),
+                "workers": [worker.describe() for worker in self._pool],
+                "middlewares": self._stack,
+                "statistics": {name: give() for name, give in self._router.statistics.items()},
+                "config": {name: shown(config, name) for name in FIELDS},
+            }
+        )
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._router.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def dashboard(self, request: Request) -> Response:
+        page = resources.files("miles_router.admin").joinpath("dashboard.html").read_text(encoding="utf-8")
+        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
+
+    # What they share
+
+    async def _add(self, arguments: Mapping[str, Any]) -> Worker:
+        address = _url(arguments)
+        api_key = arguments.get("api_key")
+        if api_key is not None and (not isinstance(api_key, str) or not api_key.isascii() or not api_key.isprintable()):
+            raise BadRequest("api_key must be a string of printable ASCII")
+        if arguments.get("worker_type", "regular") != "regular":
+            raise BadRequest("worker_type must be 'regular': prefill and decode workers take no rollouts of their own")
+        attributes = {name: arguments[name] for name in ATTRIBUTES if name in arguments}
+        if len(orjson.dumps(attributes)) > MAX_ATTRIBUTES_BYTES:
+            raise BadRequest(f"a worker's attributes may take {MAX_ATTRIBUTES_BYTES} bytes")
+        version = None
+        if self._pool.weight_version is not None and address.url not in {worker.url for worker in self._pool}:
+            # Before it can be chosen, not at its first probe: it may come with weights the fleet no longer has.
+            version = await self._version_of(address, api_key or None)
+        async with self._router.control.admitting(address, api_key or None):
+            return self._pool.add(address, api_key=api_key or None, attributes=attributes, weight_version=version)
+
+    async def _remove(self, worker: Worker, *, drain: bool) -> None:
+        if not drain:
+            self._pool.remove(worker)
+            return
+        idle = asyncio.Event()
+        self._pool.drain(worker, idle.set)
+        await idle.wait()
+
+    def _in_flight(self) -> dict[str, int]:
+        return {worker.url: worker.in_flight for worker in self._pool}
+
+    def _counts(self) -> dict[str, int]:
+        states = [worker.state for worker in self._pool]
+        return {
+            "workers_total": len(states),
+            "workers_routable": len(self._pool.routable),
+            "workers_quarantined": states.count(WorkerState.QUARANTINED),
+            "workers_draining": states.count(WorkerState.DRAINING),
+            "workers_outdated": states.count(WorkerState.OUTDATED),
+            "workers_paused": states.count(WorkerState.PAUSED),
+            "in_flight": self._pool.in_flight,
+        }
+
+
+async def _arguments(request: Request) -> dict[str, Any]:
+    """Query parameters, overridden by a JSON body if there is one.
+
+    Raises:
+        BadRequest: the body is not a JSON object.
+    """
+    exchange = Exchange.of(request.scope)
+    exchange.max_body_bytes = min(exchange.max_body_bytes, MAX_ADMIN_BODY)
+    arguments: dict[str, Any] = dict(request.query_params)
+    body = await exchange.read(request.receive)
+    if body.strip():
+        parsed = exchange.loads(body)
+        if not isinstance(parsed, Mapping):
+            raise BadRequest("the request body must be a JSON object")
+        arguments.update(parsed)
+    return arguments
+
+
+def _url(arguments: Mapping[str, Any]) -> WorkerUrl:
+    given = arguments.get("url", arguments.get("worker_url"))
+    if given is None:
+        raise BadRequest("url is required, as a query parameter or in a JSON body")
+    return parse_worker_url(given)
+
+
+def _flag(arguments: Mapping[str, Any], name: str) -> bool:
+    value = arguments.get(name, False)
+    text = str(value).lower()
+    if text not in TRUE | FALSE:
+        raise BadRequest(f"{name} must be true or false, got {value!r}")
+    return text in TRUE

@@ -1,0 +1,68 @@
+"""Stops a request's work when its client leaves or its time is up.
+
+ASGI tells of a client's leaving only through `receive`, so somebody has to wait there while the request's own task
+waits for the worker. A task per request would cost more than all else the router does for a short one; therefore the
+second task starts only for requests that last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import TracebackType
+
+from miles_router import tasks
+from miles_router.asgi.exchange import Receive
+from miles_router.errors import ClientDisconnected, RouterError, UpstreamTimeout
+
+#: Seconds before anybody looks whether the client is still there. Generations last far longer, everything else less.
+PATIENCE = 0.1
+
+
+class Watch:
+    """`with Watch(receive, timeout):` raises, from whatever the block awaits, `ClientDisconnected` when the client is
+    gone and `UpstreamTimeout` after `timeout` seconds (0: never). The request body must have been read before."""
+
+    __slots__ = ("_deadline", "_reason", "_receive", "_start", "_task", "_timeout", "_watcher")
+
+    def __init__(self, receive: Receive, timeout: float) -> None:
+        self._receive = receive
+        self._timeout = timeout
+        self._reason: RouterError | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Watch:
+        loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task(loop)
+        self._start = loop.call_later(PATIENCE, self._begin)
+        if self._timeout:
+            self._deadline = loop.call_later(self._timeout, self._time_is_up)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._start.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if self._reason is not None and kind is asyncio.CancelledError:
+            if sys.version_info >= (3, 11) and self._task is not None:
+                self._task.uncancel()
+            raise self._reason from None
+
+    def _begin(self) -> None:
+        self._watcher = tasks.spawn(self._until_gone(), name="watch client")
+
+    async def _until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._stop(ClientDisconnected("the client left before its answer was complete"))
+
+    def _time_is_up(self) -> None:
+        self._stop(UpstreamTimeout(f"the worker's reply was not complete within {self._timeout:g} s"))
+
+    def _stop(self, reason: RouterError) -> None:
+        if self._reason is None and self._task is not None:
+            self._reason = reason
+            self._task.cancel()

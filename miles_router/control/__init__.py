@@ -1,0 +1,1 @@
+"""What is done to the whole fleet: probes, fan-out, standstills, weight updates."""

@@ -1,0 +1,1 @@
+"""What training frameworks expect of a router, a file for each family of them."""

@@ -1,0 +1,43 @@
+"""Which worker takes a request: the least loaded, and with a key always the same one while it is routable."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from operator import attrgetter
+
+from miles_router.fleet.workers import Policy, Worker
+
+_LOAD = attrgetter("in_flight", "chosen_at")
+
+
+class LeastInFlight:
+    """Fewest requests in flight; ties go to the worker that was chosen longest ago, so no position in the list wins."""
+
+    def choose(self, candidates: Sequence[Worker], key: str | None) -> Worker:
+        return min(candidates, key=_LOAD)
+
+
+class KeyAffinity:
+    """The same key goes to the same worker while that one is routable; everything else is `inner`'s choice.
+
+    The assignment is remembered rather than hashed: a worker that joins takes no key away from one that works. The
+    table holds the `max_keys` most recently used keys; a forgotten key is simply assigned anew.
+    """
+
+    def __init__(self, inner: Policy, max_keys: int = 100_000) -> None:
+        self._inner = inner
+        self._max_keys = max_keys
+        self._assigned: OrderedDict[str, Worker] = OrderedDict()
+
+    def choose(self, candidates: Sequence[Worker], key: str | None) -> Worker:
+        if key is None:
+            return self._inner.choose(candidates, None)
+        worker = self._assigned.get(key)
+        if worker is None or worker not in candidates:
+            worker = self._inner.choose(candidates, key)
+            self._assigned[key] = worker
+            if len(self._assigned) > self._max_keys:
+                self._assigned.popitem(last=False)
+        self._assigned.move_to_end(key)
+        return worker

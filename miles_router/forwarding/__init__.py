@@ -1,0 +1,1 @@
+"""One request to one worker: connections, framing, retries, and the innermost app."""

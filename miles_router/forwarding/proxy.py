@@ -1,0 +1,107 @@
+"""The innermost app: read the request, lease a worker, relay the reply chunk by chunk, give the lease back.
+
+Bodies are not parsed here. The request is held whole, so that it can go to a second worker; the reply never is.
+"""
+
+from __future__ import annotations
+
+import time
+
+from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
+from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end
+from miles_router.asgi.watch import Watch
+from miles_router.errors import FleetPaused
+from miles_router.fleet.gate import Gate, endpoint, generates
+from miles_router.fleet.inflight import NOT_UNDERSTOOD, InFlight, aborted_in_the_queue
+from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing, outgoing
+from miles_router.metrics import Metrics
+
+NOT_MODIFIED = 304
+GENERATE = "/generate"
+
+
+class Proxy:
+    """ASGI app that forwards every request to one worker of the pool."""
+
+    def __init__(
+        self, forwarder: Forwarder, metrics: Metrics, *, gate: Gate, in_flight: InFlight, request_timeout: float
+    ) -> None:
+        self._forwarder = forwarder
+        self._metrics = metrics
+        self._request_timeout = request_timeout
+        self._gate = gate
+        self._in_flight = in_flight
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward one HTTP request.
+
+        Raises:
+            RouterError: the errors of `Forwarder.open`; `BodyTooLarge`; `ClientDisconnected`; `FleetPaused`;
+                `UpstreamBroken` or `UpstreamTimeout` even after the reply has begun, when the client's connection must
+                be broken off.
+        """
+        exchange = Exchange.of(scope)
+        body = await exchange.read(receive)
+        self._metrics.bytes_in += len(body)
+        request = outgoing(scope, exchange.request_id, body)
+        self._in_flight.enter(exchange, body)
+        try:
+            if self._gate.closed and generates(scope["path"]):
+                with Watch(receive, 0):  # the time that a worker may take has not begun
+                    await self._gate.wait(exchange)
+                if exchange.aborted:
+                    await self._answer_aborted(scope, exchange, body, send)
+                    return
+            with Watch(receive, self._request_timeout):
+                await self._forward(request, exchange, send)
+        finally:
+            self._in_flight.leave(exchange)
+
+    async def _answer_aborted(self, scope: Scope, exchange: Exchange, body: bytes, send: Send) -> None:
+        """An abort ends a request that waits at the gate, as it ends one in a worker's queue: no worker hears of it.
+
+        Raises:
+            FleetPaused: it is none of `/generate`.
+        """
+        aborted = FleetPaused("aborted while it waited for the fleet to go on")
+        if endpoint(scope["path"]) != GENERATE:
+            raise aborted
+        try:
+            kind, answer = aborted_in_the_queue(exchange.loads(body))
+        except NOT_UNDERSTOOD:
+            raise aborted from None
+        headers = [(b"content-type", kind), (b"content-length", str(len(answer)).encode("ascii"))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": answer, "more_body": False})
+
+    async def _forward(self, request: Outgoing, exchange: Exchange, send: Send) -> None:
+        forwarded = await self._forwarder.open(request, lambda worker: setattr(exchange, "worker_url", worker.url))
+        exchange.first_byte_at = time.perf_counter()
+        try:
+            await self._relay(forwarded, send)
+        finally:
+            forwarded.close()
+
+    async def _relay(self, forwarded: Forwarded, send: Send) -> None:
+        reply = forwarded.reply
+        await send(
+            {
+                "type": "http.response.start",
+                "status": reply.status,
+                "headers": _reply_headers(reply.status, reply.headers),
+            }
+        )
+        more = True
+        while more:
+            chunk = reply.take() or await reply.read()
+            more = not reply.exhausted
+            self._metrics.bytes_out += len(chunk)
+            await send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+
+def _reply_headers(status: int, headers: RawHeaders) -> RawHeaders:
+    kept = end_to_end(headers, HOP_BY_HOP)
+    if status == NOT_MODIFIED:
+        # The length of a body that is not there: the server in front of us would wait for it.
+        kept = [pair for pair in kept if pair[0] != b"content-length"]
+    return kept

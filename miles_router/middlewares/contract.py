@@ -1,0 +1,42 @@
+"""The middleware contract: a pure ASGI class, `__init__(self, app, *, router, **typed options)`.
+
+Three further powers are optional and found by shape: `lifespan()`, `routes()`, `metrics()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol, runtime_checkable
+
+from prometheus_client.registry import Collector
+from starlette.routing import BaseRoute
+
+from miles_router.asgi.exchange import Receive, Scope, Send
+
+
+class ASGIApp(Protocol):
+    """What a layer wraps and what it is."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None: ...
+
+
+@runtime_checkable
+class HasLifespan(Protocol):
+    """Wants to start and stop things with the router; entered outermost first, left in reverse."""
+
+    def lifespan(self) -> AbstractAsyncContextManager[None]: ...
+
+
+@runtime_checkable
+class HasRoutes(Protocol):
+    """Answers paths of its own; they are looked up before the stack runs."""
+
+    def routes(self) -> Sequence[BaseRoute]: ...
+
+
+@runtime_checkable
+class HasMetrics(Protocol):
+    """Shows numbers of its own at `GET /metrics`."""
+
+    def metrics(self) -> Iterable[Collector]: ...

@@ -1,0 +1,161 @@
+"""Finds the middlewares that the configuration names, binds their options, and builds the stack. First listed =
+outermost.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast, get_type_hints
+
+from miles_router.errors import MiddlewareLoadError
+from miles_router.middlewares.contract import ASGIApp
+from miles_router.middlewares.router import Router
+from miles_router.settings.config import MiddlewareSpec, OptionText, middleware_names, nearest
+from miles_router.settings.values import WrongValue, convert, describe
+
+CAPABILITIES = ("lifespan", "routes", "metrics")
+REQUIRED: Any = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a middleware, as `miles-router middlewares` lists it."""
+
+    name: str
+    type: str
+    default: Any
+    value: Any
+
+
+@dataclass(frozen=True)
+class LoadedMiddleware:
+    """A class that was found, with options that fit its constructor."""
+
+    name: str
+    path: str
+    cls: Callable[..., ASGIApp]
+    options: Mapping[str, Any]
+    table: tuple[Option, ...]
+
+
+def load_middlewares(specs: Sequence[MiddlewareSpec]) -> list[LoadedMiddleware]:
+    """Find every class and bind every option, before anything runs.
+
+    Raises:
+        MiddlewareLoadError: one line that says what is wrong and, for a misspelling, the nearest name.
+    """
+    loaded = []
+    for name, spec in zip(middleware_names(specs), specs, strict=True):
+        cls = find_class(spec.path)
+        table = bind_options(cls, spec)
+        given = {option.name: option.value for option in table if option.name in spec.options}
+        loaded.append(LoadedMiddleware(name, spec.path, cls, given, table))
+    return loaded
+
+
+def find_class(path: str) -> Callable[..., ASGIApp]:
+    """The class that `pkg.module.Class` (or `pkg.module:Class`) names.
+
+    Raises:
+        MiddlewareLoadError: no such module, a module that fails to import, no such attribute, or not a class.
+    """
+    module_name, _, class_name = path.replace(":", ".").rpartition(".")
+    if not module_name or not class_name:
+        raise MiddlewareLoadError(f"middleware {path!r}: write it as pkg.module.Class")
+    module = _import(module_name, path)
+    found: Any = getattr(module, class_name, None)
+    if found is None:
+        classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
+        raise MiddlewareLoadError(
+            f"middleware {path!r}: {module_name} has no {class_name!r}{nearest(class_name, classes)}"
+        )
+    if not inspect.isclass(found):
+        raise MiddlewareLoadError(f"middleware {path!r}: {class_name} is not a class but {type(found).__name__}")
+    for capability in CAPABILITIES:
+        if not callable(getattr(found, capability, _absent)):
+            raise MiddlewareLoadError(f"middleware {path!r}: its attribute {capability!r} must be a method")
+    return cast("Callable[..., ASGIApp]", found)
+
+
+def _absent() -> None:
+    """Stands for a capability that a class does not have."""
+
+
+def _import(module_name: str, path: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if module_name == missing or module_name.startswith(missing + "."):
+            raise MiddlewareLoadError(f"middleware {path!r}: there is no module {missing!r}") from None
+        raise MiddlewareLoadError(f"middleware {path!r}: {module_name} needs the module {missing!r}") from error
+    except Exception as error:  # a foreign module may fail in any way while it is imported
+        reason = f"{type(error).__name__}: {error}"
+        raise MiddlewareLoadError(f"middleware {path!r}: {module_name} fails to import: {reason}") from error
+
+
+def bind_options(cls: Callable[..., ASGIApp], spec: MiddlewareSpec) -> tuple[Option, ...]:
+    """Hold the options given against the constructor's keywords and their types.
+
+    Raises:
+        MiddlewareLoadError: no `router` keyword, an unknown option, a value of the wrong type, or one left out that
+            has no default.
+    """
+    where = f"middleware {spec.path!r}"
+    parameters = _keywords(cls)
+    takes_anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    if "router" not in parameters and not takes_anything:
+        raise MiddlewareLoadError(f"{where}: its constructor must take (app, *, router, ...)")
+    options = {
+        name: p
+        for name, p in parameters.items()
+        if name != "router" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    }
+    for name in spec.options:
+        if name not in options and not takes_anything:
+            raise MiddlewareLoadError(f"{where}: unknown option {name!r}{nearest(name, options)}")
+    hints = _hints(cls)
+    table = [_bind(where, name, p, hints.get(name, Any), spec.options) for name, p in options.items()]
+    extra = [Option(name, "any", REQUIRED, value) for name, value in spec.options.items() if name not in options]
+    return (*table, *extra)
+
+
+def _bind(where: str, name: str, parameter: inspect.Parameter, hint: Any, given: Mapping[str, Any]) -> Option:
+    if name not in given:
+        if parameter.default is REQUIRED:
+            raise MiddlewareLoadError(f"{where}: option {name!r} ({describe(hint)}) must be set")
+        return Option(name, describe(hint), parameter.default, parameter.default)
+    value = given[name]
+    try:
+        value = convert(str(value), hint, from_text=True) if isinstance(value, OptionText) else convert(value, hint)
+    except WrongValue as error:
+        raise MiddlewareLoadError(f"{where}: option {name!r}: {error}") from None
+    return Option(name, describe(hint), parameter.default, value)
+
+
+def _keywords(cls: Callable[..., ASGIApp]) -> dict[str, inspect.Parameter]:
+    """The constructor's parameters behind the wrapped app."""
+    parameters = list(inspect.signature(cls).parameters.items())
+    return dict(parameters[1:]) if parameters and parameters[0][1].kind is not inspect.Parameter.VAR_KEYWORD else {}
+
+
+def _hints(cls: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(cls.__init__)
+    except NameError:  # names imported under TYPE_CHECKING alone: such options are taken as they are
+        return {}
+
+
+def build_stack(
+    innermost: ASGIApp, loaded: Iterable[LoadedMiddleware], router: Router
+) -> tuple[ASGIApp, list[ASGIApp]]:
+    """Wrap `innermost`, first listed = outermost. Gives the outermost app and all layers, outermost first."""
+    layers: list[ASGIApp] = []
+    app = innermost
+    for each in reversed(list(loaded)):
+        app = each.cls(app, router=router, **each.options)
+        layers.insert(0, app)
+    return app, layers

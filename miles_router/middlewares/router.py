@@ -1,0 +1,105 @@
+"""What a middleware may see of the router. Everything here is public; everything else is not."""
+
+from __future__ import annotations
+
+import functools
+from argparse import Namespace
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from miles_router.asgi.exchange import request_id
+from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
+from miles_router.control.fan_out import Control
+from miles_router.dialects.slime import legacy_args
+from miles_router.fleet.gate import Gate
+from miles_router.fleet.workers import WorkerPool
+from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing
+from miles_router.metrics import Metrics
+from miles_router.middlewares.checkpoint import load_model_config, load_tokenizer
+from miles_router.middlewares.experts import Experts
+from miles_router.settings.config import RouterConfig
+
+
+class Router:
+    """The handle each middleware gets as `router=`.
+
+    An ordinary object on purpose: middlewares written for other routers of this shape set attributes of their own.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: RouterConfig,
+        pool: WorkerPool,
+        forwarder: Forwarder,
+        metrics: Metrics,
+        gate: Gate,
+        control: Control,
+        args: Namespace | None,
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.metrics = metrics
+        #: Whether the fleet is paused or asleep, and who waits.
+        self.gate = gate
+        #: Requests to every worker at once.
+        self.control = control
+        #: Free for middlewares to leave each other things that last longer than a request.
+        self.state = SimpleNamespace()
+        #: The argparse Namespace of the framework that embeds us, or one with the names such frameworks use.
+        self.args = args if args is not None else legacy_args(config)
+        #: What middlewares show under `statistics` in `GET /router/info`: a name and a function that gives JSON.
+        self.statistics: dict[str, Callable[[], Mapping[str, object]]] = {}
+        #: Where layers that hold trajectories and the layer that captures routed experts find each other.
+        self.experts = Experts()
+        self._forwarder = forwarder
+
+    @asynccontextmanager
+    async def forward(
+        self,
+        method: str,
+        path: str,
+        *,
+        headers: RawHeaders | None = None,
+        body: bytes = b"",
+        key: str | None = None,
+    ) -> AsyncIterator[Forwarded]:
+        """A request of a middleware's own to a worker, chosen, leased and retried like a client's.
+
+            async with router.forward("POST", "/generate", headers=[(b"content-type", b"application/json")],
+                                      body=orjson.dumps(payload), key=session_id) as forwarded:
+                status, text = forwarded.reply.status, await forwarded.reply.read_all(limit)
+
+        `path` is sent as it is spelled, query included. Leaving the block early tells the worker to stop generating.
+
+        Raises:
+            NoWorkerAvailable, UpstreamError: as for a client's request.
+        """
+        sent = end_to_end(headers or [], REQUEST_DROPPED)
+        if not any(name == b"x-request-id" for name, _ in sent):
+            sent.append((b"x-request-id", request_id({}).encode("ascii")))
+        forwarded = await self._forwarder.open(Outgoing(method, path.encode("ascii"), sent, body, key))
+        try:
+            yield forwarded
+        finally:
+            forwarded.close()
+
+    @functools.cached_property
+    def model_config(self) -> Mapping[str, Any]:
+        """The model's `config.json`, of `--hf-checkpoint`; empty where that has none, or is not set.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        return load_model_config(self.config)
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer of `--hf-checkpoint` (transformers), loaded at the first use.
+
+        Raises:
+            ConfigError: no checkpoint is set, the extra `tito` is not installed, or it cannot be loaded.
+        """
+        return load_tokenizer(self.config)

@@ -1,0 +1,145 @@
+"""Runs the app under uvicorn: the listening socket, the banner, signals."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+
+import uvicorn
+
+from miles_router.edge import RouterApp
+from miles_router.errors import ConfigError
+from miles_router.serving.http_protocol import RouterProtocol
+from miles_router.settings.config import RouterConfig
+from miles_router.version import __version__
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 4096
+#: The event loop takes one connection from a listening socket in each step, and a busy step takes tens of milliseconds:
+#: of hundreds that connect at once, some would wait for seconds. So it listens on the same socket this many times.
+ACCEPTS_PER_STEP = 16
+GC_THRESHOLDS = (10_000, 10, 10)
+#: Seconds an idle client connection is kept: longer than clients' own pools keep theirs, so that they close first.
+KEEP_ALIVE = 75
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which exits 0 after SIGTERM: a stop that was asked for is no failure."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for each in signals:
+            loop.add_signal_handler(each, self._stop)
+        try:
+            yield
+        finally:
+            for each in signals:
+                loop.remove_signal_handler(each)
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit  # the second signal does not wait
+        self.should_exit = True
+
+
+def serve(app: RouterApp) -> None:
+    """Listen and serve until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds to finish.
+
+    Raises:
+        ConfigError: the address cannot be listened on.
+    """
+    config = app.router.config
+    raise_file_limit()
+    sock = listen(config.host, config.port)
+    server = Server(uvicorn_config(app))
+    print(banner(app, sock.getsockname()), file=sys.stderr, flush=True)
+    collect_garbage_less()
+    server.run(sockets=[sock, *(sock.dup() for _ in range(ACCEPTS_PER_STEP - 1))])
+
+
+def uvicorn_config(app: RouterApp) -> uvicorn.Config:
+    """How uvicorn serves the router: nothing added to replies, heads bounded, SIGTERM bounded."""
+    return uvicorn.Config(
+        app,
+        http=RouterProtocol,
+        ws="none",
+        loop="uvloop",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=KEEP_ALIVE,
+        timeout_graceful_shutdown=max(1, round(app.router.config.shutdown_timeout)),
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the name does not resolve, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)  # before anybody is told where: whoever reads the banner may come at once
+    except OSError as error:
+        raise ConfigError(f"host, port: cannot listen on {host}:{port}: {error.strerror or error}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def collect_garbage_less() -> None:
+    """What was imported lives for ever and a request makes few cycles: looking through all of it every 700 objects, as
+    CPython does, costs a tenth of a short request."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
+
+
+def raise_file_limit() -> None:
+    """Two descriptors for each request in flight: take as many as the system lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def banner(app: RouterApp, address: tuple[str, int]) -> str:
+    """What a person wants to see at the start: where, which layers in which order, which workers."""
+    config = app.router.config
+    host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    layers = [f"{i}. {spec.path}" for i, spec in enumerate(config.middlewares, 1)]
+    rows = [
+        ("listening", f"http://{host}:{address[1]}"),
+        ("middlewares", f"{' -> '.join([*layers, 'worker'])}  (first = outermost)" if layers else "none"),
+        ("workers", ", ".join(worker.url for worker in app.router.pool) or "none yet: POST /add_worker?url=..."),
+        ("health", _health_line(config)),
+        ("keys", _keys_line(config)),
+    ]
+    return "\n".join([f"miles-router {__version__}", *(f"  {name:<12} {text}" for name, text in rows)])
+
+
+def _health_line(config: RouterConfig) -> str:
+    threshold = config.health_check_failure_threshold
+    return f"every {config.health_check_interval:g} s, quarantine after {threshold} failures, readmit {config.readmit}"
+
+
+def _keys_line(config: RouterConfig) -> str:
+    data = "required" if config.api_key else "open"
+    return f"clients: {data}, administration: {'required' if config.effective_admin_key else 'open'}"

@@ -1,0 +1,1 @@
+"""Every setting, and the values they take."""

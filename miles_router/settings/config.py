@@ -1,0 +1,311 @@
+"""Every setting of the router in one frozen table, and the loader that merges its four sources.
+
+defaults < YAML file (`--config`) < environment (`MILES_ROUTER_PORT`) < flags (`--port`) < `--set port=...`. Flags,
+environment names and YAML keys all come from the fields below; there is no second list to forget. This module imports
+nothing heavy: `--help` and a wrong setting answer at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+from miles_router.errors import BadRequest, ConfigError
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import ReadmitPolicy
+from miles_router.log import LogFormat
+from miles_router.settings.values import WrongValue, convert, describe
+
+ENVIRONMENT_PREFIX = "MILES_ROUTER_"
+Check = Callable[[Any], "str | None"]
+
+
+def _at_least(low: float) -> Check:
+    return lambda value: None if math.isfinite(value) and value >= low else f"must be at least {low:g}"
+
+
+def _positive(value: float) -> str | None:
+    return None if math.isfinite(value) and value > 0 else "must be greater than 0"
+
+
+def _port(value: int) -> str | None:
+    return None if 0 <= value <= 65535 else "must be between 0 and 65535"
+
+
+def _worker_urls(urls: Iterable[str]) -> str | None:
+    for url in urls:
+        try:
+            parse_worker_url(url)
+        except BadRequest as error:
+            return str(error)
+    return None
+
+
+def _key(value: str | None) -> str | None:
+    if value is not None and (not value or not value.isascii() or not value.isprintable() or " " in value):
+        return "must be printable ASCII without spaces"
+    return None
+
+
+def _paths(paths: Iterable[str]) -> str | None:
+    for path in paths:
+        if not path.startswith("/") or path == "/":
+            return "every path must start with /"
+        if any(char in "{}?#%" or char.isspace() for char in path):
+            return "a path must stand as it is: without parameters, query or escapes"
+    return None
+
+
+def _host(value: str) -> str | None:
+    return None if value and not any(c.isspace() for c in value) else "must name a host or an address"
+
+
+def setting(default: Any, help: str, check: Check | None = None, *, secret: bool = False) -> Any:
+    """One row of the table: default value, help text (units included), what makes a value impossible."""
+    return field(default=default, metadata={"help": help, "check": check, "secret": secret})
+
+
+@dataclass(frozen=True)
+class MiddlewareSpec:
+    """A middleware to load: dotted path `pkg.module.Class` and its options."""
+
+    path: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Every setting, with its default."""
+
+    host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 serves other machines", _host)
+    port: int = setting(31000, "port to listen on; 0 takes a free one", _port)
+    worker_urls: tuple[str, ...] = setting((), "workers to start with; more register by POST /add_worker", _worker_urls)
+    middlewares: tuple[MiddlewareSpec, ...] = setting(
+        (), "the stack, first listed = outermost; in YAML a list of {path, options}"
+    )
+    hf_checkpoint: str | None = setting(None, "model directory or hub name, for middlewares that need its tokenizer")
+    chat_template_path: str | None = setting(None, "Jinja chat template that replaces the checkpoint's own")
+    health_check_interval: float = setting(10.0, "seconds between cheap liveness checks (/model_info)", _positive)
+    health_check_timeout: float = setting(5.0, "seconds a check may take", _positive)
+    health_check_failure_threshold: int = setting(3, "failures in a row that quarantine a worker", _at_least(1))
+    deep_health_check_interval: float = setting(
+        60.0, "seconds between deep checks (/health generates a token); 0 leaves them to readmission", _at_least(0)
+    )
+    readmit: ReadmitPolicy = setting("same-weights", "when a recovered worker may return")
+    connect_timeout: float = setting(5.0, "seconds to connect to a worker", _positive)
+    request_timeout: float = setting(0.0, "seconds a worker may take for a whole reply; 0: no limit", _at_least(0))
+    max_retries: int = setting(2, "other workers tried when one cannot be reached or is lost", _at_least(0))
+    max_connections: int = setting(0, "requests sent to workers at once, more wait; 0: no limit", _at_least(0))
+    max_request_bytes: int = setting(128 * 1024 * 1024, "largest request body", _at_least(1))
+    gate_max_held: int = setting(10_000, "requests that may wait while the fleet is paused", _at_least(0))
+    gate_timeout: float = setting(0.0, "seconds a request may wait there; 0: as long as it takes", _at_least(0))
+    partial_rollout: Literal["return", "resume"] = setting(
+        "return", "a generation cut by a pause: return the part, or resume it after continue"
+    )
+    resume_on_worker_loss: bool = setting(False, "carry a stream on at another worker when its worker is lost")
+    fan_out: tuple[str, ...] = setting((), "further paths whose requests go to every worker", _paths)
+    shutdown_timeout: float = setting(30.0, "seconds that requests in flight may take after SIGTERM", _at_least(0))
+    api_key: str | None = setting(None, "key that clients must send (Authorization: Bearer)", _key, secret=True)
+    admin_api_key: str | None = setting(
+        None, "key for worker administration and statistics; default: --api-key", _key, secret=True
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe log line shown")
+    log_format: LogFormat = setting("text", "text for people, json for machines")
+    access_log: bool = setting(False, "one log line for every request")
+
+    def __post_init__(self) -> None:
+        for spec in FIELDS.values():
+            check: Check | None = spec.metadata["check"]
+            value = getattr(self, spec.name)
+            if check is not None and (problem := check(value)):
+                raise ConfigError(f"{spec.name}: {problem}, got {value!r}")
+
+    @property
+    def effective_admin_key(self) -> str | None:
+        """Administration is never more open than the data plane."""
+        return self.admin_api_key or self.api_key
+
+
+FIELDS = {spec.name: spec for spec in fields(RouterConfig)}
+TYPES: dict[str, Any] = get_type_hints(RouterConfig)
+#: A setting that is given as bare paths on the command line and in the environment.
+PATHS = "middleware_paths"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration and, for every setting, where its value came from."""
+
+    config: RouterConfig
+    origins: Mapping[str, str]
+
+
+class _Merge:
+    """Collects values from weaker to stronger sources; every problem becomes one line that names the setting."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins = dict.fromkeys(FIELDS, "default")
+        self.options: list[tuple[str, str, str]] = []  # (middleware.option, value, origin) from --set
+
+    def take(self, name: str, value: object, origin: str, *, from_text: bool) -> None:
+        try:
+            if name == PATHS:
+                name, value = "middlewares", self._paths(convert(value, tuple[str, ...], from_text=from_text))
+            elif name == "middlewares":
+                value = tuple(_spec(item) for item in convert(value, list[Any]))
+            elif name in FIELDS:
+                value = convert(value, TYPES[name], from_text=from_text)
+            else:
+                raise ConfigError(f"{origin}: unknown setting {name!r}{nearest(name, [*FIELDS, PATHS])}")
+        except WrongValue as error:
+            raise ConfigError(f"{origin}: {name}: {error}") from None
+        self.values[name] = value
+        self.origins[name] = origin
+
+    def _paths(self, paths: Iterable[str]) -> tuple[MiddlewareSpec, ...]:
+        """Bare paths say which and in what order; options that a weaker source gave to the same path stay."""
+        known = {spec.path: spec for spec in self.values.get("middlewares", ())}
+        return tuple(known.get(path) or MiddlewareSpec(path) for path in paths)
+
+    def assign(self, assignment: str) -> None:
+        """One `--set name=value`; a dotted name is a middleware's option and is bound when that is loaded."""
+        name, separator, value = assignment.partition("=")
+        if not separator or not name.strip():
+            raise ConfigError(f"--set {assignment!r}: write --set setting=value or --set middleware.option=value")
+        if "." in name:
+            self.options.append((name.strip(), value, "--set"))
+        else:
+            self.take(name.strip().replace("-", "_"), value, "--set", from_text=True)
+
+    def finish(self) -> Loaded:
+        if self.options:
+            self.values["middlewares"] = _with_options(self.values.get("middlewares", ()), self.options)
+            self.origins["middlewares"] += " and --set"
+        try:
+            return Loaded(RouterConfig(**self.values), self.origins)
+        except ConfigError as error:
+            name = str(error).partition(":")[0]
+            raise ConfigError(f"{self.origins.get(name, 'configuration')}: {error}") from None
+
+
+def load(
+    flags: Mapping[str, Any],
+    environment: Mapping[str, str],
+    assignments: Iterable[str] = (),
+    file: str | None = None,
+) -> Loaded:
+    """Merge all sources. `flags` holds the flags that were given, as text or lists of text.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or an impossible value; one line that names source and setting.
+    """
+    merge = _Merge()
+    file = file or environment.get(ENVIRONMENT_PREFIX + "CONFIG")
+    if file:
+        for name, value in read_file(file).items():
+            merge.take(name, value, file, from_text=False)
+    for name, text in environment.items():
+        if name.startswith(ENVIRONMENT_PREFIX) and name != ENVIRONMENT_PREFIX + "CONFIG":
+            merge.take(name[len(ENVIRONMENT_PREFIX) :].lower(), text, name, from_text=True)
+    for name, value in flags.items():
+        merge.take(name, value, f"--{name.replace('_', '-')}", from_text=True)
+    for assignment in assignments:
+        merge.assign(assignment)
+    return merge.finish()
+
+
+def read_file(path: str) -> dict[str, Any]:
+    """The settings in a YAML file.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, or is not a mapping.
+    """
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict | None):
+        raise ConfigError(f"--config {path}: the top level must be a mapping of settings")
+    settings = {str(name).replace("-", "_"): value for name, value in (content or {}).items()}
+    if "middlewares" in settings and PATHS in settings:
+        raise ConfigError(f"{path}: give either middlewares or {PATHS}, not both")
+    return settings
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for a near miss, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _spec(item: object) -> MiddlewareSpec:
+    if isinstance(item, MiddlewareSpec):
+        return item
+    if isinstance(item, str):
+        return MiddlewareSpec(item)
+    if not isinstance(item, dict) or not isinstance(item.get("path"), str):
+        raise WrongValue(f"expected a dotted path or {{path, options}}, got {item!r}")
+    unknown = set(item) - {"path", "options"}
+    options = item.get("options") or {}
+    if unknown or not isinstance(options, dict):
+        raise WrongValue(f"expected {{path, options}} with a mapping of options, got {item!r}")
+    return MiddlewareSpec(item["path"], options)
+
+
+def _with_options(
+    specs: tuple[MiddlewareSpec, ...], assignments: Iterable[tuple[str, str, str]]
+) -> tuple[MiddlewareSpec, ...]:
+    options = [dict(spec.options) for spec in specs]
+    names = middleware_names(specs)
+    for dotted, value, origin in assignments:
+        name, _, option = dotted.partition(".")
+        if name not in names:
+            raise ConfigError(f"{origin}: no middleware called {name!r} is listed{nearest(name, names)}")
+        options[names.index(name)][option] = OptionText(value)
+    return tuple(MiddlewareSpec(spec.path, given) for spec, given in zip(specs, options, strict=True))
+
+
+class OptionText(str):
+    """An option's value as text from the command line, still to be converted by its annotation."""
+
+
+def middleware_names(specs: Iterable[MiddlewareSpec]) -> list[str]:
+    """The short name of each middleware: its class in snake case, `_2`, `_3` behind those listed again."""
+    bases = [snake_case(spec.path.rpartition(".")[2]) for spec in specs]
+    counts = [bases[: position + 1].count(base) for position, base in enumerate(bases)]
+    return [base if count == 1 else f"{base}_{count}" for base, count in zip(bases, counts, strict=True)]
+
+
+def snake_case(name: str) -> str:
+    """`OpenAISessionMiddleware` -> `openai_session_middleware`."""
+    out = ""
+    for index, char in enumerate(name):
+        starts_word = char.isupper() and index and (name[index - 1].islower() or name[index + 1 : index + 2].islower())
+        out += ("_" if starts_word else "") + char.lower()
+    return out.replace("open_ai", "openai")
+
+
+def shown(config: RouterConfig, name: str) -> str:
+    """A setting's value for people; keys are never shown."""
+    value = getattr(config, name)
+    if FIELDS[name].metadata["secret"]:
+        return "set (hidden)" if value else "none"
+    if name == "middlewares":
+        return ", ".join(spec.path for spec in value) or "none"
+    if isinstance(value, tuple):
+        return ", ".join(value) or "none"
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def type_name(name: str) -> str:
+    """A setting's type for people."""
+    return describe(TYPES[name])

@@ -1,0 +1,1 @@
+"""`python -m miles_router.testing.demo`: rollouts over two workers, start to finish."""

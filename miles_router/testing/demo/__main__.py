@@ -1,0 +1,380 @@
+"""Rollouts over two workers, start to finish: `python -m miles_router.testing.demo`.
+
+Starts a router and two workers as processes of their own, registers the workers over HTTP, runs a GRPO-style rollout
+client of two turns against the router, retrieves the exact tokens of every rollout and prints what came of it. Exit
+status 0: every sample is whole and exact, and both workers served.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import shlex
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+
+from miles_router.testing.demo.cache import Exactness, Rollout, Turn, cache_lines, checkpoint, router_options
+from miles_router.testing.demo.processes import POLL, Fleet, ProcessError, free_port
+
+WORKERS = 2
+TURNS = 2
+PROMPT = "<|im_start|>user\nWhat is {a} + {b}?<|im_end|>\n<|im_start|>assistant\n"
+AGAIN = "<|im_end|>\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
+#: Seconds; the first start after an installation compiles a tokenizer library's modules.
+ROUTER_PATIENCE = 60.0
+#: Seconds until a worker must be registered; a real one loads a model first.
+WORKER_PATIENCE = {"simulated": 20.0, "sglang": 300.0}
+BAR_WIDTH = 32
+#: Seconds between progress lines where no terminal redraws one.
+LINE_INTERVAL = 2.0
+LISTENING = re.compile(r"^\s+listening\s+(http://\S+)$", re.MULTILINE)
+SERVED = re.compile(r'^miles_router_requests_total\{route="generate",status="\d+",worker="(.+)"\} (\S+)$', re.MULTILINE)
+
+T = TypeVar("T")
+
+
+# Processes
+
+
+async def start_router(fleet: Fleet, options: argparse.Namespace) -> str:
+    """Start `miles-router` on a free port; gives its URL once it answers."""
+    command = [sys.executable, "-m", "miles_router", "--port", "0", *router_options(options.hf_checkpoint)]
+    router = fleet.start("router", *command)
+
+    async def listening() -> str | None:
+        found = LISTENING.search(router.output)
+        return found[1] if found and await answers(f"{found[1]}/health") else None
+
+    return await router.until("listen", ROUTER_PATIENCE, listening)
+
+
+async def start_workers(fleet: Fleet, options: argparse.Namespace, router: str) -> list[str]:
+    """Start the workers side by side; gives their URLs once the router lists all of them."""
+    start = start_sglang_worker if options.worker == "sglang" else start_simulated_worker
+    return await gather(*(start(fleet, options, router, f"worker {number}") for number in range(1, WORKERS + 1)))
+
+
+async def start_simulated_worker(fleet: Fleet, options: argparse.Namespace, router: str, name: str) -> str:
+    """Start `miles-router-worker`, which registers itself."""
+    port = free_port()
+    command = [sys.executable, "-m", "miles_router.testing.worker.cli", "--port", str(port), "--router", router]
+    command += ["--tokenizer", options.hf_checkpoint] if options.hf_checkpoint else []
+    worker = fleet.start(name, *command, "--token-latency-ms", str(options.token_latency_ms))
+    url = f"http://127.0.0.1:{port}"
+
+    async def registered() -> str | None:
+        return url if url in (await get_json(f"{router}/list_workers"))["urls"] else None
+
+    return await worker.until("register", WORKER_PATIENCE["simulated"], registered)
+
+
+async def start_sglang_worker(fleet: Fleet, options: argparse.Namespace, router: str, name: str) -> str:
+    """Start a real SGLang server and register it, as its launcher does in training."""
+    port = free_port()
+    worker = fleet.start(name, *shlex.split(options.worker_command), "--port", str(port))
+    url = f"http://127.0.0.1:{port}"
+
+    async def healthy() -> str | None:
+        return url if await answers(f"{url}/health") else None
+
+    await worker.until("become healthy", WORKER_PATIENCE["sglang"], healthy)
+    async with session() as http, http.post(f"{router}/add_worker", params={"url": url}) as response:
+        response.raise_for_status()
+    return url
+
+
+# HTTP
+
+
+def session(connections: int = 1) -> aiohttp.ClientSession:
+    """A client without a time limit: a generation takes as long as it takes."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=connections), timeout=aiohttp.ClientTimeout(total=None)
+    )
+
+
+async def answers(url: str) -> bool:
+    """Whether a GET is answered with 200 now."""
+    try:
+        async with session() as http, http.get(url) as response:
+            return response.status == 200
+    except aiohttp.ClientError:
+        return False
+
+
+async def get_json(url: str) -> Any:
+    async with session() as http, http.get(url) as response:
+        return await response.json()
+
+
+async def gather(*work: Awaitable[T]) -> list[T]:
+    """All results; when one fails or we are cancelled, the others are cancelled first."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+# Rollouts
+
+
+@dataclass
+class Tally:
+    """What the rollouts came to, as far as they are."""
+
+    wanted: int
+    latencies: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
+    tokens: int = 0
+    started_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def done(self) -> int:
+        return len(self.latencies) + len(self.failures)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started_at
+
+
+async def rollouts(router: str, options: argparse.Namespace, tally: Tally) -> None:
+    """GRPO's pattern: a group of samples for each prompt, a bounded number of requests at once."""
+    prompts = [PROMPT.format(a=17 * number, b=23 + number) for number in range(1, options.prompts + 1)]
+    free = asyncio.Semaphore(options.concurrency)
+    async with session(options.concurrency) as http:
+
+        async def one(prompt: str) -> None:
+            async with free:
+                await rollout(http, router, prompt, options.max_new_tokens, tally)
+
+        await gather(*(one(prompt) for prompt in prompts for _ in range(options.samples)))
+
+
+async def rollout(http: aiohttp.ClientSession, router: str, prompt: str, max_new_tokens: int, tally: Tally) -> None:
+    """One sample of two turns: text out; text, tokens and logprobs in."""
+    sampling = {"temperature": 1.0, "max_new_tokens": max_new_tokens}
+    started_at = time.monotonic()
+    made = Rollout(prompt)
+    for turn in range(TURNS):
+        made.text += AGAIN if turn else ""
+        asked = {"text": made.text, "sampling_params": sampling, "return_logprob": True}
+        answer = await post(http, f"{router}/generate", asked)
+        if isinstance(answer, str) or (problem := unusable(answer)):
+            tally.failures.append(answer if isinstance(answer, str) else str(problem))
+            return
+        made.text += answer["text"]
+        made.rid = answer["meta_info"]["id"]
+        made.turns.append(Turn.of(answer))
+        tally.tokens += len(answer["output_ids"])
+    tally.latencies.append(time.monotonic() - started_at)
+    tally.rollouts.append(made)
+
+
+async def post(http: aiohttp.ClientSession, url: str, payload: dict[str, Any]) -> Any:
+    """The answer's JSON object, or what went wrong as text."""
+    try:
+        async with http.post(url, json=payload) as response:
+            if response.status != 200:
+                return f"status {response.status}: {(await response.text())[:200]}"
+            return await response.json()
+    except (aiohttp.ClientError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+async def retrieve(router: str, tally: Tally) -> Exactness:
+    """The trainer's part: every rollout's tokens by its text, held against what the workers answered."""
+    exactness = Exactness()
+    async with session() as http:
+        for made in tally.rollouts:
+            asked = {"text": made.text, "rid": made.rid, "strict": True}
+            retrieved = await post(http, f"{router}/retrieve_from_text", asked)
+            if isinstance(retrieved, str):
+                tally.failures.append(f"not retrieved: {retrieved}")
+            else:
+                exactness.take(made, retrieved)
+    return exactness
+
+
+def unusable(sample: dict[str, Any]) -> str | None:
+    """Why a trainer could not take this sample, or None."""
+    meta, ids = sample["meta_info"], sample["output_ids"]
+    if meta["finish_reason"]["type"] not in ("stop", "length"):
+        return f"finished with {meta['finish_reason']}"
+    if not ids or [token for _, token, _ in meta["output_token_logprobs"]] != ids:
+        return "its logprobs are not those of its tokens"
+    return None
+
+
+async def with_progress(work: Awaitable[None], tally: Tally) -> None:
+    """Run `work` and show how far it is: one line redrawn on a terminal, else a line now and then."""
+    redraws = sys.stdout.isatty()
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=POLL if redraws else LINE_INTERVAL)
+            print(f"\r\033[K{bar(tally)}" if redraws else bar(tally), end="" if redraws else "\n", flush=True)
+        await task
+    finally:
+        task.cancel()
+        print("\n" if redraws else "")
+
+
+def bar(tally: Tally) -> str:
+    """`rollouts [######----] 40/64  2,512 tokens  1.2 s`."""
+    filled = BAR_WIDTH * tally.done // tally.wanted
+    failed = f"  {len(tally.failures)} failed" if tally.failures else ""
+    counts = f"{tally.done}/{tally.wanted}  {tally.tokens:,} tokens  {tally.seconds:.1f} s{failed}"
+    return f"  rollouts [{'#' * filled}{'-' * (BAR_WIDTH - filled)}] {counts}"
+
+
+# The report
+
+
+async def requests_served(router: str, workers: Sequence[str]) -> dict[str, int]:
+    """Generations that each worker answered, from `GET /metrics`."""
+    async with session() as http, http.get(f"{router}/metrics") as response:
+        text = await response.text()
+    served = dict.fromkeys(workers, 0)
+    for worker, count in SERVED.findall(text):
+        served[worker] = served.get(worker, 0) + int(float(count))
+    return served
+
+
+def worker_lines(served: dict[str, int]) -> Iterator[str]:
+    width, total = max(map(len, served)), sum(served.values()) or 1
+    yield f"{'worker':<{width}}  requests  share"
+    for worker, count in served.items():
+        yield f"{worker:<{width}}  {count:>8}  {count / total:>5.0%}"
+
+
+def sample_lines(options: argparse.Namespace, tally: Tally, seconds: float) -> Iterator[str]:
+    whole = len(tally.latencies)
+    yield f"samples    {whole} whole of {tally.wanted}, in groups of {options.samples}, {TURNS} turns each"
+    yield f"failures   {len(tally.failures)}"
+    yield f"tokens     {tally.tokens:,} generated, {tally.tokens / seconds:,.0f} per second"
+    if whole:
+        yield "latency    " + ", ".join(f"{name} {value:.2f} s" for name, value in percentiles(tally.latencies).items())
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=20, method="inclusive") if len(values) > 1 else list(values) * 19
+    return {"p50": cuts[9], "p95": cuts[18], "max": max(values)}
+
+
+def print_block(lines: Iterator[str]) -> None:
+    shown = [f"  {line}" for line in lines]
+    if shown:
+        print("\n".join(shown) + "\n")
+
+
+# The command
+
+
+async def demo(options: argparse.Namespace, fleet: Fleet) -> int:
+    """All of it, in order. Gives the exit status."""
+    wanted = options.prompts * options.samples
+    print(f"{options.prompts} prompts x {options.samples} samples over {WORKERS} {options.worker} workers\n")
+    router = await start_router(fleet, options)
+    print(f"  router   {router}  (dashboard: {router}/dashboard)", flush=True)
+    started_at = time.monotonic()
+    workers = await start_workers(fleet, options, router)
+    print("\n".join(f"  worker   {url}" for url in workers))
+    print(f"  registered after {time.monotonic() - started_at:.1f} s\n", flush=True)
+
+    tally = Tally(wanted)
+    await with_progress(rollouts(router, options, tally), tally)
+    seconds = tally.seconds
+    served = await requests_served(router, workers)
+    exactness = await retrieve(router, tally) if options.hf_checkpoint else None
+    cache = cache_lines(exactness, await get_json(f"{router}/router/info"))
+    for lines in (worker_lines(served), sample_lines(options, tally, seconds), cache):
+        print_block(lines)
+    return verdict(tally, served, exactness)
+
+
+def verdict(tally: Tally, served: dict[str, int], exactness: Exactness | None) -> int:
+    """Say whether all is well; the exit status."""
+    inexact = exactness.rollouts - exactness.exact if exactness is not None else 0
+    problems = [f"failed: {reason}" for reason in dict.fromkeys(tally.failures)]
+    problems += [f"{worker} served nothing" for worker, count in served.items() if not count]
+    problems += [f"{inexact} rollouts are not what the workers sampled"] if inexact else []
+    for problem in problems[:5]:
+        print(f"  {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+async def interruptible(options: argparse.Namespace) -> int:
+    """Run the demo; Ctrl-C and SIGTERM end it in good order."""
+    task = asyncio.ensure_future(_with_fleet(options))
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        print("\nstopped", file=sys.stderr)
+        return 130
+    except ProcessError as error:
+        print(f"\n{error}", file=sys.stderr)
+        return 1
+
+
+async def _with_fleet(options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="miles-router-demo-") as logs:
+        options.hf_checkpoint = checkpoint(options.hf_checkpoint, Path(logs))
+        fleet = Fleet(Path(logs))
+        try:
+            return await demo(options, fleet)
+        finally:
+            fleet.stop()
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m miles_router.testing.demo", description="GRPO-style rollouts through a router and two workers."
+    )
+    add = parser.add_argument
+    add("--worker", choices=list(WORKER_PATIENCE), default="simulated", help="kind of worker (default: %(default)s)")
+    add("--worker-command", metavar="COMMAND", help="how a SGLang worker is started; `--port N` is added to it")
+    add("--hf-checkpoint", metavar="DIR", help="the workers' tokenizer (default: a tiny one, made for the demo)")
+    add("--prompts", type=_positive, default=8, help="groups (default: %(default)s)")
+    add("--samples", type=_positive, default=8, help="samples of each prompt (default: %(default)s)")
+    add("--max-new-tokens", type=_positive, default=64, help="longest sample (default: %(default)s)")
+    add("--concurrency", type=_positive, default=16, help="requests at once (default: %(default)s)")
+    add("--token-latency-ms", type=float, default=8.0, help="of simulated workers (default: %(default)s)")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; gives the exit status."""
+    parser = build_parser()
+    options = parser.parse_args(argv)
+    if options.worker == "sglang" and not (options.worker_command and options.hf_checkpoint):
+        example = "--worker-command 'python -m sglang.launch_server ...'"
+        parser.error(f"--worker sglang needs --worker-command and --hf-checkpoint, for example {example}")
+    return asyncio.run(interruptible(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

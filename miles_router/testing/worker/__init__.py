@@ -1,0 +1,1 @@
+"""A SGLang worker without a model: its protocol, spoken exactly."""

@@ -1,0 +1,65 @@
+"""What SGLang makes of messages and tools before the chat template sees them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from miles_router.testing.worker.vocabulary import Tokenizer
+
+
+def chat_prompt_ids(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """The ids of a chat request's prompt; ValueError when it cannot be rendered."""
+    if body.get("input_ids") is not None:
+        return list(body["input_ids"])
+    messages = [_normalised(message) for message in body["messages"]]
+    prefix = ""
+    if body.get("continue_final_message") and messages[-1]["role"] == "assistant":
+        prefix = messages.pop()["content"]
+    tools = None if body.get("tool_choice") == "none" else _template_tools(body.get("tools"))
+    options = body.get("chat_template_kwargs") or {}
+    ids = tokenizer.encode(tokenizer.render_chat(messages, tools=tools, **options))
+    return ids + tokenizer.encode(prefix) if prefix else ids
+
+
+def _normalised(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Content as one string, call arguments as objects, nothing that is null."""
+    normalised = {name: value for name, value in message.items() if value is not None}
+    content = normalised.setdefault("content", "")
+    if isinstance(content, list):
+        texts = [part if isinstance(part, str) else part.get("text", "") for part in content]
+        normalised["content"] = " ".join(text for text in texts if text)
+    if message.get("role") == "assistant" and isinstance(message.get("tool_calls"), list):
+        normalised["tool_calls"] = [_normalised_call(call) for call in message["tool_calls"]]
+    return normalised
+
+
+def _normalised_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function", {}))
+    if isinstance(function.get("arguments"), str):
+        function["arguments"] = _parsed_arguments(function["arguments"])
+    return {**call, "function": function}
+
+
+def _parsed_arguments(arguments: str) -> dict[str, Any]:
+    try:
+        parsed = orjson.loads(arguments)
+    except orjson.JSONDecodeError as error:
+        raise ValueError("Assistant tool call function.arguments must be valid JSON.") from error
+    if not isinstance(parsed, dict):
+        raise ValueError("Assistant tool call function.arguments must be a JSON object.")
+    return parsed
+
+
+def _template_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """As SGLang hands them on: the functions as given, and a field of its own."""
+    if not tools:
+        return None
+    return [
+        {
+            "type": tool.get("type", "function"),
+            "function": tool["function"],
+            "defer_loading": tool.get("defer_loading"),
+        }
+        for tool in tools
+    ]

@@ -1,0 +1,174 @@
+"""`/v1/chat/completions` bodies: the template, the sampling parameters, and what SGLang refuses."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from miles_router.testing.worker.chat_messages import chat_prompt_ids
+from miles_router.testing.worker.generate_input import GenerateInput, parse_generate
+from miles_router.testing.worker.tool_calls import required_call
+from miles_router.testing.worker.visit import Visit, invalid_body
+from miles_router.testing.worker.vocabulary import Tokenizer
+
+# Chat fields that are sampling parameters under the same name.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "stop_regex",
+    "regex",
+    "ebnf",
+    "n",
+    "no_stop_trim",
+    "ignore_eos",
+    "skip_special_tokens",
+    "logit_bias",
+)
+#: What a request may have; anything else is ignored.
+CHAT_FIELDS = (
+    *("messages", "model", "input_ids", "tools", "tool_choice", "stream", "stream_options", "rid", "seed", "lora_path"),
+    *("max_tokens", "max_completion_tokens", "min_tokens", "response_format", "logprobs", "top_logprobs"),
+    *("chat_template_kwargs", "continue_final_message", "separate_reasoning"),
+    *("return_routed_experts", "routed_experts_start_len", "return_cached_tokens_details", "return_meta_info"),
+    *("return_prompt_token_ids", "return_token_ids", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
+    *_SAMPLING_FIELDS,
+)
+_NOT_WHILE_STREAMING = {
+    "return_prompt_token_ids": "return_prompt_token_ids is not supported with streaming. "
+    "Please set stream=false when using return_prompt_token_ids=true.",
+    "return_token_ids": "return_token_ids is not supported with streaming on /v1/chat/completions. "
+    "Please set stream=false when using return_token_ids=true.",
+    "return_meta_info": "return_meta_info is not supported with streaming. "
+    "Please set stream=false when using return_meta_info=true.",
+}
+
+
+class ConversionError(ValueError):
+    """What goes wrong on the way from a chat request to the engine's; SGLang names another error type then."""
+
+
+@dataclass(slots=True)
+class ChatInput:
+    """A chat request as the engine gets it, and how its answer is to look."""
+
+    given: GenerateInput
+    body: dict[str, Any]
+    model: str
+    copies: int
+    parses_tools: bool
+    separates_reasoning: bool
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the answer begins inside of its reasoning, which a template may open and a request switch off."""
+        return (self.body.get("chat_template_kwargs") or {}).get("enable_thinking") is not False
+
+    @property
+    def tool_names(self) -> list[str]:
+        """Names of the tools that calls may be made of."""
+        return [tool["function"]["name"] for tool in self.body.get("tools") or ()]
+
+    def asks(self, name: str) -> bool:
+        return bool(self.body.get(name))
+
+
+def parse_chat(visit: Visit, body: dict[str, Any]) -> ChatInput:
+    """ValueError for what SGLang answers with 400, Refusal for bodies that are no chat request at all."""
+    _validate(body)
+    tokenizer = visit.engine.model.tokenizer
+    with conversion():
+        native = _native_body(body, tokenizer)
+    given = parse_generate(native, visit.engine)
+    if _is_forced(body):
+        for sample in given.samples:
+            sample.script = required_call(body["tools"], body["tool_choice"], tokenizer, sample.noise)
+    parses = bool(visit.settings.tool_call_parser and body.get("tools") and body.get("tool_choice") != "none")
+    separates = bool(visit.settings.reasoning_parser and body.get("separate_reasoning", True))
+    return ChatInput(given, body, str(body.get("model") or "default"), int(body.get("n") or 1), parses, separates)
+
+
+def _native_body(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The `/generate` body that asks for the same."""
+    for field, message in _NOT_WHILE_STREAMING.items():
+        if body.get("stream") and body.get(field):
+            raise ValueError(message)
+    return {
+        "input_ids": chat_prompt_ids(body, tokenizer),
+        "sampling_params": _sampling_params(body),
+        "rid": body.get("rid"),
+        "stream": body.get("stream"),
+        "return_logprob": body.get("logprobs"),
+        "top_logprobs_num": body.get("top_logprobs") or 0,
+        "return_text_in_logprobs": True,
+        "return_routed_experts": body.get("return_routed_experts"),
+        "routed_experts_start_len": body.get("routed_experts_start_len"),
+        "return_prompt_token_ids": True,
+        "lora_path": body.get("lora_path"),
+    }
+
+
+@contextmanager
+def conversion() -> Iterator[None]:
+    """Turns a ValueError into a ConversionError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
+
+
+def _validate(body: Mapping[str, Any]) -> None:
+    messages = body.get("messages")
+    if "messages" not in body:
+        raise invalid_body({"type": "missing", "loc": ("body", "messages"), "msg": "Field required"})
+    if not isinstance(messages, list):
+        raise invalid_body({"type": "list_type", "loc": ("body", "messages"), "msg": "Input should be a valid list"})
+    if not messages:
+        raise ValueError("Messages cannot be empty.")
+    choice, tools = body.get("tool_choice"), body.get("tools")
+    if choice == "required" and not tools:
+        raise ValueError("Tools cannot be empty if tool choice is set to required.")
+    if isinstance(choice, Mapping):
+        if not tools:
+            raise ValueError("Tools cannot be empty if tool choice is set to a specific tool.")
+        name = choice.get("function", {}).get("name")
+        if name not in [tool["function"]["name"] for tool in tools]:
+            raise ValueError(f"Tool '{name}' not found in tools list.")
+
+
+def _is_forced(body: Mapping[str, Any]) -> bool:
+    return body.get("tool_choice") == "required" or isinstance(body.get("tool_choice"), Mapping)
+
+
+def _sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
+    params = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
+    params["max_new_tokens"] = body.get("max_completion_tokens") or body.get("max_tokens")
+    params["min_new_tokens"] = body.get("min_tokens") or 0
+    if body.get("seed") is not None:
+        params["sampling_seed"] = body["seed"]
+    schema = schema_of(body.get("response_format"))
+    if schema is not None:
+        params["json_schema"] = schema
+    return params
+
+
+def schema_of(response_format: Any) -> str | None:
+    """The JSON schema that a `response_format` asks for, encoded."""
+    if not isinstance(response_format, Mapping):
+        return None
+    if response_format.get("type") == "json_object":
+        return '{"type": "object"}'
+    if response_format.get("type") != "json_schema":
+        return None
+    schema = (response_format.get("json_schema") or {}).get("schema")
+    if schema is None:
+        raise ValueError("schema_ is required for json_schema response format request.")
+    return orjson.dumps(schema).decode()

@@ -1,0 +1,204 @@
+"""The simulated engine: which generations run, what pause, abort and weight updates do to them. No HTTP."""
+
+import asyncio
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from enum import Enum
+from typing import Any
+
+from miles_router.testing.worker.generation import (
+    Generation,
+    GenerationRequest,
+    Model,
+    sequence_of,
+)
+from miles_router.testing.worker.prefix_cache import PrefixCache
+from miles_router.testing.worker.sampling import context_hash, key_of, mix
+
+# With no simulated latency, this many tokens are sampled before other requests get their turn.
+_BURST = 32
+_MAX_REMEMBERED_PROMPTS = 65536
+
+
+class PauseMode(str, Enum):
+    """What becomes of running generations at `/pause_generation`."""
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+
+
+class Engine:
+    """Runs generations one token at a time, each in its caller's task.
+
+    `token_latency_s` is slept before every token; it may be changed at any time.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        weight_version: str = "default",
+        token_latency_s: float = 0.0,
+        replica: int = 0,
+        enable_lora: bool = False,
+    ) -> None:
+        self.model = model
+        self.weight_version = weight_version
+        self.token_latency_s = token_latency_s
+        self.enable_lora = enable_lora
+        self.paused: PauseMode | None = None
+        self.running: dict[str, Generation] = {}
+        self.held = 0
+        self.slow_down_s = 0.0
+        self.updating = False
+        self.healthy = True
+        self.adapters: dict[str, str] = {}
+        self.cache = PrefixCache()
+        self.scripts: deque[list[int]] = deque()
+        """What the next generations are to say instead of sampling."""
+        self._known_rids: set[str] = set()
+        self._replica = mix(replica)
+        self._repeats: OrderedDict[int, int] = OrderedDict()
+        self._changed = asyncio.Event()
+
+    def noise_for(self, rid: str | None, input_ids: list[int]) -> int:
+        """What tells this sample apart from others of its prompt: its rid, or how often the prompt came without one."""
+        if rid is not None:
+            return key_of(rid)
+        prompt = context_hash(input_ids)
+        repeat = self._repeats.pop(prompt, 0)
+        self._repeats[prompt] = repeat + 1
+        if len(self._repeats) > _MAX_REMEMBERED_PROMPTS:
+            self._repeats.popitem(last=False)
+        return mix(self._replica + repeat)
+
+    def reserve(self, rids: list[str]) -> None:
+        """Take rids for one request; ValueError when one is in use."""
+        for rid in rids:
+            if rid in self._known_rids:
+                raise ValueError(f"Duplicate request ID detected: {rid}")
+        self._known_rids.update(rids)
+
+    def unreserve(self, rids: list[str]) -> None:
+        self._known_rids.difference_update(rids)
+
+    async def admission(self) -> None:
+        """Wait while the worker is paused. Held requests are out of abort's reach, as in SGLang."""
+        if self.paused is None:
+            return
+        self.held += 1
+        try:
+            await self._until(lambda: self.paused is None)
+        finally:
+            self.held -= 1
+
+    def begin(self, request: GenerationRequest) -> Generation:
+        """Put a generation among the running ones. The caller must `end()` it."""
+        if self.scripts:
+            request.script = self.scripts.popleft()
+        generation = Generation(self.model, request)
+        generation.cached_tokens = self._cached_tokens(request)
+        self.cache.insert(request.input_ids)
+        self.running[request.rid] = generation
+        self._pulse()
+        return generation
+
+    def end(self, generation: Generation) -> None:
+        """Take a generation, finished or not, out of the running ones."""
+        self.running.pop(generation.request.rid, None)
+        # The last id was sampled but never fed back, so its keys and values do not exist.
+        self.cache.insert(sequence_of(generation)[:-1])
+        self._pulse()
+
+    async def outputs(self, generation: Generation) -> AsyncIterator[None]:
+        """Grow a generation; yields when it has something to show: at every token of a stream, else at the end."""
+        while generation.finish_reason is None:
+            await self._grow(generation)
+            due = generation.request.stream or generation.finish_reason is not None
+            if due and generation.flush():
+                yield
+
+    def abort(self, rid: str) -> None:
+        """Abort running generations whose rid begins with `rid`, as SGLang matches them; unknown rids are ignored."""
+        if rid and rid in self._known_rids:
+            self._abort_where(lambda generation: generation.request.rid.startswith(rid))
+
+    def abort_all(self) -> None:
+        self._abort_where(lambda generation: True)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Hold new requests; running ones are aborted, or frozen until `resume()`."""
+        self.paused = mode
+        if mode is PauseMode.ABORT:
+            self.abort_all()
+        if mode is PauseMode.RETRACT:
+            for generation in self.running.values():
+                generation.waiting = True
+                generation.retractions += 1
+        self._pulse()
+
+    def resume(self) -> None:
+        self.paused = None
+        for generation in self.running.values():
+            generation.waiting = False
+        self._pulse()
+
+    async def idle(self) -> None:
+        """Wait until nothing runs."""
+        await self._until(lambda: not self.running)
+
+    async def generates_before(self, deadline: float) -> bool:
+        """Whether the engine is, or gets, out of its pause before a time of the loop's clock."""
+        remaining = deadline - asyncio.get_running_loop().time()
+        try:
+            await asyncio.wait_for(self._until(lambda: self.paused is None), max(0.0, remaining))
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def can_flush(self) -> bool:
+        """Whether no generation holds memory; retracted ones do not."""
+        return all(generation.waiting for generation in self.running.values())
+
+    def _cached_tokens(self, request: GenerationRequest) -> int:
+        """Logprobs of the prompt cost the cache: positions that need one are computed anew."""
+        matched = self.cache.match(request.input_ids)
+        if request.return_logprob and request.logprob_start_len >= 0:
+            return min(matched, request.logprob_start_len)
+        return matched
+
+    def _abort_where(self, chosen: Callable[[Generation], bool]) -> None:
+        for generation in self.running.values():
+            if chosen(generation):
+                if generation.waiting:
+                    generation.abort_waiting()
+                else:
+                    generation.abort()
+        self._pulse()
+
+    async def _grow(self, generation: Generation) -> None:
+        """Sample until there may be something to send: one token for a stream, a burst of them otherwise."""
+        await self._thaw(generation)
+        steps = 1 if generation.request.stream or self.token_latency_s or self.slow_down_s else _BURST
+        await asyncio.sleep(self.token_latency_s + self.slow_down_s)
+        await self._thaw(generation)
+        for _ in range(steps):
+            if generation.finish_reason is not None:
+                return
+            generation.step(self.weight_version)
+            if generation.due_for_forced_output():
+                generation.flush()
+
+    async def _thaw(self, generation: Generation) -> None:
+        if self.paused in (PauseMode.RETRACT, PauseMode.IN_PLACE):
+            await self._until(lambda: self.paused is None or generation.finish_reason is not None)
+
+    async def _until(self, condition: Callable[[], Any]) -> None:
+        while not condition():
+            await self._changed.wait()
+
+    def _pulse(self) -> None:
+        """Wake everyone who waits for a change of state; each looks again for itself."""
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,217 @@
+"""`/generate` bodies: one or many prompts, normalised the way SGLang does it."""
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from miles_router.testing.worker.constrained import script_for
+from miles_router.testing.worker.engine import Engine
+from miles_router.testing.worker.generation import GenerationRequest
+from miles_router.testing.worker.sampling_params import SamplingParams
+from miles_router.testing.worker.visit import InternalError, invalid_body
+
+
+class LethalPrompt(Exception):
+    """A prompt that ends a whole SGLang 0.5.23 worker."""
+
+
+@dataclass(slots=True)
+class GenerateInput:
+    """A parsed body: the samples to make, and whether the answer is a list."""
+
+    samples: list[GenerationRequest]
+    single: bool
+    stream: bool
+
+
+def parse_generate(body: Mapping[str, Any], engine: Engine) -> GenerateInput:
+    """ValueError, in SGLang's words, for a body that it refuses with 400."""
+    _check_types(body)
+    prompts, single = _prompts(body)
+    _check_lengths(body, len(prompts), single)
+    per_prompt = _sampling_dicts(body.get("sampling_params"), len(prompts))
+    copies = _parallel_samples(per_prompt)
+    rids = _rids(body.get("rid"), len(prompts), copies, single)
+    samples = []
+    for index, prompt in enumerate(prompts):
+        ids = engine.model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        sampling = SamplingParams.from_json(per_prompt[index])
+        for copy in range(copies):
+            given, key = rids[index * copies + copy]
+            sample = GenerationRequest(
+                given, ids, sampling, engine.noise_for(key, ids), stream=bool(body.get("stream"))
+            )
+            _fill_options(sample, body, index)
+            sample.script = script_for(sampling, engine.model.tokenizer, sample.noise)
+            _check(sample, engine)
+            samples.append(sample)
+    return GenerateInput(samples, single and copies == 1, bool(body.get("stream")))
+
+
+def _check_types(body: Mapping[str, Any]) -> None:
+    """Refusal for prompts and rids of a wrong type."""
+    for name in ("text", "rid"):
+        value = body.get(name)
+        if value is not None and not isinstance(value, str) and not _is_list_of(value, str):
+            string = {"type": "string_type", "loc": ("body", name, "str"), "msg": "Input should be a valid string"}
+            listed = {"type": "list_type", "loc": ("body", name, "list[str]"), "msg": "Input should be a valid list"}
+            raise invalid_body(string, listed)
+    ids = body.get("input_ids")
+    if ids is not None and not _is_list_of(ids, int) and not _is_list_of(ids, list):
+        message = "Value error, elements must be int or list"
+        raise invalid_body({"type": "value_error", "loc": ("body", "input_ids"), "msg": message})
+    given = body.get("sampling_params")
+    if given is not None and not isinstance(given, dict) and not _is_list_of(given, dict):
+        raise invalid_body(
+            {"type": "dict_type", "loc": ("body", "sampling_params"), "msg": "Input should be a dictionary"}
+        )
+
+
+def _check_lengths(body: Mapping[str, Any], count: int, single: bool) -> None:
+    """InternalError where SGLang indexes what has another length than the prompts."""
+    rid, sampling = body.get("rid"), body.get("sampling_params")
+    if single and isinstance(rid, list):
+        raise InternalError("rid is a list for one prompt")
+    if isinstance(sampling, list) and (single or len(sampling) != count):
+        raise InternalError("sampling_params is a list of another length than the prompts")
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {kind}
+
+
+def _prompts(body: Mapping[str, Any]) -> tuple[list[Any], bool]:
+    """Each prompt as text or ids, and whether there was one only."""
+    text, ids = body.get("text"), body.get("input_ids")
+    if text is None and ids is None:
+        raise ValueError("Either text, input_ids or input_embeds should be provided.")
+    if text is not None:
+        # With both given, the text counts the prompts and the ids are what the engine is given.
+        single = isinstance(text, str)
+        prompts = ids if ids is not None else text
+        return ([prompts] if single else list(prompts)), single
+    if not ids:
+        raise ValueError("input_ids cannot be empty.")
+    single = isinstance(ids[0], int)
+    return ([ids] if single else list(ids)), single
+
+
+def _sampling_dicts(given: Any, count: int) -> list[Mapping[str, Any]]:
+    if isinstance(given, list):
+        return list(given)
+    return [given or {}] * count
+
+
+def _parallel_samples(per_prompt: list[Mapping[str, Any]]) -> int:
+    counts = {params.get("n", 1) for params in per_prompt}
+    if len(counts) > 1:
+        raise ValueError("The parallel_sample_num should be the same for all samples in sample params.")
+    return int(counts.pop()) if counts else 1
+
+
+def _rids(given: Any, prompts: int, copies: int, single: bool) -> list[tuple[str, str | None]]:
+    """(rid, key of the randomness or None) of every sample; `n > 1` gives every sample a rid of its own."""
+    batch = not single or copies > 1
+    if given is None:
+        return [(uuid.uuid4().hex, None) for _ in range(prompts * copies)]
+    if not isinstance(given, (str, list)):
+        raise ValueError("The rid should be a string or a list of strings.")
+    if isinstance(given, str):
+        names = [f"{given}_{index}" for index in range(prompts)] if batch else [given]
+    else:
+        names = given
+    if len(names) != prompts:
+        raise ValueError("The specified rids length mismatch with the batch_size for batch processing.")
+    _refuse_duplicates(names)
+    if copies == 1:
+        return [(name, name) for name in names]
+    return [(uuid.uuid4().hex, f"{name}/{copy}") for name in names for copy in range(copies)]
+
+
+def _refuse_duplicates(names: list[str]) -> None:
+    if len(set(names)) != len(names):
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"Duplicate request IDs detected within the request: {duplicates}")
+
+
+_PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path")
+_SHARED = (
+    "return_text_in_logprobs",
+    "return_routed_experts",
+    "routed_experts_start_len",
+    "return_prompt_token_ids",
+    "token_ids_logprob",
+)
+
+
+def _fill_options(sample: GenerationRequest, body: Mapping[str, Any], index: int) -> None:
+    for name in _PER_PROMPT:
+        value = body.get(name)
+        if isinstance(value, list):
+            value = value[index]
+        if value is not None:
+            setattr(sample, name, value)
+    for name in _SHARED:
+        if body.get(name) is not None:
+            setattr(sample, name, body[name])
+
+
+def _check(sample: GenerationRequest, engine: Engine) -> None:
+    """What SGLang checks once the prompt's length is known."""
+    count, limit = len(sample.input_ids), engine.model.context_len
+    vocab_size = engine.model.tokenizer.vocab_size
+    if not count or min(sample.input_ids) < 0 or max(sample.input_ids) >= vocab_size:
+        raise LethalPrompt(f"the prompt is empty or has an id outside of the vocabulary (0 to {vocab_size - 1})")
+    if count >= limit:
+        raise ValueError(f"The input ({count} tokens) is longer than the model's context length ({limit} tokens).")
+    asked = sample.sampling.max_new_tokens
+    if asked is not None and asked + count > limit:
+        raise ValueError(
+            f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a "
+            f"total of {asked + count} tokens: {count} tokens from the input messages and {asked} tokens for the "
+            "completion. Please reduce the number of tokens in the input messages or the completion to fit within "
+            "the limit."
+        )
+    _check_starts(sample, count)
+    _check_adapter(sample, engine)
+    wrong = [token for token in sample.token_ids_logprob or () if not 0 <= token < vocab_size]
+    if wrong:
+        raise ValueError(
+            f"token_ids_logprob contains out-of-vocabulary token id {wrong[0]}; valid range is [0, {vocab_size})."
+        )
+
+
+def _check_adapter(sample: GenerationRequest, engine: Engine) -> None:
+    if sample.lora_path is None or sample.lora_path in engine.adapters:
+        return
+    if not engine.enable_lora:
+        raise ValueError(
+            f"LoRA adapter '{sample.lora_path}' was requested, but LoRA is not enabled. Please launch the server with "
+            "--enable-lora flag and preload adapters using --lora-paths or /load_lora_adapter endpoint."
+        )
+    raise ValueError(
+        f"Got LoRA adapter that has never been loaded: {sample.lora_path}\n"
+        f"All loaded adapters: {list(engine.adapters)}."
+    )
+
+
+def _check_starts(sample: GenerationRequest, count: int) -> None:
+    """The first positions asked for must lie within the prompt."""
+    logprobs = sample.logprob_start_len
+    if sample.return_logprob and logprobs > count:
+        raise ValueError(
+            f"req.logprob_start_len={logprobs} is higher than the number of input tokens "
+            f"len(req.origin_input_ids)={count}. Please use a smaller logprob_start_len."
+        )
+    start = sample.routed_experts_start_len
+    if sample.return_routed_experts and start < 0:
+        raise ValueError(
+            f"recv_req.routed_experts_start_len={start} is lower than 0. "
+            "Please use a non-negative routed_experts_start_len."
+        )
+    if sample.return_routed_experts and start > count:
+        raise ValueError(
+            f"recv_req.routed_experts_start_len={start} is higher than the number of input tokens "
+            f"len(req.origin_input_ids)={count}. Please use a smaller routed_experts_start_len."
+        )

@@ -1,0 +1,89 @@
+"""What a generation looks like in SGLang's native answers: `text`, `output_ids`, `meta_info`."""
+
+import time
+from typing import Any
+
+from miles_router.testing.worker.engine import Engine
+from miles_router.testing.worker.generation import ABORTED_WAITING, Generation, VersionSpan, sequence_of
+from miles_router.testing.worker.logprob_fields import logprob_fields
+from miles_router.testing.worker.moe import encode_routes, route
+from miles_router.testing.worker.settings import Settings
+
+_INCREMENTAL_FIELDS = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"}
+_ABSENT_WHEN_ABORTED_WAITING = (
+    "prompt_tokens",
+    "num_retractions",
+    "reasoning_tokens",
+    "cached_tokens",
+    "cached_tokens_details",
+    "dp_rank",
+)
+
+
+class OutputBuilder:
+    """Renders one generation, again and again while it streams."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self._engine = engine
+        self._moe = settings.moe
+        self._incremental = settings.incremental_streaming_output
+        self._began = time.perf_counter()
+        self._sent_ids = 0
+        self._sent_text = 0
+        self._answered = False
+
+    def render(self, generation: Generation) -> dict[str, Any]:
+        """The answer, or the stream's next event: everything so far, or only what is new."""
+        meta = self.meta_info(generation)
+        text, ids = generation.text, generation.output_ids
+        if generation.request.stream and self._incremental:
+            text, ids = text[self._sent_text :], ids[self._sent_ids :]
+            for name in meta.keys() & _INCREMENTAL_FIELDS:
+                meta[name] = meta[name][self._sent_ids :]
+            self._sent_text, self._sent_ids = len(generation.text), len(generation.output_ids)
+        answer: dict[str, Any] = {"text": text, "output_ids": list(ids), "meta_info": meta}
+        if generation.request.return_prompt_token_ids:
+            answer["prompt_token_ids"] = generation.request.input_ids
+        return answer
+
+    def meta_info(self, generation: Generation) -> dict[str, Any]:
+        request, finish = generation.request, generation.finish_reason
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": dict(finish) if finish else None,
+            "prompt_tokens": generation.prompt_tokens,
+            "weight_version": self._engine.weight_version,
+            "num_retractions": generation.retractions,
+        }
+        if request.return_logprob:
+            meta.update(logprob_fields(self._engine.model, generation))
+        meta["reasoning_tokens"] = 0
+        meta["completion_tokens"] = len(generation.output_ids)
+        meta["cached_tokens"] = generation.cached_tokens
+        if finish is not None:
+            self._add_versions(meta, generation)
+        cached = generation.cached_tokens
+        meta["cached_tokens_details"] = {"device": cached, "host": 0} if cached else None
+        if finish and finish != ABORTED_WAITING and request.return_routed_experts and self._moe is not None:
+            routes = route(self._moe, sequence_of(generation), request.routed_experts_start_len)
+            meta["routed_experts"] = encode_routes(routes)
+        meta["dp_rank"] = None
+        self._add_times(meta, last=finish is not None)
+        if finish == ABORTED_WAITING:
+            for absent in _ABSENT_WHEN_ABORTED_WAITING:
+                meta.pop(absent, None)
+        return meta
+
+    def _add_versions(self, meta: dict[str, Any], generation: Generation) -> None:
+        """Spans over the output; without output, one empty span of the current version."""
+        spans = generation.spans or [VersionSpan(self._engine.weight_version, 0, 0)]
+        meta["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
+        meta["weight_version"] = spans[-1].version
+
+    def _add_times(self, meta: dict[str, Any], *, last: bool) -> None:
+        """Only the first answer that is sent says when."""
+        if last:
+            meta["e2e_latency"] = time.perf_counter() - self._began
+        if not self._answered:
+            self._answered = True
+            meta["response_sent_to_client_ts"] = time.time()

@@ -1,0 +1,211 @@
+"""What a worker says about itself: model, server, health and load."""
+
+import asyncio
+import datetime
+import time
+from typing import Any
+
+from aiohttp import web
+
+from miles_router.testing.worker.chat_messages import chat_prompt_ids
+from miles_router.testing.worker.control_routes import Route
+from miles_router.testing.worker.visit import Visit, invalid_body
+
+SGLANG_VERSION = "0.5.23"
+
+
+async def health(visit: Visit) -> web.StreamResponse:
+    """200 once the engine generates; while paused it cannot, and the answer is 503 after `health_timeout_s`."""
+    engine, settings = visit.engine, visit.settings
+    deadline = asyncio.get_running_loop().time() + settings.health_timeout_s
+    await asyncio.sleep(settings.health_latency_s)
+    engine.healthy = await engine.generates_before(deadline)
+    if engine.healthy:
+        return await visit.reply.empty()
+    return await visit.reply.empty(503)
+
+
+async def ready(visit: Visit) -> web.StreamResponse:
+    """503 while paused, and after a failed `/health` until one succeeds."""
+    status = 200 if visit.engine.paused is None and visit.engine.healthy else 503
+    return await visit.reply.empty(status)
+
+
+async def model_info(visit: Visit) -> web.StreamResponse:
+    settings = visit.settings
+    kind = "qwen3_moe" if settings.moe else "qwen3"
+    return await visit.reply.json(
+        {
+            "model_path": settings.model_path,
+            "served_model_name": settings.served_model_name,
+            "tokenizer_path": settings.tokenizer_path,
+            "is_generation": True,
+            "preferred_sampling_params": None,
+            "weight_version": visit.engine.weight_version,
+            "load_format": "auto",
+            "reasoning_parser": settings.reasoning_parser,
+            "tool_call_parser": settings.tool_call_parser,
+            "disaggregation_mode": "null",
+            "has_image_understanding": False,
+            "has_audio_understanding": False,
+            "model_type": kind,
+            "architectures": ["Qwen3MoeForCausalLM" if settings.moe else "Qwen3ForCausalLM"],
+        }
+    )
+
+
+async def server_info(visit: Visit) -> web.StreamResponse:
+    """The few of SGLang's several hundred settings that a router may look at."""
+    settings = visit.settings
+    return await visit.reply.json(
+        {
+            "model_path": settings.model_path,
+            "tokenizer_path": settings.tokenizer_path,
+            "served_model_name": settings.served_model_name,
+            "context_length": settings.context_len,
+            "max_total_num_tokens": settings.context_len,
+            "max_req_input_len": settings.context_len - 6,
+            "disaggregation_mode": "null",
+            "status": "ready",
+            "incremental_streaming_output": settings.incremental_streaming_output,
+            "enable_return_routed_experts": settings.moe is not None,
+            "weight_version": visit.engine.weight_version,
+            "tool_call_parser": settings.tool_call_parser,
+            "reasoning_parser": settings.reasoning_parser,
+            "tp_size": 1,
+            "dp_size": 1,
+            "internal_states": [{"weight_version": visit.engine.weight_version}],
+            "version": SGLANG_VERSION,
+            "frontend": "python",
+            "simulated": True,
+        }
+    )
+
+
+async def loads(visit: Visit) -> web.StreamResponse:
+    """GET /v1/loads: running and waiting requests."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat()
+    return await visit.reply.json(
+        {
+            "timestamp": now,
+            "version": SGLANG_VERSION,
+            "accelerator": None,
+            "num_accelerators": 1,
+            "loads": [_load(visit)],
+        }
+    )
+
+
+async def models(visit: Visit) -> web.StreamResponse:
+    return await visit.reply.json({"object": "list", "data": [_model_card(visit)]})
+
+
+async def model(visit: Visit) -> web.StreamResponse:
+    """GET /v1/models/{name}."""
+    name = visit.path_tail
+    if name == visit.settings.served_model_name:
+        return await visit.reply.json(_model_card(visit))
+    error = {
+        "message": f"The model '{name}' does not exist",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+    return await visit.reply.json({"error": error}, 404)
+
+
+async def tokenize(visit: Visit) -> web.StreamResponse:
+    """POST /v1/tokenize {"prompt": text | [text]} or {"messages": [...]}."""
+    body = visit.json()
+    prompt, messages = body.get("prompt"), body.get("messages")
+    if (prompt is None) == (messages is None):
+        message = "Value error, Exactly one of 'prompt' or 'messages' must be provided."
+        raise invalid_body({"type": "value_error", "loc": ("body",), "msg": message})
+    tokenizer = visit.engine.model.tokenizer
+    limit = getattr(tokenizer, "model_max_length", visit.settings.context_len)
+    if isinstance(prompt, list):
+        tokens = [tokenizer.encode(text) for text in prompt]
+        return await visit.reply.json({"tokens": tokens, "count": list(map(len, tokens)), "max_model_len": limit})
+    ids = tokenizer.encode(str(prompt)) if messages is None else chat_prompt_ids(body, tokenizer)
+    return await visit.reply.json({"tokens": ids, "count": len(ids), "max_model_len": limit})
+
+
+async def detokenize(visit: Visit) -> web.StreamResponse:
+    """POST /v1/detokenize {"tokens": ids | [ids], "skip_special_tokens": true}."""
+    body = visit.json()
+    tokens, skip = body.get("tokens"), body.get("skip_special_tokens", True)
+    if not isinstance(tokens, list):
+        raise invalid_body({"type": "list_type", "loc": ("body", "tokens"), "msg": "Input should be a valid list"})
+    decode = visit.engine.model.tokenizer.decode
+    if tokens and isinstance(tokens[0], list):
+        return await visit.reply.json({"text": [decode(ids, skip_special_tokens=skip) for ids in tokens]})
+    return await visit.reply.json({"text": decode(tokens, skip_special_tokens=skip)})
+
+
+async def ping(visit: Visit) -> web.StreamResponse:
+    return await visit.reply.empty()
+
+
+async def root(visit: Visit) -> web.StreamResponse:
+    return await visit.reply.json("SGLang is running")
+
+
+def _load(visit: Visit) -> dict[str, Any]:
+    # SGLang shows retracted requests as running, since it publishes no new figures while it is paused.
+    running = list(visit.engine.running.values())
+    used = sum(generation.prompt_tokens + len(generation.output_ids) for generation in running)
+    return {
+        "timestamp": time.time(),
+        "dp_rank": 0,
+        "num_running_reqs": len(running),
+        "num_waiting_reqs": 0,
+        "num_waiting_uncached_tokens": 0,
+        "num_used_tokens": used,
+        "num_total_tokens": used,
+        "num_active_tokens": used,
+        "num_prealloc_ready_tokens": 0,
+        "max_total_num_tokens": visit.settings.context_len,
+        "max_running_requests": 256,
+        "token_usage": used / visit.settings.context_len,
+        "gen_throughput": 0.0,
+        "cache_hit_rate": 0.0,
+        "utilization": 0.0,
+        "total_prefill_uncached_tokens": 0,
+        "total_prefill_busy_us": 0,
+        "decode_moments": None,
+        "memory": {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": visit.settings.context_len},
+        "disaggregation": {"mode": "null"},
+        "queues": {"waiting": 0, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
+    }
+
+
+def _model_card(visit: Visit) -> dict[str, object]:
+    name = visit.settings.served_model_name
+    return {
+        "id": name,
+        "object": "model",
+        "created": visit.settings.started_at,
+        "owned_by": "sglang",
+        "root": name,
+        "parent": None,
+        "max_model_len": visit.settings.context_len,
+    }
+
+
+INFO_ROUTES: dict[tuple[str, str], Route] = {
+    ("GET", "/health"): health,
+    ("GET", "/health_generate"): health,
+    ("GET", "/ready"): ready,
+    ("GET", "/model_info"): model_info,
+    ("GET", "/get_model_info"): model_info,
+    ("GET", "/server_info"): server_info,
+    ("GET", "/get_server_info"): server_info,
+    ("GET", "/v1/loads"): loads,
+    ("GET", "/v1/models"): models,
+    ("POST", "/v1/tokenize"): tokenize,
+    ("POST", "/tokenize"): tokenize,
+    ("POST", "/v1/detokenize"): detokenize,
+    ("POST", "/detokenize"): detokenize,
+    ("GET", "/ping"): ping,
+    ("GET", "/"): root,
+}

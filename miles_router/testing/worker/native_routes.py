@@ -1,0 +1,132 @@
+"""`/generate`, single, batched and streamed."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.generate_input import GenerateInput, parse_generate
+from miles_router.testing.worker.generate_output import OutputBuilder
+from miles_router.testing.worker.generation import Generation, GenerationRequest
+from miles_router.testing.worker.sampling_params import WrongType
+from miles_router.testing.worker.visit import Visit
+
+DONE = b"data: [DONE]\n\n"
+
+
+async def generate(visit: Visit) -> web.StreamResponse:
+    """POST /generate."""
+    body = visit.json()
+    try:
+        given = parse_generate(body, visit.engine)
+        async with admitted(visit, given):
+            if not given.stream:
+                answers = await all_answers(visit, given)
+                return await visit.reply.json(answers[0] if given.single else answers)
+            async for event in all_events(visit, given):
+                await visit.reply.send(encode_event(event))
+    except WrongType as error:
+        return await visit.reply.json({"error": str(error)}, 400)
+    except ValueError as error:
+        return await _refuse(visit, error, stream=bool(body.get("stream")))
+    await visit.reply.send(DONE)
+    return await visit.reply.end()
+
+
+async def _refuse(visit: Visit, error: ValueError, *, stream: bool) -> web.StreamResponse:
+    """SGLang streams even its refusals, with status 200."""
+    if not stream:
+        return await visit.reply.json({"error": {"message": str(error)}}, 400)
+    refusal = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
+    await visit.reply.send(encode_event({"error": refusal}))
+    await visit.reply.send(DONE)
+    return await visit.reply.end()
+
+
+@asynccontextmanager
+async def admitted(visit: Visit, given: GenerateInput) -> AsyncIterator[None]:
+    """Hold the request's rids, and wait while the worker is paused; ValueError when a rid is in use."""
+    rids = [sample.rid for sample in given.samples]
+    visit.engine.reserve(rids)
+    try:
+        await visit.engine.admission()
+        yield
+    finally:
+        visit.engine.unreserve(rids)
+
+
+async def all_answers(visit: Visit, given: GenerateInput) -> list[dict[str, Any]]:
+    """The finished answer of every sample."""
+    if len(given.samples) == 1:
+        return [await finished(visit, given.samples[0])]
+    return await gather(*(finished(visit, sample) for sample in given.samples))
+
+
+def all_events(visit: Visit, given: GenerateInput) -> AsyncIterator[dict[str, Any]]:
+    """Every streamed event; with several samples each says its `index`."""
+    return events(visit, given.samples[0]) if given.single else _merged(visit, given.samples)
+
+
+async def finished(visit: Visit, sample: GenerationRequest) -> dict[str, Any]:
+    """The answer of one sample that nobody streams."""
+    return [event async for event in events(visit, sample)][-1]
+
+
+async def events(visit: Visit, sample: GenerationRequest) -> AsyncIterator[dict[str, Any]]:
+    """Each answer of one sample, recorded at the door as it goes."""
+    builder = OutputBuilder(visit.engine, visit.settings)
+    async for generation in recorded(visit, sample):
+        yield builder.render(generation)
+
+
+async def recorded(visit: Visit, sample: GenerationRequest) -> AsyncIterator[Generation]:
+    """The engine's outputs for one sample, with the door's record kept up to date."""
+    generation = visit.engine.begin(sample)
+    record = GenerationRecord(sample.rid, sample.input_ids)
+    visit.exchange.generations.append(record)
+    try:
+        async for _ in visit.engine.outputs(generation):
+            yield generation
+    finally:
+        visit.engine.end(generation)
+        record.update(generation)
+
+
+async def _merged(visit: Visit, samples: list[GenerationRequest]) -> AsyncIterator[dict[str, Any]]:
+    """Events of several samples as they come, each with the `index` of its sample."""
+    queue: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(maxsize=len(samples))
+
+    async def pump(index: int, sample: GenerationRequest) -> None:
+        async for event in events(visit, sample):
+            await queue.put({**event, "index": index})
+        await queue.put(None)
+
+    pumps = asyncio.ensure_future(gather(*(pump(index, sample) for index, sample in enumerate(samples))))
+    try:
+        for _ in samples:
+            while (event := await queue.get()) is not None:
+                yield event
+    finally:
+        pumps.cancel()
+        await asyncio.wait([pumps])
+
+
+async def gather(*coroutines: Any) -> list[Any]:
+    """`asyncio.gather` that, when cancelled or failed, leaves no coroutine behind."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+
+def encode_event(value: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"

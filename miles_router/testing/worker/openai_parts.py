@@ -1,0 +1,81 @@
+"""Pieces that the OpenAI-style answers share: errors, usage, logprobs, weight versions."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from miles_router.testing.worker.visit import Visit, error_object, invalid_body
+from miles_router.testing.worker.vocabulary import Tokenizer
+
+DEFAULT_MODEL = "default"
+
+
+def require_json(visit: Visit) -> None:
+    """Refusal with 400 unless the body says that it is JSON."""
+    if visit.content_type.lower().partition(";")[0].strip() != "application/json":
+        message = "Unsupported Media Type: Only 'application/json' is allowed"
+        raise invalid_body({"loc": ["header", "content-type"], "msg": message, "type": "value_error"})
+
+
+async def refuse(visit: Visit, message: str, kind: str = "BadRequestError") -> web.StreamResponse:
+    """400 in the OpenAI-style shape."""
+    return await visit.reply.json(error_object(message, 400, kind), 400)
+
+
+def usage_of(metas: Sequence[dict[str, Any]], copies: int) -> dict[str, Any]:
+    """Token counts of one answer; a prompt sampled several times counts once."""
+    prompt = sum(meta.get("prompt_tokens", 0) for meta in metas[::copies])
+    completion = sum(meta.get("completion_tokens", 0) for meta in metas)
+    return {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+        "prompt_tokens_details": None,
+        "reasoning_tokens": 0,
+        "completion_tokens_details": None,
+    }
+
+
+def metadata_of(meta: dict[str, Any]) -> dict[str, Any]:
+    """The weight versions that an answer names outside `meta_info`."""
+    return {name: meta[name] for name in ("weight_version", "weight_versions") if name in meta}
+
+
+def chat_logprobs(tokenizer: Tokenizer, triples: Sequence[Any], tops: Sequence[Any]) -> dict[str, Any]:
+    """`logprobs` of a chat choice from the engine's `[logprob, id, text]` lists."""
+    content = []
+    for position, triple in enumerate(triples):
+        alternatives = tops[position] if position < len(tops) else ()
+        top = [_chat_token(tokenizer, alternative) for alternative in alternatives]
+        content.append({**_chat_token(tokenizer, triple), "top_logprobs": top})
+    return {"content": content}
+
+
+def completion_logprobs(tokenizer: Tokenizer, triples: Iterable[Any], tops: Iterable[Any]) -> dict[str, Any]:
+    """`logprobs` of a completion choice."""
+    triples = list(triples)
+    return {
+        "text_offset": [-1] * len(triples),
+        "token_logprobs": [logprob for logprob, _, _ in triples],
+        "tokens": [_lossless_text(tokenizer, token) for _, token, _ in triples],
+        "top_logprobs": [None if row is None else _by_text(tokenizer, row) for row in tops],
+    }
+
+
+def _by_text(tokenizer: Tokenizer, row: Iterable[Any]) -> dict[str, float]:
+    return {_lossless_text(tokenizer, token): logprob for logprob, token, _ in row}
+
+
+def _chat_token(tokenizer: Tokenizer, triple: Sequence[Any]) -> dict[str, Any]:
+    logprob, token, text = triple
+    return {"token": text or "", "bytes": list(tokenizer.token_bytes(token)), "logprob": logprob}
+
+
+def _lossless_text(tokenizer: Tokenizer, token: int) -> str:
+    """A token's text; a piece of a character is shown byte for byte as latin-1."""
+    raw = tokenizer.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw.decode("latin-1")

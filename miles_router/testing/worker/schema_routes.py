@@ -1,0 +1,28 @@
+"""`GET /openapi.json`: the paths that a worker answers, and the fields of a chat request that it knows."""
+
+from collections.abc import Iterable
+
+from aiohttp import web
+
+from miles_router.testing.worker.chat_request import CHAT_FIELDS
+from miles_router.testing.worker.control_routes import Route
+from miles_router.testing.worker.visit import Visit
+
+
+def openapi(routes: Iterable[tuple[str, str]]) -> Route:
+    """The route that tells of `(method, path)` pairs, as much of it as a client may look at."""
+    paths: dict[str, dict[str, object]] = {}
+    for method, path in routes:
+        paths.setdefault(path, {})[method.lower()] = {"responses": {"200": {"description": "Successful Response"}}}
+    chat_request = {"type": "object", "properties": {name: {} for name in CHAT_FIELDS}, "required": ["messages"]}
+    schema = {
+        "openapi": "3.1.0",
+        "info": {"title": "FastAPI", "version": "0.1.0"},
+        "paths": paths,
+        "components": {"schemas": {"ChatCompletionRequest": chat_request}},
+    }
+
+    async def answer(visit: Visit) -> web.StreamResponse:
+        return await visit.reply.json(schema)
+
+    return answer

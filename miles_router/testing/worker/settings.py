@@ -1,0 +1,29 @@
+"""What a simulated worker is told about itself at start."""
+
+from dataclasses import dataclass
+
+from miles_router.testing.worker.moe import MoeShape
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Facts that the HTTP answers show."""
+
+    model_path: str
+    served_model_name: str
+    tokenizer_path: str
+    moe: MoeShape | None
+    incremental_streaming_output: bool
+    api_key: str | None
+    context_len: int
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    health_latency_s: float
+    """SGLang looks for the health token once a second."""
+    health_timeout_s: float
+    started_at: int
+
+    @property
+    def has_parser(self) -> bool:
+        """Whether a tool call or reasoning parser was configured, whatever a request asks."""
+        return bool(self.tool_call_parser or self.reasoning_parser)

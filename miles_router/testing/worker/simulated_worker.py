@@ -1,0 +1,338 @@
+"""A SGLang worker without a model: its protocol on a real port, seeded, observable and breakable."""
+
+import asyncio
+import contextlib
+import gzip
+import logging
+import socket
+import time
+from types import TracebackType
+from typing import Any
+from urllib.parse import parse_qsl, unquote
+
+import aiohttp
+from aiohttp import web
+
+from miles_router.testing.worker.chat_routes import chat_completions
+from miles_router.testing.worker.completions_routes import completions
+from miles_router.testing.worker.constrained import stop_id
+from miles_router.testing.worker.control_routes import CONTROL_ROUTES, Route
+from miles_router.testing.worker.door import Door, Exchange
+from miles_router.testing.worker.engine import Engine
+from miles_router.testing.worker.faults import Faults
+from miles_router.testing.worker.generate_input import LethalPrompt
+from miles_router.testing.worker.generation import Model
+from miles_router.testing.worker.info_routes import INFO_ROUTES, model
+from miles_router.testing.worker.messages_routes import messages
+from miles_router.testing.worker.moe import MoeShape
+from miles_router.testing.worker.native_routes import generate
+from miles_router.testing.worker.reply import Reply, reset
+from miles_router.testing.worker.schema_routes import openapi
+from miles_router.testing.worker.settings import Settings
+from miles_router.testing.worker.visit import InternalError, Refusal, Visit
+from miles_router.testing.worker.vocabulary import Tokenizer, ToyTokenizer
+
+logger = logging.getLogger("miles_router.testing.worker")
+
+_ROUTES: dict[tuple[str, str], Route] = {
+    **CONTROL_ROUTES,
+    **INFO_ROUTES,
+    ("POST", "/generate"): generate,
+    ("PUT", "/generate"): generate,
+    ("POST", "/v1/chat/completions"): chat_completions,
+    ("POST", "/v1/completions"): completions,
+    ("POST", "/v1/messages"): messages,
+}
+_ROUTES["GET", "/openapi.json"] = openapi(_ROUTES)
+_PATHS: dict[str, list[str]] = {}
+for _method, _path in _ROUTES:
+    _PATHS.setdefault(_path, []).append(_method)
+_OPEN_WITHOUT_KEY = ("/health", "/ready", "/metrics")
+_MAX_BODY_BYTES = 1 << 40
+_REGISTRATION_RETRY_S = 0.2
+
+
+class SimulatedWorker:
+    """One worker; `async with SimulatedWorker() as worker:` serves at `worker.url` until the block ends.
+
+    `seed` is the model's weights: workers with one seed and vocabulary sample alike, `replica` only tells apart
+    what requests without a `rid` draw. `tokenizer` is a directory with `tokenizer.json`, any `Tokenizer`, or None
+    for the toy vocabulary. With `router_url` the worker registers itself there, as often as it takes.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        seed: int = 0,
+        replica: int = 0,
+        tokenizer: str | Tokenizer | None = None,
+        token_latency_s: float = 0.0,
+        weight_version: str = "default",
+        model_path: str = "simulated-model",
+        served_model_name: str | None = None,
+        moe: MoeShape | None = None,
+        router_url: str | None = None,
+        incremental_streaming_output: bool = False,
+        api_key: str | None = None,
+        context_len: int = 32768,
+        stop_probability: float = 1 / 256,
+        tool_call_parser: str | None = "qwen25",
+        reasoning_parser: str | None = None,
+        enable_lora: bool = False,
+        health_latency_s: float = 0.0,
+        health_timeout_s: float = 20.0,
+        mortal: bool = False,
+        door_limit: int = 10_000,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self.seed = seed
+        self.router_url = router_url
+        vocabulary = load_tokenizer(tokenizer)
+        self.tokenizer = vocabulary
+        self.engine = Engine(
+            Model.seeded(vocabulary, seed, stop_probability, context_len),
+            weight_version=weight_version,
+            token_latency_s=token_latency_s,
+            replica=replica,
+            enable_lora=enable_lora,
+        )
+        self.door = Door(door_limit)
+        self.faults = Faults()
+        self.settings = Settings(
+            model_path=model_path,
+            served_model_name=served_model_name or model_path,
+            tokenizer_path=tokenizer if isinstance(tokenizer, str) else model_path,
+            moe=moe,
+            incremental_streaming_output=incremental_streaming_output,
+            api_key=api_key,
+            context_len=context_len,
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            health_latency_s=health_latency_s,
+            health_timeout_s=health_timeout_s,
+            started_at=int(time.time()),
+        )
+        self._mortal = mortal
+        self._server: web.Server | None = None
+        self._listener: asyncio.Server | None = None
+        self._reserved: socket.socket | None = None
+        self._registration: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """`http://host:port`, the port a real one once started."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def weight_version(self) -> str:
+        return self.engine.weight_version
+
+    @property
+    def running(self) -> int:
+        """Generations that the engine works on now."""
+        return len(self.engine.running)
+
+    def say(self, answer: str | list[int]) -> None:
+        """Make the next generation answer this, then stop. Repeat it to plan several, each used once.
+
+        A text is encoded; ids are sampled exactly as given. A stop id is added where the end is none.
+        """
+        ids = self.tokenizer.encode(answer) if isinstance(answer, str) else list(answer)
+        ended = bool(ids) and ids[-1] in self.tokenizer.eos_token_ids
+        self.engine.scripts.append(ids if ended else [*ids, stop_id(self.tokenizer)])
+
+    async def __aenter__(self) -> "SimulatedWorker":
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen, and register with the router if one was named; OSError when the port is taken."""
+        self._server = web.Server(
+            self._answer, request_factory=self._make_request, handler_cancellation=True, auto_decompress=False
+        )
+        await self.restart()
+        if self.router_url is not None:
+            loop = asyncio.get_running_loop()
+            self._registration = loop.create_task(self._register(self.router_url), name=f"register {self.url}")
+
+    async def stop(self) -> None:
+        """Stop listening, end every connection and leave nothing behind. Harmless when repeated."""
+        if self._registration is not None:
+            self._registration.cancel()
+            await asyncio.wait([self._registration])
+            self._registration = None
+        await self.refuse()
+        if self._server is not None:
+            await self._abort_connections()
+            await self._server.shutdown(timeout=1.0)
+            self._server = None
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
+
+    async def kill(self) -> None:
+        """Die as a crashed process does: every connection is reset and new ones are refused."""
+        await self.refuse()
+        await self._abort_connections()
+
+    async def refuse(self) -> None:
+        """Refuse new connections. Idle ones are closed; requests being answered go on."""
+        if self._listener is None:
+            return
+        self._listener.close()
+        self._listener = None
+        # Bound but not listening: connections are refused and nobody else gets the port.
+        self._reserved = self._bind()
+        assert self._server is not None
+        self._server.pre_shutdown()
+        await asyncio.sleep(0)
+
+    async def restart(self) -> None:
+        """Listen again on the same port, after `kill()` or `refuse()`. The engine's state is as it was."""
+        if self._listener is not None:
+            return
+        assert self._server is not None, "start() the worker first"
+        sock, self._reserved = self._reserved or self._bind(), None
+        self.port = sock.getsockname()[1]
+        self._listener = await asyncio.get_running_loop().create_server(self._server, sock=sock, backlog=1024)
+
+    def _bind(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            sock.bind((self.host, self.port))
+        except OSError:
+            sock.close()
+            raise
+        return sock
+
+    async def _abort_connections(self) -> None:
+        assert self._server is not None
+        for connection in self._server.connections:
+            reset(connection.transport)
+        # Connections leave the list once their handlers have been cancelled.
+        for _ in range(100):
+            if not self._server.connections:
+                return
+            await asyncio.sleep(0)
+
+    async def _register(self, router_url: str) -> None:
+        target = f"{router_url.rstrip('/')}/add_worker"
+        async with aiohttp.ClientSession() as session:
+            while True:
+                try:
+                    async with session.post(target, params={"url": self.url}) as response:
+                        if response.status == 200:
+                            logger.info("registered %s with %s", self.url, router_url)
+                            return
+                        logger.warning("%s answered %d to the registration", router_url, response.status)
+                except aiohttp.ClientError as error:
+                    logger.info("the router at %s does not answer yet: %s", router_url, error)
+                await asyncio.sleep(_REGISTRATION_RETRY_S)
+
+    @staticmethod
+    def _make_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+        loop = asyncio.get_running_loop()
+        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=_MAX_BODY_BYTES)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        exchange = Exchange(request.method, request.raw_path, request.raw_headers)
+        self.door.open(exchange)
+        reply = Reply(request, exchange, self.faults.take(exchange.path))
+        try:
+            exchange.body = await request.read()
+            if reply.replaced:
+                return await reply.misbehave()
+            return await self._route(request, exchange, reply)
+        except asyncio.CancelledError:
+            exchange.disconnected = not reply.cut
+            raise
+        finally:
+            exchange.done = True
+            self.door.notify()
+
+    async def _route(self, request: web.BaseRequest, exchange: Exchange, reply: Reply) -> web.StreamResponse:
+        path = unquote(exchange.path)
+        if not self._authorized(request, path):
+            return await reply.json({"error": "Unauthorized"}, 401)
+        route = _find_route(request.method, path)
+        if route is None:
+            return await _no_route(reply, path, exchange.target)
+        visit = Visit(
+            body=_decoded(request, exchange.body),
+            query=dict(parse_qsl(exchange.target.partition("?")[2])),
+            content_type=request.headers.get("content-type", ""),
+            path_tail=path.removeprefix("/v1/models/"),
+            reply=reply,
+            exchange=exchange,
+            engine=self.engine,
+            settings=self.settings,
+        )
+        try:
+            return await route(visit)
+        except Refusal as refusal:
+            return await reply.json(refusal.content, refusal.status)
+        except InternalError as error:
+            logger.error("500 on %s: %s", exchange.target, error)
+            return await reply.text("Internal Server Error", 500)
+        except LethalPrompt as error:
+            return await self._meet_lethal_prompt(reply, error)
+
+    async def _meet_lethal_prompt(self, reply: Reply, error: LethalPrompt) -> web.StreamResponse:
+        """Die of it as SGLang does, if this worker was asked to; else say what would have happened."""
+        logger.error("%s, of which a real worker dies", error)
+        if self._mortal:
+            reply.cut = True
+            await self.kill()
+        return await reply.json({"error": {"message": f"{error}; a real worker dies of this"}}, 400)
+
+    def _authorized(self, request: web.BaseRequest, path: str) -> bool:
+        key = self.settings.api_key
+        if key is None or path.startswith(_OPEN_WITHOUT_KEY):
+            return True
+        return request.headers.get("authorization") == f"Bearer {key}"
+
+
+def load_tokenizer(given: str | Tokenizer | None) -> Tokenizer:
+    """The toy vocabulary for None; for a directory, the tokenizer in it."""
+    if given is None:
+        return ToyTokenizer()
+    if not isinstance(given, str):
+        return given
+    from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
+
+    return DirectoryTokenizer(given)
+
+
+def _find_route(method: str, path: str) -> Route | None:
+    route = _ROUTES.get((method, path))
+    if route is None and method == "GET" and path.startswith("/v1/models/"):
+        return model
+    return route
+
+
+async def _no_route(reply: Reply, path: str, target: str) -> web.StreamResponse:
+    """What FastAPI answers where it has no route for the path, or none for the method."""
+    if path in _PATHS:
+        return await reply.json({"detail": "Method Not Allowed"}, 405, {"allow": ", ".join(_PATHS[path])})
+    if path.endswith("/") and path.rstrip("/") in _PATHS:
+        where, question, query = target.partition("?")
+        return await reply.empty(307, {"location": where.rstrip("/") + question + query})
+    return await reply.json({"detail": "Not Found"}, 404)
+
+
+def _decoded(request: web.BaseRequest, body: bytes) -> bytes:
+    if request.headers.get("content-encoding") == "gzip":
+        with contextlib.suppress(gzip.BadGzipFile):
+            return gzip.decompress(body)
+    return body

@@ -1,0 +1,129 @@
+"""Tool calls in generated text, in the format of SGLang's `qwen25` parser, and making one up when one is required."""
+
+import random
+import re
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from miles_router.testing.worker.constrained import instance_of, spelled, stop_id
+from miles_router.testing.worker.vocabulary import Tokenizer
+
+_BEGIN = "<tool_call>\n"
+_END = "\n</tool_call>"
+
+
+def required_call(tools: Sequence[Mapping[str, Any]], choice: Any, tokenizer: Tokenizer, seed: int) -> list[int]:
+    """Ids of a well-formed call of one of the tools (or of the one named), with a stop id at the end."""
+    source = random.Random(seed)
+    names = [tool["function"]["name"] for tool in tools]
+    wanted = choice["function"]["name"] if isinstance(choice, Mapping) else source.choice(names)
+    function = tools[names.index(wanted)]["function"]
+    arguments = orjson.dumps(instance_of(function.get("parameters") or {"type": "object"}, source)).decode()
+    call = f'{{"name":{orjson.dumps(wanted).decode()}, "arguments":{arguments}}}'
+    ids = [*tokenizer.encode(_BEGIN), *spelled(call, tokenizer, source), *tokenizer.encode(_END)]
+    return [*ids, stop_id(tokenizer)]
+
+
+def parse_calls(text: str, names: Collection[str]) -> tuple[str, list[dict[str, Any]] | None]:
+    """(text outside calls, calls) of a finished text; None and the whole text when no call begins in it.
+
+    What is no well-formed call of a tool in `names` is dropped, as SGLang drops it.
+    """
+    if _BEGIN not in text:
+        return text, None
+    calls: list[dict[str, Any]] = []
+    for block in text.split(_BEGIN)[1:]:
+        function = _function_of(block.partition(_END)[0], names) if _END in block else None
+        if function is not None:
+            calls.append({"id": _call_id(), "index": len(calls), "type": "function", "function": function})
+    return text.partition(_BEGIN)[0].strip(), calls or None
+
+
+def _function_of(block: str, names: Collection[str]) -> dict[str, str] | None:
+    try:
+        parsed = orjson.loads(block.strip())
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(parsed, dict) or parsed.get("name") not in names:
+        return None
+    arguments = parsed.get("arguments", parsed.get("parameters", {}))
+    return {"name": parsed["name"], "arguments": orjson.dumps(arguments).decode()}
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
+
+
+class ToolCallStream:
+    """Splits a growing text into visible text and deltas of tool calls; what may begin a call is held back."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._buffer = ""
+        self._inside = False
+        self._named = False
+        self.calls = 0
+
+    def push(self, delta: str, *, last: bool) -> list[str | dict[str, Any]]:
+        """Visible texts and call deltas, in order; `last` lets go of text that was held back."""
+        self._buffer += delta
+        parts: list[str | dict[str, Any]] = []
+        while True:
+            before = self._buffer
+            parts += self._inside_call() if self._inside else self._outside_call(last=last)
+            if self._buffer == before:
+                return parts
+
+    def _outside_call(self, *, last: bool) -> list[str | dict[str, Any]]:
+        visible, begin, rest = self._buffer.partition(_BEGIN)
+        if begin:
+            self._inside, self._named, self._buffer = True, False, rest
+        else:
+            shown = len(visible) if last else len(visible) - overlap(visible, _BEGIN)
+            visible, self._buffer = visible[:shown], visible[shown:]
+        return [visible] if visible else []
+
+    def _inside_call(self) -> list[str | dict[str, Any]]:
+        """First a delta with the name, then deltas whose arguments join to the call's."""
+        parts: list[str | dict[str, Any]] = []
+        head = None if self._named else _HEAD.match(self._buffer)
+        if head and head[1] in self._names:
+            self._named, self._buffer = True, self._buffer[head.end() :]
+            parts.append(self._delta(_call_id(), head[1], ""))
+        arguments = self._take_arguments()
+        if self._named and arguments:
+            parts.append(self._delta(None, None, arguments))
+        if not self._inside and self._named:
+            self.calls += 1
+        return parts
+
+    def _take_arguments(self) -> str:
+        """What is certainly part of the arguments: not the object's closing brace, nor the end of the call."""
+        block, end, rest = self._buffer.partition(_END)
+        if end:
+            self._buffer, self._inside = rest, False
+            return block.rstrip().removesuffix("}")
+        if not self._named:
+            return ""
+        tail = _POSSIBLE_TAIL.search(block)
+        shown = tail.start() if tail else len(block)
+        self._buffer = block[shown:]
+        return block[:shown]
+
+    def _delta(self, call_id: str | None, name: str | None, arguments: str) -> dict[str, Any]:
+        function = {"name": name, "arguments": arguments}
+        return {"id": call_id, "index": self.calls, "type": "function", "function": function}
+
+
+# Closing braces and whatever may follow the last of them.
+_POSSIBLE_TAIL = re.compile(r"[}\s]+[</a-z_>]*$")
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')
+
+
+def overlap(text: str, marker: str) -> int:
+    """How much of the marker the text ends with, short of all of it."""
+    longest = min(len(marker) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)

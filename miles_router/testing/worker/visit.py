@@ -1,0 +1,84 @@
+"""One request on its way through the worker's routes, and how a route refuses it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from miles_router.testing.worker.door import Exchange
+from miles_router.testing.worker.engine import Engine
+from miles_router.testing.worker.reply import Reply
+from miles_router.testing.worker.settings import Settings
+
+
+class InternalError(Exception):
+    """SGLang meets a Python error here, and answers 500."""
+
+
+class Refusal(Exception):
+    """Answer with this status and JSON content instead."""
+
+    def __init__(self, status: int, content: Any) -> None:
+        super().__init__(content)
+        self.status = status
+        self.content = content
+
+
+@dataclass(slots=True)
+class Visit:
+    """What a route may use."""
+
+    body: bytes
+    query: dict[str, str]
+    content_type: str
+    path_tail: str
+    reply: Reply
+    exchange: Exchange
+    engine: Engine
+    settings: Settings
+
+    @property
+    def says_json(self) -> bool:
+        """Whether the content type is JSON; FastAPI does not look into any other body."""
+        kind = self.content_type.partition(";")[0].strip().lower()
+        return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+    def json(self) -> dict[str, Any]:
+        """The body as a JSON object; Refusal with 400 when it is anything else."""
+        if not self.body:
+            raise invalid_body({"type": "missing", "loc": ("body",), "msg": "Field required", "input": None})
+        value = self._parsed() if self.says_json else self.body
+        if not isinstance(value, dict):
+            problem = {
+                "type": "dataclass_type",
+                "loc": ("body",),
+                "msg": "Input should be a dictionary",
+                "input": value,
+            }
+            raise invalid_body(problem)
+        return value
+
+    def optional_json(self) -> dict[str, Any]:
+        """Like `json()`, but no body is an empty object."""
+        return self.json() if self.body else {}
+
+    def _parsed(self) -> Any:
+        try:
+            return orjson.loads(self.body)
+        except orjson.JSONDecodeError as error:
+            place, context = ("body", error.pos), {"error": error.msg}
+            problem = {"type": "json_invalid", "loc": place, "msg": "JSON decode error", "input": {}, "ctx": context}
+            raise invalid_body(problem) from error
+
+
+def error_object(message: str, status: int, kind: str = "BadRequestError") -> dict[str, Any]:
+    """SGLang's OpenAI-style error."""
+    return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+
+
+def invalid_body(*problems: Mapping[str, Any]) -> Refusal:
+    """What FastAPI's validation errors become in SGLang; each problem has its `type`, `loc` and `msg`."""
+    count = f"{len(problems)} validation error{'s' if len(problems) > 1 else ''}"
+    message = count + ":" + "".join(f"\n  {dict(problem)}" for problem in problems)
+    return Refusal(400, error_object(message, 400, "Bad Request"))
