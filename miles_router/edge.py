@@ -115,8 +115,8 @@ class RouterApp:
 
     def _finished(self, scope: Scope, exchange: Exchange, status: int, started_at: float) -> None:
         seconds = time.perf_counter() - started_at
-        to_head = None if exchange.first_byte_at is None else exchange.first_byte_at - started_at
-        self._metrics.finished(scope["path"], status, exchange.worker_url, seconds, to_head)
+        to_head = None if exchange.flight.first_byte_at is None else exchange.flight.first_byte_at - started_at
+        self._metrics.finished(scope["path"], status, exchange.flight.worker_url, seconds, to_head)
         if self._access_log:
             fields = {**_fields(exchange, scope), "status": status, "seconds": round(seconds, 4)}
             access_logger.info("request", extra={"fields": fields})
@@ -124,7 +124,7 @@ class RouterApp:
 
 def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:
     fields = {"request_id": exchange.request_id, "method": scope["method"], "path": scope["path"]}
-    return fields if exchange.worker_url is None else {**fields, "worker": exchange.worker_url}
+    return fields if exchange.flight.worker_url is None else {**fields, "worker": exchange.flight.worker_url}
 
 
 async def _answer(error: RouterError, exchange: Exchange, send: Send, *, close: bool = False) -> None:

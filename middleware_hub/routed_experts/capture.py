@@ -149,7 +149,7 @@ class Capture:
         """
         self._unname(meta)
         self._store.statistics.missing["aborted" if aborted else "worker"] += 1
-        error = ExpertsMissing(self.exchange.worker_url)
+        error = ExpertsMissing(self.exchange.flight.worker_url)
         if self._handover is not None:
             self._handover.missing = "the generation was aborted" if aborted else str(error)
         if self._required and not aborted:

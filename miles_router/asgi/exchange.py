@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import orjson
 
+from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import first
 from miles_router.errors import BadRequest, BodyTooLarge, ClientDisconnected
 
@@ -34,24 +34,27 @@ _process = secrets.token_hex(4)
 _count = itertools.count(1)
 
 
+class ReadOnlyObject(dict[str, Any]):
+    """A parsed JSON object that layers share. `orjson.dumps` takes it; changing it raises TypeError."""
+
+    def _refuse(self, *args: object, **kwargs: object) -> NoReturn:
+        raise TypeError("the parsed body is shared between layers; change a copy: {**parsed, ...}")
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse
+
+
 class Exchange:
     """What the layers of one request share. Get it with `Exchange.of(scope)`."""
 
-    __slots__ = ("_parses", "aborted", "first_byte_at", "max_body_bytes", "notes", "request_id", "rids", "worker_url")
+    __slots__ = ("_parses", "flight", "max_body_bytes", "notes", "request_id")
 
     def __init__(self, request_id: str, *, max_body_bytes: int = UNBOUNDED) -> None:
         self.request_id = request_id
         self.max_body_bytes = max_body_bytes
         #: Free for middlewares to leave each other things; keys are dotted names (`"my_package.thing"`).
         self.notes: dict[str, Any] = {}
-        #: The worker that answered (or was tried last), set by the innermost app.
-        self.worker_url: str | None = None
-        #: `time.perf_counter()` at the head of the worker's reply.
-        self.first_byte_at: float | None = None
-        #: A client asked to abort it: it must not be carried on.
-        self.aborted = False
-        #: Ids that workers gave its generations (SGLang's `meta_info.id`), where a layer has read them.
-        self.rids: set[str] = set()
+        #: Where it is on its way to a worker.
+        self.flight = Flight()
         self._parses: list[tuple[bytes, Any]] = []
 
     @classmethod
@@ -118,7 +121,7 @@ class Exchange:
         except orjson.JSONDecodeError as error:
             raise BadRequest(f"the request body is not valid JSON: {error}") from None
         if isinstance(parsed, dict):
-            parsed = MappingProxyType(parsed)
+            parsed = ReadOnlyObject(parsed)
         self._parses = [*self._parses[1 - REMEMBERED_PARSES :], (body, parsed)]
         return parsed
 

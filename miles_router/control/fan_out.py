@@ -249,8 +249,8 @@ class Control:
         rid = None if arguments.get("abort_all") else arguments.get("rid")
         concerned = self._in_flight.abort(rid)
         for exchange in concerned:
-            self._gate.release(exchange)
-        urls = {exchange.worker_url for exchange in concerned} if rid else set()
+            self._gate.release(exchange.flight)
+        urls = {exchange.flight.worker_url for exchange in concerned} if rid else set()
         workers = [worker for worker in self._pool if worker.url in urls] or self._workers()
         return await self._ask(self.endpoints["/abort_request"], request, workers)
 

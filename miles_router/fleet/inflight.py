@@ -55,31 +55,31 @@ class InFlight:
         """
         found = list(self._bodies) if rid is None else self._meant(rid)
         for exchange in found:
-            exchange.aborted = True
+            exchange.flight.aborted = True
         return found
 
     def _meant(self, rid: str) -> list[Exchange]:
         ids = {exchange: _ids(exchange, body, rid) for exchange, body in self._bodies.items()}
-        where = {exchange.worker_url for exchange, own in ids.items() if rid in own}
+        where = {exchange.flight.worker_url for exchange, own in ids.items() if rid in own}
         return [
             exchange
             for exchange, own in ids.items()
-            if own and exchange.worker_url in where and _enough(exchange)(each.startswith(rid) for each in own)
+            if own and exchange.flight.worker_url in where and _enough(exchange)(each.startswith(rid) for each in own)
         ]
 
 
 def _enough(exchange: Exchange) -> Callable[[Iterable[bool]], bool]:
-    return all if exchange.worker_url is None else any
+    return all if exchange.flight.worker_url is None else any
 
 
 def _ids(exchange: Exchange, body: bytes, rid: str) -> set[str]:
     """The ids of a request's generations; those in its body only if `rid` could be one of them."""
     if orjson.dumps(re.sub(r"_\d+$", "", rid))[:-1] not in body and ESCAPED.search(body) is None:
-        return exchange.rids
+        return exchange.flight.rids
     try:
-        return exchange.rids | {each for each in _named(exchange.loads(body))[0] if isinstance(each, str)}
+        return exchange.flight.rids | {each for each in _named(exchange.loads(body))[0] if isinstance(each, str)}
     except NOT_UNDERSTOOD:
-        return exchange.rids
+        return exchange.flight.rids
 
 
 def _named(body: Mapping[str, Any]) -> tuple[list[str | None], bool]:

@@ -48,8 +48,8 @@ class Proxy:
         try:
             if self._gate.closed and generates(scope["path"]):
                 with Watch(receive, 0):  # the time that a worker may take has not begun
-                    await self._gate.wait(exchange)
-                if exchange.aborted:
+                    await self._gate.wait(exchange.flight)
+                if exchange.flight.aborted:
                     await self._answer_aborted(scope, exchange, body, send)
                     return
             with Watch(receive, self._request_timeout):
@@ -75,8 +75,10 @@ class Proxy:
         await send({"type": "http.response.body", "body": answer, "more_body": False})
 
     async def _forward(self, request: Outgoing, exchange: Exchange, send: Send) -> None:
-        forwarded = await self._forwarder.open(request, lambda worker: setattr(exchange, "worker_url", worker.url))
-        exchange.first_byte_at = time.perf_counter()
+        forwarded = await self._forwarder.open(
+            request, lambda worker: setattr(exchange.flight, "worker_url", worker.url)
+        )
+        exchange.flight.first_byte_at = time.perf_counter()
         try:
             await self._relay(forwarded, send)
         finally:

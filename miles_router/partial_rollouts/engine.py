@@ -154,14 +154,14 @@ class Engine:
 
     async def _generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         for _ in range(ATTEMPTS):
-            await self._router.gate.wait(self.exchange)
+            await self._router.gate.wait(self.exchange.flight)
             answer = _object("/generate", *await self._send("/generate", request))
             meta = answer.get("meta_info")
             if not isinstance(meta, dict) or not isinstance(answer.get("output_ids"), list):
                 break
             if (meta.get("finish_reason") or {}).get("type") != "abort":
                 return answer
-            if self.exchange.aborted:
+            if self.exchange.flight.aborted:
                 raise CannotResume("it was aborted")
         raise CannotResume("no worker answers what has to be known for it")
 

@@ -76,8 +76,11 @@ class Run(ABC):
             engines = []
             for part in parts:
                 exchange = Exchange(self.exchange.request_id)
-                exchange.aborted, exchange.worker_url = self.exchange.aborted, self.exchange.worker_url
-                exchange.rids.update(part.ids)
+                exchange.flight.aborted, exchange.flight.worker_url = (
+                    self.exchange.flight.aborted,
+                    self.exchange.flight.worker_url,
+                )
+                exchange.flight.rids.update(part.ids)
                 stack.enter_context(self.in_flight(exchange, b""))
                 headers = self.scope["headers"]
                 engines.append(Engine(self.shared.router, self.shared.known, exchange, headers))
@@ -107,20 +110,20 @@ class Run(ABC):
             self.shared.resumed += 1
         else:
             return
-        await self.end(part, _left(part, aborted=engine.exchange.aborted))
+        await self.end(part, _left(part, aborted=engine.exchange.flight.aborted))
 
     async def _next_request(self, part: Part, engine: Engine) -> bytes | None:
         """What carries it on, as soon as the fleet goes on; None if it has ended already, or was aborted."""
         while True:
-            await self.gate.wait(engine.exchange)
-            if engine.exchange.aborted:
+            await self.gate.wait(engine.exchange.flight)
+            if engine.exchange.flight.aborted:
                 return None
             part.defaults = await engine.defaults()
             await reveal(part, engine)
             if await ended(part, engine):
                 return None
             body = await continuation(part, engine)
-            if not self.gate.closed and not engine.exchange.aborted:
+            if not self.gate.closed and not engine.exchange.flight.aborted:
                 return body
 
     @abstractmethod
@@ -193,10 +196,12 @@ class Go(ABC):
     async def _was_cut(self, answer: Mapping[str, Any]) -> bool:
         """Whether a pause ended this generation: it was aborted, by nobody's wish, and a pause came meanwhile."""
         finish = answer["meta_info"].get("finish_reason") or {}
-        if finish.get("type") != "abort" or self.exchange.aborted or not self.run.shared.resume_cut:
+        if finish.get("type") != "abort" or self.exchange.flight.aborted or not self.run.shared.resume_cut:
             return False
         if finish.get("status_code") is not None or finish.get("err_type") is not None:
             return False  # the engine's own failure
         if self.run.gate.cuts != self._cuts:
             return True
-        return self.exchange.worker_url is not None and await self.run.shared.is_paused(self.exchange.worker_url)
+        return self.exchange.flight.worker_url is not None and await self.run.shared.is_paused(
+            self.exchange.flight.worker_url
+        )

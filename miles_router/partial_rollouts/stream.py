@@ -165,7 +165,7 @@ class _Opening(Go):
             await self.note_end(part)
             return not part.done
         part.absorb(answer)
-        self.exchange.rids.update(part.ids)
+        self.exchange.flight.rids.update(part.ids)
         return False
 
 
@@ -197,7 +197,7 @@ class _Following(Go):
         check_prompt(part, answer)
         part.absorb(answer)
         assert part.current is not None
-        self.exchange.rids.update(part.ids)
+        self.exchange.flight.rids.update(part.ids)
         self.ended = answer["meta_info"].get("finish_reason") is not None
         joined, stopped = part.current, False
         if part.answer is not None:

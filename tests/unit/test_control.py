@@ -204,7 +204,7 @@ async def test_the_fleet_sleeps_until_every_part_it_released_is_back(steps: Step
 
 def running(fleet: Fleet, rid: str, name: str | None) -> Exchange:
     exchange = Exchange("id")
-    exchange.worker_url = name and f"http://{name}"
+    exchange.flight.worker_url = name and f"http://{name}"
     fleet.in_flight.enter(exchange, orjson.dumps({"rid": rid}))
     return exchange
 
@@ -225,7 +225,7 @@ async def test_an_abort_goes_where_it_is_meant(fields: dict[str, Any], asked: st
     flying = {rid: running(fleet, rid, name) for rid, name in (("one", "a"), ("two", "b"), ("waiting", None))}
     await fleet.ask("/abort_request", **fields)
     assert [name for name, _, _ in fleet.asked] == list(asked)
-    assert [rid for rid, exchange in flying.items() if exchange.aborted] == aborted
+    assert [rid for rid, exchange in flying.items() if exchange.flight.aborted] == aborted
 
 
 async def test_a_newcomer_is_paused_as_the_fleet_is() -> None:

@@ -168,3 +168,17 @@ def test_a_changed_body_has_its_own_length() -> None:
     after = with_body(before, b"longer")
     assert after["headers"] == [(b"x-a", b"1"), (b"content-length", b"6")]
     assert before["headers"][0] == (b"content-length", b"3")
+
+
+def test_a_parsed_object_can_be_dumped_again_and_not_be_changed() -> None:
+    parsed = Exchange("r").loads(b'{"a": {"b": [1]}}')
+    assert orjson.dumps(parsed) == b'{"a":{"b":[1]}}'
+    for change in (
+        lambda: parsed.update(a=1),
+        lambda: parsed.pop("a"),
+        lambda: parsed.__setitem__("c", 1),
+        parsed.clear,
+    ):
+        with pytest.raises(TypeError):
+            change()
+    assert parsed == {"a": {"b": [1]}}

@@ -144,7 +144,7 @@ def test_missing_rows_are_tolerated_where_they_may_be(aborted: bool, required: b
 
 def test_missing_rows_that_are_required_are_an_error_that_names_the_worker() -> None:
     made = Scene()
-    made.exchange.worker_url = "http://10.0.0.7:30000"
+    made.exchange.flight.worker_url = "http://10.0.0.7:30000"
     with pytest.raises(ExpertsMissing, match=r"http://10\.0\.0\.7:30000 .* --enable-return-routed-experts"):
         made.capture.missing({}, aborted=False)
     assert made.store.statistics.missing == {"worker": 1}

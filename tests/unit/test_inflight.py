@@ -11,8 +11,8 @@ from miles_router.fleet.inflight import InFlight
 
 def entered(in_flight: InFlight, body: object, *, at: str | None = "http://a", rids: tuple[str, ...] = ()) -> Exchange:
     exchange = Exchange("id")
-    exchange.worker_url = at
-    exchange.rids.update(rids)
+    exchange.flight.worker_url = at
+    exchange.flight.rids.update(rids)
     in_flight.enter(exchange, body if isinstance(body, bytes) else orjson.dumps(body))
     return exchange
 
@@ -32,7 +32,7 @@ def test_an_abort_of_all_means_all() -> None:
     in_flight = InFlight()
     all_of_them = [entered(in_flight, {"rid": "a"}), entered(in_flight, b"\x00"), entered(in_flight, {})]
     assert in_flight.abort(None) == all_of_them
-    assert all(exchange.aborted for exchange in all_of_them)
+    assert all(exchange.flight.aborted for exchange in all_of_them)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_an_abort_finds_the_request_by_the_id_in_its_body(body: object) -> None:
     other = entered(in_flight, {"rid": "other"})
     meant = entered(in_flight, body)
     assert in_flight.abort("r") == [meant]
-    assert (meant.aborted, other.aborted) == (True, False)
+    assert (meant.flight.flight.aborted, other.aborted) == (True, False)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_an_abort_leaves_alone_what_only_looks_like_it(body: object) -> None:
     in_flight = InFlight()
     exchange = entered(in_flight, body)
     assert in_flight.abort("r") == []
-    assert not exchange.aborted
+    assert not exchange.flight.aborted
 
 
 def test_ids_that_begin_alike_are_aborted_together_as_the_worker_does() -> None:
@@ -84,11 +84,11 @@ def test_ids_that_begin_alike_are_aborted_together_as_the_worker_does() -> None:
     one, ten = entered(in_flight, {"rid": "r1"}), entered(in_flight, {"rid": "r10"})
     elsewhere = entered(in_flight, {"rid": "r11"}, at="http://b")
     assert in_flight.abort("r1") == [one, ten]
-    assert not elsewhere.aborted, "its worker has no r1, and there an abort of r1 does nothing"
+    assert not elsewhere.flight.aborted, "its worker has no r1, and there an abort of r1 does nothing"
 
 
 def test_an_id_that_nobody_has_aborts_nobody() -> None:
     in_flight = InFlight()
     ten = entered(in_flight, {"rid": "r10"})
     assert in_flight.abort("r1") == []
-    assert not ten.aborted
+    assert not ten.flight.aborted

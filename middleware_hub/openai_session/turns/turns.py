@@ -75,7 +75,7 @@ class Turns:
         exchange, pool = Exchange.of(scope), self._router.pool
 
         def version() -> str | None:
-            return next((each.weight_version for each in pool if each.url == exchange.worker_url), None)
+            return next((each.weight_version for each in pool if each.url == exchange.flight.worker_url), None)
 
         return version
 
@@ -106,7 +106,7 @@ class Turns:
             pauses = gate.pauses
             collected = whole.Collector()
             await self._app(with_body(scope, body), replay(body, receive), collected.send)
-            cut = again and gate.pauses != pauses and not Exchange.of(scope).aborted
+            cut = again and gate.pauses != pauses and not Exchange.of(scope).flight.aborted
             if not cut or not collected.is_answer or not whole.was_aborted(collected.body):
                 return collected
 
@@ -134,7 +134,7 @@ class Turns:
 
     def _record(self, asked: Asked, choices: list[Generated], scope: Scope) -> None:
         exchange = Exchange.of(scope)
-        facts: Mapping[str, Any] = {"worker": exchange.worker_url, "request_id": exchange.request_id}
+        facts: Mapping[str, Any] = {"worker": exchange.flight.worker_url, "request_id": exchange.request_id}
         self._recorder.record(asked, choices, facts)
 
 
