@@ -44,7 +44,7 @@ def test_an_abort_finds_the_request_by_the_id_in_its_body(body: object) -> None:
     other = entered(in_flight, {"rid": "other"})
     meant = entered(in_flight, body)
     assert in_flight.abort("r") == [meant]
-    assert (meant.flight.flight.aborted, other.aborted) == (True, False)
+    assert (meant.flight.aborted, other.flight.aborted) == (True, False)
 
 
 @pytest.mark.parametrize(
