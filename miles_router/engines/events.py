@@ -1,9 +1,14 @@
-"""Server-sent events as SGLang writes them: `data: {json}` and an empty line, `data: [DONE]` at the end. Pure."""
+"""Server-sent events, cut out of a stream's bytes and read (WHATWG HTML, section 9.2). Pure.
+
+Engines write `data: {json}` and an empty line, some with the event's name in front, and `data: [DONE]` at the end.
+Lines end with `\\n` or `\\r\\n`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -12,6 +17,52 @@ DONE = b"[DONE]"
 NEWLINE = b"\n"
 END = NEWLINE + NEWLINE
 LAST_EVENT = DATA + DONE + END
+_ENDS = (NEWLINE, b"\r\n")
+_END = re.compile(rb"\n\r?\n")
+#: The longest beginning of an event's end that may stand at the end of a piece: a newline and a carriage return.
+_TAIL = 2
+
+
+class Event(NamedTuple):
+    """One event: its bytes with the empty line that ends it, its name (empty without one), and its data."""
+
+    raw: bytes
+    name: bytes
+    data: bytes
+
+    @classmethod
+    def read(cls, raw: bytes) -> Event:
+        """Read the fields of an event. Comments and unknown fields are skipped; several data lines are joined."""
+        if raw.startswith(DATA) and raw.find(NEWLINE) == len(raw) - len(END):
+            return cls(raw, b"", raw[len(DATA) : -len(END)])  # nearly all of them
+        name, data = b"", []
+        for line in raw.splitlines():
+            field, _, value = line.partition(b":")
+            if field == b"data":
+                data.append(value.removeprefix(b" "))
+            elif field == b"event":
+                name = value.removeprefix(b" ")
+        return cls(raw, name, NEWLINE.join(data))
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it says that the stream ends in order (`[DONE]`)."""
+        return self.data == DONE
+
+    def parse(self) -> Any:
+        """The JSON in its data; None for `[DONE]`, for an event without data, and for data that is no JSON."""
+        if not self.data or self.is_last:
+            return None
+        try:
+            return orjson.loads(self.data)
+        except orjson.JSONDecodeError:
+            return None
+
+
+def write_event(content: object, name: bytes = b"") -> bytes:
+    """JSON as an event."""
+    named = b"event: " + name + NEWLINE if name else b""
+    return named + DATA + orjson.dumps(content) + END
 
 
 class EventReader:
@@ -33,13 +84,15 @@ class EventReader:
             yield data  # which is how they mostly come
             return
         rest = self._rest
-        begin, at = 0, max(0, len(rest) - 1)
+        begin, at = 0, max(0, len(rest) - _TAIL)
         rest += data
         while (at := rest.find(NEWLINE, at) + 1) > 0:  # one byte is found ten times as fast as two
-            if rest.startswith(NEWLINE, at):
-                at += 1
-                yield bytes(memoryview(rest)[begin:at])
-                begin = at
+            for end in _ENDS:
+                if rest.startswith(end, at):
+                    at += len(end)
+                    yield bytes(memoryview(rest)[begin:at])
+                    begin = at
+                    break
         del rest[:begin]
 
     def let_go(self) -> bytes:
@@ -47,18 +100,18 @@ class EventReader:
         pieces in which it comes."""
         beginning = self.rest
         self.within = bool(beginning)
-        self._rest = bytearray(beginning[-1:])  # which may be half of its end
+        self._rest = bytearray(beginning[-_TAIL:])
         return beginning
 
     def _through_its_end(self, data: bytes) -> tuple[bytes, bytes]:
         """The piece of an event that was let go, and what comes behind its end."""
-        halved = self._rest == NEWLINE and data.startswith(NEWLINE)
-        at = data.find(END)
-        if at < 0 and not halved:
-            self._rest = bytearray(data[-1:] or self._rest)
+        tail = bytes(self._rest)
+        end = _END.search(tail + data)
+        if end is None:
+            self._rest = bytearray((tail + data)[-_TAIL:])
             return data, b""
         self.within, self._rest = False, bytearray()
-        cut = len(NEWLINE) if halved else at + len(END)
+        cut = end.end() - len(tail)
         return data[:cut], data[cut:]
 
     @property
@@ -72,17 +125,11 @@ class EventReader:
         return b"" if self.within else bytes(self._rest)
 
 
-def payload(event: bytes) -> dict[str, Any] | None:
-    """The answer of `/generate` in an event; None for `[DONE]`, errors and whatever else is none."""
-    if not event.startswith(DATA) or event[len(DATA) :].startswith(DONE):
-        return None
-    try:
-        parsed = orjson.loads(event[len(DATA) :])
-    except orjson.JSONDecodeError:
-        return None
+# To be replaced by `Event` and `write_event` wherever they still stand.
+event = write_event
+
+
+def payload(raw: bytes) -> dict[str, Any] | None:
+    """The answer of `/generate` in an event; None for anything else."""
+    parsed = Event.read(raw).parse()
     return parsed if isinstance(parsed, dict) and "output_ids" in parsed else None
-
-
-def event(answer: Mapping[str, Any]) -> bytes:
-    """An answer as an event."""
-    return DATA + orjson.dumps(answer) + END

@@ -1,0 +1,179 @@
+"""A request of `/generate`, read once for everybody who looks at one (SGLang's `GenerateReqInput`). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+TEXT, IDS, IDS_ALIAS = "text", "input_ids", "input_tokens"
+PARAMS, RID = "sampling_params", "rid"
+MAX_GENERATIONS = 4096  # of one request
+DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's `SamplingParams`
+#: Fields that may hold a list of one value for each prompt.
+PER_PROMPT = (
+    PARAMS,
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "token_ids_logprob",
+    "lora_path",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "custom_logit_processor",
+    "return_hidden_states",
+    "extra_key",
+    "cache_salt",
+    RID,
+)
+
+Reason = Literal["no_object", "no_prompt", "text", "input_ids", "sampling_params", "rid", "too_many"]
+
+
+class UnknownShape(ValueError):
+    """A body that is no request this router can read; the engine may still know what to do with it. `reason` is one
+    of few words, which label metrics."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(reason)
+        self.reason: Reason = reason
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its text or its ids, and its sampling parameters without `n`."""
+
+    text: str | None
+    ids: Sequence[int] | None
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """A whole request.
+
+    Attributes:
+        body: as it was parsed.
+        prompts: in order. Where a client sends text and ids, the engine takes the ids.
+        samples: generations of each prompt (`n`).
+        batch: whether the prompts came as a list.
+        stream: whether the answer is a stream of events.
+    """
+
+    body: Mapping[str, Any]
+    prompts: tuple[Prompt, ...]
+    samples: int
+    batch: bool
+    stream: bool
+
+    @classmethod
+    def read(cls, body: object) -> GenerateRequest:
+        """Read a parsed body.
+
+        Raises:
+            UnknownShape: it is none of the engine's shapes, or asks for more than `MAX_GENERATIONS`.
+        """
+        if not isinstance(body, Mapping):
+            raise UnknownShape("no_object")
+        sources, batch, of_text = _sources(body)
+        params = _params(body.get(PARAMS), len(sources))
+        samples = params[0].get("n", 1)
+        if type(samples) is not int or samples < 1 or any(each.get("n", 1) != samples for each in params):
+            raise UnknownShape("sampling_params")  # the engine wants one `n` for all of them
+        if len(sources) * samples > MAX_GENERATIONS:
+            raise UnknownShape("too_many")
+        _check_rid(body.get(RID), len(sources))
+        prompts = tuple(
+            Prompt(
+                text=source if of_text else None,
+                ids=None if of_text else source,
+                params={name: value for name, value in own.items() if name != "n"},
+            )
+            for source, own in zip(sources, params, strict=True)
+        )
+        return cls(body, prompts, samples, batch, bool(body.get("stream")))
+
+    @property
+    def generations(self) -> int:
+        """How many answers there will be: prompt by prompt, `samples` of each."""
+        return len(self.prompts) * self.samples
+
+    @property
+    def indexed(self) -> bool:
+        """Whether the answers come as a list, or as events that have an `index`."""
+        return self.batch or self.samples != 1
+
+    def prompt_of(self, generation: int) -> int:
+        """The place of the prompt that a generation continues."""
+        return generation // self.samples
+
+    @property
+    def rids(self) -> list[str | None]:
+        """The id of each generation as its client names it; None where the engine makes one."""
+        rid = self.body.get(RID)
+        if self.samples != 1 or rid is None:  # the engine makes the ids of several samples itself
+            return [None] * self.generations
+        if isinstance(rid, list):
+            return list(rid)
+        return [f"{rid}_{place}" for place in range(len(self.prompts))] if self.batch else [rid]
+
+    def field(self, name: str, prompt: int) -> Any:
+        """The value of a `PER_PROMPT` field for one prompt."""
+        value = self.body.get(name)
+        if not self.batch or not isinstance(value, list) or len(value) != len(self.prompts):
+            return value
+        if name == "token_ids_logprob" and not isinstance(value[0], list):
+            return value  # one list of ids, for all prompts
+        return value[prompt]
+
+    def single(self, generation: int) -> dict[str, Any]:
+        """The request for one generation alone."""
+        place = self.prompt_of(generation)
+        prompt = self.prompts[place]
+        own = {name: self.field(name, place) for name in PER_PROMPT if name in self.body}
+        kept = {name: value for name, value in self.body.items() if name not in (TEXT, IDS, IDS_ALIAS, RID)}
+        source = {IDS: prompt.ids} if prompt.ids is not None else {TEXT: prompt.text}
+        own.pop(RID, None)
+        rid = self.rids[generation]
+        return {**kept, **source, **own, PARAMS: dict(prompt.params), **({} if rid is None else {RID: rid})}
+
+    def with_ids(self, ids: Sequence[Sequence[int]], **fields: object) -> dict[str, Any]:
+        """The request with ids for its prompts, and with further fields."""
+        kept = {name: value for name, value in self.body.items() if name not in (TEXT, IDS_ALIAS)}
+        return {**kept, IDS: list(ids) if self.batch else ids[0], **fields}
+
+
+def _sources(body: Mapping[str, Any]) -> tuple[list[Any], bool, bool]:
+    """The prompts, whether they came as a list, and whether they are texts."""
+    text, ids = body.get(TEXT), body.get(IDS)
+    if ids is None and text is None:
+        ids = body.get(IDS_ALIAS)
+    if ids is not None:
+        rows = [ids] if _are_ids(ids) else ids
+        if not isinstance(rows, list) or not rows or not all(map(_are_ids, rows)):
+            raise UnknownShape("input_ids")
+        return rows, rows is ids, False
+    if text is None:
+        raise UnknownShape("no_prompt")
+    texts = [text] if isinstance(text, str) else text
+    if not isinstance(texts, list) or not texts or not all(isinstance(each, str) for each in texts):
+        raise UnknownShape("text")
+    return texts, texts is text, True
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {int}
+
+
+def _params(params: object, prompts: int) -> list[Mapping[str, Any]]:
+    each: list[Any] = params if isinstance(params, list) else [{} if params is None else params] * prompts
+    if len(each) != prompts or not all(isinstance(one, Mapping) for one in each):
+        raise UnknownShape("sampling_params")
+    return each
+
+
+def _check_rid(rid: object, prompts: int) -> None:
+    listed = isinstance(rid, list) and len(rid) == prompts and all(isinstance(each, str) for each in rid)
+    if not (rid is None or isinstance(rid, str) or listed):
+        raise UnknownShape("rid")

@@ -1,0 +1,85 @@
+"""JSON looked at as bytes: the values of a field, found without parsing what stands around them. Pure.
+
+A stream's events say again all that came before, and an answer may hold megabytes of expert ids: who wants to know one
+short value must not parse the rest. A field's name between unescaped quotes before a colon is always a name: inside a
+string its quotes would be escaped, and a string that ends in front of it would need a comma. So the spacing and the
+order of fields do not matter. Names that are spelled with escapes (`\\u0066`) are not found; no engine writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from json import JSONDecodeError, JSONDecoder
+
+_COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
+_NUMBER = re.compile(rb"-?\d[-+.\deE]*")
+_LITERALS = ((b"null", None), (b"true", True), (b"false", False))
+_ESCAPE = ord("\\")
+_decode = JSONDecoder().raw_decode
+#: Bytes within which most values end; then all that there is.
+_NEAR = 512
+
+
+class Incomplete(ValueError):
+    """The bytes end within the value, or are no JSON."""
+
+
+class Field:
+    """A field by its name, which is ASCII without quotes and escapes."""
+
+    __slots__ = ("quoted",)
+
+    def __init__(self, name: str) -> None:
+        self.quoted = b'"%b"' % name.encode("ascii")
+
+    def places(self, data: bytes, start: int = 0) -> Iterator[int]:
+        """Where each of its values begins, in the order in which they stand, at any depth."""
+        at = start
+        while (name := data.find(self.quoted, at)) >= 0:
+            at = name + len(self.quoted)
+            colon = _COLON.match(data, at)
+            if colon is not None and not (name and data[name - 1] == _ESCAPE):
+                at = colon.end()
+                yield at
+
+    def values(self, data: bytes, start: int = 0) -> Iterator[object]:
+        """Its values, parsed.
+
+        Raises:
+            Incomplete: the bytes end within one.
+        """
+        return (value_at(data, at) for at in self.places(data, start))
+
+    def only(self, data: bytes) -> object:
+        """Its value, where it stands exactly once.
+
+        Raises:
+            Incomplete: it stands nowhere or several times, or the bytes end within it.
+        """
+        places = self.places(data)
+        at = next(places, None)
+        if at is None or next(places, None) is not None:
+            raise Incomplete(f"{self.quoted.decode()} does not stand exactly once")
+        return value_at(data, at)
+
+
+def value_at(data: bytes, at: int) -> object:
+    """The JSON value that begins at a place.
+
+    Raises:
+        Incomplete: it does not end within `data`, or is none.
+    """
+    for spelled, value in _LITERALS:
+        if data.startswith(spelled, at):
+            return value
+    number = _NUMBER.match(data, at)
+    if number is not None and number.end() == len(data):
+        raise Incomplete("the bytes end with a number, which may go on")
+    for end in (at + _NEAR, len(data)):
+        try:
+            return _decode(data[at:end].decode("utf-8", "ignore"))[0]
+        except JSONDecodeError:
+            if end >= len(data):
+                break
+    raise Incomplete("the bytes end within a value")

@@ -1,0 +1,141 @@
+"""Answers of `/generate`: read strictly, and put together from streams of either kind."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_router.engines.answers import GenerateAnswer, UnreadableAnswer, version_runs, without_logprobs
+from miles_router.engines.growing import GrowingAnswer
+
+
+def answer(**changed: Any) -> dict[str, Any]:
+    meta = {
+        "id": "r",
+        "finish_reason": {"type": "stop", "matched": 9},
+        "completion_tokens": 2,
+        "prompt_tokens": 3,
+        "weight_version": "v2",
+        "weight_versions": [{"version": "v1", "start": 0, "end": 1}, {"version": "v2", "start": 1, "end": 2}],
+        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 9, None]],
+        **changed,
+    }
+    return {"text": "ab", "output_ids": [7, 9], "meta_info": {k: v for k, v in meta.items() if v is not ...}}
+
+
+def test_an_answer_says_what_was_sampled() -> None:
+    read = GenerateAnswer.read(answer())
+    assert (read.text, read.ids, read.logprobs, read.rid) == ("ab", [7, 9], [-0.5, -0.25], "r")
+    assert (read.finish, read.matched) == ("stop", 9)
+    assert read.versions == [("v1", 0, 1), ("v2", 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"completion_tokens": 3}, "token_counts_disagree"),
+        ({"output_token_logprobs": [[-0.5, 7, None]]}, "token_counts_disagree"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]]}, "logprobs_of_other_tokens"),
+        ({"output_token_logprobs": ...}, "incomplete"),
+        ({"finish_reason": None}, "incomplete"),
+        ({"id": ...}, "incomplete"),
+        ({"weight_versions": [{"version": "v1", "start": 0, "end": 1}]}, "versions_end_elsewhere"),
+        ({"weight_versions": [{"version": "v1", "start": 1, "end": 2}]}, "versions_leave_gaps"),
+        (
+            {"weight_versions": [{"version": 1, "start": 0, "end": 1}, {"version": 2, "start": 0, "end": 2}]},
+            "versions_leave_gaps",
+        ),
+        ({"weight_versions": [{"version": 1, "start": 0, "end": 3}]}, "versions_end_elsewhere"),
+        ({"weight_versions": [{"version": 1}]}, "incomplete"),
+    ],
+)
+def test_an_answer_that_lacks_something_or_contradicts_itself_is_refused(changed: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UnreadableAnswer) as refused:
+        GenerateAnswer.read(answer(**changed))
+    assert refused.value.reason == reason
+
+
+def test_one_version_is_that_of_all_tokens_and_none_is_none() -> None:
+    assert version_runs({"weight_version": 3}, 2) == [("3", 0, 2)]
+    assert version_runs({"weight_version": 3}, 0) == []
+    assert version_runs({}, 2) == []
+    empty = [{"version": "a", "start": 0, "end": 0}, {"version": "b", "start": 0, "end": 2}]
+    assert version_runs({"weight_versions": empty}, 2) == [("b", 0, 2)]
+
+
+def test_logprobs_are_taken_out_and_anything_else_is_left_alone() -> None:
+    assert "output_token_logprobs" not in without_logprobs(answer())["meta_info"]
+    assert without_logprobs(answer())["meta_info"]["completion_tokens"] == 2
+    others: list[Any] = [None, [], {"meta_info": 1}, {"error": {}}]
+    for other in others:
+        assert without_logprobs(other) is other
+
+
+def events(ids: list[int], cuts: list[int], *, incremental: bool, more: int) -> list[dict[str, Any]]:
+    """A stream of `ids`, cut after so many tokens each. `more`: ids that a cumulative event has too many."""
+    made, done = [], 0
+    for place, cut in enumerate(cuts):
+        last = place == len(cuts) - 1
+        extra = 0 if incremental or last else more
+        begin, end = (done if incremental else 0), cut + extra
+        meta = {
+            "id": "r",
+            "completion_tokens": cut,
+            "weight_version": f"v{place}",
+            "finish_reason": {"type": "length"} if last else None,
+            "output_token_logprobs": [[-1.0, token, None] for token in ids[begin:end]],
+        }
+        made.append(
+            {"text": "".join(chr(97 + t % 26) for t in ids[begin:cut]), "output_ids": ids[begin:end], "meta_info": meta}
+        )
+        done = cut
+    return made
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=30), st.data(), st.booleans(), st.integers(0, 2))
+def test_either_kind_of_stream_grows_into_the_same_answer(
+    ids: list[int], data: st.DataObject, incremental: bool, more: int
+) -> None:
+    cuts = sorted({*data.draw(st.lists(st.integers(1, len(ids)), max_size=5)), len(ids)})
+    growing = GrowingAnswer()
+    for event, cut in zip(events(ids, cuts, incremental=incremental, more=more), cuts, strict=True):
+        assert not growing.ended
+        grown = growing.add(copy.deepcopy(event))
+        assert grown is growing.answer
+        assert grown["output_ids"] == ids[:cut]
+        assert [entry[1] for entry in grown["meta_info"]["output_token_logprobs"]] == ids[:cut]
+        assert len(grown["text"]) == cut
+    assert growing.ended
+    assert growing.incremental is (None if len(cuts) == 1 else incremental)
+    bounds = list(zip([0, *cuts], cuts, strict=False))
+    assert growing.spans == [{"version": f"v{n}", "start": a, "end": b} for n, (a, b) in enumerate(bounds)]
+
+
+@pytest.mark.parametrize("ids", [[3], [3, 4, 5]])
+def test_an_event_that_fits_neither_kind_is_refused_and_changes_nothing(ids: list[int]) -> None:
+    growing = GrowingAnswer()
+    first = growing.add({"text": "a", "output_ids": [1], "meta_info": {"completion_tokens": 1}})
+    with pytest.raises(UnreadableAnswer, match="token_counts_disagree"):
+        growing.add({"text": "b", "output_ids": ids, "meta_info": {"completion_tokens": 9}})
+    assert growing.answer is first
+    every: list[Any] = [{}, {"text": "a"}, {"text": 1, "output_ids": [], "meta_info": {}}, [], None]
+    for broken in every:
+        with pytest.raises(UnreadableAnswer, match="incomplete"):
+            growing.add(broken)
+
+
+def test_an_abort_in_the_queue_repeats_what_has_come() -> None:
+    growing = GrowingAnswer()
+    growing.add({"text": "a", "output_ids": [1], "meta_info": {"completion_tokens": 1, "prompt_tokens": 4}})
+    growing.add({"text": "b", "output_ids": [2], "meta_info": {"completion_tokens": 2}})
+    abort = {"type": "abort", "message": "Abort in waiting queue"}
+    said = {"text": "b", "output_ids": [2], "meta_info": {"completion_tokens": 2, "finish_reason": abort}}
+    assert growing.add(said) == {
+        "text": "ab",
+        "output_ids": [1, 2],
+        "meta_info": {"completion_tokens": 2, "prompt_tokens": 4, "finish_reason": abort},
+    }

@@ -1,0 +1,114 @@
+"""Values found in JSON as bytes: what a full parse finds, for any spacing and any order of fields."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles_router.engines.answers import finish_reasons
+from miles_router.engines.scan import Field, Incomplete, value_at
+
+NAMES = ("finish_reason", "index", "weight_version")
+names = st.sampled_from(NAMES) | st.text(max_size=6) | st.sampled_from(["x" + name for name in NAMES]) | st.just('"')
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(['"finish_reason":', '\\"index": 1', "\\", *NAMES])
+)
+documents = st.recursive(
+    leaves, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(names, inner, max_size=4), max_leaves=25
+)
+spacings = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " :\t"), ("\r\n,", "  :  ")])
+
+
+def written(document: object, spacing: tuple[str, str], *, escape: bool, indent: int | None) -> bytes:
+    return json.dumps(document, separators=spacing, ensure_ascii=escape, indent=indent).encode()
+
+
+def every_value(data: bytes, name: str) -> list[object]:
+    """What a full parse says, in the order in which the values begin."""
+    found: list[object] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, tuple):
+            for key, inner in value:
+                if key == name:
+                    found.append(plain(inner))
+                walk(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                walk(inner)
+
+    walk(json.loads(data, object_pairs_hook=tuple))
+    return found
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return {key: plain(inner) for key, inner in value}
+    return [plain(inner) for inner in value] if isinstance(value, list) else value
+
+
+@given(documents, spacings, st.booleans(), st.sampled_from([None, 1]))
+def test_what_is_found_is_what_a_full_parse_finds(
+    document: object, spacing: tuple[str, str], escape: bool, indent: int | None
+) -> None:
+    data = written({"document": document}, spacing, escape=escape, indent=indent)
+    for name in NAMES:
+        assert list(Field(name).values(data)) == every_value(data, name)
+
+
+@given(documents, spacings, st.integers(0, 400))
+def test_the_beginning_of_a_document_has_the_first_values_or_says_that_one_is_cut(
+    document: object, spacing: tuple[str, str], end: int
+) -> None:
+    data = written({"document": document}, spacing, escape=False, indent=None)
+    for name in NAMES:
+        found: list[object] = []
+        with suppress(Incomplete):
+            found.extend(Field(name).values(data[:end]))
+        assert found == every_value(data, name)[: len(found)]
+
+
+def test_the_one_value_of_a_field_and_no_other() -> None:
+    assert Field("index").only(b'{"index" : 3 }') == 3
+    for data in (b"{}", b'{"index": 3', b'[{"index": 3}, {"index": 3}]', b'{"index": {"a": '):
+        with pytest.raises(Incomplete):
+            Field("index").only(data)
+
+
+def test_a_long_value_is_read_to_its_end() -> None:
+    text = "é" * 5000
+    assert value_at(json.dumps({"a": text}, ensure_ascii=False).encode(), 6) == text
+
+
+@pytest.mark.parametrize(
+    ("data", "answers", "beginning", "found"),
+    [
+        (b'{"meta_info": {"finish_reason" : null}}', 1, False, [None]),
+        (
+            b'{"text": "\\"finish_reason\\":1", "meta_info":{"finish_reason":{"type":"stop"}}}',
+            1,
+            False,
+            [{"type": "stop"}],
+        ),
+        (b'{"meta_info":{}}', 1, False, None),
+        (b'[{"finish_reason":null},{"finish_reason":{"type":"abort"}}]', 2, False, [None, {"type": "abort"}]),
+        (b'[{"finish_reason":null},{"finish_reason":null}]', 1, False, None),
+        (b'[{"finish_reason":null},{"finish_reason":nu', 1, True, [None]),
+        (b'[{"finish_reason":null},{"finish_reason":{"type":"ab', 2, True, None),
+        (b'{"choices":[{"finish_reason": "abort"}]}', 1, False, ["abort"]),
+    ],
+)
+def test_finish_reasons_are_seen_without_parsing_or_not_at_all(
+    data: bytes, answers: int, beginning: bool, found: list[object] | None
+) -> None:
+    assert finish_reasons(data, answers, beginning=beginning) == found
