@@ -58,7 +58,7 @@ async def test_a_worker_is_asked_when_it_joins_and_then_known_without_asking(sta
     assert known(router, worker).incremental_streaming is True
     del worker.standing["/server_info"]
     assert await facts(router, worker) is known(router, worker)
-    assert (known(router, worker).kind, known(router, worker).endpoints) == ("sglang", {"/generate"})
+    assert (known(router, worker).kind, known(router, worker).endpoints) == ("sglang", frozenset({"/generate"}))
 
 
 async def test_what_the_simulated_worker_says_is_understood(stage: Stage) -> None:

@@ -51,7 +51,7 @@ def test_everything_that_an_engine_says_is_read() -> None:
     assert facts.template == {"chat_template": None, "default_chat_template_kwargs": {"enable_thinking": False}}
     assert (facts.incremental_streaming, facts.routed_experts) == (True, False)
     assert facts.preferred_sampling_params == {"top_k": 20}
-    assert facts.endpoints == {"/generate", "/ready"}
+    assert facts.endpoints == frozenset({"/generate", "/ready"})
     assert facts.takes_field("ChatCompletionRequest", "messages") is True
     assert facts.takes_field("ChatCompletionRequest", "other") is facts.takes_field("Other", "x") is False
     assert facts.process is not None
