@@ -18,12 +18,14 @@ from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.keys import Key
 from miles_router.control.fan_out import Control
 from miles_router.control.health import HealthMonitor, log_transition
+from miles_router.control.probes import Probes
 from miles_router.edge import RouterApp
 from miles_router.errors import (
     ConfigError,
     MethodNotAllowed,
     MiddlewareLoadError,
 )
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.policies import KeyAffinity, LeastInFlight
@@ -71,11 +73,13 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
     gate = Gate(max_held=config.gate_max_held, timeout=config.gate_timeout)
     pool.listeners.append(lambda _: gate.workers_paused(_all_paused(pool)))
     in_flight = InFlight()
+    probes = Probes(upstream, timeout=config.health_check_timeout)
+    fleet = Fleet(pool, probes)
     health = HealthMonitor(
         pool=pool,
-        upstream=upstream,
+        fleet=fleet,
+        probes=probes,
         interval=config.health_check_interval,
-        timeout=config.health_check_timeout,
         deep_interval=config.deep_health_check_interval,
         gate=gate,
     )
@@ -88,7 +92,14 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
         on_new_weights=health.check_all,
     )
     router = Router(
-        config=config, pool=pool, forwarder=forwarder, metrics=metrics, gate=gate, control=control, args=args
+        config=config,
+        fleet=fleet,
+        pool=pool,
+        forwarder=forwarder,
+        metrics=metrics,
+        gate=gate,
+        control=control,
+        args=args,
     )
     metrics.register(GateCollector(gate))
     innermost: ASGIApp = Proxy(
@@ -110,7 +121,7 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
     guarded = Key(config.effective_admin_key)
     admin = Admin(router, _described(loaded), health.weight_version)
     routes, doors = _own_routes(admin, FanOut(control), guarded, data_key, layers, stack)
-    routes.lifespan_context = _lifespan(layers, health, upstream)
+    routes.lifespan_context = _lifespan(layers, health, fleet, upstream)
     _register_metrics(metrics, layers)
     return RouterApp(config=config, router=router, routes=routes, doors=doors, data_key=data_key, stack=stack)
 
@@ -171,13 +182,14 @@ def _register_metrics(metrics: Metrics, layers: Iterable[ASGIApp]) -> None:
                 metrics.register(collector)
 
 
-def _lifespan(layers: Iterable[ASGIApp], health: HealthMonitor, upstream: Upstream) -> Lifespan[Any]:
+def _lifespan(layers: Iterable[ASGIApp], health: HealthMonitor, fleet: Fleet, upstream: Upstream) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last."""
 
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         async with AsyncExitStack() as running:
             running.push_async_callback(upstream.close)
+            running.push_async_callback(fleet.close)
             await running.enter_async_context(health.running())
             for layer in layers:
                 if isinstance(layer, HasLifespan):

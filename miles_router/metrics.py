@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from miles_router.engines import paths
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.workers import Transition, WorkerPool, WorkerState
 
@@ -22,12 +23,12 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 
 #: The classes that `route` labels take; anything else is "other", so that no client can grow the table.
 ROUTES = {
-    "/generate": "generate",
-    "/v1/chat/completions": "chat_completions",
-    "/v1/completions": "completions",
-    "/v1/messages": "messages",
-    "/v1/responses": "responses",
-    "/v1/embeddings": "embeddings",
+    paths.GENERATE: "generate",
+    paths.CHAT: "chat_completions",
+    paths.COMPLETIONS: "completions",
+    paths.MESSAGES: "messages",
+    paths.RESPONSES: "responses",
+    paths.EMBEDDINGS: "embeddings",
     "/retrieve_from_text": "retrieve_from_text",
     "/routed_experts": "routed_experts",
 }

@@ -13,6 +13,7 @@ from miles_router.asgi.exchange import request_id
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.control.fan_out import Control
 from miles_router.dialects import namespace_of
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.workers import WorkerPool
 from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing
@@ -32,6 +33,7 @@ class Router:
         self,
         *,
         config: RouterConfig,
+        fleet: Fleet,
         pool: WorkerPool,
         forwarder: Forwarder,
         metrics: Metrics,
@@ -40,6 +42,8 @@ class Router:
         args: Namespace | None,
     ) -> None:
         self.config = config
+        #: Who the workers are; `await router.fleet.facts(url)` is what the engine of one can do.
+        self.fleet = fleet
         self.pool = pool
         self.metrics = metrics
         #: Whether the fleet is paused or asleep, and who waits.
