@@ -34,7 +34,7 @@ from miles_router.fleet.workers import WorkerPool, WorkerState
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
-from miles_router.metrics import GateCollector, Metrics
+from miles_router.metrics import GateStatistics, Metrics
 from miles_router.middlewares.contract import ASGIApp, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, load_middlewares
 from miles_router.middlewares.router import Router
@@ -101,7 +101,7 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
         control=control,
         args=args,
     )
-    metrics.register(GateCollector(gate))
+    metrics.register(GateStatistics(gate))
     innermost: ASGIApp = Proxy(
         forwarder, metrics, gate=gate, in_flight=in_flight, request_timeout=config.request_timeout
     )
@@ -122,7 +122,7 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
     admin = Admin(router, _described(loaded), health.weight_version)
     routes, doors = _own_routes(admin, FanOut(control), guarded, data_key, layers, stack)
     routes.lifespan_context = _lifespan(layers, health, fleet, upstream)
-    _register_metrics(metrics, layers)
+    _register_metrics(router, layers)
     return RouterApp(config=config, router=router, routes=routes, doors=doors, data_key=data_key, stack=stack)
 
 
@@ -175,11 +175,13 @@ class _WrongMethod:
         raise MethodNotAllowed(f"{scope['path']} does not take {scope['method']}")
 
 
-def _register_metrics(metrics: Metrics, layers: Iterable[ASGIApp]) -> None:
+def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
+    for published in router.published:
+        router.metrics.register(published)
     for layer in layers:
         if isinstance(layer, HasMetrics):
             for collector in layer.metrics():
-                metrics.register(collector)
+                router.metrics.register(collector)
 
 
 def _lifespan(layers: Iterable[ASGIApp], health: HealthMonitor, fleet: Fleet, upstream: Upstream) -> Lifespan[Any]:

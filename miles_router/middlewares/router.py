@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from miles_router.asgi.exchange import request_id
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
@@ -17,10 +17,12 @@ from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.workers import WorkerPool
 from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing
-from miles_router.metrics import Metrics
+from miles_router.metrics import Metrics, Statistics
 from miles_router.middlewares.checkpoint import load_model_config, load_tokenizer
 from miles_router.middlewares.experts import Experts
 from miles_router.settings.config import RouterConfig
+
+Published = TypeVar("Published", bound=Statistics)
 
 
 class Router:
@@ -56,9 +58,21 @@ class Router:
         self.args = args if args is not None else namespace_of(config)
         #: What middlewares show under `statistics` in `GET /router/info`: a name and a function that gives JSON.
         self.statistics: dict[str, Callable[[], Mapping[str, object]]] = {}
+        #: Those of them that `GET /metrics` shows too.
+        self.published: list[Statistics] = []
         #: Where layers that hold trajectories and the layer that captures routed experts find each other.
         self.experts = Experts()
         self._forwarder = forwarder
+
+    def publish(self, name: str, statistics: Published, **facts: Callable[[], object]) -> Published:
+        """Show a middleware's numbers at `GET /metrics` and, with `facts` beside them, under `statistics` and this name
+        in `GET /router/info`. Gives them back.
+
+            self.counts = router.publish("token_cap", Counts())
+        """
+        self.published.append(statistics)
+        self.statistics[name] = lambda: {**statistics.numbers(), **{fact: read() for fact, read in facts.items()}}
+        return statistics
 
     @asynccontextmanager
     async def forward(
