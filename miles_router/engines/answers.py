@@ -26,7 +26,7 @@ LOGPROB_FIELDS = frozenset(
     }
 )
 VERSION, VERSIONS = "weight_version", "weight_versions"
-FINISH_REASON = Field("finish_reason")
+FINISH_REASON, INDEX = Field("finish_reason"), Field("index")
 ABORT = "abort"
 
 Unreadable = Literal[
@@ -140,7 +140,7 @@ def finish_reasons(data: bytes, answers: int, *, beginning: bool = False) -> lis
     Args:
         data: JSON of a reply, or an event.
         answers: how many there must be.
-        beginning: `data` is the beginning of a reply, and there may be more behind it.
+        beginning: `data` is the beginning of a reply; what stands behind the last of them is not looked at.
 
     Returns:
         None where they cannot be seen: too few or too many fields of this name, or one that is cut.
@@ -149,11 +149,25 @@ def finish_reasons(data: bytes, answers: int, *, beginning: bool = False) -> lis
     try:
         for at in FINISH_REASON.places(data):
             if len(found) == answers:
-                return None if not beginning else found
+                return None
             found.append(value_at(data, at))
+            if beginning and len(found) == answers:
+                return found
     except Incomplete:
         return None
     return found if len(found) == answers else None
+
+
+def index_of(event: bytes) -> int | None:
+    """Which of several generations an event is about, without parsing the rest; None where that cannot be seen."""
+    try:
+        index = INDEX.last(event)  # where SGLang writes it
+    except Incomplete:
+        try:
+            index = INDEX.only(event)
+        except Incomplete:
+            return None
+    return index if type(index) is int else None
 
 
 def is_abort(finish: object) -> bool:
