@@ -276,6 +276,23 @@ async def test_a_layer_may_go_on_behind_the_end_by_itself() -> None:
         assert client.complete
 
 
+async def test_a_layer_sees_what_has_come_and_answers_behind_the_end_with_another_length() -> None:
+    class Later(Shouting):
+        async def whole(self, body: bytes) -> None:
+            return None
+
+    client = Client()
+    tap = Later(client)
+    await through(tap, head(content_length="4"), body(b"{", more=True), body(b" ", more=True))
+    assert (tap.collected, tap.passing) == (b"{ ", False)
+    await through(tap, body(b" }"))
+    assert (tap.collected, client.messages) == (b"", [])
+    await tap.answer(b"{...}")
+    assert (client.body, client.length, client.complete) == (b"{...}", b"5", True)
+    await through(passed := Later(Client()), head(status=500))
+    assert passed.passing
+
+
 async def test_a_collected_reply_is_kept_whole_whatever_it_is() -> None:
     for start, is_json in ((head(), True), (head(status=500), False), (head(content_encoding="gzip"), False)):
         reply, client = Collected(), Client()
