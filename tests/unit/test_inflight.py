@@ -96,9 +96,9 @@ def test_the_time_of_an_abort_grows_no_faster_than_the_bodies_in_flight(odd: str
         in_flight, best = InFlight(), 1.0
         entered(in_flight, ODD_BODIES[odd](size))
         for _ in range(10):
-            began = time.perf_counter()
+            began = time.process_time()
             assert in_flight.abort("zz") == []
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.process_time() - began)
         return best
 
     assert seconds(1 << 17) / seconds(1 << 14) < 24, "8 times as long is in order, 64 times is not"
