@@ -80,12 +80,15 @@ class GenerateAnswer:
                 raise UnreadableAnswer("token_counts_disagree", counts)
             if [entry[1] for entry in entries] != ids:
                 raise UnreadableAnswer("logprobs_of_other_tokens")
+            text, finish = answer["text"], reason["type"]
+            if not (isinstance(text, str) and isinstance(finish, str)):
+                raise UnreadableAnswer("incomplete", "text or finish_reason.type is no string")
             return cls(
-                text=answer["text"],
+                text=text,
                 ids=ids,
                 logprobs=[entry[0] for entry in entries],
                 rid=str(meta["id"]),
-                finish=reason["type"],
+                finish=finish,
                 matched=reason.get("matched"),
                 versions=version_runs(meta, len(ids)),
             )
@@ -101,13 +104,15 @@ def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
         meta: an answer's `meta_info`; of `/v1/completions`, its `metadata`.
 
     Raises:
-        UnreadableAnswer: they leave gaps, overlap, or do not cover the tokens.
+        UnreadableAnswer: they leave gaps, overlap, or do not cover the tokens; a version or a place is missing.
     """
     spans = meta.get(VERSIONS)
     if not spans:
         version = meta.get(VERSION)
         return [VersionRun(str(version), 0, tokens)] if version is not None and tokens else []
     try:
+        if any(span["version"] is None or {type(span["start"]), type(span["end"])} != {int} for span in spans):
+            raise UnreadableAnswer("incomplete", f"{VERSIONS} without a version, or with places that are no integers")
         runs = [VersionRun(str(span["version"]), span["start"], span["end"]) for span in spans]
         reached = 0
         for run in runs:

@@ -1,7 +1,7 @@
 """A `/generate` answer put together from the events of a stream, cumulative or incremental. Pure.
 
 By default SGLang says everything so far with each event; with `--incremental-streaming-output` only what is new.
-`completion_tokens` tells which: it always counts all.
+`completion_tokens` tells which: it always counts all. Events without it must repeat what has come.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_router.engines.answers import OUTPUT_LISTS, VERSION, UnreadableAnswer, is_abort
+from miles_router.engines.answers import OUTPUT_LISTS, VERSION, VERSIONS, UnreadableAnswer, is_abort
 
 
 class GrowingAnswer:
@@ -44,8 +44,13 @@ class GrowingAnswer:
                 raise UnreadableAnswer("incomplete", "text, output_ids or completion_tokens has another type")
         except (KeyError, TypeError, AttributeError) as error:
             raise UnreadableAnswer("incomplete", repr(error)) from error
-        before = len(self.answer["output_ids"]) if self.answer is not None else 0
-        if len(ids) >= count:
+        known = self.answer["output_ids"] if self.answer is not None else []
+        before = len(known)
+        if "completion_tokens" not in meta and ids[:before] != known:
+            raise UnreadableAnswer(
+                "incomplete", "completion_tokens is missing, and the ids do not repeat what has come"
+            )
+        if len(ids) >= count >= before:
             grown = self._replaced(event, count)
             if before:
                 self.incremental = False
@@ -59,6 +64,15 @@ class GrowingAnswer:
         self._note_version(meta, len(grown["output_ids"]))
         self.answer = grown
         return grown
+
+    def with_versions(self) -> dict[str, Any]:
+        """Everything so far with its weight versions: the engine's own, or those that the events named where it tells
+        none, as at the end of a generation that was aborted in its queue. There must be an answer."""
+        assert self.answer is not None
+        meta = self.answer["meta_info"]
+        if meta.get(VERSIONS) or all(span["version"] is None for span in self.spans):
+            return self.answer
+        return {**self.answer, "meta_info": {**meta, VERSIONS: self.spans}}
 
     def _replaced(self, event: Mapping[str, Any], count: int) -> dict[str, Any]:
         """Everything so far. SGLang writes an event's ids a moment after its counts (0.5.23, `tokenizer_manager.py`):

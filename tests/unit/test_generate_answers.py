@@ -51,12 +51,21 @@ def test_an_answer_says_what_was_sampled() -> None:
         ),
         ({"weight_versions": [{"version": 1, "start": 0, "end": 3}]}, "versions_end_elsewhere"),
         ({"weight_versions": [{"version": 1}]}, "incomplete"),
+        ({"weight_versions": [{"version": 1, "start": 0.0, "end": 2.0}]}, "incomplete"),
+        ({"weight_versions": [{"version": None, "start": 0, "end": 2}]}, "incomplete"),
+        ({"finish_reason": {"type": 3}}, "incomplete"),
     ],
 )
 def test_an_answer_that_lacks_something_or_contradicts_itself_is_refused(changed: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnreadableAnswer) as refused:
         GenerateAnswer.read(answer(**changed))
     assert refused.value.reason == reason
+
+
+@pytest.mark.parametrize("text", [7, None, ["a"]])
+def test_an_answer_whose_text_is_no_text_is_refused(text: object) -> None:
+    with pytest.raises(UnreadableAnswer, match="incomplete"):
+        GenerateAnswer.read({**answer(), "text": text})
 
 
 def test_one_version_is_that_of_all_tokens_and_none_is_none() -> None:
@@ -126,6 +135,32 @@ def test_an_event_that_fits_neither_kind_is_refused_and_changes_nothing(ids: lis
     for broken in every:
         with pytest.raises(UnreadableAnswer, match="incomplete"):
             growing.add(broken)
+
+
+def test_events_without_a_count_must_repeat_what_has_come() -> None:
+    growing = GrowingAnswer()
+    growing.add({"text": "a", "output_ids": [1], "meta_info": {}})
+    growing.add({"text": "ab", "output_ids": [1, 2], "meta_info": {}})
+    with pytest.raises(UnreadableAnswer, match="incomplete"):
+        growing.add({"text": "c", "output_ids": [3], "meta_info": {}})
+    with pytest.raises(UnreadableAnswer, match="incomplete"):
+        growing.add({"text": "cde", "output_ids": [3, 4, 5], "meta_info": {}})
+
+
+def test_versions_that_only_the_events_named_are_those_of_the_answer() -> None:
+    def grown(*named: str | None, **end: Any) -> list[Any]:
+        growing = GrowingAnswer()
+        for place, version in enumerate(named):
+            last = end if place == len(named) - 1 else {}
+            meta = {"completion_tokens": place + 1, "weight_version": version, **last}
+            growing.add({"text": "", "output_ids": [*range(place + 1)], "meta_info": meta})
+        return version_runs(growing.with_versions()["meta_info"], len(named))
+
+    assert grown("1", "1", "2") == [("1", 0, 2), ("2", 2, 3)]
+    assert grown("1", "2", weight_versions=[{"version": "2", "start": 0, "end": 2}]) == [("2", 0, 2)]
+    assert grown(None, None) == []
+    with pytest.raises(UnreadableAnswer, match="incomplete"):
+        grown(None, "2")
 
 
 def test_an_abort_in_the_queue_repeats_what_has_come() -> None:
