@@ -12,7 +12,7 @@ from typing import Any
 from miles_router.asgi.exchange import request_id
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.control.fan_out import Control
-from miles_router.dialects.slime import legacy_args
+from miles_router.dialects import namespace_of
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.workers import WorkerPool
 from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing
@@ -49,7 +49,7 @@ class Router:
         #: Free for middlewares to leave each other things that last longer than a request.
         self.state = SimpleNamespace()
         #: The argparse Namespace of the framework that embeds us, or one with the names such frameworks use.
-        self.args = args if args is not None else legacy_args(config)
+        self.args = args if args is not None else namespace_of(config)
         #: What middlewares show under `statistics` in `GET /router/info`: a name and a function that gives JSON.
         self.statistics: dict[str, Callable[[], Mapping[str, object]]] = {}
         #: Where layers that hold trajectories and the layer that captures routed experts find each other.

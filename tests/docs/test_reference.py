@@ -19,7 +19,7 @@ from middleware_hub.routed_experts_middleware import RoutedExpertsMiddleware
 from miles_router import cli
 from miles_router.admin.routes import Admin
 from miles_router.app import create_app
-from miles_router.compat import FRAMEWORK_NAMES, FRAMEWORK_PATHS
+from miles_router.dialects import MIDDLEWARE_PATHS, NAMES
 from miles_router.metrics import ROUTES
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, RouterConfig
 from miles_router.testing.worker import cli as worker_cli
@@ -163,9 +163,9 @@ def test_every_reason_for_passing_through_is_documented(reason: str) -> None:
     assert f"`{reason}`" in read("docs/metrics.md")
 
 
-@pytest.mark.parametrize("name", [*FRAMEWORK_NAMES, FRAMEWORK_PATHS])
+@pytest.mark.parametrize("name", [*NAMES, MIDDLEWARE_PATHS])
 def test_every_name_that_frameworks_use_is_documented(name: str) -> None:
-    assert f"| `{name}` | `{FRAMEWORK_NAMES.get(name, 'middlewares')}` |" in read("docs/configuration.md")
+    assert f"| `{name}` | `{NAMES.get(name, 'middlewares')}` |" in read("docs/configuration.md")
 
 
 MODULES = [path.name for path in (ROOT / "miles_router").glob("*.py") if path.name != "__init__.py"]
