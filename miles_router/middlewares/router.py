@@ -42,8 +42,11 @@ class Router:
         gate: Gate,
         control: Control,
         args: Namespace | None,
+        tokenizer: Any = None,
     ) -> None:
         self.config = config
+        if tokenizer is not None:
+            self.tokenizer = tokenizer
         #: Who the workers are; `await router.fleet.facts(url)` is what the engine of one can do.
         self.fleet = fleet
         self.pool = pool
