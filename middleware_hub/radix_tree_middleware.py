@@ -7,11 +7,10 @@ logprobs, loss mask and weight versions under the text that the client saw.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import orjson
-from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.radix_tree.answers import AnswerTap
@@ -19,14 +18,22 @@ from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.recording import TextRecorder
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
 from middleware_hub.radix_tree.retrieval import Retrieval
-from middleware_hub.radix_tree.statistics import CacheCollector, summary
 from middleware_hub.tokenizing.encoding import TextEncoder
-from miles_router import Exchange, Router, replay
-from miles_router.asgi.exchange import Receive, Scope, Send, with_body
-from miles_router.engines.generate import UnknownShape
 from miles_router.errors import ConfigError
-from miles_router.middlewares.contract import ASGIApp, HasMetrics, HasRoutes
-from miles_router.middlewares.experts import Handover, Source
+from miles_router.middlewares import (
+    ASGIApp,
+    Exchange,
+    Handover,
+    HasRoutes,
+    Receive,
+    Router,
+    Scope,
+    Send,
+    Source,
+    UnknownShape,
+    replay,
+    with_body,
+)
 from miles_router.trajectory import InvalidTrajectory
 
 PATH = "/generate"
@@ -48,20 +55,16 @@ class RadixTreeMiddleware:
         if keep_versions < 0:
             raise ConfigError(f"radix_tree_middleware.keep_versions: must be at least 0, not {keep_versions}")
         self.app = app
+        self.router = router
         self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
         self._recorder = TextRecorder(self.cache, TextEncoder(router.tokenizer))
         self._retrieval = Retrieval(self._recorder)
-        router.statistics[NAME] = lambda: summary(self.cache)
-        self._experts = router.experts
+        router.publish(NAME, self.cache.statistics)
         router.experts.sources["text"] = Source(self._retrieval.experts)
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /retrieve_from_text`."""
         return [Route(RETRIEVE, self._retrieval.answer, methods=["POST"])]
-
-    def metrics(self) -> Iterable[Collector]:
-        """The cache's numbers."""
-        return [CacheCollector(self.cache)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Give ids for text on the way in, record on the way out; every other path is none of our business."""
@@ -82,12 +85,11 @@ class RadixTreeMiddleware:
         experts = None
         with ExitStack() as until_answered:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
-            if self._experts.captured:
+            if self.router.experts.captured:
                 experts = Handover([prompt.held_experts for prompt in prompts], request.samples)
                 until_answered.enter_context(experts.left_on(exchange))
-            tap = AnswerTap(send, self._recorder, exchange, request, prompts, experts)
+            tap = AnswerTap(send, self.router, self._recorder, exchange, request, prompts, experts)
             await tap.call(self.app, with_body(scope, changed), replay(changed, receive))
 
 
 _routes: type[HasRoutes] = RadixTreeMiddleware
-_metrics: type[HasMetrics] = RadixTreeMiddleware

@@ -12,20 +12,15 @@ import orjson
 
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import wants_logprobs
-from miles_router import Exchange
-from miles_router.asgi.exchange import Send
-from miles_router.asgi.replies import Tap
 from miles_router.engines.answers import GenerateAnswer, Unreadable, UnreadableAnswer, without_logprobs
-from miles_router.engines.events import Event, write_event
-from miles_router.engines.generate import GenerateRequest
 from miles_router.engines.growing import GrowingAnswer
-from miles_router.middlewares.experts import Handover
+from miles_router.middlewares import Event, Exchange, GenerateRequest, Handover, Router, Send, Tap, write_event
 from miles_router.trajectory import InvalidTrajectory
 
 logger = logging.getLogger(__name__)
 
-#: Why an answer is not recorded, besides what `GenerateAnswer`, `Trajectory` and `Tap` refuse.
-AnswerReason = Literal["not_json", "answer_count", "incomplete"]
+#: Why an answer is not recorded that `GenerateAnswer` does not refuse.
+AnswerReason = Literal["not_json", "answer_count", "incomplete", "invalid_tokens"]
 
 
 class AnswerTap(Tap):
@@ -34,6 +29,7 @@ class AnswerTap(Tap):
 
     Args:
         send: the client's side.
+        router: counts replies that cannot be read.
         recorder: where the answers go.
         exchange: the request's record, for the log.
         request: as the client sent it.
@@ -46,13 +42,14 @@ class AnswerTap(Tap):
     def __init__(
         self,
         send: Send,
+        router: Router,
         recorder: TextRecorder,
         exchange: Exchange,
         request: GenerateRequest,
         prompts: Sequence[TokenizedText],
         experts: Handover | None,
     ) -> None:
-        super().__init__(send)
+        super().__init__(send, router.metrics)
         self._recorder = recorder
         self._exchange = exchange
         self._request = request
@@ -117,11 +114,6 @@ class AnswerTap(Tap):
             self._refuse("incomplete", f"the stream ended before answer {generation} did")
         return b""
 
-    def unread(self, reason: str) -> None:
-        """Count a reply that cannot be read."""
-        self._recorder.statistics.passed_through[reason] += 1
-        super().unread(reason)
-
     async def _record(self, generation: int, answer: object) -> None:
         prompt = self._request.prompt_of(generation)
         take = None if self._experts is None else partial(self._experts.take, generation)
@@ -131,9 +123,9 @@ class AnswerTap(Tap):
         except UnreadableAnswer as error:
             self._refuse(error.reason, str(error))
         except InvalidTrajectory as error:
-            self._refuse(error.invariant, str(error))
+            self._refuse("invalid_tokens", str(error))
 
-    def _refuse(self, reason: AnswerReason | Unreadable | str, detail: str) -> None:
+    def _refuse(self, reason: AnswerReason | Unreadable, detail: str) -> None:
         self._recorder.statistics.passed_through[reason] += 1
         worker, request_id = self._exchange.flight.worker_url, self._exchange.request_id
         fields = {"request_id": request_id, "worker": worker, "reason": reason, "detail": detail}

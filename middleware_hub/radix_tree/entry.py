@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from middleware_hub.tokenizing.spelling import NO_CUT, Ends
-from miles_router.middlewares.experts import Held, Taken, first_held
+from miles_router.middlewares import Held, Taken, first_held
 from miles_router.trajectory import Piece, Trajectory
 
 if TYPE_CHECKING:

@@ -9,13 +9,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from middleware_hub.radix_tree.cache import NO_MATCH, PrefixMatch, RadixTreeCache, Statistics, TextRecord
+from middleware_hub.radix_tree.cache import NO_MATCH, PrefixMatch, RadixTreeCache, TextRecord
 from middleware_hub.radix_tree.entry import Entry
+from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.tokenizing.encoding import TextEncoder
 from middleware_hub.tokenizing.spelling import Alignment, Ends, moved
 from miles_router.engines.answers import GenerateAnswer
 from miles_router.engines.generate import Prompt
-from miles_router.middlewares.experts import Held, Taken
+from miles_router.middlewares import Held, Taken
 from miles_router.trajectory import Piece, Trajectory
 
 #: Texts longer than this (characters) are encoded, and ids more than this spelled and aligned, in a thread: about what
@@ -54,7 +55,7 @@ class TextRecorder:
         self._encoder = encoder
 
     @property
-    def statistics(self) -> Statistics:
+    def statistics(self) -> CacheStatistics:
         """The cache's numbers."""
         return self.cache.statistics
 

@@ -13,9 +13,8 @@ from starlette.responses import Response
 
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder
-from miles_router import Exchange
 from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares.experts import Found, Taken
+from miles_router.middlewares import Exchange, Found, Taken
 from miles_router.trajectory import Trajectory, to_json
 from miles_router.trajectory.wire import VERSIONS, pack
 

@@ -171,7 +171,7 @@ BEGINS_LATE, ENDS_EARLY, ENDS_LATE = ([{"version": "1", "start": a, "end": b}] f
             "logprobs_of_other_tokens",
             "logprobs_of_other_tokens",
         ),
-        (answer_of(output_token_logprobs=[[7.0, 7], [-1.0, 8]]), "logprobs_are_logprobs", "logprobs_are_logprobs"),
+        (answer_of(output_token_logprobs=[[7.0, 7], [-1.0, 8]]), "invalid_tokens", "invalid_tokens"),
         (answer_of(weight_versions=GAP), "versions_leave_gaps", "versions_leave_gaps"),
         (answer_of(weight_versions=BEGINS_LATE), "versions_leave_gaps", "versions_leave_gaps"),
         (answer_of(weight_versions=ENDS_EARLY), "versions_end_elsewhere", "versions_end_elsewhere"),
@@ -233,7 +233,8 @@ async def test_a_compressed_answer_is_not_asked_for_and_passes_counted_and_logge
         got = await trial.post("/generate", {"text": "one", "stream": stream}, asking)
     assert b"accept-encoding" not in {name.lower() for name, _ in worker.requests[-1].headers}
     assert (got.status, got.body, got.value("content-encoding")) == (200, sent, b"gzip")
-    assert trial.statistics()["passed_through"] == {"content_encoding": 1}
+    assert trial.router.app.router.metrics.unread_replies == {("radix_tree", "content_encoding"): 1}
+    assert trial.statistics()["entries"] == 0
     fields = [record.__dict__["fields"] for record in caplog.records if record.message == "reply_unread"]
     assert fields == [{"layer": "radix_tree", "reason": "content_encoding"}]
 
