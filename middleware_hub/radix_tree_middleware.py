@@ -81,7 +81,8 @@ class RadixTreeMiddleware:
             self.cache.statistics.passed_through[reason] += 1
             await self.app(scope, replay(body, receive), send)
             return
-        changed = orjson.dumps(request.with_ids([prompt.ids for prompt in prompts], **{LOGPROBS: True}))
+        ids = [prompt.trajectory.tokens for prompt in prompts]
+        changed = orjson.dumps(request.with_ids(ids, **{LOGPROBS: True}), option=orjson.OPT_SERIALIZE_NUMPY)
         experts = None
         with ExitStack() as until_answered:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))

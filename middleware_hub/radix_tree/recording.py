@@ -36,12 +36,6 @@ class TokenizedText:
     match: PrefixMatch
 
     @property
-    def ids(self) -> list[int]:
-        """The `input_ids`."""
-        ids: list[int] = self.trajectory.tokens.tolist()
-        return ids
-
-    @property
     def held_experts(self) -> Held | None:
         """The routed experts that are held of its first tokens."""
         return None if self.match.entry is None else self.match.entry.held_experts(len(self.match.trajectory))
