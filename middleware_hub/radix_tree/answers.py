@@ -59,6 +59,7 @@ class AnswerTap(Tap):
         self._shows_logprobs = [wants_logprobs(request, generation) for generation in range(request.generations)]
         self._growing = {generation: GrowingAnswer() for generation in range(request.generations)}  # not ended yet
         self._failed = False  # the engine says itself that there is no answer
+        self._surplus = False  # events came of answers that nobody asked for
 
     async def whole(self, body: bytes) -> bytes:
         """Record the answers of a JSON reply."""
@@ -86,9 +87,11 @@ class AnswerTap(Tap):
         if not isinstance(answer, Mapping) or "output_ids" not in answer:
             self._failed |= isinstance(answer, Mapping) and "error" in answer
             return event.raw
-        generation = answer.get("index", 0)
+        generation = answer.get("index", 0 if self._request.generations == 1 else None)
         if type(generation) is not int or generation not in range(self._request.generations):
-            self._refuse("answer_count", f"an event of answer {generation!r}")
+            if not self._surplus:
+                self._refuse("answer_count", f"an event of answer {generation!r}")
+            self._surplus = True
             return event.raw
         growing = self._growing.get(generation)
         if growing is not None:

@@ -13,20 +13,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from middleware_hub.radix_tree.entry import Entry
+from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.eviction import EvictionQueue
 from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.radix_tree.text_tree import TextTree
 from middleware_hub.tokenizing.spelling import Ends
-from miles_router.middlewares import Taken
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.trajectory import common_prefix
 
 #: What an entry is charged besides its own tokens, so that entries without any (a generation repeated token for token)
 #: are bounded too.
 ENTRY_CHARGE = 16
-#: Of entries that end at one place (generations of one text), how many are looked at.
-TRIED = 4
+#: Of entries that end at one place (generations of one text), how many of the newest are looked at.
+CANDIDATES = 4
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,6 @@ class PrefixMatch:
 
 
 NO_MATCH = PrefixMatch(Trajectory(), np.zeros(0, dtype=np.uint32), 0, None)
-
-
-@dataclass(frozen=True)
-class TextRecord:
-    """A generation to record. `text` is its whole text: what the client saw, and behind it the hidden tail."""
-
-    text: str
-    shown_chars: int
-    trajectory: Trajectory
-    ends: Ends
-    rid: str
-    finish: str
-    experts: Taken | None = None  # routed experts, where they are captured
 
 
 class RadixTreeCache:
@@ -123,7 +109,7 @@ class RadixTreeCache:
             if limit <= best[2]:
                 break
             # Below `agreed` any entry will do, the newest is taken; but one that ends here may reach further than it.
-            ending = {*above.entries[-TRIED:], *above.shown_entries[-TRIED:]}
+            ending = {*above.entries[-CANDIDATES:], *above.shown_entries[-CANDIDATES:]}
             candidates = {*ending, above.newest} if above is node else ending
             for entry in sorted(filter(None, candidates), key=_serial, reverse=True):
                 tokens, chars = entry.reusable(limit, whole=limit == len(text))
@@ -183,24 +169,19 @@ class RadixTreeCache:
             return None
         self._clock += 1
         entry = Entry(
-            trajectory=record.trajectory,
-            ends=record.ends,
+            record,
             parent=parent,
             reused=reused,
             reused_chars=reused_chars,
-            shown_chars=record.shown_chars,
-            rid=record.rid,
-            finish=record.finish,
             rank=self._rank(record.trajectory),
             serial=self._clock,
-            experts=record.experts,
         )
         self._insert(entry, record.text)
         self._evict()
         return entry
 
     def _shared(self, record: TextRecord, match: PrefixMatch) -> tuple[Entry | None, int, int]:
-        """With which entry the generation has most tokens in common: `(entry, tokens, characters)`."""
+        """The entry with which the generation has most tokens in common: `(entry, tokens, characters)`."""
         known = _taken_over(match.trajectory, record.trajectory)
         node, _ = self._tree.descend(record.text)
         best: tuple[Entry | None, int, int] = (None, 0, 0)
@@ -273,10 +254,10 @@ def _serial(entry: Entry) -> int:
     return entry.serial
 
 
-def _alike(held: Trajectory, held_ends: Ends, given: Trajectory, given_ends: Ends) -> int:
+def _alike(one: Trajectory, ends: Ends, other: Trajectory, other_ends: Ends) -> int:
     """How many leading positions agree, in the characters they spell too: a special token is shown to some clients."""
-    common = common_prefix(held, given)
-    differ = np.flatnonzero(held_ends[:common] != given_ends[:common])
+    common = common_prefix(one, other)
+    differ = np.flatnonzero(ends[:common] != other_ends[:common])
     return int(differ[0]) if len(differ) else common
 
 

@@ -1,12 +1,13 @@
 """One recorded generation: the tokens that are its own, and the entry whose first tokens it shares.
 
 Own tokens lie in one block of bytes: ids int32, logprobs float32 of those that were sampled, ends uint16 from
-`reused_chars` on (uint32 where they are too far or not all known). numpy arrays are made from it when they are
-wanted. An entry's characters and tokens count from the beginning of the text, its own ones from `reused`.
+`reused_chars` on (uint32 where they are too far or not all known). numpy arrays are made from it when they are wanted.
+Characters and tokens count from the beginning of the text, own tokens from `reused`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +19,31 @@ from miles_router.trajectory import Piece, Trajectory
 if TYPE_CHECKING:
     from middleware_hub.radix_tree.text_tree import Node
 
-BYTES_PER_TOKEN = 12  # at most
 NEAR, FAR = np.dtype("<u2"), np.dtype("<u4")
 IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 TokenRun = tuple[int, bool, "str | None"]  # (own tokens up to here, sampled?, weight version)
+
+
+@dataclass(frozen=True)
+class TextRecord:
+    """A generation to record.
+
+    Attributes:
+        text: its whole text: what the client saw, and behind it the spelling of the hidden tail.
+        shown_chars: how many of its characters the client saw.
+        ends: for each token, how many characters of the text are spelled up to and with it, or `NO_CUT`.
+        rid: the engine's name of the generation.
+        finish: why it ended: `stop`, `length` or `abort`.
+        experts: its routed experts, where they are captured.
+    """
+
+    text: str
+    shown_chars: int
+    trajectory: Trajectory
+    ends: Ends
+    rid: str
+    finish: str
+    experts: Taken | None = None
 
 
 class Entry:
@@ -48,35 +70,23 @@ class Entry:
     )
 
     def __init__(
-        self,
-        *,
-        trajectory: Trajectory,
-        ends: Ends,
-        parent: Entry | None,
-        reused: int,
-        reused_chars: int,
-        shown_chars: int,
-        rid: str,
-        finish: str,
-        rank: int,
-        serial: int,
-        experts: Taken | None = None,
+        self, record: TextRecord, *, parent: Entry | None, reused: int, reused_chars: int, rank: int, serial: int
     ) -> None:
-        own = trajectory[reused:]
+        own = record.trajectory[reused:]
         self.own = len(own)
-        self.end_type, own_ends = _packed(ends[reused:], reused_chars)
+        self.end_type, own_ends = _packed(record.ends[reused:], reused_chars)
         sampled = [piece.logprobs.astype(LOGPROBS).tobytes() for piece in own.pieces if piece.logprobs is not None]
         self.block = b"".join([own.tokens.astype(IDS).tobytes(), *sampled, own_ends])
         self.runs = _runs(own)
         self.parent = parent
         self.reused = reused
         self.reused_chars = reused_chars
-        self.shown_chars = shown_chars  # characters of the text that the client saw
-        self.rid = rid
-        self.finish = finish  # SGLang's finish_reason.type
+        self.shown_chars = record.shown_chars
+        self.rid = record.rid
+        self.finish = record.finish
         self.rank = rank  # of its newest weight version: later ones rank higher
         self.serial = serial  # order of recording
-        self.experts = experts  # rows of all its tokens but the last, where they are captured
+        self.experts = record.experts  # rows of all its tokens but the last, where they are captured
         self.children = 0
         self.pins = 0
         self.last_used = serial

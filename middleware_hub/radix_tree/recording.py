@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from middleware_hub.radix_tree.cache import NO_MATCH, PrefixMatch, RadixTreeCache, TextRecord
-from middleware_hub.radix_tree.entry import Entry
+from middleware_hub.radix_tree.cache import NO_MATCH, PrefixMatch, RadixTreeCache
+from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.statistics import CacheStatistics
+from middleware_hub.tokenizing.alignment import Alignment
 from middleware_hub.tokenizing.encoding import TextEncoder
-from middleware_hub.tokenizing.spelling import Alignment, Ends, moved
+from middleware_hub.tokenizing.spelling import Ends, moved
 from miles_router.engines.answers import GenerateAnswer
 from miles_router.engines.generate import Prompt
 from miles_router.middlewares import Held, Taken

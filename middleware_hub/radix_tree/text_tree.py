@@ -91,7 +91,7 @@ class TextTree:
             if child is None:
                 return node, position
             if not text.startswith(child.label, position):
-                return child, position + _common(child.label, text, position)
+                return child, position + common_length(child.label, text, position)
             node, position = child, position + len(child.label)
         return node, position
 
@@ -193,7 +193,7 @@ def _newest(node: Node) -> Entry | None:
     return max((*below, *node.entries), key=lambda entry: entry.serial, default=None)
 
 
-def _common(label: str, text: str, position: int) -> int:
+def common_length(label: str, text: str, position: int) -> int:
     """How many characters of `label` stand in `text` at `position`, found by halving, so compared at memory speed."""
     low, high = 0, min(len(label), len(text) - position)
     while low < high:

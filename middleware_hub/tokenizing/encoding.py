@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from middleware_hub.tokenizing.spelling import NO_CUT, Alignment, Ends, Spelling, align, speller_for
+from middleware_hub.tokenizing.alignment import Alignment, align
+from middleware_hub.tokenizing.spelling import NO_CUT, Ends, Spelling, speller_for
 from miles_router.errors import ConfigError, RouterError
 
 #: Texts in front of which a continuation is encoded where a tokenizer treats the beginning of a text specially. The
@@ -95,7 +96,7 @@ class TextEncoder:
         stop: int | str | None = None,
         no_stop_trim: bool = False,
     ) -> Alignment:
-        """See `spelling.align`."""
+        """See `alignment.align`."""
         return align(self._speller, ids, text, skip_special=skip_special, stop=stop, no_stop_trim=no_stop_trim)
 
     def _encoding(self, encoding: Any, first: int, begin: int, text: str) -> Encoding:

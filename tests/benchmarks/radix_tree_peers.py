@@ -16,8 +16,9 @@ import numpy as np
 import psutil
 import pygtrie
 
-from middleware_hub.radix_tree.cache import NO_MATCH, PrefixMatch, RadixTreeCache, TextRecord
-from middleware_hub.radix_tree.text_tree import _common
+from middleware_hub.radix_tree.cache import NO_MATCH, PrefixMatch, RadixTreeCache
+from middleware_hub.radix_tree.entry import TextRecord
+from middleware_hub.radix_tree.text_tree import common_length
 from tests.benchmarks.rollout_data import ANSWER_CHARS, GROUP, Rollouts, new_cache, text_of
 
 LONG_CHARS = 100_000
@@ -90,7 +91,7 @@ class LinearScan:
     def look_up(self, text: str) -> Any:
         best, longest = None, 0
         for held, arrays in self._held.items():
-            agreed = _common(held, text, 0)
+            agreed = common_length(held, text, 0)
             if agreed > longest:
                 best, longest = arrays, agreed
         return best

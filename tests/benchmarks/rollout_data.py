@@ -10,7 +10,8 @@ from functools import cache
 
 import numpy as np
 
-from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache, TextRecord
+from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
+from middleware_hub.radix_tree.entry import TextRecord
 from middleware_hub.tokenizing.spelling import Ends
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.pieces import Tokens

@@ -145,6 +145,11 @@ def answer_of(**changed: Any) -> dict[str, Any]:
     return {"text": "ab", "output_ids": [7, 8], **besides, "meta_info": meta}
 
 
+def written(answer: dict[str, Any]) -> bytes:
+    """It as an event."""
+    return b"data: " + json.dumps(answer).encode() + b"\n\n"
+
+
 GAP = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end": 2}]
 BEGINS_LATE, ENDS_EARLY, ENDS_LATE = ([{"version": "1", "start": a, "end": b}] for a, b in ((1, 2), (0, 1), (0, 3)))
 
@@ -205,18 +210,27 @@ async def test_answers_that_make_no_sense_pass_and_are_counted_and_logged_and_no
     assert statistics["passed_through"] == {expected: 2}
 
 
-async def test_an_event_of_an_answer_that_nobody_asked_for_passes_and_is_counted(stage: Stage) -> None:
+async def test_events_of_answers_that_nobody_asked_for_pass_and_are_counted_once(stage: Stage) -> None:
     worker = await stage.worker()
-    odd = b"".join(
-        b"data: " + json.dumps({**answer_of(), "index": index}).encode() + b"\n\n" for index in (1, -1, "0", [0], 0.0)
-    )
+    odd = b"".join(written({**answer_of(), "index": index}) for index in (1, -1, "0", [0], 0.0))
     sent = odd + event([7], "a", finish=True) + b"data: [DONE]\n\n"
     worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
     trial = await trial_before(stage, worker)
     got = await trial.post("/generate", {"text": "one", "stream": True, "return_logprob": True})
     assert got.body == sent
-    assert trial.statistics()["passed_through"] == {"answer_count": 5}
+    assert trial.statistics()["passed_through"] == {"answer_count": 1}
     assert (await trial.retrieve(rid="r1"))["tokens"][-1:] == [7]
+
+
+async def test_events_of_several_answers_that_do_not_say_which_are_not_recorded(stage: Stage) -> None:
+    worker = await stage.worker()
+    sent = b"".join(written(answer_of(id=rid)) for rid in "ab") + b"data: [DONE]\n\n"
+    worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
+    trial = await trial_before(stage, worker)
+    got = await trial.post("/generate", {"text": ["one", "two"], "stream": True, "return_logprob": True})
+    assert got.body == sent
+    assert trial.statistics()["passed_through"] == {"answer_count": 1, "incomplete": 2}
+    assert trial.statistics()["entries"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -242,7 +256,7 @@ async def test_a_compressed_answer_is_not_asked_for_and_passes_counted_and_logge
 async def test_a_stream_that_ends_without_its_answers_is_counted_for_each_of_them(stage: Stage) -> None:
     worker = await stage.worker()
     parts = [{**answer_of(finish_reason=None), "index": 0}, {**answer_of(id="whole"), "index": 1}]
-    sent = b"".join(b"data: " + json.dumps(each).encode() + b"\n\n" for each in parts) + b"data: [DONE]\n\n"
+    sent = b"".join(map(written, parts)) + b"data: [DONE]\n\n"
     worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
     trial = await trial_before(stage, worker)
     await trial.post("/generate", {"text": "one", "stream": True, "sampling_params": {"n": 3}})

@@ -207,14 +207,14 @@ async def test_streams_of_any_spacing_and_order_of_keys_are_recorded(
 
 
 async def test_versions_that_only_a_stream_s_events_named_are_recorded(stage: Stage) -> None:
-    def told(ids: list[int], version: str, finish: dict[str, Any] | None = None) -> bytes:
+    def at(ids: list[int], version: str, finish: dict[str, Any] | None = None) -> bytes:
         meta = {"id": "r1", "completion_tokens": len(ids), "weight_version": version, "finish_reason": finish}
         meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
         return b"data: " + json.dumps({"text": "", "output_ids": ids, "meta_info": meta}).encode() + b"\n\n"
 
     worker = await stage.worker()
     abort = {"type": "abort", "message": "Abort in waiting queue"}
-    whole = told([7], "1") + told([7, 8], "1") + told([7, 8, 9], "2") + told([7, 8, 9], "3", abort)
+    whole = at([7], "1") + at([7, 8], "1") + at([7, 8, 9], "2") + at([7, 8, 9], "3", abort)
     worker.always(script(chunked_head(STREAM), chunk(whole + b"data: [DONE]\n\n"), b"0\r\n\r\n"))
     trial = await trial_before(stage, worker)
     await trial.post("/generate", {"text": "one", "stream": True})

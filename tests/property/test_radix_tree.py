@@ -12,8 +12,8 @@ import pygtrie
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from middleware_hub.radix_tree.cache import ENTRY_CHARGE, NO_MATCH, PrefixMatch, RadixTreeCache, TextRecord
-from middleware_hub.radix_tree.entry import Entry
+from middleware_hub.radix_tree.cache import ENTRY_CHARGE, NO_MATCH, PrefixMatch, RadixTreeCache
+from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.tokenizing.spelling import NO_CUT
 from miles_router.trajectory import Piece
 from tests.support.cache_integrity import check_integrity

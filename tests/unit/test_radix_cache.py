@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from middleware_hub.radix_tree.cache import ENTRY_CHARGE, NO_MATCH, PrefixMatch, RadixTreeCache, TextRecord
-from middleware_hub.radix_tree.entry import Entry
+from middleware_hub.radix_tree.cache import ENTRY_CHARGE, NO_MATCH, PrefixMatch, RadixTreeCache
+from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.tokenizing.spelling import NO_CUT
 from miles_router.trajectory import Piece, Trajectory
 from tests.support.cache_integrity import check_integrity

@@ -1,4 +1,4 @@
-"""Which characters tokens spell, with real tokenizers: byte-level, byte fallback with and without a dummy prefix."""
+"""Encoding, spelling and alignment, with real tokenizers: byte-level, byte fallback with and without a dummy prefix."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from middleware_hub.tokenizing.alignment import Alignment, align
 from middleware_hub.tokenizing.encoding import TextEncoder
-from middleware_hub.tokenizing.spelling import NO_CUT, Alignment, UnknownSpeller, align, speller_for
+from middleware_hub.tokenizing.spelling import NO_CUT, UnknownSpeller, speller_for
 from tests.support.tokenizers import PACKAGES, tokenizer
 
 NAMES = sorted(PACKAGES)
