@@ -47,8 +47,8 @@ class TextEncoder:
         self._needs_anchor = self._spells("a") != "a" or self._spells(" a") != " a"
 
     def _spells(self, text: str) -> str:
-        spelled = self._speller.spell(self._backend.encode(text, add_special_tokens=False).ids, skip_special=False)
-        return text if spelled is None else spelled.text
+        spelling = self._speller.spell(self._backend.encode(text, add_special_tokens=False).ids, skip_special=False)
+        return text if spelling is None else spelling.text
 
     def encode_whole(self, text: str) -> Encoding:
         """A text from its beginning, as SGLang encodes `text`, except that a text which begins with the beginning-of-
@@ -69,19 +69,20 @@ class TextEncoder:
             return self._encoding(self._backend.encode(text, add_special_tokens=False), 0, 0, text)
         for anchor in ANCHORS:
             encoding = self._backend.encode(anchor + text, add_special_tokens=False)
-            first = sum(end <= len(anchor) for _, end in encoding.offsets)
-            if first < len(encoding.ids) and encoding.offsets[first][0] == len(anchor):
+            offsets = encoding.offsets
+            first = sum(end <= len(anchor) for _, end in offsets)
+            if first < len(offsets) and offsets[first][0] == len(anchor):
                 return self._encoding(encoding, first, len(anchor), text)
         raise InexactTokenizer("the tokenizer cannot encode a continuation by itself")
 
     def spell_whole(self, ids: Sequence[int]) -> Spelling:
         """The text of ids that begin a text: the engine's own decoding, special tokens shown."""
         text: str = self._backend.decode(list(ids), skip_special_tokens=False)
-        spelled = self._speller.spell(ids, skip_special=False)
-        if spelled is not None and spelled.text == text:
-            return spelled
-        if spelled is not None and spelled.text == f" {text}":  # decoding drops the space a text was given in front
-            ends = np.where(spelled.ends == NO_CUT, NO_CUT, np.maximum(spelled.ends, 1) - 1)
+        spelling = self._speller.spell(ids, skip_special=False)
+        if spelling is not None and spelling.text == text:
+            return spelling
+        if spelling is not None and spelling.text == f" {text}":  # decoding drops the space a text was given in front
+            ends = np.where(spelling.ends == NO_CUT, NO_CUT, np.maximum(spelling.ends, 1) - 1)
             return Spelling(text, ends.astype(np.uint32))
         ends = np.full(len(ids), NO_CUT, dtype=np.uint32)
         ends[-1:] = len(text)
