@@ -1,6 +1,5 @@
 """How a held turn is continued in exact tokens; from the bottom up:
 
-prompting     tools and settings of a request as SGLang reads them
 preparing     messages as SGLang hands them to a chat template
 templates     messages to text with the model's own template, text to ids
 families      the same with what a library knows of a family

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.continuing.endings import MARKER, Context, Endings, NotAppendOnly, behind
+from middleware_hub.openai_session.continuing.endings import MARKER, Endings, NotAppendOnly, behind
 from middleware_hub.openai_session.continuing.probes import (
     BESIDE,
     STANDARD,
@@ -33,6 +33,7 @@ from middleware_hub.openai_session.continuing.probes import (
 )
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer
 from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.prompting import Context
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.errors import ConfigError
 

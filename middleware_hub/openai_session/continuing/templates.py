@@ -67,17 +67,6 @@ class Renderer:
         written = [prepared_tool(tool) for tool in tools] if tools else None
         return self._write(prepared, written, generation_prompt, template_kwargs)
 
-    def whole(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
-    ) -> list[int]:
-        """The ids of a conversation that an answer is due to.
-
-        Raises:
-            CannotRender: the template refuses it.
-        """
-        taken = self.as_taken(messages)
-        return self.encode(self.render(taken, tools, generation_prompt=True, template_kwargs=template_kwargs))
-
     def as_taken(self, appended: Sequence[Message]) -> Sequence[Message]:
         """SGLang makes a user's message of an assistant's that comes last, so that there is something to answer."""
         if not appended or appended[-1].get("role") != "assistant":
