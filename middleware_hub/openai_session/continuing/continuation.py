@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 from middleware_hub.openai_session.continuing.endings import Answer, Ending, NotAppendOnly, behind, shared
 from middleware_hub.openai_session.continuing.families import for_family
 from middleware_hub.openai_session.continuing.probes import shape_of
-from middleware_hub.openai_session.continuing.proof import Proof, prove
+from middleware_hub.openai_session.continuing.proof import AT_THE_START, Proof, prove
+from middleware_hub.openai_session.continuing.proof_file import ProofFile
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer, from_tokenizer
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import Context
@@ -136,6 +137,10 @@ def build(tokenizer: Any, tito_model: str | None) -> Continuation:
         ConfigError: there is no chat template or no such family, or not even a user's message can be appended.
     """
     renderer = for_family(tokenizer, tito_model) if tito_model else from_tokenizer(tokenizer)
-    proof = prove(renderer)
-    logger.info("continuation_proved", extra={"fields": proof.describe()})
+    file = ProofFile(renderer.subject)
+    known = file.read(len(AT_THE_START))
+    proof = prove(renderer, known)
+    if known is None:
+        file.write(list(proof.refusals.values()))
+    logger.info("continuation_proved", extra={"fields": {**proof.describe(), "before": known is not None}})
     return Continuation(renderer, proof)

@@ -34,10 +34,20 @@ FAILURES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
 
 
 class Renderer:
-    """One way to write messages. `origin` names it in words."""
+    """One way to write messages. `origin` names it in words; `subject` is all that it depends on beside code."""
 
-    def __init__(self, tokenizer: Any, write: Write, *, origin: str, parts: bool = False, json: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        write: Write,
+        *,
+        origin: str,
+        subject: Mapping[str, object],
+        parts: bool = False,
+        json: bool = False,
+    ) -> None:
         self.origin = origin
+        self.subject = {"origin": origin, "tokenizer": str(type(tokenizer)), **subject}
         self._encoder = TextEncoder(tokenizer)
         self._backend = tokenizer.backend_tokenizer
         self._write = write
@@ -153,7 +163,13 @@ def from_tokenizer(
         except (TemplateError, *FAILURES) as error:
             raise CannotRender(_reason(error, source)) from None
 
-    return Renderer(tokenizer, write, origin=origin or "the tokenizer's chat template", parts=loops_over_parts(source))
+    return Renderer(
+        tokenizer,
+        write,
+        origin=origin or "the tokenizer's chat template",
+        subject={"template": own, "settings": settings, "special tokens": tokenizer.special_tokens_map},
+        parts=loops_over_parts(source),
+    )
 
 
 def _reason(error: Exception, source: str) -> str:
