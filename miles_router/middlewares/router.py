@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from miles_router.asgi.exchange import request_id
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.control.fan_out import Control
-from miles_router.dialects.slime import legacy_args
+from miles_router.dialects import legacy_args
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.workers import WorkerPool
 from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing
