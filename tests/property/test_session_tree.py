@@ -172,12 +172,11 @@ def check_samples(found: Episode) -> None:
     trained: Counter[tuple[Turn, int]] = Counter()
     had: set[tuple[Turn, int]] = set()
     for sample in samples(session, wanted({}), Making(Selection(()), lambda ids: "", Experts())):
-        leaf = session.turns[sample.rest["metadata"]["leaf"]]
+        leaf = session.turns[sample.metadata["leaf"]]
         door = found.doors[leaf]
-        whole = sample.trajectory
-        assert whole.tokens.tolist() == [*door.given, *door.sampled]
-        logprobs, mask = whole.logprobs.tolist(), whole.loss_mask.tolist()
-        sampled_at = dict.fromkeys(range(len(whole)), 0.0)
+        assert sample.tokens.tolist() == [*door.given, *door.sampled]
+        logprobs, mask = sample.logprobs.tolist(), sample.loss_mask.tolist()
+        sampled_at = dict.fromkeys(range(len(sample)), 0.0)
         line = leaf.line()
         for turn, end in zip(line, line_ends(line), strict=True):
             for place in range(turn.prompt_tokens, end):
