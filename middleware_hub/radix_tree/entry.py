@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from middleware_hub.tokenizing.spelling import NO_CUT, Ends
-from miles_router.middlewares.experts import Held, Taken, first_held
+from miles_router.middlewares import Held, Taken, first_held
 from miles_router.trajectory import Piece, Trajectory
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BYTES_PER_TOKEN = 12  # at most
 NEAR, FAR = np.dtype("<u2"), np.dtype("<u4")
 IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
-Run = tuple[int, bool, "str | None"]  # (own tokens up to here, sampled?, weight version)
+TokenRun = tuple[int, bool, "str | None"]  # (own tokens up to here, sampled?, weight version)
 
 
 class Entry:
@@ -44,7 +44,7 @@ class Entry:
         "rid",
         "runs",
         "serial",
-        "shown",
+        "shown_chars",
     )
 
     def __init__(
@@ -55,7 +55,7 @@ class Entry:
         parent: Entry | None,
         reused: int,
         reused_chars: int,
-        shown: int,
+        shown_chars: int,
         rid: str,
         finish: str,
         rank: int,
@@ -71,7 +71,7 @@ class Entry:
         self.parent = parent
         self.reused = reused
         self.reused_chars = reused_chars
-        self.shown = shown  # characters of the text that the client saw
+        self.shown_chars = shown_chars  # characters of the text that the client saw
         self.rid = rid
         self.finish = finish  # SGLang's finish_reason.type
         self.rank = rank  # of its newest weight version: later ones rank higher
@@ -198,6 +198,33 @@ class Entry:
             return entry.reused + int(possible[-1]) + 1, int(ends[possible[-1]])
         return entry.reused, entry.reused_chars
 
+    def reusable(self, chars: int, *, whole: bool) -> tuple[int, int]:
+        """The longest prefix within `chars` characters that ends behind a sampled token, or, where these are the whole
+        text in question, with a given run: `(tokens, characters)`."""
+        tokens, reached = self.cut_at(chars)
+        if not tokens:
+            return 0, 0
+        part = self.part_at(tokens)
+        sampled = part._sampled_within(tokens)
+        closes = whole and reached == chars and any(part.reused + end == tokens for end, _, _ in part.runs)
+        if closes or sampled == tokens:
+            return tokens, reached
+        return self.cut_before(sampled) if sampled else (0, 0)
+
+    def _sampled_within(self, tokens: int) -> int:
+        """Behind the last sampled one of the first `tokens` tokens, the last of which is an own one."""
+        part: Entry | None = self
+        while part is not None:
+            begin, last = part.reused, 0
+            for end, sampled, _ in part.runs:
+                if sampled and begin < tokens:
+                    last = min(part.reused + end, tokens)
+                begin = part.reused + end
+            if last:
+                return last
+            tokens, part = part.reused, part.parent
+        return 0
+
 
 def _packed(ends: Ends, base: int) -> tuple[np.dtype[np.unsignedinteger[Any]], bytes]:
     """Ends as bytes, in the smaller type where each is known and near `base`."""
@@ -206,8 +233,8 @@ def _packed(ends: Ends, base: int) -> tuple[np.dtype[np.unsignedinteger[Any]], b
     return FAR, ends.astype(FAR).tobytes()
 
 
-def _runs(own: Trajectory) -> tuple[Run, ...]:
-    runs: list[Run] = []
+def _runs(own: Trajectory) -> tuple[TokenRun, ...]:
+    runs: list[TokenRun] = []
     end = 0
     for piece in own.pieces:
         end += len(piece)

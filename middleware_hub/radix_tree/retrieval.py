@@ -11,10 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from middleware_hub.radix_tree.entry import Entry
-from middleware_hub.radix_tree.recording import Recorder
-from miles_router import Exchange
+from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares.experts import Found, Taken
+from miles_router.middlewares import Exchange, Found, Taken
 from miles_router.trajectory import Retrieved, Trajectory
 from miles_router.trajectory.retrieved import write_safetensors
 
@@ -26,7 +25,7 @@ FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp"})
 class Retrieval:
     """Answers from one cache."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TextRecorder) -> None:
         self._recorder = recorder
         self._cache = recorder.cache
 
@@ -71,7 +70,7 @@ class Retrieval:
         entries = self._cache.retrieve(text)
         if entries:
             return self._newest(text, entries)
-        given = await self._recorder.give_text(text)
+        given = await self._recorder.tokenize_text(text)
         matched = len(given.match.trajectory)
         if strict and matched < len(given.trajectory):
             raise NotFound(

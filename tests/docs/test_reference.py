@@ -7,11 +7,14 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from starlette.routing import Route
 
 from middleware_hub.openai_session_middleware import OpenAISessionMiddleware
+from middleware_hub.radix_tree.answers import AnswerReason
+from middleware_hub.radix_tree.requests import RequestReason
 from middleware_hub.radix_tree.retrieval import FIELDS as FIELDS_OF_RETRIEVAL
 from middleware_hub.radix_tree_middleware import RadixTreeMiddleware
 from middleware_hub.routed_experts_middleware import RoutedExpertsMiddleware
@@ -19,6 +22,8 @@ from miles_router import cli
 from miles_router.admin.routes import Admin
 from miles_router.app import create_app
 from miles_router.dialects import MIDDLEWARE_PATHS, NAMES
+from miles_router.engines.answers import Unreadable
+from miles_router.engines.generate import Reason
 from miles_router.metrics import Statistics
 from miles_router.metrics.metrics import ROUTES
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, RouterConfig
@@ -30,10 +35,7 @@ from tests.docs.pages import PAGES, ROOT, name_of, read
 
 def reasons() -> list[str]:
     """Why the text cache leaves a request or an answer alone."""
-    sources = [ROOT / "middleware_hub" / name for name in ("radix_tree_middleware.py", "radix_tree/shapes.py")]
-    text = "".join(source.read_text(encoding="utf-8") for source in sources)
-    raised = re.findall(r"(?:NotUnderstood|pass_by)\((.*)\)$", text, re.M)
-    return sorted({name for call in raised for name in re.findall(r'"(\w+)"', call)})
+    return sorted({name for kind in (Reason, RequestReason, Unreadable, AnswerReason) for name in get_args(kind)})
 
 
 def flags(parser: argparse.ArgumentParser) -> set[str]:

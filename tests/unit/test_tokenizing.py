@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.tokenizing.encoding import TextEncoder
-from middleware_hub.tokenizing.spelling import NO_CUT, Aligned, UnknownSpeller, align, speller_for
+from middleware_hub.tokenizing.spelling import NO_CUT, Alignment, UnknownSpeller, align, speller_for
 from tests.support.tokenizers import PACKAGES, tokenizer
 
 NAMES = sorted(PACKAGES)
@@ -29,9 +29,9 @@ def ids(name: str, *tokens: str) -> list[int]:
     return found
 
 
-def shown(aligned: Aligned) -> tuple[str, list[int | None], int, bool]:
+def shown(aligned: Alignment) -> tuple[str, list[int | None], int, bool]:
     ends = [None if end == NO_CUT else int(end) for end in aligned.ends]
-    return aligned.text, ends, aligned.shown, aligned.exact
+    return aligned.text, ends, aligned.shown_chars, aligned.exact
 
 
 def aligned(name: str, tokens: list[int], text: str, **how: Any) -> tuple[str, list[int | None], int, bool]:
