@@ -19,7 +19,7 @@ from miles_router import Exchange
 from miles_router.errors import BadRequest, NotFound
 from miles_router.middlewares.experts import Experts, Found, Source, Taken
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.wire import pack
+from miles_router.trajectory.safetensors import pack
 
 BINARY = "application/octet-stream"
 FIELD = "routed_experts"

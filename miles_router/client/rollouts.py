@@ -18,11 +18,12 @@ from uuid import uuid4
 
 import numpy as np
 
-from miles_router.client.answers import Generation, Retrieved, Status
-from miles_router.client.errors import InvalidSample
+from miles_router.client.answers import Generation
+from miles_router.client.errors import InvalidSample, reading
 from miles_router.client.router_client import RouterClient
-from miles_router.client.sample import Reward, Sample
 from miles_router.tasks import together
+from miles_router.trajectory import Retrieved, Sample
+from miles_router.trajectory.sample import Reward, Status
 
 Result = TypeVar("Result")
 #: Given what the model wrote, the text to put behind it before the next turn; None: the episode is over.
@@ -169,13 +170,14 @@ def _sample(found: Retrieved, prompt: str, prompt_tokens: int, status: Status, c
     """The rollout as a sample. Its prompt is not trained on, not even where an earlier rollout sampled it."""
     mask = found.loss_mask.copy()
     mask[:prompt_tokens] = 0
-    return Sample(
-        tokens=found.tokens,
-        loss_mask=mask,
-        logprobs=found.logprobs,
-        weight_versions=tuple(found.weight_versions),
-        response=found.text[len(prompt) :],
-        response_length=max(len(found) - prompt_tokens, 0),
-        status=status,
-        **carried,
-    )
+    with reading("/retrieve_from_text"):
+        return Sample(
+            tokens=found.tokens,
+            loss_mask=mask,
+            logprobs=found.logprobs,
+            weight_versions=tuple(found.weight_versions),
+            response=found.text[len(prompt) :],
+            response_length=max(len(found) - prompt_tokens, 0),
+            status=status,
+            **carried,
+        )

@@ -9,15 +9,16 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from miles_router.client.answers import Generation, Retrieved
+from miles_router.client.answers import Generation
 from miles_router.client.control import Control
-from miles_router.client.errors import ConnectionLost, InvalidReply, read_error
-from miles_router.client.sample import Experts
+from miles_router.client.errors import ConnectionLost, InvalidReply, read_error, reading
 from miles_router.client.session import Session, SessionInfo
 from miles_router.client.transport import DEFAULT_RETRIES, Ask, Pool, Retries, Transport
 from miles_router.engines.events import DATA, DONE, EventReader
-from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.wire import unpack
+from miles_router.trajectory import Malformed, Retrieved
+from miles_router.trajectory.retrieved import read_safetensors
+from miles_router.trajectory.safetensors import unpack
+from miles_router.trajectory.sample import RoutedExperts
 
 BINARY = "application/octet-stream"
 
@@ -140,7 +141,9 @@ class RouterClient(Control):
         asked = {"text": text, "rid": rid, "strict": strict}
         body = {name: value for name, value in asked.items() if value is not None}
         ask = Ask("POST", "/retrieve_from_text", body, {"Accept": BINARY}, repeatable=True)
-        return Retrieved.from_bytes(await self._transport.bytes(ask))
+        data = await self._transport.bytes(ask)
+        with reading("/retrieve_from_text"):
+            return read_safetensors(data)
 
     async def routed_experts(
         self,
@@ -151,7 +154,7 @@ class RouterClient(Control):
         leaf: int | None = None,
         start: int = 0,
         stop: int | None = None,
-    ) -> Experts:
+    ) -> RoutedExperts:
         """The experts that routed each token of one rollout, unsigned integers [stop - start, layers, top_k]: row i is
         about token i, and the last token has none. For a router with `RoutedExpertsMiddleware`.
 
@@ -168,10 +171,11 @@ class RouterClient(Control):
         asked = {"rid": rid, "text": text, "session_id": session_id, "leaf": leaf, "start": start, "stop": stop}
         body = {"format": "safetensors", **{name: value for name, value in asked.items() if value is not None}}
         data = await self._transport.bytes(Ask("POST", "/routed_experts", body, repeatable=True))
-        try:
-            return unpack(data)[0]["routed_experts"]
-        except (InvalidTrajectory, KeyError) as error:
-            raise InvalidReply(f"no answer of /routed_experts: {error!r}") from None
+        with reading("/routed_experts"):
+            arrays, _ = unpack(data)
+            if "routed_experts" not in arrays:
+                raise Malformed("it has no routed_experts")
+            return arrays["routed_experts"]
 
     async def request(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None

@@ -9,10 +9,10 @@ from typing import Any, TypedDict
 from urllib.parse import quote
 from uuid import uuid4
 
-from miles_router.client.collected import READERS, Format
-from miles_router.client.errors import NotFound, RouterClientError
-from miles_router.client.sample import Reward, Sample
+from miles_router.client.errors import NotFound, RouterClientError, reading
 from miles_router.client.transport import Ask, Transport
+from miles_router.trajectory import Sample
+from miles_router.trajectory.sample import READERS, Format, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,9 @@ class Session:
             "metadata": metadata,
         }
         body = {name: value for name, value in asked.items() if value is not None}
-        return READERS[format](await self._transport.bytes(Ask("POST", f"{self._path}/samples", body, repeatable=True)))
+        data = await self._transport.bytes(Ask("POST", f"{self._path}/samples", body, repeatable=True))
+        with reading(f"{self._path}/samples"):
+            return READERS[format](data)
 
     async def delete(self) -> None:
         """Forget it; a request under way finishes, and its turn is dropped."""

@@ -16,7 +16,6 @@ from middleware_hub.openai_session_middleware import OpenAISessionMiddleware
 from middleware_hub.radix_tree.answers import AnswerReason
 from middleware_hub.radix_tree.requests import RequestReason
 from middleware_hub.radix_tree.retrieval import FIELDS as FIELDS_OF_RETRIEVAL
-from middleware_hub.radix_tree.retrieval import Retrieved
 from middleware_hub.radix_tree_middleware import RadixTreeMiddleware
 from middleware_hub.routed_experts_middleware import RoutedExpertsMiddleware
 from miles_router import cli
@@ -29,7 +28,7 @@ from miles_router.metrics import Statistics
 from miles_router.metrics.metrics import ROUTES
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, RouterConfig
 from miles_router.testing.worker import cli as worker_cli
-from miles_router.trajectory import Trajectory
+from miles_router.trajectory import Retrieved, Trajectory
 from tests.docs.generated import TABLES, error_classes, marked, regenerated
 from tests.docs.pages import PAGES, ROOT, name_of, read
 
@@ -161,7 +160,7 @@ def test_every_field_of_a_retrieval_is_documented(field: str) -> None:
 
 
 def test_every_field_of_a_retrievals_answer_is_documented() -> None:
-    answer = Retrieved("text", Trajectory(), 0, None, ()).as_json(with_logprobs=True)
+    answer = Retrieved(Trajectory(), "text", 0).to_json()
     rows = read("docs/text-rollouts.md").partition("| field of the answer |")[2].partition("\n\n")[0]
     named = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row[1:].partition("|")[0])}
     assert set(answer) == named

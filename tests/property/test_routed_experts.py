@@ -23,7 +23,7 @@ from miles_router.testing import MoeShape, SimulatedWorker, Tokenizer
 from miles_router.testing.worker.door import Exchange, GenerationRecord
 from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
 from miles_router.testing.worker.moe import route
-from miles_router.trajectory.wire import unpack
+from miles_router.trajectory.safetensors import unpack
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.http import RawReply
 from tests.support.session_trial import CHAT, SESSIONS, Message, SessionTrial, qwen3, user

@@ -15,7 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, build
+from middleware_hub.openai_session.sessions.prompting import Context
 from tests.support.chat import CHATML, TOOLS, Message, family_tokenizer, with_template
+from tests.support.chat import whole as whole_of
 from tests.support.tokenizers import tokenizer
 
 #: SentencePiece tokenizers put a space in front of a text; an end of turn of their own is needed here.
@@ -105,7 +107,7 @@ def check_given(made: Any, continuation: Continuation, turn: HeldEnd, appended: 
         {"role": "user", "content": "?"},
     ]
     message: Message = {"role": "assistant", "content": "" if calls else "Hm", "tool_calls": calls or None}
-    whole = continuation.whole([*history, message, *appended], TOOLS, {})
+    whole = whole_of(continuation.renderer, [*history, message, *appended], Context(TOOLS, {}))
     consumed = 1 if turn.ended and not drop else 0
     assert whole[len(whole) - len(ids) :] == ids
     if consumed:

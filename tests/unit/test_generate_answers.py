@@ -68,6 +68,13 @@ def test_an_answer_whose_text_is_no_text_is_refused(text: object) -> None:
         GenerateAnswer.read({**answer(), "text": text})
 
 
+def test_logprobs_that_were_not_asked_for_may_be_missing_and_must_not_be_others() -> None:
+    assert GenerateAnswer.read(answer(output_token_logprobs=...), logprobs=False).logprobs == []
+    assert GenerateAnswer.read(answer(), logprobs=False).logprobs == [-0.5, -0.25]
+    with pytest.raises(UnreadableAnswer, match="logprobs_of_other_tokens"):
+        GenerateAnswer.read(answer(output_token_logprobs=[[-0.5, 7, None], [-0.25, 8, None]]), logprobs=False)
+
+
 def test_one_version_is_that_of_all_tokens_and_none_is_none() -> None:
     assert version_runs({"weight_version": 3}, 2) == [("3", 0, 2)]
     assert version_runs({"weight_version": 3}, 0) == []
@@ -161,6 +168,59 @@ def test_versions_that_only_the_events_named_are_those_of_the_answer() -> None:
     assert grown(None, None) == []
     with pytest.raises(UnreadableAnswer, match="incomplete"):
         grown(None, "2")
+
+
+def event(ids: list[int], count: int, **meta: Any) -> dict[str, Any]:
+    return {"text": "x" * len(ids), "output_ids": ids, "meta_info": {"completion_tokens": count, **meta}}
+
+
+def entries(*ids: int) -> list[list[Any]]:
+    return [[-1.0, token, None] for token in ids]
+
+
+QUEUE_ABORT = {"type": "abort", "message": "Abort in waiting queue"}
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (event([1, 3], 2), "tokens_taken_back"),
+        (event([3, 3], 2, finish_reason=QUEUE_ABORT), "tokens_taken_back"),
+        (event([2, 2], 3, finish_reason=QUEUE_ABORT), "token_counts_disagree"),
+        (event([1, 2, 3], 3, output_token_logprobs=entries(1, 2, 4)), "logprobs_of_other_tokens"),
+        (event([1, 2, 3], 3, output_token_logprobs=entries(1, 2)), "token_counts_disagree"),
+        (event([3], 3, output_token_logprobs=entries(4)), "logprobs_of_other_tokens"),
+        (event([3], 3), "token_counts_disagree"),
+        (event([3], 3, output_token_logprobs=entries(3), output_top_logprobs=7), "incomplete"),
+        (event([1, 2, 3], 3, output_token_logprobs=[7, 7, 7]), "incomplete"),
+        (
+            event([1, 2], 2, output_token_logprobs=entries(4, 2), finish_reason={"type": "stop"}),
+            "logprobs_of_other_tokens",
+        ),
+        (
+            event([3], 3, output_token_logprobs=entries(3), weight_versions=[{"version": "1", "start": 0, "end": 2}]),
+            "versions_end_elsewhere",
+        ),
+    ],
+)
+def test_an_event_that_contradicts_itself_or_the_ones_before_is_refused_and_changes_nothing(
+    second: dict[str, Any], reason: str
+) -> None:
+    growing = GrowingAnswer()
+    growing.add(event([1, 2], 2, output_token_logprobs=entries(1, 2)))
+    before = copy.deepcopy((growing.answer, growing.spans, growing.incremental))
+    with pytest.raises(UnreadableAnswer) as refused:
+        growing.add(second)
+    assert refused.value.reason == reason
+    assert (growing.answer, growing.spans, growing.incremental) == before
+
+
+def test_an_abort_that_repeats_the_only_token_does_not_tell_the_kind_of_stream() -> None:
+    """SGLang 0.5.23 repeats the last id of an incremental stream, which may be the only one."""
+    growing = GrowingAnswer()
+    growing.add(event([1], 1))
+    growing.add(event([1], 1, finish_reason=QUEUE_ABORT))
+    assert growing.incremental is None
 
 
 def test_an_abort_in_the_queue_repeats_what_has_come() -> None:

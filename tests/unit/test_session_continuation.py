@@ -11,6 +11,7 @@ import pytest
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, NotAppendOnly, build
 from middleware_hub.openai_session.continuing.families import ROLES
+from middleware_hub.openai_session.sessions.prompting import Context
 from tests.support.chat import (
     CHATML,
     TOOLS,
@@ -22,6 +23,7 @@ from tests.support.chat import (
     results,
     with_template,
 )
+from tests.support.chat import whole as whole_of
 
 LIBRARY = (
     *("qwen3", "qwen35", "qwennext", "glm47", "kimi25", "kimi26", "minimax_m25", "minimax_m27"),
@@ -410,7 +412,7 @@ def test_given_text_is_the_end_of_the_whole_conversations(family: str) -> None:
         history = conversation(rng, rng.randint(0, 3), tools=family != OSS)
         message = answer(rng, calls=rng.randint(0, family != OSS), turn=9)
         appended = results(rng, message) if message.get("tool_calls") else [user(rng.choice(("More", "  é\n")))]
-        whole = made.whole([*history, message, *appended], TOOLS, {})
+        whole = whole_of(made.renderer, [*history, message, *appended], Context(TOOLS, {}))
         extension = made.after(held_end(message, None, ended=False), appended, TOOLS, {})
         assert whole[-len(extension.ids) :] == extension.ids
 
@@ -418,7 +420,7 @@ def test_given_text_is_the_end_of_the_whole_conversations(family: str) -> None:
 def test_a_long_list_of_tools_is_rendered_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     made = build(with_template(CHATML), None)
     rendered: list[object] = []
-    renderer = made._renderer
+    renderer = made.renderer
     render = renderer.render
     monkeypatch.setattr(renderer, "render", lambda *a, **k: rendered.append(a[1]) or render(*a, **k))  # type: ignore[func-returns-value]
     for turn in range(3):

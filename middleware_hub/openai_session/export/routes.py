@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.export.records import described, summary
-from middleware_hub.openai_session.export.samples import Making, as_json, as_safetensors, samples, wanted
+from middleware_hub.openai_session.export.samples import Making, samples, wanted, written
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router import Exchange
@@ -67,10 +67,9 @@ class SessionRoutes:
         session = self._session(request)
         want = wanted(await read_object(request))
         found = samples(session, want, self.making)
-        write, kind = (as_safetensors, SAFETENSORS) if want.format == "safetensors" else (as_json, JSON)
-        large = sum(sample.experts.nbytes for sample in found if sample.experts is not None) > OFF_LOOP
-        body = await asyncio.to_thread(write, session, found) if large else write(session, found)
-        return Response(body, media_type=kind)
+        large = sum(each.routed_experts.nbytes for each in found if each.routed_experts is not None) > OFF_LOOP
+        body = await asyncio.to_thread(written, session, found, want) if large else written(session, found, want)
+        return Response(body, media_type=SAFETENSORS if want.format == "safetensors" else JSON)
 
     def experts(self, asked: Mapping[str, Any]) -> Found:
         """The routed experts of one sample, by its session and, where that has several, its leaf.
