@@ -21,6 +21,7 @@ from middleware_hub.openai_session.sessions.tree import Place, Turn, line_ends
 from middleware_hub.openai_session.turns.asking import Asked
 from miles_router.middlewares.experts import Experts
 from tests.support.sessions import SYSTEM, Scene, assistant, call, history, tool, user
+from tests.support.tiers import examples
 
 #: Few, so that histories meet by chance.
 TEXTS = ("a", "b", "")
@@ -213,7 +214,7 @@ def check_selection(found: Episode) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_turns_hang_where_a_plain_search_says_and_samples_are_exact(data: st.DataObject) -> None:
     found = episode(data)
     check_tree(found)

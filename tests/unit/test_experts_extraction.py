@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from middleware_hub.routed_experts.decoding import Decoder
 from middleware_hub.routed_experts.extraction import Extractor, without_marks
 from miles_router.engines.events import EventReader
+from tests.support.tiers import examples
 
 FIELD = "routed_experts"
 IDS = [1, 2, 3, 255, 0]
@@ -292,7 +293,7 @@ EXACT = ("compact", "ascii", "orjson")
 places = st.lists(st.integers(0, 2000), max_size=10)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(documents, st.sampled_from(sorted(WRITERS)), places)
 @example({"a": "\\", FIELD: Ids(IDS)}, "compact", [5, 6])
 @example({f'"{FIELD}': sent(IDS), "a": f'"{FIELD}":0'}, "odd", [3])
@@ -307,7 +308,6 @@ def test_any_document_loses_the_field_and_nothing_else(tree: Any, writer: str, p
     assert through(singly(document)) == (remains, found)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(documents, max_size=4), places, st.booleans())
 def test_any_stream_of_events_loses_the_field_and_nothing_else(trees: list[Any], places: list[int], done: bool) -> None:
     end = b"data: [DONE]\n\n" if done else b""
@@ -324,7 +324,6 @@ def test_any_stream_of_events_loses_the_field_and_nothing_else(trees: list[Any],
 
 
 @given(st.binary(max_size=60) | st.text(alphabet='"\\:,routed_experts {}\n', max_size=60).map(str.encode), places)
-@settings(deadline=None)
 def test_bytes_without_the_field_pass_as_they_are(data: bytes, places: list[int]) -> None:
     extractor = Extractor(lambda: Decoder(1 << 20))
     passed = [extractor.feed(piece) for piece in cut(data, places)]
