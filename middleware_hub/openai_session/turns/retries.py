@@ -28,7 +28,7 @@ class Recorded:
         await send({"type": "http.response.body", "body": self.body})
 
 
-class Retries:
+class RepeatedTurns:
     """The answers of one router's sessions by turn id, those under way included."""
 
     async def once(
