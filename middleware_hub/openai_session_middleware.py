@@ -29,7 +29,7 @@ from middleware_hub.openai_session.turns import asking
 from middleware_hub.openai_session.turns.asking import CHAT, Asked
 from middleware_hub.openai_session.turns.engines import Engines
 from middleware_hub.openai_session.turns.recording import Recorder
-from middleware_hub.openai_session.turns.retries import MAX_TURN_ID, RepeatedTurns
+from middleware_hub.openai_session.turns.retries import MAX_TURN_ID, Retries
 from middleware_hub.openai_session.turns.turns import Turns
 from miles_router import Exchange, Router, replay
 from miles_router.asgi.exchange import Receive, Scope, Send
@@ -85,7 +85,7 @@ class OpenAISessionMiddleware:
         self.store = SessionStore(bounds, now=time.time)
         self.recorder = Recorder(self.store, self._equal, self._continuation.is_special, now=time.time)
         self._turns = Turns(app, router, self.recorder, Engines(router))
-        self._retries = RepeatedTurns()
+        self._retries = Retries()
         maker = SampleMaker(Selection(branch_policies), router.tokenizer.decode, router.experts)
         self._routes = SessionRoutes(self.store, maker)
         router.experts.sources["session_id"] = Source(self._routes.experts, fields=("leaf",))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.turns.retries import RepeatedTurns
+from middleware_hub.openai_session.turns.retries import Retries
 from miles_router.asgi.exchange import Message, Send
 from miles_router.engines.events import LAST_EVENT
 from miles_router.tasks import spawn
@@ -45,7 +45,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.scene = Scene()
-        self.retries = RepeatedTurns()
+        self.retries = Retries()
         self.runs = 0
         self.bytes: list[int] = []
 

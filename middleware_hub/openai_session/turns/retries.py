@@ -28,7 +28,7 @@ class Recorded:
         await send({"type": "http.response.body", "body": self.body})
 
 
-class RepeatedTurns:
+class Retries:
     """The answers of one router's sessions by turn id, those under way included."""
 
     async def once(
