@@ -53,7 +53,7 @@ class Retrieval:
         """The newest generation with exactly this text; its `rid` tells which that is.
 
         Raises:
-            NotFound: there is none.
+            NotFound: no generation has it.
         """
         _check_text(asked["text"])
         entries = self._cache.retrieve(asked["text"])

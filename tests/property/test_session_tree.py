@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.openai_session.export.records import record
-from middleware_hub.openai_session.export.samples import Making, samples, wanted
+from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.messages import Message, strict
 from middleware_hub.openai_session.sessions.prompting import contexts_of
@@ -172,7 +172,7 @@ def check_samples(found: Episode) -> None:
     session = found.scene.session
     trained: Counter[tuple[Turn, int]] = Counter()
     had: set[tuple[Turn, int]] = set()
-    for sample in samples(session, wanted({}), Making(Selection(()), lambda ids: "", Experts())):
+    for sample in SampleMaker(Selection(()), lambda ids: "", Experts()).make(session, SampleRequest()):
         leaf = session.turns[sample.metadata["leaf"]]
         door = found.doors[leaf]
         assert sample.tokens.tolist() == [*door.given, *door.sampled]
