@@ -87,6 +87,7 @@ class Tap:
         self._collecting = False
         self._parts: list[bytes] = []
         self._size = 0
+        self._shown: list[bytes] = []  # of the events of this piece, not given yet
 
     # What a layer overrides
 
@@ -103,7 +104,7 @@ class Tap:
         return body
 
     async def event(self, event: Event) -> bytes:
-        """An event; gives what the client gets for it."""
+        """An event; gives what the client gets for it, behind what it got for the events before."""
         return event.raw
 
     async def ended(self) -> bytes | None:
@@ -220,28 +221,29 @@ class Tap:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _take_events(self, data: bytes, *, more: bool) -> None:
-        shown: list[bytes] = []
         for raw in self.events.feed(data):
-            shown.append(await self.event(Event.read(raw)))
+            shown = await self.event(Event.read(raw))  # in which what was shown before may be given
+            if shown:
+                self._shown.append(shown)
             if self._finished:  # the layer has ended the stream
                 return
         if self.events.pending > self.max_collected:
             self.unread("too_long")
             self._passing = True
-            shown.append(self.events.let_go())
+            self._shown.append(self.events.let_go())
         if not more:
             end = await self.ended()
-            if end is None:
-                await self.give(b"".join(shown))
+            if end is not None:
+                await self._give(end + self.events.rest, more=False)
                 return
-            shown += (end, self.events.rest)
-        joined = b"".join(shown)
-        if joined or not more:
-            await self._give(joined, more=more)
+        if self._shown:
+            await self._give(b"", more=True)
 
     async def _give(self, data: bytes, *, more: bool) -> None:
         if self._finished:
             return
+        if self._shown:
+            data, self._shown = b"".join((*self._shown, data)), []
         if not self._started:
             await self._give_start()
         self._finished = not more

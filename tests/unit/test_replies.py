@@ -238,9 +238,23 @@ async def test_a_layer_may_end_a_stream_early_and_nothing_follows() -> None:
                 await self.finish(b"data: over\n\n")
             return event.raw
 
+    for pieces in ((b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n"), (b"data: 1\n\ndata: 2\n\ndata: 3\n\n",)):
+        client = Client()
+        messages = [body(piece, more=place < len(pieces) - 1) for place, piece in enumerate(pieces)]
+        await through(Ending(client), head(EVENTS), *messages)
+        assert (client.body, client.complete) == (b"data: 1\n\ndata: over\n\n", True)
+
+
+async def test_what_a_layer_gives_at_an_event_stands_behind_what_was_shown_of_the_events_before() -> None:
+    class Adding(Shouting):
+        async def event(self, event: Event) -> bytes:
+            await self.give(b": before %b\n\n" % event.data)
+            return event.raw
+
     client = Client()
-    await through(Ending(client), head(EVENTS), body(b"data: 1\n\n", more=True), body(b"data: 2\n\ndata: 3\n\n"))
-    assert (client.body, client.complete) == (b"data: 1\n\ndata: over\n\n", True)
+    await through(Adding(client), head(EVENTS), body(b"data: 1\n\ndata: 2\n\n"))
+    assert client.body == b": before 1\n\ndata: 1\n\n: before 2\n\ndata: 2\n\n: end\n\n"
+    assert client.complete
 
 
 async def test_a_layer_may_go_on_behind_the_end_by_itself() -> None:
