@@ -27,8 +27,9 @@ from miles_router.asgi.exchange import Message, Receive, Scope, Send, with_body
 from miles_router.engines.events import EventReader, event, payload
 from miles_router.errors import ConfigError
 from miles_router.middlewares.contract import ASGIApp, HasRoutes
-from miles_router.middlewares.experts import Handover, Source
+from miles_router.middlewares.rows import Handover, RowSource
 from miles_router.trajectory import InvalidTrajectory
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +66,8 @@ class RadixTreeMiddleware:
         self._recorder = Recorder(self.cache, TextEncoder(router.tokenizer))
         self._retrieval = Retrieval(self._recorder)
         router.publish(NAME, self.cache.statistics)
-        self._experts = router.experts
-        router.experts.sources["text"] = Source(self._retrieval.experts)
+        self._experts = router.rows[ROUTED_EXPERTS]
+        router.rows[ROUTED_EXPERTS].sources["text"] = RowSource(self._retrieval.experts)
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /retrieve_from_text`."""
@@ -93,8 +94,8 @@ class RadixTreeMiddleware:
         experts = None
         with ExitStack() as held:
             held.enter_context(self.cache.pinned(*(each.match.entry for each in given)))
-            if self._experts.captured:
-                experts = Handover([each.held_experts for each in given], shape.samples)
+            if self._experts.captures:
+                experts = Handover(ROUTED_EXPERTS, [each.held_experts for each in given], shape.samples)
                 held.enter_context(experts.left_on(exchange))
             relay = (_StreamRelay if shape.stream else _WholeRelay)(self, _Asked(shape, given, experts), send)
             await self.app(with_body(scope, changed), replay(changed, receive), relay.send)

@@ -18,7 +18,7 @@ from middleware_hub.radix_tree.eviction import EvictionQueue
 from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.radix_tree.text_tree import Node, TextTree
 from middleware_hub.tokenizing.spelling import Ends
-from miles_router.middlewares.experts import Taken
+from miles_router.middlewares.rows import TrajectoryRows
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.trajectory import common_prefix
 
@@ -58,7 +58,7 @@ class Record:
     ends: Ends
     rid: str
     finish: str
-    experts: Taken | None = None  # routed experts, where they are captured
+    experts: TrajectoryRows | None = None  # routed experts, where they are captured
 
 
 class RadixTreeCache:

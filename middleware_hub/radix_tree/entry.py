@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from middleware_hub.tokenizing.spelling import NO_CUT, Ends
-from miles_router.middlewares.experts import Held, Taken, first_held
+from miles_router.middlewares.rows import RowPrefix, TrajectoryRows, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Entry:
         finish: str,
         rank: int,
         serial: int,
-        experts: Taken | None = None,
+        experts: TrajectoryRows | None = None,
     ) -> None:
         own = trajectory[reused:]
         self.own = len(own)
@@ -133,9 +133,9 @@ class Entry:
                 break
         return shared
 
-    def held_experts(self, tokens: int) -> Held | None:
+    def held_experts(self, tokens: int) -> RowPrefix | None:
         """The routed experts held of the first `tokens` tokens, or of as many of them as possible."""
-        return first_held((entry.experts, min(upto, tokens)) for entry, upto in reversed(self.lineage()))
+        return first_prefix((entry.experts, min(upto, tokens)) for entry, upto in reversed(self.lineage()))
 
     def part_at(self, tokens: int) -> Entry:
         """The entry that the last of the first `tokens` tokens is own to."""

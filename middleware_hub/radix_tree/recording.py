@@ -15,7 +15,7 @@ from middleware_hub.radix_tree.replies import Generation, generation
 from middleware_hub.radix_tree.shapes import Prompt
 from middleware_hub.tokenizing.encoding import TextEncoder
 from middleware_hub.tokenizing.spelling import NO_CUT, Ends
-from miles_router.middlewares.experts import Handover, Held
+from miles_router.middlewares.rows import Handover, RowPrefix
 from miles_router.trajectory import Piece, Trajectory
 
 #: Texts longer than this (characters) are encoded, and outputs longer than this (tokens) aligned, in a thread: about
@@ -40,7 +40,7 @@ class Given:
         return ids
 
     @property
-    def held_experts(self) -> Held | None:
+    def held_experts(self) -> RowPrefix | None:
         """The routed experts held of its first tokens."""
         return None if self.match.entry is None else self.match.entry.held_experts(len(self.match.trajectory))
 

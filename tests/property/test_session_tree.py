@@ -18,7 +18,8 @@ from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.messages import Message, contexts_of, strict
 from middleware_hub.openai_session.sessions.tree import Place, Turn, line_ends
 from middleware_hub.openai_session.turns.asking import Asked
-from miles_router.middlewares.experts import Experts
+from miles_router.middlewares.rows import RowChannel
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 from tests.support.sessions import SYSTEM, Scene, assistant, call, history, tool, user
 
 #: Few, so that histories meet by chance.
@@ -169,7 +170,7 @@ def check_samples(found: Episode) -> None:
     session = found.scene.session
     trained: Counter[tuple[Turn, int]] = Counter()
     had: set[tuple[Turn, int]] = set()
-    for sample in samples(session, wanted({}), Making(Selection(()), lambda ids: "", Experts())):
+    for sample in samples(session, wanted({}), Making(Selection(()), lambda ids: "", RowChannel(ROUTED_EXPERTS))):
         leaf = session.turns[sample.rest["metadata"]["leaf"]]
         door = found.doors[leaf]
         whole = sample.trajectory

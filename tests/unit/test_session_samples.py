@@ -22,7 +22,8 @@ from middleware_hub.openai_session.export.samples import (
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
-from miles_router.middlewares.experts import Experts
+from miles_router.middlewares.rows import RowChannel
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 from miles_router.trajectory.wire import from_json, unpack
 from tests.support.sessions import SYSTEM, Scene, user
 
@@ -35,7 +36,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def collected(scene: Scene, **request: Any) -> list[Sample]:
-    return samples(scene.session, wanted(request), Making(Selection(()), decode, Experts()))
+    return samples(scene.session, wanted(request), Making(Selection(()), decode, RowChannel(ROUTED_EXPERTS)))
 
 
 def one(scene: Scene, **request: Any) -> Sample:

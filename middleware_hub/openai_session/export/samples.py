@@ -16,7 +16,7 @@ from middleware_hub.openai_session.export.records import span, turn_span
 from middleware_hub.openai_session.export.selection import Selection, trained_elsewhere
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest
-from miles_router.middlewares.experts import Experts
+from miles_router.middlewares.rows import RowChannel
 from miles_router.trajectory import InvalidTrajectory, Trajectory, from_arrays
 from miles_router.trajectory.wire import pack
 
@@ -76,7 +76,7 @@ class Making:
 
     selection: Selection
     decode: Decode
-    experts: Experts
+    experts: RowChannel
 
 
 def samples(session: Session, want: Wanted, making: Making) -> list[Sample]:
@@ -125,9 +125,9 @@ def _sample(session: Session, leaf: Turn, elsewhere: Mapping[Turn, int], want: W
     return Sample(trajectory, rest, experts)
 
 
-def _experts(leaf: Turn, tokens: int, experts: Experts) -> tuple[Array | None, dict[str, str]]:
+def _experts(leaf: Turn, tokens: int, experts: RowChannel) -> tuple[Array | None, dict[str, str]]:
     """The rows of `tokens` tokens of a line; or, where they are captured and not all there, a note that says why."""
-    if not experts.captured:
+    if not experts.captures:
         return None, {}
     held = leaf.held_experts(tokens)
     try:
