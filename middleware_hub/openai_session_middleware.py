@@ -36,7 +36,8 @@ from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.headers import first
 from miles_router.errors import BadRequest
 from miles_router.middlewares.contract import ASGIApp, HasRoutes
-from miles_router.middlewares.experts import Source
+from miles_router.middlewares.rows import RowSource
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 PREFIX = "/sessions/"
 NAME = "openai_sessions"
@@ -86,9 +87,9 @@ class OpenAISessionMiddleware:
         self.recorder = Recorder(self.store, self._equal, self._continuation.is_special, now=time.time)
         self._turns = Turns(app, router, self.recorder, Engines(router))
         self._retries = Retries()
-        maker = SampleMaker(Selection(branch_policies), router.tokenizer.decode, router.experts)
+        maker = SampleMaker(Selection(branch_policies), router.tokenizer.decode, router.rows[ROUTED_EXPERTS])
         self._routes = SessionRoutes(self.store, maker)
-        router.experts.sources["session_id"] = Source(self._routes.experts, fields=("leaf",))
+        router.rows[ROUTED_EXPERTS].sources["session_id"] = RowSource(self._routes.experts, fields=("leaf",))
         self._dialect = Dialect(router, self._routes, self.chat) if header_sessions else None
         router.publish(NAME, self.store.statistics, continuation=lambda: self._continuation.proof.describe())
 

@@ -21,8 +21,9 @@ from miles_router.fleet.workers import WorkerPool
 from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing
 from miles_router.metrics import Metrics, Statistics
 from miles_router.middlewares.checkpoint import load_model_config, load_tokenizer
-from miles_router.middlewares.experts import Experts
+from miles_router.middlewares.rows import RowChannel
 from miles_router.settings.config import RouterConfig
+from miles_router.trajectory.rows import KINDS
 
 Numbers = TypeVar("Numbers", bound=Statistics)
 
@@ -65,8 +66,8 @@ class Router:
         self.statistics: dict[str, Callable[[], Mapping[str, object]]] = {}
         #: What `GET /metrics` shows of them.
         self.collectors: list[Collector] = []
-        #: Where layers that hold trajectories and the layer that captures routed experts find each other.
-        self.experts = Experts()
+        #: Where layers that hold trajectories and the layer that captures a kind of rows find each other.
+        self.rows = {kind: RowChannel(kind) for kind in KINDS}
         self._forwarder = forwarder
 
     def publish(self, name: str, statistics: Numbers, **facts: Callable[[], object]) -> Numbers:

@@ -14,8 +14,9 @@ from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequ
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
-from miles_router.middlewares.experts import Experts
+from miles_router.middlewares.rows import RowChannel
 from miles_router.trajectory import Sample, Trajectory, from_arrays
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 from miles_router.trajectory.safetensors import unpack
 from miles_router.trajectory.sample import READERS, Format
 from tests.support.sessions import SYSTEM, Scene, user
@@ -29,7 +30,9 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def collected(scene: Scene, **request: Any) -> list[Sample]:
-    return SampleMaker(Selection(()), decode, Experts()).make(scene.session, SampleRequest.read(request))
+    return SampleMaker(Selection(()), decode, RowChannel(ROUTED_EXPERTS)).make(
+        scene.session, SampleRequest.read(request)
+    )
 
 
 def one(scene: Scene, **request: Any) -> Sample:

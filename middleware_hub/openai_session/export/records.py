@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from middleware_hub.openai_session.sessions.tree import Session, Turn
-from miles_router.middlewares.experts import Taken
+from miles_router.middlewares.rows import TrajectoryRows
 from miles_router.trajectory import Trajectory
 
 
@@ -66,7 +66,7 @@ def record(turn: Turn) -> dict[str, Any]:
     }
 
 
-def _experts(taken: Taken) -> dict[str, Any]:
+def _experts(taken: TrajectoryRows) -> dict[str, Any]:
     """How many rows it has, those that it shares with its parent included; or why it has none."""
     rows, reason = taken
     if rows is None:

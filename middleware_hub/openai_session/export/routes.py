@@ -18,7 +18,7 @@ from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router import Exchange
 from miles_router.errors import BadRequest
-from miles_router.middlewares.experts import Found, Taken
+from miles_router.middlewares.rows import RowMatch, TrajectoryRows
 
 SAFETENSORS, JSON = "application/octet-stream", "application/json"
 #: Samples with more bytes of routed experts are written in a thread.
@@ -73,7 +73,7 @@ class SessionRoutes:
         body = await asyncio.to_thread(write) if large else write()
         return Response(body, media_type=SAFETENSORS if sample_request.format == "safetensors" else JSON)
 
-    def experts(self, asked: Mapping[str, Any]) -> Found:
+    def experts(self, asked: Mapping[str, Any]) -> RowMatch:
         """The routed experts of one sample, by its session and, where that has several, its leaf.
 
         Raises:
@@ -86,7 +86,7 @@ class SessionRoutes:
         if type(leaf) is not int or not 0 <= leaf < len(session.turns):
             raise BadRequest(f"leaf must be the number of a turn; the session's leaves are {leaves}")
         turn = session.turns[leaf]
-        return Found(turn.experts or Taken(None), turn.tokens, turn.facts.get("rid"))
+        return RowMatch(turn.experts or TrajectoryRows(None), turn.tokens, turn.facts.get("rid"))
 
     def _session(self, request: Request) -> Session:
         return self.store.get(request.path_params["session_id"])

@@ -11,7 +11,7 @@ from middleware_hub.openai_session.export.records import turn_span
 from middleware_hub.openai_session.export.selection import Selection, trained_elsewhere
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest
-from miles_router.middlewares.experts import Experts
+from miles_router.middlewares.rows import RowChannel
 from miles_router.trajectory import InvalidTrajectory, Sample
 from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, RoutedExperts
 
@@ -61,7 +61,7 @@ class SampleMaker:
 
     selection: Selection
     decode: Callable[[Sequence[int]], str]
-    experts: Experts
+    experts: RowChannel
 
     def make(self, session: Session, request: SampleRequest) -> list[Sample]:
         """The samples of a session. A leaf in whose line nothing was sampled (aborted before its first token) gives
@@ -119,9 +119,9 @@ def _was_answered(leaf: Turn) -> bool:
     return any(turn.sampled for turn in leaf.line())
 
 
-def _expert_rows(leaf: Turn, tokens: int, experts: Experts) -> tuple[RoutedExperts | None, dict[str, str]]:
+def _expert_rows(leaf: Turn, tokens: int, experts: RowChannel) -> tuple[RoutedExperts | None, dict[str, str]]:
     """The rows of `tokens` tokens of a line; or, where they are captured and not all there, a note that says why."""
-    if not experts.captured:
+    if not experts.captures:
         return None, {}
     held = leaf.held_experts(tokens)
     try:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from middleware_hub.routed_experts import decoding
 from middleware_hub.routed_experts.decoding import AT_ONCE, BLOCK, QUANTUM, Decoder, encoded
 from miles_router.trajectory import InvalidTrajectory
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 PLENTY = 1 << 30
 
@@ -28,7 +29,7 @@ def sent(ids: npt.ArrayLike) -> bytes:
 
 
 def fed(pieces: Iterable[bytes], limit: int = PLENTY) -> Decoder:
-    decoder = Decoder(limit)
+    decoder = Decoder(ROUTED_EXPERTS, limit)
     for piece in pieces:
         decoder.feed(memoryview(piece))
     return decoder
@@ -221,7 +222,7 @@ def test_a_quotation_mark_ends_what_is_read_wherever_it_stands(
     inside = sent(ids)
     inside = inside[:garbage] + b"*" + inside[garbage:] if garbage < len(inside) else inside
     data = inside + b'"' + behind
-    decoder, read = Decoder(PLENTY), 0
+    decoder, read = Decoder(ROUTED_EXPERTS, PLENTY), 0
     for piece in cut(data, *(min(place, len(data)) for place in places)):
         taken = decoder.feed(memoryview(piece))
         read += taken
