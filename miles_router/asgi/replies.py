@@ -189,6 +189,8 @@ class Tap:
         return self.kind is Kind.JSON and self._wants_whole
 
     def _can_read(self) -> bool:
+        if not (self._wants_whole or self._wants_events):
+            return True  # bytes are bytes
         encoding = first(self.start["headers"], b"content-encoding")
         if encoding is not None and encoding.lower() != IDENTITY:
             self.unread("content_encoding")

@@ -218,6 +218,13 @@ async def test_pieces_may_be_held_back_and_the_head_with_them(same_length: bool)
     assert client.length == (b"4" if same_length else None)
 
 
+async def test_whoever_wants_bytes_alone_gets_those_of_any_reply() -> None:
+    client = Client()
+    tap = Pieces(client, same_length=True)
+    await through(tap, head(TEXT, content_encoding="gzip"), body(b"x"))
+    assert (client.body, client.unread) == (b"x", [])
+
+
 async def test_a_layer_that_has_seen_enough_lets_the_rest_pass() -> None:
     class Peeking(Shouting):
         async def piece(self, data: bytes, *, more: bool) -> bytes:

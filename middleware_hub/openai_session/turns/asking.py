@@ -16,10 +16,10 @@ import numpy.typing as npt
 import orjson
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, NotAppendOnly
-from middleware_hub.openai_session.continuing.prompting import settings_of
-from middleware_hub.openai_session.sessions.messages import Equality, checked, contexts_of, only_text
+from middleware_hub.openai_session.sessions.messages import Equality, checked, only_text
+from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
-from miles_router.middlewares.experts import Handover, Held
+from miles_router.middlewares.rows import Handover, RowPrefix
 from miles_router.trajectory import Piece
 
 CHAT = "/v1/chat/completions"
@@ -61,7 +61,7 @@ class Asked:
         return self.parsed.get("n") not in (None, 1)
 
     @property
-    def held_experts(self) -> Held | None:
+    def held_experts(self) -> RowPrefix | None:
         """The routed experts held of the tokens that stay."""
         if self.held is None or self.place.parent is None:
             return None
@@ -98,7 +98,7 @@ def ask(
     messages = checked(parsed)
     assert isinstance(parsed, Mapping)
     contexts = contexts_of(parsed)
-    place = session.place(messages, contexts, equal)
+    place = session.place(messages, [each.key for each in contexts], equal)
     asked = Asked(session, path, parsed, place, now)
     if place.parent is None:
         return asked
@@ -106,10 +106,10 @@ def ask(
     try:
         if obstacle is not None:
             raise NotAppendOnly(obstacle)
-        _continue(asked, place.parent, continuation)
+        _continue(asked, place.parent, next(each for each in contexts if each.key == place.context), continuation)
     except NotAppendOnly as reason:
         asked.segment = str(reason)
-        asked.place = Place(None, messages, contexts[0])
+        asked.place = Place(None, messages, contexts[0].key)
     return asked
 
 
@@ -121,7 +121,7 @@ def _obstacle(parsed: Mapping[str, Any]) -> str | None:
     return "continue_final_message" if parsed.get("continue_final_message") else None
 
 
-def _continue(asked: Asked, parent: Turn, continuation: Continuation) -> None:
+def _continue(asked: Asked, parent: Turn, context: Context, continuation: Continuation) -> None:
     calls = parent.answer.get("tool_calls") or ()
     end = HeldEnd(
         last_id=parent.last_id,
@@ -129,8 +129,7 @@ def _continue(asked: Asked, parent: Turn, continuation: Continuation) -> None:
         tool_calls=tuple((call.get("id"), call["function"]["name"]) for call in calls),
         reasoning=bool(parent.answer.get("reasoning_content")),
     )
-    settings = settings_of(asked.parsed)
-    extension = continuation.after(end, asked.place.appended, asked.parsed.get("tools"), settings)
+    extension = continuation.after(end, asked.place.appended, context.tools, context.template_kwargs)
     asked.dropped = extension.drop
     asked.given = Piece.given(extension.ids)
     held = parent.trajectory().tokens
