@@ -11,6 +11,7 @@
     ├── ClientDisconnected          nothing is rendered: nobody is listening
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
+    ├── PartlyFailed                502 fan_out_failed
     └── UpstreamError               502 upstream_error
         ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
         ├── UpstreamInvalidResponse 502 upstream_invalid_response: the worker does not speak HTTP
@@ -108,6 +109,13 @@ class FleetPaused(RouterError):
     type = "fleet_paused"
     retryable = True
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
+class PartlyFailed(RouterError):
+    """Some worker did not do what all were asked to."""
+
+    status = 502
+    type = "fan_out_failed"
 
 
 class UpstreamError(RouterError):

@@ -15,8 +15,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from miles_router.engines import paths
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
-from miles_router.fleet.workers import Transition, WorkerPool, WorkerState
+from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.workers import Transition, WorkerState
 
 #: Seconds. From a cache hit to a generation of an hour.
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
@@ -68,7 +70,7 @@ class Histogram:
 class Metrics:
     """All numbers of one router."""
 
-    def __init__(self, pool: WorkerPool) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self.requests: Counter[tuple[str, int, str]] = Counter()  # route, status, worker
         self.latency: dict[str, Histogram] = {}
         self.first_byte: dict[str, Histogram] = {}
@@ -78,10 +80,10 @@ class Metrics:
         self.client_disconnects = 0
         self.broken_replies = 0
         self.transitions: Counter[tuple[str, str]] = Counter()
-        self._pool = pool
         self._registry = CollectorRegistry(auto_describe=True)  # else a name could be taken twice
-        self.register(_RouterCollector(self, pool))
-        pool.listeners.append(self._transition)
+        self.register(_RouterCollector(self, fleet.pool))
+        self.register(_GateCollector(fleet.gate))
+        fleet.subscribe(self._transition)
 
     def register(self, collector: Collector) -> None:
         """Add a middleware's own metrics to `GET /metrics`.
@@ -179,7 +181,7 @@ class _RouterCollector(Collector):
         yield from (in_flight, routable, states)
 
 
-class GateCollector(Collector):
+class _GateCollector(Collector):
     """Whether generation waits, why, and how many requests do."""
 
     def __init__(self, gate: Gate) -> None:

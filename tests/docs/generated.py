@@ -23,14 +23,14 @@ from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  #
 from middleware_hub.routed_experts.statistics import ExpertsCollector
 from middleware_hub.routed_experts.store import ExpertStore
 from middleware_hub.tokenizing.encoding import InexactTokenizer
-from miles_router.control.fan_out import SLOW, TABLE
+from miles_router.control.fan_out import SLOW
+from miles_router.control.table import TABLE
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
-from miles_router.fleet.gate import Gate
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import WorkerPool
-from miles_router.metrics import GateCollector, Metrics
+from miles_router.metrics import Metrics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from tests.docs.pages import PAGES, name_of
+from tests.support.quiet_fleet import quiet_fleet
 
 Rows = list[tuple[str, ...]]
 
@@ -85,10 +85,9 @@ def errors() -> str:
 
 def exposition() -> str:
     """`GET /metrics` of a router that has seen something of everything."""
-    pool = WorkerPool()
-    metrics = Metrics(pool)
-    metrics.register(GateCollector(Gate(max_held=1, timeout=0)))
-    worker = pool.add(parse_worker_url("http://127.0.0.1:30001"))
+    fleet = quiet_fleet()
+    metrics = Metrics(fleet)
+    worker = fleet.pool.add(parse_worker_url("http://127.0.0.1:30001"))
     metrics.finished("/generate", 200, worker.url, 1.0, 0.5)
     return metrics.render().decode()
 

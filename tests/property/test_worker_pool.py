@@ -8,8 +8,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.policies import KeyAffinity, LeastInFlight
+from miles_router.fleet.pool import Lease, WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
-from miles_router.fleet.workers import Lease, Transition, Worker, WorkerPool, WorkerState
+from miles_router.fleet.workers import Transition, Worker, WorkerState
 
 ADDRESSES = [parse_worker_url(f"http://worker-{number}") for number in range(4)]
 THRESHOLD = 2

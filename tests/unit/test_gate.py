@@ -14,8 +14,9 @@ from miles_router.fleet.gate import Gate, generates
 class Who:
     """A request, as far as the gate looks at it."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         self.aborted = False
+        self.number = number
 
 
 def made(*, max_held: int = 10, timeout: float = 0.0) -> Gate:

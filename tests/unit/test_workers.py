@@ -8,8 +8,9 @@ import pytest
 
 from miles_router.errors import NotFound, NoWorkerAvailable
 from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.pool import Lease, ReadmitPolicy, WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import Lease, ReadmitPolicy, Transition, Worker, WorkerPool, WorkerState
+from miles_router.fleet.workers import Transition, Worker, WorkerState
 
 READY, QUARANTINED, DRAINING = WorkerState.READY, WorkerState.QUARANTINED, WorkerState.DRAINING
 POLICY = LeastInFlight()
@@ -160,8 +161,8 @@ def test_without_a_routable_worker_the_reason_is_told(names: str, quarantined: s
 def test_releasing_more_than_was_leased_is_a_defect() -> None:
     scene = Scene.of("a")
     lease = scene.pool.lease(POLICY)
-    twin = Lease(scene.pool, scene["a"])
-    scene["a"].in_flight -= 1  # as a defect would
+    twin = Lease(scene.pool, lease.unit)
+    lease.unit.in_flight -= 1  # as a defect would
     lease.release()
     with pytest.raises(AssertionError, match="released more often"):
         twin.release()
