@@ -1,4 +1,4 @@
-"""Every error the router raises by type; the one edge in `app.py` renders them.
+"""Every error the router raises by type; the one edge in `edge.py` renders them.
 
     RouterError                     500 internal_error
     ├── ConfigError                 start-up stops with one line naming the setting
@@ -28,7 +28,8 @@ from typing import ClassVar
 
 
 class RouterError(Exception):
-    """An error with an answer: `status` and `type` go to the client, `retryable` tells whether a retry is safe."""
+    """An error with an answer: `status` and `type` go to the client, `retryable` tells whether a retry is safe. One
+    without a type of its own is answered as a defect: its message goes to the log alone."""
 
     status: int = 500
     type: str = "internal_error"

@@ -126,7 +126,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def ready_workers_are_routable_and_no_others(self) -> None:
-        assert list(self.pool.routable) == [worker for worker in self.pool if worker.state is WorkerState.READY]
+        ready = [worker for worker in self.pool if worker.state is WorkerState.READY]
+        assert list(self.pool.routable) == [unit.worker for unit in self.pool.snapshot.routable] == ready
 
     @invariant()
     def each_address_is_registered_once(self) -> None:
