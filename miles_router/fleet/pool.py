@@ -215,11 +215,11 @@ class WorkerPool:
         unit.in_flight -= 1
         assert unit.in_flight >= 0, f"{unit!r} released more often than leased"
         worker = unit.worker
-        if not unit.in_flight and not worker.in_flight:
-            if worker.state is WorkerState.DRAINING:
+        if worker.state is WorkerState.DRAINING:
+            if not worker.in_flight:
                 self._drained(worker)
-            elif self._leaving.get(worker.url) is worker:
-                del self._leaving[worker.url]
+        elif self._leaving.get(worker.url) is worker and not worker.in_flight:
+            del self._leaving[worker.url]
 
     def _drained(self, worker: Worker) -> None:
         self.remove(worker, "drained")
