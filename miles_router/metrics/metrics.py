@@ -7,6 +7,7 @@ from collections import Counter
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from miles_router.engines import paths
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.pool import WorkerPool
@@ -15,12 +16,12 @@ from miles_router.metrics.statistics import Statistics, counter, gauge, histogra
 
 #: The classes that `route` labels take; anything else is "other", so that no client can grow the table.
 ROUTES = {
-    "/generate": "generate",
-    "/v1/chat/completions": "chat_completions",
-    "/v1/completions": "completions",
-    "/v1/messages": "messages",
-    "/v1/responses": "responses",
-    "/v1/embeddings": "embeddings",
+    paths.GENERATE: "generate",
+    paths.CHAT: "chat_completions",
+    paths.COMPLETIONS: "completions",
+    paths.MESSAGES: "messages",
+    paths.RESPONSES: "responses",
+    paths.EMBEDDINGS: "embeddings",
     "/retrieve_from_text": "retrieve_from_text",
     "/routed_experts": "routed_experts",
 }
