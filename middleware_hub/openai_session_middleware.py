@@ -8,11 +8,10 @@ session's turns, and training samples of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute
 
 from middleware_hub.openai_session.continuing.continuation import build
@@ -26,7 +25,6 @@ from middleware_hub.openai_session.faces.completions import COMPLETIONS
 from middleware_hub.openai_session.sessions.messages import equality
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
-from middleware_hub.openai_session.statistics import SessionCollector, statistics
 from middleware_hub.openai_session.turns import asking
 from middleware_hub.openai_session.turns.asking import CHAT, Asked
 from middleware_hub.openai_session.turns.engines import Engines
@@ -37,7 +35,7 @@ from miles_router import Exchange, Router, replay
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.headers import first
 from miles_router.errors import BadRequest
-from miles_router.middlewares.contract import ASGIApp, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import ASGIApp, HasRoutes
 from miles_router.middlewares.experts import Source
 
 PREFIX = "/sessions/"
@@ -92,15 +90,11 @@ class OpenAISessionMiddleware:
         self._routes = SessionRoutes(self.store, making)
         router.experts.sources["session_id"] = Source(self._routes.experts, fields=("leaf",))
         self._dialect = Dialect(router, self._routes, self.chat) if header_sessions else None
-        router.statistics[NAME] = lambda: statistics(self.store, self.recorder, self._continuation)
+        router.publish(NAME, self.store.statistics, continuation=lambda: self._continuation.proof.describe())
 
     def routes(self) -> Sequence[BaseRoute]:
         """Making, reading, listing and deleting sessions, and their samples."""
         return [*self._routes.routes(), *(self._dialect.routes() if self._dialect is not None else ())]
-
-    def metrics(self) -> Iterable[Collector]:
-        """The sessions' numbers."""
-        return [SessionCollector(self.store, self.recorder)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Trace what belongs to a session; everything else is none of our business."""
@@ -181,4 +175,3 @@ def _turn_id(scope: Scope) -> str | None:
 
 
 _routes: type[HasRoutes] = OpenAISessionMiddleware
-_metrics: type[HasMetrics] = OpenAISessionMiddleware

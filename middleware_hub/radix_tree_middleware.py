@@ -8,13 +8,12 @@ logprobs, loss mask and weight versions under the text that the client saw.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.radix_tree.cache import RadixTreeCache
@@ -22,13 +21,12 @@ from middleware_hub.radix_tree.recording import Given, Recorder
 from middleware_hub.radix_tree.replies import Growing, Unusable, stripped
 from middleware_hub.radix_tree.retrieval import Retrieval
 from middleware_hub.radix_tree.shapes import NotUnderstood, Shape, rewritten, understand
-from middleware_hub.radix_tree.statistics import CacheCollector, summary
 from middleware_hub.tokenizing.encoding import TextEncoder
 from miles_router import Exchange, Router, replay
 from miles_router.asgi.exchange import Message, Receive, Scope, Send, with_body
 from miles_router.engines.events import EventReader, event, payload
 from miles_router.errors import ConfigError
-from miles_router.middlewares.contract import ASGIApp, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import ASGIApp, HasRoutes
 from miles_router.middlewares.experts import Handover, Source
 from miles_router.trajectory import InvalidTrajectory
 
@@ -66,17 +64,13 @@ class RadixTreeMiddleware:
         self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
         self._recorder = Recorder(self.cache, TextEncoder(router.tokenizer))
         self._retrieval = Retrieval(self._recorder)
-        router.statistics[NAME] = lambda: summary(self.cache)
+        router.publish(NAME, self.cache.statistics)
         self._experts = router.experts
         router.experts.sources["text"] = Source(self._retrieval.experts)
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /retrieve_from_text`."""
         return [Route(RETRIEVE, self._retrieval.answer, methods=["POST"])]
-
-    def metrics(self) -> Iterable[Collector]:
-        """The cache's numbers."""
-        return [CacheCollector(self.cache)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Give ids for text on the way in, record on the way out; every other path is none of our business."""
@@ -107,8 +101,7 @@ class RadixTreeMiddleware:
 
     def pass_by(self, reason: str) -> None:
         """Count a request or an answer that is left alone."""
-        counts = self.cache.statistics.passed_through
-        counts[reason] = counts.get(reason, 0) + 1
+        self.cache.statistics.passed_through[reason] += 1
 
     async def record(self, asked: _Asked, place: int, answer: Mapping[str, Any]) -> None:
         """Hold one complete answer; one that cannot be held is counted, and said in the log."""
@@ -239,4 +232,3 @@ class _StreamRelay(_Relay):
 
 
 _routes: type[HasRoutes] = RadixTreeMiddleware
-_metrics: type[HasMetrics] = RadixTreeMiddleware

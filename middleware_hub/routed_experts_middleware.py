@@ -7,9 +7,8 @@ can be fetched by its id.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.routed_experts.asking import ask
@@ -17,12 +16,11 @@ from middleware_hub.routed_experts.capture import Capture
 from middleware_hub.routed_experts.delivery import Delivery
 from middleware_hub.routed_experts.model import Model, configured_shape, parse_shape
 from middleware_hub.routed_experts.replies import Reply
-from middleware_hub.routed_experts.statistics import ExpertsCollector, summary
 from middleware_hub.routed_experts.store import ExpertStore
 from miles_router import Exchange, Router, replay
 from miles_router.asgi.exchange import Receive, Scope, Send, with_body
 from miles_router.errors import ConfigError
-from miles_router.middlewares.contract import ASGIApp, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import ASGIApp, HasRoutes
 from miles_router.middlewares.experts import Handover
 
 GENERATE = "/generate"
@@ -64,15 +62,14 @@ class RoutedExpertsMiddleware:
         self._experts.captured = True
         if router.experts.sources:  # layers are made from the innermost outwards
             raise ConfigError("routed_experts_middleware: list it behind the middlewares whose rollouts it serves")
-        router.statistics[NAME] = lambda: summary(self.store, self._experts)
+        router.publish(NAME, self.store.statistics, shape=self._shown_shape)
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /routed_experts`."""
         return [Route(DELIVER, self._delivery.answer, methods=["POST"])]
 
-    def metrics(self) -> Iterable[Collector]:
-        """The numbers of what is held."""
-        return [ExpertsCollector(self.store)]
+    def _shown_shape(self) -> object:
+        return None if self._experts.shape is None else self._experts.shape._asdict()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Ask for rows on the way in, take them on the way out; what generates nothing is none of our business."""
@@ -100,4 +97,3 @@ def _readable(scope: Scope) -> Scope:
 
 
 _routes: type[HasRoutes] = RoutedExpertsMiddleware
-_metrics: type[HasMetrics] = RoutedExpertsMiddleware

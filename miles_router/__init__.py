@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from miles_router.asgi.exchange import Exchange, replay
     from miles_router.compat import run_router
     from miles_router.edge import RouterApp
+    from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
     from miles_router.middlewares.router import Router
     from miles_router.settings.config import MiddlewareSpec, RouterConfig
 
@@ -21,7 +22,11 @@ _HOMES = {
     "Router": "miles_router.middlewares.router",
     "RouterApp": "miles_router.edge",
     "RouterConfig": "miles_router.settings.config",
+    "Statistics": "miles_router.metrics.statistics",
+    "counter": "miles_router.metrics.statistics",
     "create_app": "miles_router.app",
+    "gauge": "miles_router.metrics.statistics",
+    "histogram": "miles_router.metrics.statistics",
     "replay": "miles_router.asgi.exchange",
     "run_router": "miles_router.compat",
 }
@@ -32,8 +37,12 @@ __all__ = [
     "Router",
     "RouterApp",
     "RouterConfig",
+    "Statistics",
     "__version__",
+    "counter",
     "create_app",
+    "gauge",
+    "histogram",
     "replay",
     "run_router",
 ]

@@ -18,12 +18,14 @@ from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.keys import Key
 from miles_router.control.fan_out import Control
 from miles_router.control.health import HealthMonitor, log_transition
+from miles_router.control.probes import Probes
 from miles_router.edge import RouterApp
 from miles_router.errors import (
     ConfigError,
     MethodNotAllowed,
     MiddlewareLoadError,
 )
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.policies import KeyAffinity, LeastInFlight
@@ -32,7 +34,7 @@ from miles_router.fleet.workers import WorkerPool, WorkerState
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
-from miles_router.metrics import GateCollector, Metrics
+from miles_router.metrics import GateStatistics, Metrics
 from miles_router.middlewares.contract import ASGIApp, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, load_middlewares
 from miles_router.middlewares.router import Router
@@ -71,11 +73,13 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
     gate = Gate(max_held=config.gate_max_held, timeout=config.gate_timeout)
     pool.listeners.append(lambda _: gate.workers_paused(_all_paused(pool)))
     in_flight = InFlight()
+    probes = Probes(upstream, timeout=config.health_check_timeout)
+    fleet = Fleet(pool, probes)
     health = HealthMonitor(
         pool=pool,
-        upstream=upstream,
+        fleet=fleet,
+        probes=probes,
         interval=config.health_check_interval,
-        timeout=config.health_check_timeout,
         deep_interval=config.deep_health_check_interval,
         gate=gate,
     )
@@ -88,9 +92,16 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
         on_new_weights=health.check_all,
     )
     router = Router(
-        config=config, pool=pool, forwarder=forwarder, metrics=metrics, gate=gate, control=control, args=args
+        config=config,
+        fleet=fleet,
+        pool=pool,
+        forwarder=forwarder,
+        metrics=metrics,
+        gate=gate,
+        control=control,
+        args=args,
     )
-    metrics.register(GateCollector(gate))
+    metrics.register(GateStatistics(gate))
     innermost: ASGIApp = Proxy(
         forwarder, metrics, gate=gate, in_flight=in_flight, request_timeout=config.request_timeout
     )
@@ -110,8 +121,8 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
     guarded = Key(config.effective_admin_key)
     admin = Admin(router, _described(loaded), health.weight_version)
     routes, doors = _own_routes(admin, FanOut(control), guarded, data_key, layers, stack)
-    routes.lifespan_context = _lifespan(layers, health, upstream)
-    _register_metrics(metrics, layers)
+    routes.lifespan_context = _lifespan(layers, health, fleet, upstream)
+    _register_metrics(router, layers)
     return RouterApp(config=config, router=router, routes=routes, doors=doors, data_key=data_key, stack=stack)
 
 
@@ -164,20 +175,23 @@ class _WrongMethod:
         raise MethodNotAllowed(f"{scope['path']} does not take {scope['method']}")
 
 
-def _register_metrics(metrics: Metrics, layers: Iterable[ASGIApp]) -> None:
+def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
+    for published in router.published:
+        router.metrics.register(published)
     for layer in layers:
         if isinstance(layer, HasMetrics):
             for collector in layer.metrics():
-                metrics.register(collector)
+                router.metrics.register(collector)
 
 
-def _lifespan(layers: Iterable[ASGIApp], health: HealthMonitor, upstream: Upstream) -> Lifespan[Any]:
+def _lifespan(layers: Iterable[ASGIApp], health: HealthMonitor, fleet: Fleet, upstream: Upstream) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last."""
 
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         async with AsyncExitStack() as running:
             running.push_async_callback(upstream.close)
+            running.push_async_callback(fleet.close)
             await running.enter_async_context(health.running())
             for layer in layers:
                 if isinstance(layer, HasLifespan):

@@ -1,16 +1,26 @@
-"""`miles-router check`: the middleware contract, clause by clause, held against anybody's class."""
+"""What the author of a middleware holds it against: its contract, clause by clause (`miles-router check`), and a stage
+to drive it on.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import orjson
 
 from miles_router.app import create_app
+from miles_router.asgi.exchange import Message, Scope
+from miles_router.edge import RouterApp
+from miles_router.engines.events import Event, EventReader
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.loading import find_class, load_middlewares
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing.middleware_contract import check_middleware
+from miles_router.testing.worker.simulated_worker import SimulatedWorker
 
 
 def check_path(path: str, config: RouterConfig) -> Iterator[tuple[str, str | None]]:
@@ -30,3 +40,110 @@ def check_path(path: str, config: RouterConfig) -> Iterator[tuple[str, str | Non
         return loaded.cls(inner, router=router, **loaded.options)
 
     yield from asyncio.run(check_middleware(build))
+
+
+@asynccontextmanager
+async def stage(
+    middleware: type | str, /, *, worker: Mapping[str, Any] | None = None, **options: Any
+) -> AsyncIterator[Stage]:
+    """A router with one middleware in front of a simulated worker, for tests of that middleware.
+
+    Args:
+        middleware: a class at the top of its module, or its dotted path.
+        worker: options of the `SimulatedWorker`; by default it generates as many tokens as it is asked for.
+        options: the middleware's own.
+
+    Raises:
+        MiddlewareLoadError: the class cannot be loaded, or an option does not fit.
+    """
+    path = middleware if isinstance(middleware, str) else f"{middleware.__module__}.{middleware.__qualname__}"
+    async with AsyncExitStack() as running:
+        simulated = await running.enter_async_context(SimulatedWorker(**{"stop_probability": 0.0, **(worker or {})}))
+        config = RouterConfig(middlewares=(MiddlewareSpec(path, options),), worker_urls=(simulated.url,))
+        app = create_app(config)
+        await running.enter_async_context(app.running())
+        yield Stage(app, simulated)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageReply:
+    """A whole reply as a client gets it."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        """The body as JSON."""
+        return orjson.loads(self.body)
+
+    def events(self) -> list[Any]:
+        """The JSON of each event of a stream, without `[DONE]`.
+
+        Raises:
+            ValueError: the stream ended inside an event.
+        """
+        reader = EventReader()
+        parsed = [Event.read(raw).parse() for raw in reader.feed(self.body)]
+        if reader.rest:
+            raise ValueError(f"the stream ended inside an event: {reader.rest!r}")
+        return [each for each in parsed if each is not None]
+
+
+class Stage:
+    """What a test of a middleware has in its hands: `worker.door` tells what the engine was sent."""
+
+    def __init__(self, app: RouterApp, worker: SimulatedWorker) -> None:
+        self.router = app.router
+        self.worker = worker
+        self._app = app
+
+    async def generate(self, text: str = "Hi", **fields: Any) -> StageReply:
+        """`POST /generate`, for 8 tokens unless `sampling_params` says otherwise; with `stream=True` its events."""
+        return await self.post("/generate", {"text": text, "sampling_params": {"max_new_tokens": 8}, **fields})
+
+    async def chat(self, text: str = "Hi", **fields: Any) -> StageReply:
+        """`POST /v1/chat/completions` of one user message; with `stream=True` its events."""
+        messages = [{"role": "user", "content": text}]
+        return await self.post("/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": 8, **fields})
+
+    async def post(self, path: str, content: object) -> StageReply:
+        """A POST of JSON."""
+        return await self.ask("POST", path, orjson.dumps(content))
+
+    async def ask(
+        self, method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> StageReply:
+        """Any request. A reply that breaks off raises what broke it."""
+        given = {"content-type": "application/json", "content-length": str(len(body)), **(headers or {})}
+        route, _, query = path.partition("?")
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": route,
+            "raw_path": route.encode(),
+            "query_string": query.encode(),
+            "root_path": "",
+            "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in given.items()],
+        }
+        sent: list[Message] = []
+        gone, request = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            if request:
+                return request.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await self._app(scope, receive, send)
+        if sent[-1].get("more_body", sent[-1]["type"] == "http.response.start"):
+            raise AssertionError(f"the reply to {method} {path} has no end")
+        start, *rest = sent
+        shown = {name.decode(): value.decode("latin-1") for name, value in start["headers"]}
+        return StageReply(start["status"], shown, b"".join(message.get("body", b"") for message in rest))

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterable
-from typing import Any
 
 from miles_router import log
+from miles_router.dialects import MIDDLEWARE_PATHS, settings_of
 from miles_router.errors import ConfigError
 from miles_router.settings.config import MiddlewareSpec, RouterConfig, load
-
-#: A framework's name -> ours. What is absent or None keeps our default.
-FRAMEWORK_NAMES = {
-    "sglang_router_ip": "host",
-    "sglang_router_port": "port",
-    "rollout_health_check_interval": "health_check_interval",
-    "miles_router_health_check_failure_threshold": "health_check_failure_threshold",
-    "miles_router_max_connections": "max_connections",
-    "miles_router_timeout": "request_timeout",
-    "hf_checkpoint": "hf_checkpoint",
-    "chat_template_path": "chat_template_path",
-}
-FRAMEWORK_PATHS = "miles_router_middleware_paths"
 
 
 def run_router(args: Namespace | RouterConfig) -> None:
     """Start a router and serve until SIGTERM. Safe as the target of a `multiprocessing.Process`.
 
     Args:
-        args: a `RouterConfig`, or the argparse Namespace of a training framework with the names in `FRAMEWORK_NAMES`;
+        args: a `RouterConfig`, or the argparse Namespace of a training framework with the names in `dialects.NAMES`;
             everything else in it is left alone and reaches middlewares as `router.args`.
 
     Raises:
@@ -46,12 +33,8 @@ def config_from(args: Namespace) -> RouterConfig:
     Raises:
         ConfigError: a value that cannot be used, named as the framework names it.
     """
-    values: dict[str, Any] = {}
-    for theirs, ours in FRAMEWORK_NAMES.items():
-        value = getattr(args, theirs, None)
-        if value is not None:
-            values[ours] = str(value)
-    paths: Iterable[str] = getattr(args, FRAMEWORK_PATHS, None) or ()
+    values = settings_of(args)
+    paths: Iterable[str] = getattr(args, MIDDLEWARE_PATHS, None) or ()
     try:
         loaded = load(values, {}, ()).config
     except ConfigError as error:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
 
 import orjson
 from starlette.routing import Match
@@ -45,6 +47,10 @@ class RouterApp:
         self._max_body_bytes = config.max_request_bytes
         self._access_log = config.access_log
         self._metrics = router.metrics
+
+    def running(self) -> AbstractAsyncContextManager[Any]:
+        """While this is entered, health checks and middlewares run: the lifespan protocol without a server."""
+        return self._routes.lifespan_context(self._routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry: HTTP and lifespan; anything else is refused."""

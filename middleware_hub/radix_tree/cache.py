@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.eviction import EvictionQueue
+from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.radix_tree.text_tree import Node, TextTree
 from middleware_hub.tokenizing.spelling import Ends
 from miles_router.middlewares.experts import Taken
@@ -60,25 +61,6 @@ class Record:
     experts: Taken | None = None  # routed experts, where they are captured
 
 
-@dataclass
-class Statistics:
-    """Counters since the start."""
-
-    lookups: int = 0
-    hits: int = 0
-    reused_tokens: int = 0
-    encoded_tokens: int = 0
-    recorded: int = 0
-    partial: int = 0
-    unaligned: int = 0
-    evicted: int = 0
-    evicted_tokens: int = 0
-    refused: int = 0
-    retrievals: int = 0
-    ambiguous: int = 0
-    passed_through: dict[str, int] = field(default_factory=dict)
-
-
 class RadixTreeCache:
     """Recorded generations under a token budget.
 
@@ -89,7 +71,12 @@ class RadixTreeCache:
     """
 
     def __init__(self, *, max_tokens: int, keep_versions: int) -> None:
-        self.statistics = Statistics()
+        self.statistics = CacheStatistics(
+            entries=lambda: len(self),
+            tokens=lambda: self.tokens,
+            token_bytes=lambda: self.nbytes,
+            text_characters=lambda: self.characters,
+        )
         self.tokens = 0  # own tokens of all entries
         self._max_tokens = max_tokens
         self._keep_versions = keep_versions

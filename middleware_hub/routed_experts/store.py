@@ -9,12 +9,13 @@ it.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from weakref import ref
 
+from middleware_hub.routed_experts.statistics import ExpertStatistics
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.experts import Blocks, ExpertRows, Rows
 
@@ -23,19 +24,6 @@ logger = logging.getLogger(__name__)
 Key = ref[ExpertRows]
 #: Generations held at most: those without a row of their own take no bytes, and a place in the table.
 MOST = 1_000_000
-
-
-@dataclass
-class Statistics:
-    """Counters since the start."""
-
-    answers: int = 0
-    transferred_rows: int = 0
-    reused_rows: int = 0
-    saved_bytes: int = 0
-    evicted: int = 0
-    evicted_bytes: int = 0
-    missing: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -54,7 +42,7 @@ class ExpertStore:
     """
 
     def __init__(self, max_bytes: int) -> None:
-        self.statistics = Statistics()
+        self.statistics = ExpertStatistics(generations=lambda: len(self), bytes=lambda: self.nbytes)
         self.max_bytes = max_bytes
         self.nbytes = 0
         self._records: OrderedDict[Key, _Record] = OrderedDict()

@@ -12,20 +12,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
+from miles_router.engines.paths import GENERATION
 from miles_router.errors import FleetPaused
 
-#: Paths whose requests generate; all others pass a closed gate.
-GENERATION = frozenset(
-    {
-        "/generate",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/messages",
-        "/v1/responses",
-        "/api/chat",
-        "/api/generate",
-    }
-)
+#: What stands before an engine's own path in a request of a session: `/sessions/{id}/...`.
 SESSION_PREFIX = "/sessions/"
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Literal, Protocol
 
+from miles_router.engines.facts import Facts
 from miles_router.errors import NotFound, NoWorkerAvailable
 from miles_router.fleet.worker_url import WorkerUrl
 
@@ -46,6 +47,8 @@ class Worker:
         "api_key",
         "attributes",
         "chosen_at",
+        "facts",
+        "facts_of",
         "failures",
         "in_flight",
         "last_check",
@@ -71,6 +74,10 @@ class Worker:
         self.failures = 0
         self.weight_version: str | None = None
         self.last_check: float | None = None
+        #: What its engine said about itself, and the number of the process that did. Only the fleet knows whether that
+        #: one still answers: ask `Fleet.facts`.
+        self.facts: Facts | None = None
+        self.facts_of: int | None = None
 
     def __repr__(self) -> str:
         return f"<Worker {self.url} {self.state.value}, in flight: {self.in_flight}, failures: {self.failures}>"
@@ -184,6 +191,10 @@ class WorkerPool:
             raise NotFound(f"no worker {name!r} is registered")
         return worker
 
+    def find(self, url: str) -> Worker | None:
+        """The worker at a normal URL, one that was removed and still finishes requests included."""
+        return self._workers.get(url) or self._leaving.get(url)
+
     # Registration
 
     def add(
@@ -294,6 +305,7 @@ class WorkerPool:
         """A probe failed or no connection could be made; the K-th in a row quarantines the worker."""
         worker.failures += 1
         worker.last_check = self._now()
+        worker.facts = None  # who answers next may be another
         if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is(worker, worker.state):
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
 

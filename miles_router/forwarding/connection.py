@@ -43,6 +43,10 @@ class Home(Protocol):
     #: Where the bytes of every connection arrive. One is enough: the event loop fills it and empties it in one step.
     read_buffer: memoryview
 
+    def made(self, address: WorkerUrl, connection: Connection) -> None:
+        """The connection was made; it will be forgotten once."""
+        ...
+
     def keep(self, address: WorkerUrl, connection: Connection) -> None:
         """The connection is idle."""
         ...
@@ -261,6 +265,7 @@ class Connection(asyncio.BufferedProtocol):
         sock = transport.get_extra_info("socket")
         for level, option, value in KEEPALIVE:
             sock.setsockopt(level, option, value)
+        self._pool.made(self._address, self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._pool.read_buffer

@@ -12,6 +12,7 @@ from typing import Any
 
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.errors import UpstreamUnreachable
+from miles_router.fleet.gate import SESSION_PREFIX
 from miles_router.fleet.workers import Lease, Policy, Worker, WorkerPool
 from miles_router.forwarding.connection import Reply
 from miles_router.forwarding.upstream import Upstream
@@ -20,7 +21,6 @@ from miles_router.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 AFFINITY_HEADERS = (b"x-smg-routing-key", b"x-session-id")
-SESSION_PREFIX = "/sessions/"
 MAX_KEY_LENGTH = 512
 DROPPED = REQUEST_DROPPED | {b"x-request-id"}
 

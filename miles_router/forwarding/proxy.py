@@ -10,6 +10,7 @@ import time
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end
 from miles_router.asgi.watch import Watch
+from miles_router.engines.paths import GENERATE
 from miles_router.errors import FleetPaused
 from miles_router.fleet.gate import Gate, endpoint, generates
 from miles_router.fleet.inflight import NOT_UNDERSTOOD, InFlight, aborted_in_the_queue
@@ -17,7 +18,6 @@ from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing, ou
 from miles_router.metrics import Metrics
 
 NOT_MODIFIED = 304
-GENERATE = "/generate"
 
 
 class Proxy:

@@ -15,6 +15,7 @@ from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.forwarding.connection import Connection, Reply
+from miles_router.forwarding.processes import Processes
 
 #: Bytes taken from a socket at once. Measured on 16 MB replies: 256 kB, the event loop's own size, costs 1.4 times the
 #: CPU of 1 MB, nearly all of it in system calls; beyond, little is left to gain.
@@ -31,6 +32,7 @@ class Upstream:
         self._slots = asyncio.Semaphore(max_connections) if max_connections else None
         self._idle: dict[str, deque[Connection]] = {}
         self._open: set[Connection] = set()
+        self._processes = Processes()
         self._tls: ssl.SSLContext | None = None
         self._closed = False
         #: Where every connection's bytes arrive. One is enough: the event loop fills it and empties it in one step.
@@ -135,7 +137,6 @@ class Upstream:
             )
         except OSError as error:
             return error
-        self._open.add(connection)
         return connection
 
     def _take_idle(self, address: WorkerUrl) -> Connection | None:
@@ -146,7 +147,16 @@ class Upstream:
                 return connection
         return None
 
+    def process(self, address: WorkerUrl) -> int | None:
+        """The number of the process at `address`, as `Processes.number`."""
+        return self._processes.number(address.url)
+
     # What connections call
+
+    def made(self, address: WorkerUrl, connection: Connection) -> None:
+        """A connection was made."""
+        self._open.add(connection)
+        self._processes.connected(address.url)
 
     def keep(self, address: WorkerUrl, connection: Connection) -> None:
         """An idle connection for the next request to `address`."""
@@ -164,6 +174,7 @@ class Upstream:
     def forget(self, address: WorkerUrl, connection: Connection) -> None:
         """A connection was lost."""
         self._open.discard(connection)
+        self._processes.disconnected(address.url)
         idle = self._idle.get(address.url)
         if idle and connection in idle:
             idle.remove(connection)

@@ -7,19 +7,22 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 from miles_router.asgi.exchange import request_id
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.control.fan_out import Control
-from miles_router.dialects.slime import legacy_args
+from miles_router.dialects import namespace_of
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.workers import WorkerPool
 from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing
-from miles_router.metrics import Metrics
+from miles_router.metrics import Metrics, Statistics
 from miles_router.middlewares.checkpoint import load_model_config, load_tokenizer
 from miles_router.middlewares.experts import Experts
 from miles_router.settings.config import RouterConfig
+
+Published = TypeVar("Published", bound=Statistics)
 
 
 class Router:
@@ -32,6 +35,7 @@ class Router:
         self,
         *,
         config: RouterConfig,
+        fleet: Fleet,
         pool: WorkerPool,
         forwarder: Forwarder,
         metrics: Metrics,
@@ -40,6 +44,8 @@ class Router:
         args: Namespace | None,
     ) -> None:
         self.config = config
+        #: Who the workers are; `await router.fleet.facts(url)` is what the engine of one can do.
+        self.fleet = fleet
         self.pool = pool
         self.metrics = metrics
         #: Whether the fleet is paused or asleep, and who waits.
@@ -49,12 +55,24 @@ class Router:
         #: Free for middlewares to leave each other things that last longer than a request.
         self.state = SimpleNamespace()
         #: The argparse Namespace of the framework that embeds us, or one with the names such frameworks use.
-        self.args = args if args is not None else legacy_args(config)
+        self.args = args if args is not None else namespace_of(config)
         #: What middlewares show under `statistics` in `GET /router/info`: a name and a function that gives JSON.
         self.statistics: dict[str, Callable[[], Mapping[str, object]]] = {}
+        #: Those of them that `GET /metrics` shows too.
+        self.published: list[Statistics] = []
         #: Where layers that hold trajectories and the layer that captures routed experts find each other.
         self.experts = Experts()
         self._forwarder = forwarder
+
+    def publish(self, name: str, statistics: Published, **facts: Callable[[], object]) -> Published:
+        """Show a middleware's numbers at `GET /metrics` and, with `facts` beside them, under `statistics` and this name
+        in `GET /router/info`. Gives them back.
+
+            self.counts = router.publish("token_cap", Counts())
+        """
+        self.published.append(statistics)
+        self.statistics[name] = lambda: {**statistics.numbers(), **{fact: read() for fact, read in facts.items()}}
+        return statistics
 
     @asynccontextmanager
     async def forward(

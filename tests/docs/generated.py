@@ -8,27 +8,18 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
-from prometheus_client.parser import text_string_to_metric_families
-from prometheus_client.registry import Collector
-
+import middleware_hub.openai_session.errors  # noqa: F401
 import miles_router.app  # noqa: F401
-from middleware_hub.openai_session.sessions.messages import strict
-from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
-from middleware_hub.openai_session.statistics import SessionCollector
-from middleware_hub.openai_session.turns.recording import Recorder
-from middleware_hub.radix_tree.cache import RadixTreeCache
-from middleware_hub.radix_tree.statistics import CacheCollector
+from middleware_hub.openai_session.statistics import SessionStatistics
+from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  # so that it is in the table
-from middleware_hub.routed_experts.statistics import ExpertsCollector
-from middleware_hub.routed_experts.store import ExpertStore
+from middleware_hub.routed_experts.statistics import ExpertStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.control.fan_out import SLOW, TABLE
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
-from miles_router.fleet.gate import Gate
-from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import WorkerPool
-from miles_router.metrics import GateCollector, Metrics
+from miles_router.metrics import GateStatistics, Metrics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from tests.docs.pages import PAGES, name_of
 
@@ -83,23 +74,11 @@ def errors() -> str:
     return table(("type", "status", "when"), rows)
 
 
-def exposition() -> str:
-    """`GET /metrics` of a router that has seen something of everything."""
-    pool = WorkerPool()
-    metrics = Metrics(pool)
-    metrics.register(GateCollector(Gate(max_held=1, timeout=0)))
-    worker = pool.add(parse_worker_url("http://127.0.0.1:30001"))
-    metrics.finished("/generate", 200, worker.url, 1.0, 0.5)
-    return metrics.render().decode()
-
-
-def metrics() -> str:
-    """Every metric, with its labels."""
+def metrics(*classes: type[Statistics]) -> str:
+    """Every metric that these classes declare, with its labels."""
     rows: Rows = []
-    for family in text_string_to_metric_families(exposition()):
-        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
-        name = f"{family.name}_total" if family.type == "counter" else family.name
-        rows.append((f"`{name}`", family.type, ", ".join(labels) or "none", family.documentation))
+    for each in (family for declared in classes for family in declared.described()):
+        rows.append((f"`{each.name}`", each.kind, ", ".join(sorted(each.labels)) or "none", each.help))
     return table(("name", "type", "labels", "meaning"), rows)
 
 
@@ -112,44 +91,14 @@ def fan_out() -> str:
     return table(("path", "methods", "a worker may take"), rows)
 
 
-def text_cache() -> str:
-    """Every metric of the text cache."""
-    cache = RadixTreeCache(max_tokens=1, keep_versions=1)
-    cache.statistics.passed_through["reason"] = 1
-    return _families(CacheCollector(cache))
-
-
-def sessions() -> str:
-    """Every metric of the sessions."""
-    store = SessionStore(Bounds(1, 1, 1, 1, 0.0), now=lambda: 0.0)
-    recorder = Recorder(store, strict, is_special=lambda token: False, now=lambda: 0.0)
-    return _families(SessionCollector(store, recorder))
-
-
-def routed_experts() -> str:
-    """Every metric of routed experts."""
-    store = ExpertStore(1)
-    store.statistics.missing["reason"] = 1
-    return _families(ExpertsCollector(store))
-
-
-def _families(collector: Collector) -> str:
-    rows: Rows = []
-    for each in collector.collect():
-        name = f"{each.name}_total" if each.type == "counter" else each.name
-        labels = ", ".join(sorted(each.samples[0].labels)) or "none"
-        rows.append((f"`{name}`", each.type, labels, each.documentation))
-    return table(("name", "type", "labels", "meaning"), rows)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
-    "metrics": metrics,
+    "metrics": partial(metrics, Metrics, GateStatistics),
     "fan_out": fan_out,
-    "text_cache": text_cache,
-    "sessions": sessions,
-    "routed_experts": routed_experts,
+    "text_cache": partial(metrics, CacheStatistics),
+    "sessions": partial(metrics, SessionStatistics),
+    "routed_experts": partial(metrics, ExpertStatistics),
 }
 
 

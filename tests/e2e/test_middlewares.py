@@ -50,7 +50,15 @@ async def test_its_metrics_stand_beside_the_routers_own(stage: Stage) -> None:
     await router.ask("POST", "/generate", body=b"{}")
     text = (await router.ask("GET", "/metrics")).body.decode()
     assert "tagging_requests_total 1.0" in text
+    assert 'tagging_tags_total{tag="a"} 1.0' in text
     assert 'miles_router_requests_total{route="generate",status="200"' in text
+
+
+async def test_its_numbers_stand_in_the_routers_info(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), middlewares=stack(("Tagging", {"tag": "one"})))
+    await router.ask("POST", "/generate", body=b"{}")
+    info = (await router.ask("GET", "/router/info")).json()
+    assert info["statistics"]["tagging"] == {"tags": {"one": 1}, "length": 3}
 
 
 async def test_a_starlette_base_middleware_of_another_router_runs_unchanged(stage: Stage) -> None:

@@ -23,6 +23,8 @@ from miles_router.tasks import spawn
 
 Pairs = Iterable[tuple[str, str]]
 PROBES = ("/model_info", "/get_model_info", "/health", "/ready")
+#: Asked of a worker that joins, which answers 404 unless it has something `standing`.
+FACTS = ("/server_info", "/get_server_info", "/openapi.json")
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 seconds
 LAST_CHUNK = b"0\r\n\r\n"
 
@@ -298,6 +300,8 @@ class ScriptedWorker:
             return self.health if received.path == "/health" else self.model_info
         if received.path in self.standing:
             return self.standing[received.path]
+        if received.method == "GET" and received.path in FACTS:
+            return script(reply(b"", 404))
         self.requests.append(received)
         self.visits.append(visit)
         return self._next.popleft() if self._next else self._always

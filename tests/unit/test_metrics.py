@@ -9,10 +9,13 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from miles_router.fleet.gate import Gate
 from miles_router.fleet.policies import LeastInFlight
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import WorkerPool
-from miles_router.metrics import BUCKETS, Histogram, Metrics, route_class
+from miles_router.metrics import GateStatistics, Metrics, Statistics, counter, gauge, histogram
+from miles_router.metrics.metrics import route_class
+from miles_router.metrics.statistics import BUCKETS, Histogram
 
 URL = "http://a:1"
 
@@ -139,3 +142,99 @@ def test_a_name_that_is_taken_is_refused() -> None:
     metrics.register(Own())
     with pytest.raises(ValueError, match="mine"):
         metrics.register(Own())
+
+
+# Numbers that are declared
+
+
+class Counts(Statistics, prefix="cap"):
+    capped = counter("Requests whose budget was cut.")
+    refused = counter("Requests refused, by reason.", by="reason")
+    pairs = counter("By two labels.", by=("a", "b"), name="by_two")
+    text = counter("Tokens, by origin.", name="tokens", labels={"origin": "text"})
+    ids = counter("Tokens, by origin.", name="tokens", labels={"origin": "ids"})
+    waited = histogram("Time waited.")
+    held = histogram("Time held, by route.", by="route")
+    waiting = gauge("Requests that wait.", name="")
+    elsewhere = counter("Counted by somebody else.")
+
+
+def counted(**numbers: float) -> Counts:
+    return Counts(waiting=lambda: numbers.get("waiting", 0), elsewhere=lambda: 7)
+
+
+def shown(statistics: Statistics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """What Prometheus is given, but for buckets."""
+    families = list(statistics.collect())
+    assert [(each.name, each.documentation) for each in families] == [
+        (each.name.removesuffix("_total"), each.help) for each in type(statistics).described()
+    ]
+    return {
+        (sample.name, tuple(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+        if not sample.name.endswith("_bucket")
+    }
+
+
+def test_what_is_declared_once_is_shown_as_json_and_to_prometheus() -> None:
+    counts = counted(waiting=3)
+    counts.capped += 2
+    counts.refused["batch"] += 1
+    counts.pairs["x", 1] += 4
+    counts.text, counts.ids = 5, 6
+    counts.waited.observe(0.5)
+    counts.held["/generate"].observe(2)
+    assert counts.numbers() == {
+        "capped": 2,
+        "refused": {"batch": 1},
+        "pairs": {"x,1": 4},
+        "text": 5,
+        "ids": 6,
+        "waited": {"count": 1, "sum": 0.5},
+        "held": {"/generate": {"count": 1, "sum": 2.0}},
+        "waiting": 3,
+        "elsewhere": 7,
+    }
+    assert shown(counts) == {
+        ("cap_capped_total", ()): 2,
+        ("cap_refused_total", (("reason", "batch"),)): 1,
+        ("cap_by_two_total", (("a", "x"), ("b", "1"))): 4,
+        ("cap_tokens_total", (("origin", "text"),)): 5,
+        ("cap_tokens_total", (("origin", "ids"),)): 6,
+        ("cap_waited_count", ()): 1,
+        ("cap_waited_sum", ()): 0.5,
+        ("cap_held_count", (("route", "/generate"),)): 1,
+        ("cap_held_sum", (("route", "/generate"),)): 2,
+        ("cap", ()): 3,
+        ("cap_elsewhere_total", ()): 7,
+    }
+
+
+def test_two_of_a_class_count_apart_and_begin_with_nothing() -> None:
+    first, second = counted(), counted()
+    first.capped += 1
+    first.refused["batch"] += 1
+    first.held["x"].observe(1)
+    assert second.numbers() == counted().numbers()
+    assert (second.capped, second.refused, second.waited.total) == (0, {}, 0)
+
+
+def test_a_gauge_that_nobody_reads_and_a_name_that_is_not_declared_are_refused() -> None:
+    with pytest.raises(TypeError, match="how the gauge 'waiting' is read"):
+        Counts()
+    with pytest.raises(TypeError, match="declares no 'capt'"):
+        Counts(waiting=int, capt=int)
+
+
+def test_every_family_of_the_gate_is_given() -> None:
+    gate = Gate(max_held=1, timeout=0)
+    gate.pause("abort")
+    gate.sleep()
+    assert shown(GateStatistics(gate)) == {
+        ("miles_router_gate_closed", (("reason", "paused"),)): 1,
+        ("miles_router_gate_closed", (("reason", "asleep"),)): 1,
+        ("miles_router_gate_closed", (("reason", "workers_paused"),)): 0,
+        ("miles_router_gate_held", ()): 0,
+        ("miles_router_pauses_total", ()): 1,
+    }

@@ -94,7 +94,11 @@ def test_ids_that_begin_with_a_held_turn_s_extend_it() -> None:
     assert ids_of(second) == [*prompt, 13]
     assert second.given.tokens.tolist() == [7, 8, 9]
     assert second.trajectory().loss_mask.tolist() == [0, 0, 1, 1, 0, 0, 0, 1]
-    assert (second.reason, scene.recorder.reused_tokens, scene.recorder.given_tokens) == (None, 4, 5)
+    assert (second.reason, scene.recorder.statistics.reused_tokens, scene.recorder.statistics.given_tokens) == (
+        None,
+        4,
+        5,
+    )
 
 
 def test_ids_that_are_all_held_go_on_without_anything_new() -> None:
@@ -177,7 +181,7 @@ def test_choices_of_one_prompt_share_what_was_given() -> None:
     first, second = turns(scene, "a", choice(ids=[11]), choice(ids=[12], index=1), n=2)
     assert first.given is second.given
     assert [turn.reason for turn in (first, second)] == [None, "choice"]
-    assert (scene.recorder.given_tokens, scene.recorder.sampled_tokens) == (2, 2)
+    assert (scene.recorder.statistics.given_tokens, scene.recorder.statistics.sampled_tokens) == (2, 2)
 
 
 @pytest.mark.parametrize("prompts", [["a", "b"], [[5], [6]]])

@@ -50,8 +50,8 @@ def test_numbers_of_all_turns_are_counted() -> None:
     first = scene.choices(START, "a", "b")[1]
     scene.follow(first, user("more"), given=4, dropped=1, sampled=2)
     recorder = scene.recorder
-    assert (recorder.turns, recorder.sampled_tokens) == (3, 8)
-    assert (recorder.given_tokens, recorder.reused_tokens) == (3 + 4, 5)
+    assert (recorder.statistics.turns, recorder.statistics.sampled_tokens) == (3, 8)
+    assert (recorder.statistics.given_tokens, recorder.statistics.reused_tokens) == (3 + 4, 5)
 
 
 def test_choices_share_what_was_given_and_what_was_asked() -> None:
@@ -98,7 +98,11 @@ def test_all_choices_are_held_or_none() -> None:
     with pytest.raises(UnusableAnswer):
         scene.record(asked, good, bad)
     assert (scene.session.turns, scene.session.nbytes, scene.store.nbytes) == ([], before, before)
-    assert (scene.recorder.turns, scene.recorder.given_tokens, scene.recorder.sampled_tokens) == (0, 0, 0)
+    assert (
+        scene.recorder.statistics.turns,
+        scene.recorder.statistics.given_tokens,
+        scene.recorder.statistics.sampled_tokens,
+    ) == (0, 0, 0)
 
 
 def test_the_answer_of_a_deleted_session_is_dropped() -> None:
@@ -108,7 +112,7 @@ def test_the_answer_of_a_deleted_session_is_dropped() -> None:
     generated = scene.generated(asked, "ok")
     scene.store.delete(scene.session)
     assert scene.record(asked, generated) == []
-    assert (scene.session.turns, scene.store.nbytes, scene.recorder.turns) == ([], 0, 1)
+    assert (scene.session.turns, scene.store.nbytes, scene.recorder.statistics.turns) == ([], 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -238,11 +242,11 @@ def test_a_request_that_is_not_recorded_is_said_to_be_so(caplog: pytest.LogCaptu
         {"path": "/v1/messages", "reason": "this endpoint is not traced", "request_id": "r1", "at": 1000.0}
     ]
     assert [record.getMessage() for record in caplog.records] == ["turn_not_traced"]
-    assert scene.recorder.untraced == 1
+    assert scene.recorder.statistics.untraced == 1
 
 
 def test_requests_that_are_not_recorded_take_no_memory_without_end() -> None:
     scene = Scene()
     for number in range(MAX_UNTRACED + 5):
         scene.recorder.pass_by("/v1/messages", scene.session, "not traced", f"r{number}")
-    assert (len(scene.session.untraced), scene.recorder.untraced) == (MAX_UNTRACED, MAX_UNTRACED + 5)
+    assert (len(scene.session.untraced), scene.recorder.statistics.untraced) == (MAX_UNTRACED, MAX_UNTRACED + 5)

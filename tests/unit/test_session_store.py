@@ -53,7 +53,7 @@ def test_a_session_is_found_by_its_id() -> None:
     assert store.get("episode:1.~_-") is named
     assert store.get(unnamed.id) is unnamed
     assert (named.metadata, unnamed.metadata) == ({"task": 1}, {})
-    assert len(store) == store.created == 2
+    assert len(store) == store.statistics.created == 2
 
 
 def test_ids_made_by_the_router_cannot_be_guessed() -> None:
@@ -99,7 +99,7 @@ def test_an_expired_session_makes_room() -> None:
     store.create("a")
     clock.now += 10.0
     store.create("b")
-    assert ([session.id for session in store], store.expired) == (["b"], 1)
+    assert ([session.id for session in store], store.statistics.expired) == (["b"], 1)
 
 
 def test_a_session_that_is_used_does_not_expire() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from middleware_hub.openai_session.errors import SessionExists, SessionFull, SessionNotFound, TooManySessions
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.statistics import SessionStatistics
 from miles_router.errors import BadRequest, ConfigError
 
 ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
@@ -52,8 +53,7 @@ class SessionStore:
     def __init__(self, bounds: Bounds, now: Callable[[], float]) -> None:
         self.bounds = bounds
         self.nbytes = 0
-        self.expired = 0
-        self.created = 0
+        self.statistics = SessionStatistics(sessions=lambda: len(self), bytes=lambda: self.nbytes)
         self._now = now
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
@@ -83,7 +83,7 @@ class SessionStore:
         self._check_room()
         session = self._sessions[session_id] = Session(session_id, now=self._now(), metadata=metadata)
         self.account(session, message_bytes(session.metadata))
-        self.created += 1
+        self.statistics.created += 1
         return session
 
     def get(self, session_id: str) -> Session:
@@ -120,7 +120,7 @@ class SessionStore:
         before = self._now() - self.bounds.idle_timeout
         for session in list(self._idle_since(before)):
             self.delete(session)
-            self.expired += 1
+            self.statistics.expired += 1
 
     def _idle_since(self, before: float) -> Iterator[Session]:
         for session in self._sessions.values():

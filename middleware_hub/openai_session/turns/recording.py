@@ -28,11 +28,7 @@ class Recorder:
     def __init__(
         self, store: SessionStore, equal: Equality, is_special: Callable[[int], bool], now: Callable[[], float]
     ) -> None:
-        self.turns = 0
-        self.reused_tokens = 0
-        self.given_tokens = 0
-        self.sampled_tokens = 0
-        self.untraced = 0
+        self.statistics = store.statistics
         self._store = store
         self._equal = equal
         self._is_special = is_special
@@ -61,12 +57,12 @@ class Recorder:
             if asked.experts is not None:
                 turn.experts = asked.experts.take(choice.index, turn.tokens, choice.facts.get("rid"))
             session.grow(turn, self._equal)
-            self.turns += 1
-            self.sampled_tokens += sum(map(len, sampled))
+            self.statistics.turns += 1
+            self.statistics.sampled_tokens += sum(map(len, sampled))
             nbytes += Trajectory(sampled).nbytes + message_bytes(turn.answer) + TURN_BYTES
         self._store.account(session, nbytes)
-        self.given_tokens += prompts.tokens
-        self.reused_tokens += len(asked.held) if asked.held is not None else 0
+        self.statistics.given_tokens += prompts.tokens
+        self.statistics.reused_tokens += len(asked.held) if asked.held is not None else 0
 
     def _turn(
         self,
@@ -113,7 +109,7 @@ class Recorder:
 
     def pass_by(self, asked_path: str, session: Session, reason: str, request_id: str) -> None:
         """A request in a session that is not recorded; the session says so."""
-        self.untraced += 1
+        self.statistics.untraced += 1
         if len(session.untraced) < MAX_UNTRACED:
             session.untraced.append({"path": asked_path, "reason": reason, "request_id": request_id, "at": self._now()})
         fields = {"session_id": session.id, "path": asked_path, "reason": reason, "request_id": request_id}

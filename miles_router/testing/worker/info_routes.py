@@ -74,6 +74,7 @@ async def server_info(visit: Visit) -> web.StreamResponse:
             "reasoning_parser": settings.reasoning_parser,
             "tp_size": 1,
             "dp_size": 1,
+            "startup_time": {"scheduler_e2e": settings.startup_s},
             "internal_states": [{"weight_version": visit.engine.weight_version}],
             "version": SGLANG_VERSION,
             "frontend": "python",

@@ -22,6 +22,8 @@ class Settings:
     """SGLang looks for the health token once a second."""
     health_timeout_s: float
     started_at: int
+    startup_s: float
+    """How long the start took, as a process measures it: no two have the same."""
 
     @property
     def has_parser(self) -> bool:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import logging
+import random
 import socket
 import time
 from types import TracebackType
@@ -114,6 +115,7 @@ class SimulatedWorker:
             health_latency_s=health_latency_s,
             health_timeout_s=health_timeout_s,
             started_at=int(time.time()),
+            startup_s=random.random(),
         )
         self._mortal = mortal
         self._server: web.Server | None = None

@@ -14,10 +14,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from miles_router import Router
+from miles_router import Router, Statistics, counter
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
 from miles_router.errors import UpstreamUnreachable
 from miles_router.middlewares.contract import ASGIApp
+
+
+class Tags(Statistics, prefix="tagging"):
+    tags = counter("Tags written, by tag.", by="tag")
 
 
 class Tagging:
@@ -28,12 +32,14 @@ class Tagging:
         self.router = router
         self.tag = tag.encode() * times
         self.seen = Counter("tagging_requests", "Requests tagged.", registry=None)
+        self.counts = router.publish("tagging", Tags(), length=lambda: len(self.tag))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != "/generate":
             await self.app(scope, receive, send)
             return
         self.seen.inc()
+        self.counts.tags[self.tag.decode()] += 1
         scope = {**scope, "headers": [*scope["headers"], (b"x-tag", self.tag)]}
 
         async def tagged(message: Message) -> None:

@@ -1,0 +1,104 @@
+"""Probes: the questions that one worker is asked beside its traffic. They report, and decide nothing."""
+
+from __future__ import annotations
+
+from miles_router.asgi.headers import RawHeaders
+from miles_router.engines import paths
+from miles_router.engines.facts import Facts, read_facts
+from miles_router.errors import UpstreamError, UpstreamTimeout
+from miles_router.fleet.workers import Worker
+from miles_router.forwarding.upstream import Upstream
+
+OK, NOT_FOUND, UNAVAILABLE = 200, 404, 503
+MAX_ANSWER = 1024 * 1024
+MAX_DOCUMENT = 64 * 1024 * 1024  # an engine's schema of itself may have a megabyte and more
+#: SGLang's `/health` gives up after 20 s and says 503, paused or busy: beyond this many seconds its word is silence.
+DEEP_PATIENCE = 10.0
+#: How often a worker is asked for its facts that loses all connections meanwhile.
+ATTEMPTS = 2
+
+
+class Probes:
+    """Asks workers over `upstream`; each question may take `timeout` seconds."""
+
+    def __init__(self, upstream: Upstream, *, timeout: float) -> None:
+        self._upstream = upstream
+        self._timeout = timeout
+
+    async def liveness(self, worker: Worker) -> Facts:
+        """What a worker that answers says at the cheap check: its model, and the version of its weights.
+
+        Raises:
+            UpstreamError: it does not answer, or answers with a server error.
+        """
+        status, body = await self._first(worker, paths.MODEL_INFO)
+        return read_facts(model_info=body if status == OK else None)
+
+    async def facts(self, worker: Worker) -> tuple[Facts, int | None]:
+        """All that a worker says about itself, and the number of the process that said it; None where parts of it went
+        unanswered, or may be another process's. What it does not answer is unknown."""
+        for _ in range(ATTEMPTS):
+            model_info = await self._document(worker, paths.MODEL_INFO)
+            process = self.process(worker)  # the connection of the first answer is kept; it proves the others
+            server_info = await self._document(worker, paths.SERVER_INFO)
+            schema = await self._document(worker, paths.SCHEMA)
+            facts = read_facts(model_info=model_info, server_info=server_info, schema=schema)
+            if None in (model_info, server_info, schema):
+                break
+            if process is not None and process == self.process(worker):
+                return facts, process
+        return facts, None
+
+    def process(self, worker: Worker) -> int | None:
+        """The number of the process at a worker's address; None where no connection to it is open."""
+        return self._upstream.process(worker.address)
+
+    async def is_unready(self, worker: Worker) -> bool:
+        """Whether it says that it is not ready. Silence says nothing: a busy worker is late."""
+        try:
+            status, _ = await self._get(worker, paths.READY, self._timeout)
+        except UpstreamError:
+            return False
+        return status == UNAVAILABLE
+
+    async def sickness(self, worker: Worker) -> str | None:
+        """Why the deep check did not pass, or None.
+
+        Raises:
+            UpstreamTimeout: no answer came.
+        """
+        try:
+            status, _ = await self._get(worker, paths.HEALTH, min(self._timeout, DEEP_PATIENCE))
+        except UpstreamTimeout:
+            raise
+        except UpstreamError as error:
+            return str(error)
+        return f"{worker.url}{paths.HEALTH} answered {status}" if status >= 500 else None
+
+    async def _document(self, worker: Worker, names: tuple[str, ...]) -> bytes | None:
+        """An answer; b"" where the worker has none to give, None where it did not answer."""
+        try:
+            status, body = await self._first(worker, names, limit=MAX_DOCUMENT)
+        except UpstreamError:
+            return None
+        return body if status == OK else b""
+
+    async def _first(self, worker: Worker, names: tuple[str, ...], limit: int = MAX_ANSWER) -> tuple[int, bytes]:
+        """The answer under the first of these names that the worker knows.
+
+        Raises:
+            UpstreamError: it does not answer, or answers with a server error.
+        """
+        for path in names:
+            status, body = await self._get(worker, path, self._timeout, limit)
+            if status >= 500:
+                raise UpstreamError(f"{worker.url}{path} answered {status}")
+            if status != NOT_FOUND:
+                break
+        return status, body
+
+    async def _get(self, worker: Worker, path: str, timeout: float, limit: int = MAX_ANSWER) -> tuple[int, bytes]:
+        headers: RawHeaders = [(b"accept", b"application/json")]
+        if worker.api_key is not None:
+            headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
+        return await self._upstream.fetch(worker.address, path, headers=headers, timeout=timeout, limit=limit)

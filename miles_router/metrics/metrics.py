@@ -1,0 +1,117 @@
+"""What the router itself counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
+
+from miles_router.fleet.gate import Gate
+from miles_router.fleet.workers import Transition, WorkerPool, WorkerState
+from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
+
+#: The classes that `route` labels take; anything else is "other", so that no client can grow the table.
+ROUTES = {
+    "/generate": "generate",
+    "/v1/chat/completions": "chat_completions",
+    "/v1/completions": "completions",
+    "/v1/messages": "messages",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embeddings",
+    "/retrieve_from_text": "retrieve_from_text",
+    "/routed_experts": "routed_experts",
+}
+
+
+def route_class(path: str) -> str:
+    """The bounded label of a path."""
+    route = ROUTES.get(path)
+    if route is None:
+        return "sessions" if path.startswith("/sessions") else "other"
+    return route
+
+
+class Metrics(Statistics, prefix="miles_router"):
+    """All numbers of one router, and the registry that middlewares' own are added to."""
+
+    requests = counter("Requests answered, by route class, status and worker.", by=("route", "status", "worker"))
+    latency = histogram("Time from a request's head to its last byte.", by="route", name="request_seconds")
+    first_byte = histogram("Time until the worker's reply began.", by="route", name="first_byte_seconds")
+    bytes_in = counter("Request body bytes read from clients.", name="request_bytes")
+    bytes_out = counter("Reply body bytes sent to clients.", name="response_bytes")
+    retries = counter("Requests sent again to another worker.")
+    client_disconnects = counter("Requests whose client left early.")
+    broken_replies = counter("Replies cut by a worker after they had begun.")
+    unread_replies = counter("Replies that passed a layer unread, by layer and reason.", by=("layer", "reason"))
+    transitions = counter("Changes of a worker's state.", by=("before", "after"), name="worker_transitions")
+    in_flight = gauge("Leases held.", by="worker")
+    worker_routable = gauge("1: takes new requests.", by="worker")
+    workers = gauge("Registered workers by state.", by="state")
+
+    def __init__(self, pool: WorkerPool) -> None:
+        super().__init__(
+            in_flight=lambda: {worker.url: worker.in_flight for worker in pool},
+            worker_routable=lambda: {worker.url: worker.state is WorkerState.READY for worker in pool},
+            workers=lambda: _states(pool),
+        )
+        self._registry = CollectorRegistry(auto_describe=True)  # else a name could be taken twice
+        self.register(self)
+        pool.listeners.append(self._transition)
+
+    def register(self, collector: Collector) -> None:
+        """Add a middleware's own metrics to `GET /metrics`.
+
+        Raises:
+            ValueError: one of its names is taken.
+        """
+        self._registry.register(collector)
+
+    def finished(self, path: str, status: int, worker: str | None, seconds: float, to_head: float | None) -> None:
+        """One request is over. `seconds` is its whole time, `to_head` the time until the worker's reply began."""
+        route = route_class(path)
+        self.requests[route, status, worker or ""] += 1
+        self.latency[route].observe(seconds)
+        if to_head is not None:
+            self.first_byte[route].observe(to_head)
+
+    def unread_reply(self, layer: str, reason: str) -> None:
+        """A layer should have read a reply and could not: it was compressed, too long, or of another kind."""
+        self.unread_replies[layer, reason] += 1
+
+    def _transition(self, transition: Transition) -> None:
+        before = transition.before.value if transition.before else "unknown"
+        after = transition.after.value if transition.after else "removed"
+        self.transitions[before, after] += 1
+        if transition.after is None:
+            # A removed worker's series go with it: a fleet that comes and goes must not grow the table for ever.
+            for key in [key for key in self.requests if key[2] == transition.worker.url]:
+                del self.requests[key]
+
+    def render(self) -> bytes:
+        """The Prometheus text exposition of everything."""
+        return generate_latest(self._registry)
+
+
+def _states(pool: WorkerPool) -> dict[str, int]:
+    counts = Counter(worker.state for worker in pool)
+    return {state.value: counts[state] for state in WorkerState}
+
+
+class GateStatistics(Statistics, prefix="miles_router"):
+    """Whether generation waits, why, and how many requests do."""
+
+    closed = gauge("1: generation waits.", by="reason", name="gate_closed")
+    held = gauge("Requests that wait at the gate.", name="gate_held")
+    pauses = counter("Pauses asked of the fleet.")
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__(
+            closed=lambda: {
+                "paused": gate.paused_since is not None,
+                "asleep": gate.asleep_since is not None,
+                "workers_paused": gate.workers_paused_since is not None,
+            },
+            held=lambda: gate.held,
+            pauses=lambda: gate.pauses,
+        )

@@ -1,0 +1,203 @@
+"""Numbers declared once: plain attributes where they are counted, JSON and Prometheus families where they are read.
+
+    class Counts(Statistics, prefix="token_cap"):
+        capped = counter("Requests whose budget was cut.")
+        refused = counter("Requests refused, by reason.", by="reason")
+        waiting = gauge("Requests that wait.")
+
+    counts = Counts(waiting=lambda: len(queue))
+    counts.capped += 1
+    counts.refused["batch"] += 1
+
+A labelled `prometheus_client` counter takes a lock and a dictionary of its own for each increment. Here an increment is
+one addition, and `collect` makes the families when Prometheus asks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, overload
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+#: Seconds. From a cache hit to a generation of an hour.
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
+
+Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
+FAMILIES: Mapping[str, type[Family]] = {
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
+
+
+class Histogram:
+    """Counts per bucket (seconds), not cumulative; `cumulative` adds them up for Prometheus."""
+
+    __slots__ = ("counts", "total")
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS) + 1)
+        self.total = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(BUCKETS, seconds)] += 1
+        self.total += seconds
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """Prometheus buckets: `(upper bound, how many up to it)`."""
+        running = 0
+        buckets = []
+        for bound, count in zip([*map(str, BUCKETS), "+Inf"], self.counts, strict=True):
+            running += count
+            buckets.append((bound, float(running)))
+        return buckets
+
+
+class Description(NamedTuple):
+    """One Prometheus family as documentation shows it."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """One declared attribute. `by` names the labels that its values are keyed by, `labels` are the same for all."""
+
+    kind: str
+    help: str
+    name: str | None
+    by: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def zero(self) -> object:
+        """What the attribute begins with."""
+        if self.kind == "histogram":
+            return defaultdict(Histogram) if self.by else Histogram()
+        return Counter() if self.by else 0
+
+    def family(self) -> Family:
+        """An empty Prometheus family."""
+        return FAMILIES[self.kind](self.name or "", self.help, labels=(*self.by, *self.labels))
+
+    def fill(self, family: Family, value: Any) -> None:
+        """Add the attribute's value, or all of its values, to the family."""
+        for key, number in value.items() if self.by else [((), value)]:
+            labels = (*map(str, key if isinstance(key, tuple) else (key,)), *self.labels.values())
+            if isinstance(family, HistogramMetricFamily):
+                family.add_metric(labels, number.cumulative(), number.total)
+            else:
+                family.add_metric(labels, number)
+
+    def plain(self, value: Any) -> object:
+        """The value as JSON takes it."""
+        if self.by:
+            return {
+                ",".join(map(str, key)) if isinstance(key, tuple) else key: _plain(each) for key, each in value.items()
+            }
+        return _plain(value)
+
+
+def _plain(number: Any) -> object:
+    return {"count": sum(number.counts), "sum": number.total} if isinstance(number, Histogram) else number
+
+
+@overload
+def counter(help: str, *, name: str | None = None, labels: Mapping[str, str] | None = None) -> int: ...
+@overload
+def counter(help: str, *, by: str | tuple[str, ...], name: str | None = None) -> Counter[Any]: ...
+def counter(help: str, *, by: Any = (), name: str | None = None, labels: Any = None) -> Any:
+    """Declare a number that only grows, from 0; with `by`, one for each value of a label.
+
+    Args:
+        by: the label that its values are keyed by, `counts.refused["batch"] += 1`; with several, keys are tuples.
+        name: of the metric, behind the prefix and without `_total`; by default the attribute's.
+        labels: with values of their own, for attributes that share a `name`.
+    """
+    return Declaration("counter", help, name, _names(by), labels or {})
+
+
+def gauge(help: str, *, by: str | tuple[str, ...] = (), name: str | None = None) -> Any:
+    """Declare a number that is read when somebody asks; `Statistics(...)` is given the function that reads it. With
+    `by`, that function gives a mapping. Arguments as of `counter`."""
+    return Declaration("gauge", help, name, _names(by))
+
+
+@overload
+def histogram(help: str, *, name: str | None = None) -> Histogram: ...
+@overload
+def histogram(help: str, *, by: str | tuple[str, ...], name: str | None = None) -> defaultdict[Any, Histogram]: ...
+def histogram(help: str, *, by: Any = (), name: str | None = None) -> Any:
+    """Declare how many seconds something took: `counts.waited.observe(seconds)`. Arguments as of `counter`."""
+    return Declaration("histogram", help, name, _names(by))
+
+
+def _names(by: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (by,) if isinstance(by, str) else by
+
+
+class Statistics(Collector):
+    """Base of a class that declares numbers; `prefix` begins the names of its metrics.
+
+    Args:
+        read: by attribute, how to read a gauge, or a counter that somebody else counts.
+    """
+
+    _declared: ClassVar[Mapping[str, Declaration]] = {}
+
+    def __init_subclass__(cls, *, prefix: str) -> None:
+        own = {name: each for name, each in vars(cls).items() if isinstance(each, Declaration)}
+        for name in own:
+            delattr(cls, name)  # what nobody has set must be missed, and not be found as its declaration
+        cls._declared = {
+            name: replace(each, name="_".join(filter(None, (prefix, name if each.name is None else each.name))))
+            for name, each in own.items()
+        }
+
+    def __init__(self, **read: Callable[[], Any]) -> None:
+        gauges = {name for name, each in self._declared.items() if each.kind == "gauge"}
+        if unknown := read.keys() - self._declared.keys():
+            raise TypeError(f"{type(self).__name__} declares no {min(unknown)!r}")
+        if unread := gauges - read.keys():
+            raise TypeError(f"{type(self).__name__} must be given how the gauge {min(unread)!r} is read")
+        self._read = read
+        for name, each in self._declared.items():
+            if name not in read:
+                setattr(self, name, each.zero())
+
+    def _values(self) -> Iterator[tuple[str, Declaration, Any]]:
+        for name, each in self._declared.items():
+            yield name, each, self._read[name]() if name in self._read else getattr(self, name)
+
+    def numbers(self) -> dict[str, object]:
+        """All of them by attribute, as `GET /router/info` shows them."""
+        return {name: each.plain(value) for name, each, value in self._values()}
+
+    def collect(self) -> Iterable[Family]:
+        """All of them as Prometheus families; attributes of one metric's name are one family."""
+        families: dict[str | None, Family] = {}
+        for _, each, value in self._values():
+            each.fill(families.setdefault(each.name, each.family()), value)
+        return families.values()
+
+    @classmethod
+    def described(cls) -> list[Description]:
+        """The families that `collect` gives, each once."""
+        return list(
+            {
+                each.name: Description(
+                    f"{each.name}_total" if each.kind == "counter" else str(each.name),
+                    each.kind,
+                    (*each.by, *each.labels),
+                    each.help,
+                )
+                for each in cls._declared.values()
+            }.values()
+        )
