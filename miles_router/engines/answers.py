@@ -30,8 +30,18 @@ FINISH_REASON = Field("finish_reason")
 ABORT = "abort"
 
 Unreadable = Literal[
-    "incomplete", "token_counts_disagree", "logprobs_of_other_tokens", "versions_leave_gaps", "versions_end_elsewhere"
+    "incomplete",
+    "ended_with_error",
+    "ids_missing",
+    "logprobs_missing",
+    "token_counts_disagree",
+    "logprobs_of_other_tokens",
+    "versions_leave_gaps",
+    "versions_end_elsewhere",
+    "versions_of_one_choice",
 ]
+#: What an engine does not tell of a stream that ended in order, nor would of another.
+SHORTFALLS = frozenset({"ids_missing", "logprobs_missing"})
 
 
 class UnreadableAnswer(ValueError):
@@ -109,16 +119,25 @@ def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
         return [VersionRun(str(version), 0, tokens)] if version is not None and tokens else []
     try:
         runs = [VersionRun(str(span["version"]), span["start"], span["end"]) for span in spans]
-        reached = 0
-        for run in runs:
-            if run.start != reached or run.end < run.start:
-                raise UnreadableAnswer("versions_leave_gaps", f"{[(each.start, each.end) for each in runs]}")
-            reached = run.end
+        check_runs(runs, tokens)
     except (KeyError, TypeError) as error:
         raise UnreadableAnswer("incomplete", repr(error)) from error
+    return [run for run in runs if run.end > run.start]
+
+
+def check_runs(runs: Sequence[VersionRun], tokens: int) -> None:
+    """Refuse weight versions that are not those of so many tokens.
+
+    Raises:
+        UnreadableAnswer: they leave gaps, overlap, or do not cover the tokens.
+    """
+    reached = 0
+    for run in runs:
+        if run.start != reached or run.end < run.start:
+            raise UnreadableAnswer("versions_leave_gaps", f"{[(each.start, each.end) for each in runs]}")
+        reached = run.end
     if reached != tokens:
         raise UnreadableAnswer("versions_end_elsewhere", f"at {reached}, and {tokens} tokens were sampled")
-    return [run for run in runs if run.end > run.start]
 
 
 def without_logprobs(answer: Any) -> Any:
