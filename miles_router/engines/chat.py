@@ -96,9 +96,9 @@ class ChatEndpoint:
     def shortfall(self, facts: Facts) -> str | None:
         """By the engine's schema and parsers: without any parser, SGLang's chat streams leave out the logprobs of
         tokens that show no text, a stop token's above all."""
-        for field in OF_STREAM:
-            if facts.takes_field(SCHEMA, field) is False:
-                return f"the engine has no field {field}"
+        field = SGLEXT["output_ids"]
+        if facts.takes_field(SCHEMA, field) is False:
+            return f"the engine has no field {field}"
         if facts.tool_call_parser == facts.reasoning_parser == "":
             return "the engine has neither tool_call_parser nor reasoning_parser: its streams leave out logprobs"
         return None
@@ -285,11 +285,12 @@ class GrowingChat(GrowingChoices[_GrowingChatChoice]):
         return [self._choice(index, choice, ids) for (index, choice), ids in zip(growing, self._ids, strict=True)]
 
     def _choice(self, index: int, choice: _GrowingChatChoice, ids: list[int]) -> Choice:
+        message = choice.message.message()  # first: a chunk that is none says nothing of other streams
         if choice.tokens < len(ids):
             raise UnreadableAnswer("logprobs_missing", f"a stream left out logprobs: {len(ids)} ids, {choice.tokens}")
         return Choice(
             index=index,
-            message=choice.message.message(),
+            message=message,
             finish=str(choice.finish),
             matched=choice.matched,
             ids=ids,

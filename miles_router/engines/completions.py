@@ -63,8 +63,9 @@ class CompletionsEndpoint:
         emptied = "sglext" in chunk and not (kept["choices"] or kept.get("usage") or "sglext" in kept)
         return None if emptied else kept
 
-    def shortfall(self, facts: Facts) -> None:
-        """Streams tell everything."""
+    def shortfall(self, facts: Facts) -> str | None:
+        """Every engine's streams tell everything."""
+        return None
 
 
 def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
