@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute
 from middleware_hub.openai_session.continuing.continuation import build
 from middleware_hub.openai_session.dialects import DIALECTS
 from middleware_hub.openai_session.export.routes import SessionRoutes
-from middleware_hub.openai_session.export.samples import Making
+from middleware_hub.openai_session.export.samples import SampleMaker
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.sessions.address import PREFIX, addressed
@@ -27,7 +27,8 @@ from middleware_hub.openai_session.turns.runner import TurnRunner
 from miles_router import Router
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.middlewares.contract import ASGIApp, HasRoutes
-from miles_router.middlewares.experts import Source
+from miles_router.middlewares.rows import RowSource
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 NAME = "openai_sessions"
 GIB = 1024**3
@@ -73,9 +74,10 @@ class OpenAISessionMiddleware:
         recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time)
         faces = [face(continuation, equal) for face in FACES]
         self._door = TurnDoor(app, faces, self.store, recorder, TurnRunner(app, router, recorder), now=time.time)
-        making = Making(Selection(branch_policies), router.tokenizer.decode, router.experts)
-        self._sessions = SessionRoutes(self.store, making)
-        router.experts.sources["session_id"] = Source(self._sessions.experts, fields=("leaf",))
+        rows = router.rows[ROUTED_EXPERTS]
+        maker = SampleMaker(Selection(branch_policies), router.tokenizer.decode, rows)
+        self._sessions = SessionRoutes(self.store, maker)
+        rows.sources["session_id"] = RowSource(self._sessions.experts, fields=("leaf",))
         dialects = DIALECTS if header_sessions else ()
         self._dialects = [dialect(router, self._sessions, self._door.turn) for dialect in dialects]
         router.publish(NAME, self.store.statistics, continuation=continuation.proof.describe)

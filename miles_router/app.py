@@ -47,12 +47,15 @@ access_logger = logging.getLogger("miles_router.access")
 _OPEN = Key(None)
 
 
-def create_app(config: RouterConfig | None = None, *, args: Namespace | None = None) -> RouterApp:
+def create_app(
+    config: RouterConfig | None = None, *, args: Namespace | None = None, tokenizer: Any = None
+) -> RouterApp:
     """Build a router. Give the result to any ASGI server; its lifespan runs the health checks and the middlewares.
 
     Args:
         config: every setting; None takes the defaults.
         args: a framework's own Namespace, shown to middlewares as `router.args`.
+        tokenizer: the one that middlewares get as `router.tokenizer`, in place of the checkpoint's.
 
     Raises:
         ConfigError: a middleware that cannot be loaded, or a worker URL that is none.
@@ -100,6 +103,7 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
         gate=gate,
         control=control,
         args=args,
+        tokenizer=tokenizer,
     )
     metrics.register(GateStatistics(gate))
     innermost: ASGIApp = Proxy(
@@ -176,8 +180,8 @@ class _WrongMethod:
 
 
 def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
-    for published in router.published:
-        router.metrics.register(published)
+    for collector in router.collectors:
+        router.metrics.register(collector)
     for layer in layers:
         if isinstance(layer, HasMetrics):
             for collector in layer.metrics():

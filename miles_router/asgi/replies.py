@@ -89,6 +89,7 @@ class Tap:
         self._collecting = False
         self._parts: list[bytes] = []
         self._size = 0
+        self._shown: list[bytes] = []  # of the events of this piece, not given yet
 
     # What a layer overrides
 
@@ -101,11 +102,11 @@ class Tap:
         return data
 
     async def whole(self, body: bytes) -> bytes | None:
-        """A JSON answer; gives the client's, or None where the layer answers later by itself (`finish`)."""
+        """A JSON answer; gives the client's, or None where the layer answers later by itself (`answer`)."""
         return body
 
     async def event(self, event: Event) -> bytes:
-        """An event; gives what the client gets for it."""
+        """An event; gives what the client gets for it, behind what it got for the events before."""
         return event.raw
 
     async def ended(self) -> bytes | None:
@@ -120,7 +121,18 @@ class Tap:
         if self._metrics is not None:
             self._metrics.unread_reply(self.layer, reason)
 
-    # What a layer calls
+    # What a layer sees and calls
+
+    @property
+    def passing(self) -> bool:
+        """Whether all that comes goes on as it is: the reply is none of the layer's business, passes unread, or was let
+        go."""
+        return self._passing
+
+    @property
+    def collected(self) -> bytes:
+        """What has come of a JSON answer that is not complete."""
+        return b"".join(self._parts)
 
     async def call(
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], scope: Scope, receive: Receive
@@ -137,9 +149,15 @@ class Tap:
         """Give the client the last of the body; what still comes from inside is dropped."""
         await self._give(data, more=False)
 
+    async def answer(self, body: bytes) -> None:
+        """Give the client a whole answer, with its length, in place of one that was collected."""
+        self._started = self._finished = True
+        await self._send(with_length(self.start, body))
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
     async def let_go(self) -> None:
         """Look at no more of this reply: what was collected goes on as it came, and the rest as it comes."""
-        collected = b"".join(self._parts) if self._collecting else self.events.let_go()
+        collected = self.collected if self._collecting else self.events.let_go()
         self._passing, self._parts = True, []
         await self.give(collected)
 
@@ -172,6 +190,8 @@ class Tap:
         return self.kind is Kind.JSON and self._wants_whole
 
     def _can_read(self) -> bool:
+        if not (self._wants_whole or self._wants_events):
+            return True  # bytes are bytes
         encoding = first(self.start["headers"], b"content-encoding")
         if encoding is not None and encoding.lower() != IDENTITY:
             self.unread("content_encoding")
@@ -213,36 +233,32 @@ class Tap:
             parts, self._parts = self._parts, []
             body = await self.whole(b"".join(parts))
             if body is not None:
-                await self._answer(body)
-
-    async def _answer(self, body: bytes) -> None:
-        self._started = self._finished = True
-        await self._send(with_length(self.start, body))
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+                await self.answer(body)
 
     async def _take_events(self, data: bytes, *, more: bool) -> None:
-        shown: list[bytes] = []
         for raw in self.events.feed(data):
-            shown.append(await self.event(Event.read(raw)))
+            shown = await self.event(Event.read(raw))  # in which what was shown before may be given
+            if shown:
+                self._shown.append(shown)
             if self._finished:  # the layer has ended the stream
                 return
         if self.events.pending > self.max_collected:
             self.unread("too_long")
             self._passing = True
-            shown.append(self.events.let_go())
+            self._shown.append(self.events.let_go())
         if not more:
             end = await self.ended()
-            if end is None:
-                await self.give(b"".join(shown))
+            if end is not None:
+                await self._give(end + self.events.rest, more=False)
                 return
-            shown += (end, self.events.rest)
-        joined = b"".join(shown)
-        if joined or not more:
-            await self._give(joined, more=more)
+        if self._shown:
+            await self._give(b"", more=True)
 
     async def _give(self, data: bytes, *, more: bool) -> None:
         if self._finished:
             return
+        if self._shown:
+            data, self._shown = b"".join((*self._shown, data)), []
         if not self._started:
             await self._give_start()
         self._finished = not more

@@ -138,8 +138,9 @@ class GenerateRequest:
         rid = self.rids[generation]
         return {**kept, **source, **own, PARAMS: dict(prompt.params), **({} if rid is None else {RID: rid})}
 
-    def with_ids(self, ids: Sequence[Sequence[int]], **fields: object) -> dict[str, Any]:
-        """The request with ids for its prompts, and with further fields."""
+    def with_ids(self, ids: Sequence[object], **fields: object) -> dict[str, Any]:
+        """The request with ids for each of its prompts, in any form that is written as a list of numbers (a numpy array
+        is), and with further fields."""
         kept = {name: value for name, value in self.body.items() if name not in (TEXT, IDS_ALIAS)}
         return {**kept, IDS: list(ids) if self.batch else ids[0], **fields}
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from json import JSONDecodeError, JSONDecoder
+from contextlib import suppress
+from json import JSONDecoder
 
+_SPACE = b" \t\r\n"
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 _NUMBER = re.compile(rb"-?\d[-+.\deE]*")
 _LITERALS = ((b"null", None), (b"true", True), (b"false", False))
@@ -22,26 +24,49 @@ _NEAR = 512
 
 
 class Incomplete(ValueError):
-    """The bytes end within the value, or are no JSON."""
+    """The bytes end within the value, or are no JSON that can be read."""
 
 
 class Field:
     """A field by its name, which is ASCII without quotes and escapes."""
 
-    __slots__ = ("quoted",)
+    __slots__ = ("name", "quoted")
 
     def __init__(self, name: str) -> None:
+        self.name = name
         self.quoted = b'"%b"' % name.encode("ascii")
 
-    def places(self, data: bytes, start: int = 0) -> Iterator[int]:
-        """Where each of its values begins, in the order in which they stand, at any depth."""
+    def find(self, data: bytes, start: int = 0, *, before: bytes = b"") -> tuple[int, int] | None:
+        """Where its name stands next, at any depth, and where its value begins, which may be behind the end of `data`.
+
+        Args:
+            before: what stands in front of `data` where that is a piece of something, at least the last byte of it.
+        """
         at = start
         while (name := data.find(self.quoted, at)) >= 0:
             at = name + len(self.quoted)
             colon = _COLON.match(data, at)
-            if colon is not None and not (name and data[name - 1] == _ESCAPE):
-                at = colon.end()
-                yield at
+            if colon is not None and not (data[name - 1] == _ESCAPE if name else before.endswith(b"\\")):
+                return name, colon.end()
+        return None
+
+    def beginning(self, data: bytes) -> int:
+        """Where, at the end of a piece, its name may begin with a value that is not in the piece; the piece's length if
+        it does not."""
+        above = data.rstrip(_SPACE)
+        if above.endswith(b":"):
+            above = above[:-1].rstrip(_SPACE)
+        if above.endswith(self.quoted):
+            return len(above) - len(self.quoted)
+        quote = data.rfind(b'"', max(0, len(data) - len(self.quoted) + 1))
+        return quote if quote >= 0 and self.quoted.startswith(data[quote:]) else len(data)
+
+    def places(self, data: bytes, start: int = 0) -> Iterator[int]:
+        """Where each of its values begins, in the order in which they stand, at any depth."""
+        found = self.find(data, start)
+        while found is not None:
+            yield found[1]
+            found = self.find(data, found[1])
 
     def values(self, data: bytes, start: int = 0) -> Iterator[object]:
         """Its values, parsed.
@@ -63,6 +88,22 @@ class Field:
             raise Incomplete(f"{self.quoted.decode()} does not stand exactly once")
         return value_at(data, at)
 
+    def last(self, data: bytes) -> object:
+        """Its value, where it is the last field of the object that the bytes are. What stands before it is not looked
+        at.
+
+        Raises:
+            Incomplete: another field is the last one, or the object does not end there.
+        """
+        name = data.rfind(self.quoted, -_NEAR)
+        colon = _COLON.match(data, name + len(self.quoted)) if name > 0 and data[name - 1] != _ESCAPE else None
+        if colon is not None:
+            text = data[colon.end() :].decode("utf-8", "ignore")
+            value, end = _decoded(text)
+            if text[end:].strip() == "}":
+                return value
+        raise Incomplete(f"{self.quoted.decode()} is not the last field")
+
 
 def value_at(data: bytes, at: int) -> object:
     """The JSON value that begins at a place.
@@ -76,10 +117,15 @@ def value_at(data: bytes, at: int) -> object:
     number = _NUMBER.match(data, at)
     if number is not None and number.end() == len(data):
         raise Incomplete("the bytes end with a number, which may go on")
-    for end in (at + _NEAR, len(data)):
-        try:
-            return _decode(data[at:end].decode("utf-8", "ignore"))[0]
-        except JSONDecodeError:
-            if end >= len(data):
-                break
+    for end in (at + _NEAR, len(data)) if number is None else (number.end(),):
+        with suppress(Incomplete):
+            return _decoded(data[at:end].decode("utf-8", "ignore"))[0]
     raise Incomplete("the bytes end within a value")
+
+
+def _decoded(text: str) -> tuple[object, int]:
+    """The value that a text begins with, and where it ends."""
+    try:
+        return _decode(text)
+    except (ValueError, RecursionError) as error:  # no JSON, a number of too many digits, or too deep
+        raise Incomplete(str(error)) from error

@@ -321,7 +321,7 @@ async def test_each_session_is_served_as_its_own_worker_can(stage: Stage) -> Non
     for worker in workers:
         answer_either(worker)
     trial = await session_trial(stage, *workers)
-    sessions = {}
+    sessions: dict[str, str] = {}
     while len(sessions) < 2:  # which of them a session is tied to is not known before its first turn
         session = await trial.create()
         assert text_of(await trial.stream(session, HI)) == "Hello"

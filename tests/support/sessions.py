@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from middleware_hub.openai_session.sessions.messages import Equality, Message, contexts_of, strict
+from middleware_hub.openai_session.sessions.messages import Equality, Message, strict
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
+from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.sessions.tree import Turn
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
@@ -63,7 +64,7 @@ class Scene:
     ) -> PendingTurn:
         """A request on its way; behind a held turn it gives `given` new ids, and drops the last `dropped` held ones."""
         parsed = {"messages": list(messages), **fields}
-        place = self.session.place(messages, contexts_of(parsed), self.equal)
+        place = self.session.place(messages, [each.key for each in contexts_of(parsed)], self.equal)
         prompt = None
         if place.parent is not None:
             held = place.parent.trajectory().tokens

@@ -235,6 +235,13 @@ async def test_a_layer_that_only_looks_on_does_not_hold_the_head(kind: bytes) ->
     assert (client.body, client.complete, tap.waiting) == (b"ab", True, b"ab")
 
 
+async def test_whoever_wants_bytes_alone_gets_those_of_any_reply() -> None:
+    client = Client()
+    tap = Pieces(client, same_length=True)
+    await through(tap, head(TEXT, content_encoding="gzip"), body(b"x"))
+    assert (client.body, client.unread) == (b"x", [])
+
+
 async def test_a_layer_that_has_seen_enough_lets_the_rest_pass() -> None:
     class Peeking(Shouting):
         async def piece(self, data: bytes, *, more: bool) -> bytes:
@@ -255,9 +262,23 @@ async def test_a_layer_may_end_a_stream_early_and_nothing_follows() -> None:
                 await self.finish(b"data: over\n\n")
             return event.raw
 
+    for pieces in ((b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n"), (b"data: 1\n\ndata: 2\n\ndata: 3\n\n",)):
+        client = Client()
+        messages = [body(piece, more=place < len(pieces) - 1) for place, piece in enumerate(pieces)]
+        await through(Ending(client), head(EVENTS), *messages)
+        assert (client.body, client.complete) == (b"data: 1\n\ndata: over\n\n", True)
+
+
+async def test_what_a_layer_gives_at_an_event_stands_behind_what_was_shown_of_the_events_before() -> None:
+    class Adding(Shouting):
+        async def event(self, event: Event) -> bytes:
+            await self.give(b": before %b\n\n" % event.data)
+            return event.raw
+
     client = Client()
-    await through(Ending(client), head(EVENTS), body(b"data: 1\n\n", more=True), body(b"data: 2\n\ndata: 3\n\n"))
-    assert (client.body, client.complete) == (b"data: 1\n\ndata: over\n\n", True)
+    await through(Adding(client), head(EVENTS), body(b"data: 1\n\ndata: 2\n\n"))
+    assert client.body == b": before 1\n\ndata: 1\n\n: before 2\n\ndata: 2\n\n: end\n\n"
+    assert client.complete
 
 
 async def test_a_layer_may_go_on_behind_the_end_by_itself() -> None:
@@ -277,6 +298,23 @@ async def test_a_layer_may_go_on_behind_the_end_by_itself() -> None:
         await tap.finish()
         assert client.body.endswith(b"more")
         assert client.complete
+
+
+async def test_a_layer_sees_what_has_come_and_answers_behind_the_end_with_another_length() -> None:
+    class Later(Shouting):
+        async def whole(self, body: bytes) -> None:
+            return None
+
+    client = Client()
+    tap = Later(client)
+    await through(tap, head(content_length="4"), body(b"{", more=True), body(b" ", more=True))
+    assert (tap.collected, tap.passing) == (b"{ ", False)
+    await through(tap, body(b" }"))
+    assert (tap.collected, client.messages) == (b"", [])
+    await tap.answer(b"{...}")
+    assert (client.body, client.length, client.complete) == (b"{...}", b"5", True)
+    await through(passed := Later(Client()), head(status=500))
+    assert passed.passing
 
 
 async def test_a_collected_reply_is_kept_whole_whatever_it_is() -> None:

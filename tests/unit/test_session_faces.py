@@ -20,24 +20,26 @@ from tests.support.sessions import SYSTEM, Scene, history, user
 from tests.unit.test_completions_endpoint import COMPLETIONS, answer, choice
 
 START = [SYSTEM, user("Hi")]
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
 
 
-class Settings:
-    """A continuation that gives two ids and notes its template settings; or refuses for a reason."""
+class Rendering:
+    """A continuation that gives two ids and notes what it renders with; or refuses for a reason."""
 
     def __init__(self, refusal: str | None = None) -> None:
+        self.tools: Sequence[Any] | None = None
         self.settings: Mapping[str, Any] | None = None
         self._refusal = refusal
 
     def after(self, turn: HeldEnd, appended: Sequence[Any], tools: Any, settings: Mapping[str, Any]) -> Extension:
         if self._refusal is not None:
             raise NotAppendOnly(self._refusal)
-        self.settings = settings
+        self.tools, self.settings = tools, settings
         return Extension(1, [7, 8])
 
 
-def chat_turn(scene: Scene, messages: object, settings: Settings | None = None, **fields: Any) -> PendingTurn:
-    face = ChatFace(cast(Continuation, settings or Settings()), strict)
+def chat_turn(scene: Scene, messages: object, rendering: Rendering | None = None, **fields: Any) -> PendingTurn:
+    face = ChatFace(cast(Continuation, rendering or Rendering()), strict)
     return face.turn(scene.session, {"messages": messages, **fields}, now=scene.time)
 
 
@@ -51,7 +53,7 @@ def test_each_api_has_a_path_of_its_own() -> None:
 @pytest.mark.parametrize("request_body", [[], {}, {"messages": []}, {"messages": [{"content": "Hi"}]}])
 def test_what_is_no_chat_request_is_refused(request_body: object) -> None:
     with pytest.raises(BadRequest):
-        ChatFace(cast(Continuation, Settings()), strict).turn(Scene().session, request_body, now=0.0)
+        ChatFace(cast(Continuation, Rendering()), strict).turn(Scene().session, request_body, now=0.0)
 
 
 def test_a_first_turn_goes_as_messages() -> None:
@@ -97,18 +99,39 @@ def test_settings_that_the_engine_refuses_in_its_own_words_are_not_read_here() -
 def test_what_the_template_cannot_append_and_pictures_are_roots_too() -> None:
     scene = Scene()
     before = history(scene.turn(START))
-    turn = chat_turn(scene, [*before, user("more")], Settings("the template says no"))
+    turn = chat_turn(scene, [*before, user("more")], Rendering("the template says no"))
     assert (turn.prompt, turn.segment) == (None, "the template says no")
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
     assert chat_turn(scene, [*before, picture]).segment == "not_text"
 
 
+def behind(rendering: Rendering, first: Mapping[str, Any], second: Mapping[str, Any]) -> PendingTurn:
+    """A turn asked with some fields, behind one that was asked with others."""
+    scene = Scene()
+    return chat_turn(scene, [*history(scene.turn(START, **first)), user("more")], rendering, **second)
+
+
 def test_what_reasoning_means_for_the_template_is_told_as_the_engine_reads_it() -> None:
-    scene, settings = Scene(), Settings()
-    before = history(scene.turn(START, reasoning_effort="none"))
-    assert chat_turn(scene, [*before, user("more")], settings, reasoning_effort="none").prompt is not None
-    assert settings.settings == {"reasoning_effort": "none", "thinking": False, "enable_thinking": False}
-    assert chat_turn(scene, [*before, user("more")], settings, reasoning_effort="high").prompt is None
+    rendering = Rendering()
+    assert behind(rendering, {"reasoning_effort": "none"}, {"reasoning": {"effort": "none"}}).prompt is not None
+    assert rendering.settings == {"reasoning_effort": "none", "thinking": False, "enable_thinking": False}
+
+
+@pytest.mark.parametrize("effort", ["high", 0, None])
+def test_a_turn_with_other_template_settings_continues_none(effort: object) -> None:
+    assert behind(Rendering(), {"reasoning_effort": "none"}, {"reasoning_effort": effort}).prompt is None
+    assert effort is None or behind(Rendering(), {}, {"reasoning_effort": effort}).prompt is None
+
+
+@pytest.mark.parametrize(("tool_choice", "shown"), [("auto", TOOLS), ("none", None), (TOOLS[1], TOOLS[1:])])
+def test_a_turn_is_rendered_with_the_tools_that_the_held_one_was_rendered_with(
+    tool_choice: object, shown: object
+) -> None:
+    rendering, fields = Rendering(), {"tools": TOOLS, "tool_choice": tool_choice}
+    assert behind(rendering, fields, fields).prompt is not None
+    assert rendering.tools == shown
+    assert behind(rendering, {"tools": TOOLS}, fields).prompt is not None
+    assert rendering.tools == TOOLS
 
 
 # Completions

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -45,11 +46,14 @@ def test_qwen3s_own_template_is_exact_although_it_drops_reasoning() -> None:
     assert proof.describe()["exact"] == list(STANDARD)
 
 
-def test_the_proof_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_proof_is_said_in_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with caplog.at_level(logging.INFO):
-        proof = build(with_template(CHATML), None).proof
-    (record,) = [each for each in caplog.records if each.message == "continuation_proved"]
-    assert record.fields == proof.describe()  # type: ignore[attr-defined]
+        proofs = [build(with_template(CHATML), None).proof for _ in range(2)]
+    told = [record.fields for record in caplog.records if record.message == "continuation_proved"]  # type: ignore[attr-defined]
+    assert told == [{**proof.describe(), "before": before} for proof, before in zip(proofs, (False, True), strict=True)]
 
 
 def test_what_a_template_refuses_is_refused_in_its_words() -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer
 from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.prompting import Context
 from miles_router.errors import RouterError
 
 #: No template changes it, and no conversation holds it in front of the answer.
@@ -51,13 +52,6 @@ def _call(place: int, call: tuple[str | None, str | None], marked: bool) -> Mapp
     arguments = f'{{"q": "{MARKER if marked else place}"}}'
     function = {"name": name or "function", "arguments": arguments}
     return {"id": call_id or f"call_{place}", "type": "function", "function": function}
-
-
-class Context(NamedTuple):
-    """What a conversation is rendered with beside its messages."""
-
-    tools: Sequence[Any] | None
-    template_kwargs: Mapping[str, Any]
 
 
 class Ending(NamedTuple):

@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.dialects.dialect import TakesTurn
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
-from middleware_hub.openai_session.export.samples import as_json, samples, wanted
+from middleware_hub.openai_session.export.samples import SampleRequest, write_samples
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router import Exchange, Router
 from miles_router.asgi.exchange import Receive, Scope, Send
@@ -130,9 +130,9 @@ class DressageDialect:
         return [session for group in list(groups.values())[:max_groups] for session in group]
 
     def _segments(self, session: Session) -> list[dict[str, Any]]:
-        want = wanted(session.finalized)
-        found = samples(session, want, self._sessions.making)
-        segments = orjson.loads(as_json(session, found))["samples"]
+        request = SampleRequest.read(session.finalized)
+        samples = self._sessions.maker.make(session, request)
+        segments = orjson.loads(write_samples(session, samples, request))["samples"]
         about = {"trajectory_id": session.id, "instance_id": session.metadata.get("instance_id")}
         return [
             {**about, "segment_index": index, "segment_count": len(segments), **segment}

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
-from middleware_hub.openai_session.continuing.prompting import settings_of
 from middleware_hub.openai_session.faces.face import Face
-from middleware_hub.openai_session.sessions.messages import checked, contexts_of, only_text
+from middleware_hub.openai_session.sessions.messages import checked, only_text
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
+from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.engines.chat import ChatEndpoint
 from miles_router.trajectory import Piece
@@ -43,17 +43,18 @@ class ChatFace(Face):
         fields = self.fields(request)
         messages = tuple(fields["messages"])
         contexts = contexts_of(fields)
-        place = session.place(messages, contexts, self._equal)
+        place = session.place(messages, [context.key for context in contexts], self._equal)
         if place.parent is None:
             return PendingTurn(session, self.path, fields, (place,), now)
         try:
-            prompt = self._prompt(fields, place, place.parent)
+            context = next(each for each in contexts if each.key == place.context)
+            prompt = self._prompt(fields, context, place, place.parent)
         except NotAppendOnly as reason:
-            root = Place(None, messages, contexts[0])
+            root = Place(None, messages, contexts[0].key)
             return PendingTurn(session, self.path, fields, (root,), now, segment=str(reason))
         return PendingTurn(session, self.path, fields, (place,), now, prompt)
 
-    def _prompt(self, fields: Mapping[str, Any], place: Place, parent: Turn) -> TokenPrompt:
+    def _prompt(self, fields: Mapping[str, Any], context: Context, place: Place, parent: Turn) -> TokenPrompt:
         """The ids behind a held turn.
 
         Raises:
@@ -69,7 +70,7 @@ class ChatFace(Face):
             tool_calls=tuple((call.get("id"), call["function"]["name"]) for call in calls),
             reasoning=bool(parent.answer.get("reasoning_content")),
         )
-        extension = self._continuation.after(end, place.appended, fields.get("tools"), settings_of(fields))
+        extension = self._continuation.after(end, place.appended, context.tools, context.template_kwargs)
         tokens = parent.trajectory().tokens
         return TokenPrompt(tokens[: len(tokens) - extension.drop], Piece.given(extension.ids), extension.drop)
 

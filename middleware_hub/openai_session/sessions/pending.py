@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from middleware_hub.openai_session.sessions.tree import Place, Session
-from miles_router.middlewares.experts import Handover, Held
+from miles_router.middlewares.rows import Handover, RowPrefix
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens
 
@@ -67,7 +67,7 @@ class PendingTurn:
         return len(self.places) > 1 or self.fields.get("n") not in (None, 1)
 
     @property
-    def held_experts(self) -> Held | None:
+    def held_experts(self) -> RowPrefix | None:
         """The routed experts held of the tokens that stay."""
         parent = self.places[0].parent
         if self.prompt is None or parent is None:

@@ -21,7 +21,8 @@ from miles_router.engines.answers import SHORTFALLS, UnreadableAnswer, is_abort
 from miles_router.engines.choices import Choice
 from miles_router.engines.events import LAST_EVENT, Event
 from miles_router.middlewares.contract import ASGIApp
-from miles_router.middlewares.experts import Handover
+from miles_router.middlewares.rows import Handover
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 FIRST_ALONE = "of several completions SGLang tells the routed experts of one alone"
@@ -42,11 +43,11 @@ class TurnRunner:
         Raises:
             UnusableAnswer: the worker's answer cannot be recorded, or not read; the agent gets none.
         """
-        if not self._router.experts.captured:
+        if not self._router.rows[ROUTED_EXPERTS].captures:
             await self._run(face, turn, scope, receive, send)
             return
         missing = FIRST_ALONE if turn.several and not face.endpoint.experts_of_each else None
-        turn.experts = Handover([turn.held_experts], per_prompt=sys.maxsize, missing=missing)
+        turn.experts = Handover(ROUTED_EXPERTS, [turn.held_experts], per_prompt=sys.maxsize, missing=missing)
         if missing is not None and turn.stream:  # it does not say whose they are
             await self._run(face, turn, scope, receive, send)
             return
