@@ -32,18 +32,12 @@ ABORT = "abort"
 
 Unreadable = Literal[
     "incomplete",
-    "ended_with_error",
-    "ids_missing",
-    "logprobs_missing",
     "token_counts_disagree",
     "tokens_taken_back",
     "logprobs_of_other_tokens",
     "versions_leave_gaps",
     "versions_end_elsewhere",
-    "versions_of_one_choice",
 ]
-#: What an engine does not tell of a stream that ended in order, nor would of another.
-SHORTFALLS = frozenset({"ids_missing", "logprobs_missing"})
 
 
 class UnreadableAnswer(ValueError):

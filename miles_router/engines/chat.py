@@ -14,7 +14,7 @@ import orjson
 
 from miles_router.engines import paths
 from miles_router.engines.answers import UnreadableAnswer, version_runs, without_logprobs
-from miles_router.engines.choices import MALFORMED, Choice, Chunks, GrowingChoice, GrowingChoices
+from miles_router.engines.choices import MALFORMED, Choice, Chunks, GrowingChoice, GrowingChoices, StreamShortfall
 from miles_router.engines.facts import Facts
 from miles_router.trajectory.pieces import Tokens
 
@@ -278,7 +278,7 @@ class GrowingChat(GrowingChoices[_GrowingChatChoice]):
         if any(choice.finish is None for _, choice in growing):
             raise UnreadableAnswer("incomplete", "a stream ended without a finish reason")
         if self._ids is None:
-            raise UnreadableAnswer("ids_missing", "a stream ended without the ids that it sampled")
+            raise StreamShortfall("a stream ended without the ids that it sampled")
         indices = [index for index, _ in growing]
         if indices != list(range(len(self._ids))):
             raise UnreadableAnswer("token_counts_disagree", f"choices {indices}, and ids of {len(self._ids)}")
@@ -287,7 +287,7 @@ class GrowingChat(GrowingChoices[_GrowingChatChoice]):
     def _choice(self, index: int, choice: _GrowingChatChoice, ids: list[int]) -> Choice:
         message = choice.message.message()  # first: a chunk that is none says nothing of other streams
         if choice.tokens < len(ids):
-            raise UnreadableAnswer("logprobs_missing", f"a stream left out logprobs: {len(ids)} ids, {choice.tokens}")
+            raise StreamShortfall(f"a stream left out logprobs: {len(ids)} ids, {choice.tokens} logprobs")
         return Choice(
             index=index,
             message=message,

@@ -18,6 +18,13 @@ from miles_router.trajectory.pieces import Tokens, VersionRun
 MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
 
 
+class StreamShortfall(UnreadableAnswer):
+    """A stream that ended in order did not tell something, and no other stream of the same engine would."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("incomplete", detail)
+
+
 @dataclass
 class Choice:
     """One choice of an answer.

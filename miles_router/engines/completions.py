@@ -95,7 +95,7 @@ def _of_all(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     """An answer of several choices tells the spans of its first alone; they hold for all if they are one version."""
     versions = {span["version"] for span in metadata.get(VERSIONS) or ()} or {metadata.get(VERSION)}
     if len(versions) > 1:
-        raise UnreadableAnswer("versions_of_one_choice", "the weights changed, and the first choice alone says where")
+        raise UnreadableAnswer("incomplete", "the weights changed, and the first choice alone says where")
     return {VERSION: versions.pop()}
 
 

@@ -17,8 +17,8 @@ from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
 from miles_router import Exchange, Router, replay
 from miles_router.asgi.exchange import Receive, Scope, Send, with_body
 from miles_router.asgi.replies import OK, Collected, with_length
-from miles_router.engines.answers import SHORTFALLS, UnreadableAnswer, is_abort
-from miles_router.engines.choices import Choice
+from miles_router.engines.answers import UnreadableAnswer, is_abort
+from miles_router.engines.choices import Choice, StreamShortfall
 from miles_router.engines.events import LAST_EVENT, Event
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.rows import Handover
@@ -98,7 +98,7 @@ class TurnRunner:
             self._recorder.pass_by(turn.path, turn.session, str(error), exchange.request_id)
         except UnreadableAnswer as error:
             url = exchange.flight.worker_url
-            if error.reason in SHORTFALLS and url is not None:
+            if isinstance(error, StreamShortfall) and url is not None:
                 await self._stream_facts.learn(url, face.endpoint.path, str(error))
             reason = f"the worker's stream cannot be recorded: {error}"
             self._recorder.pass_by(turn.path, turn.session, reason, exchange.request_id)

@@ -13,7 +13,7 @@ from miles_router.engines.facts import Facts
 logger = logging.getLogger(__name__)
 
 
-class StreamShortfalls(dict[str, str]):
+class ProcessShortfalls(dict[str, str]):
     """What the streams of one engine process do not tell, by endpoint. Kept with its facts, and gone with them."""
 
     def note(self, path: str, reason: str) -> str:
@@ -37,7 +37,7 @@ class StreamFacts:
 
     async def learn(self, url: str, path: str, reason: str) -> None:
         """A stream of this worker's has fallen short, as others of the same process would."""
-        (await self._router.fleet.facts(url)).learned(StreamShortfalls).note(path, reason)
+        (await self._router.fleet.facts(url)).learned(ProcessShortfalls).note(path, reason)
 
     async def _candidates(self, turn: PendingTurn) -> Sequence[Facts]:
         """The facts of the worker that a session is tied to while that is routable; before, of all that may answer."""
@@ -49,6 +49,6 @@ class StreamFacts:
 
 
 def _shortfall(facts: Facts, endpoint: OpenAIEndpoint) -> str | None:
-    known = facts.learned(StreamShortfalls)
+    known = facts.learned(ProcessShortfalls)
     reason = known.get(endpoint.path) or endpoint.shortfall(facts)
     return None if reason is None else known.note(endpoint.path, reason)

@@ -82,7 +82,7 @@ class TurnStream:
         if not isinstance(chunk, dict):
             raise UnreadableAnswer("incomplete", "a chunk that is none")
         if "error" in chunk:
-            raise UnreadableAnswer("ended_with_error", "the stream ended with an error")
+            raise UnreadableAnswer("incomplete", "the stream ended with an error")
         choices = chunk.get("choices") or ()
         self.began = self.began or bool(choices)
         if self._growing.add(chunk, self._version()) and self.first_token_at is None:
