@@ -213,7 +213,11 @@ class Fleet:
 
     async def all_facts(self) -> list[Facts]:
         """The facts of each routable worker, for what has to be decided before one of them is chosen."""
-        return list(await asyncio.gather(*(self.facts(worker.url) for worker in self.pool.routable)))
+        routable = self.pool.routable
+        known = [facts for worker in routable if (facts := self._known(worker)) is not None]
+        if len(known) == len(routable):  # mostly, and then no tasks are needed
+            return known
+        return list(await asyncio.gather(*(self.facts(worker.url) for worker in routable)))
 
     def known_facts(self, url: str) -> Facts:
         """The same without asking: as far as it is known of the process that answers there now."""
