@@ -18,7 +18,7 @@ from middleware_hub.openai_session.continuing.continuation import build
 from middleware_hub.openai_session.errors import SessionFinalized, SessionNotFound
 from middleware_hub.openai_session.export.dialect import Dialect
 from middleware_hub.openai_session.export.routes import SessionRoutes
-from middleware_hub.openai_session.export.samples import Making
+from middleware_hub.openai_session.export.samples import SampleMaker
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import completions
 from middleware_hub.openai_session.faces.completions import COMPLETIONS
@@ -36,7 +36,8 @@ from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.headers import first
 from miles_router.errors import BadRequest
 from miles_router.middlewares.contract import ASGIApp, HasRoutes
-from miles_router.middlewares.experts import Source
+from miles_router.middlewares.rows import RowSource
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 PREFIX = "/sessions/"
 NAME = "openai_sessions"
@@ -86,9 +87,9 @@ class OpenAISessionMiddleware:
         self.recorder = Recorder(self.store, self._equal, self._continuation.is_special, now=time.time)
         self._turns = Turns(app, router, self.recorder, Engines(router))
         self._retries = Retries()
-        making = Making(Selection(branch_policies), router.tokenizer.decode, router.experts)
-        self._routes = SessionRoutes(self.store, making)
-        router.experts.sources["session_id"] = Source(self._routes.experts, fields=("leaf",))
+        maker = SampleMaker(Selection(branch_policies), router.tokenizer.decode, router.rows[ROUTED_EXPERTS])
+        self._routes = SessionRoutes(self.store, maker)
+        router.rows[ROUTED_EXPERTS].sources["session_id"] = RowSource(self._routes.experts, fields=("leaf",))
         self._dialect = Dialect(router, self._routes, self.chat) if header_sessions else None
         router.publish(NAME, self.store.statistics, continuation=lambda: self._continuation.proof.describe())
 

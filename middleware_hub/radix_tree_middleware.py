@@ -27,14 +27,15 @@ from miles_router.middlewares import (
     HasRoutes,
     Receive,
     Router,
+    RowSource,
     Scope,
     Send,
-    Source,
     UnknownShape,
     replay,
     with_body,
 )
 from miles_router.trajectory import InvalidTrajectory
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 PATH = "/generate"
 RETRIEVE = "/retrieve_from_text"
@@ -60,7 +61,7 @@ class RadixTreeMiddleware:
         self._recorder = TextRecorder(self.cache, TextEncoder(router.tokenizer))
         self._retrieval = Retrieval(self._recorder)
         router.publish(NAME, self.cache.statistics)
-        router.experts.sources["text"] = Source(self._retrieval.experts)
+        router.rows[ROUTED_EXPERTS].sources["text"] = RowSource(self._retrieval.experts)
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /retrieve_from_text`."""
@@ -86,8 +87,8 @@ class RadixTreeMiddleware:
         experts = None
         with ExitStack() as until_answered:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
-            if self.router.experts.captured:
-                experts = Handover([prompt.held_experts for prompt in prompts], request.samples)
+            if self.router.rows[ROUTED_EXPERTS].captures:
+                experts = Handover(ROUTED_EXPERTS, [prompt.held_experts for prompt in prompts], request.samples)
                 until_answered.enter_context(experts.left_on(exchange))
             tap = AnswerTap(send, self.router, self._recorder, exchange, request, prompts, experts)
             await tap.call(self.app, with_body(scope, changed), replay(changed, receive))

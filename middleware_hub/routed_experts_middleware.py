@@ -11,19 +11,19 @@ from collections.abc import Sequence
 
 from starlette.routing import BaseRoute, Route
 
-from middleware_hub.routed_experts.asking import ask
-from middleware_hub.routed_experts.capture import Capture
+from middleware_hub.routed_experts.capture import Capture, CaptureContext
 from middleware_hub.routed_experts.delivery import Delivery
-from middleware_hub.routed_experts.model import Model, configured_shape, parse_shape
-from middleware_hub.routed_experts.replies import Reply
-from middleware_hub.routed_experts.store import ExpertStore
+from middleware_hub.routed_experts.replies import StrippedReply, VerbatimReply
+from middleware_hub.routed_experts.shapes import ShapeCheck, configured_shape, parse_shape
+from middleware_hub.routed_experts.store import RowStore
 from miles_router import Exchange, Router, replay
 from miles_router.asgi.exchange import Receive, Scope, Send, with_body
+from miles_router.engines.paths import GENERATE
+from miles_router.engines.rows import EXPERT_FIELDS, ChatRows, GenerateRows, RowRequest
 from miles_router.errors import ConfigError
 from miles_router.middlewares.contract import ASGIApp, HasRoutes
-from miles_router.middlewares.experts import Handover
+from miles_router.middlewares.rows import Handover
 
-GENERATE = "/generate"
 DELIVER = "/routed_experts"
 NAME = "routed_experts"
 GIB = 1024**3
@@ -53,47 +53,41 @@ class RoutedExpertsMiddleware:
         if [spec.path.replace(":", ".") for spec in router.config.middlewares].count(own) > 1:
             raise ConfigError("routed_experts_middleware: it is listed twice")
         self.app = app
-        self.store = ExpertStore(max_bytes)
-        self._required = required
-        told = parse_shape(moe_shape) if moe_shape else configured_shape(router.model_config)
-        self._model = Model(router.experts, told)
-        self._delivery = Delivery(self.store, router.experts)
-        self._experts = router.experts
-        self._experts.captured = True
-        if router.experts.sources:  # layers are made from the innermost outwards
+        shape = parse_shape(moe_shape) if moe_shape else configured_shape(router.model_config)
+        kind = EXPERT_FIELDS.kind
+        channel = router.rows[kind]
+        if channel.sources:  # layers are made from the innermost outwards
             raise ConfigError("routed_experts_middleware: list it behind the middlewares whose rollouts it serves")
-        router.publish(NAME, self.store.statistics, shape=self._shown_shape)
+        channel.captures, channel.shape = True, shape
+        self.store = RowStore(kind, max_bytes)
+        self._metrics = router.metrics
+        self._context = CaptureContext(EXPERT_FIELDS, self.store, ShapeCheck(kind, shape), router.fleet.facts, required)
+        self._delivery = Delivery(self.store, channel)
+        router.publish(NAME, self.store.statistics, shape=channel.describe)
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /routed_experts`."""
         return [Route(DELIVER, self._delivery.answer, methods=["POST"])]
 
-    def _shown_shape(self) -> object:
-        return None if self._experts.shape is None else self._experts.shape._asdict()
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Ask for rows on the way in, take them on the way out; what generates nothing is none of our business."""
+        """Ask for rows on the way in, take them on the way out. What generates nothing passes untouched."""
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
             return
-        exchange = Exchange.of(scope)
-        handover, native = Handover.of(exchange), scope["path"] == GENERATE
+        exchange, fields = Exchange.of(scope), self._context.fields
+        handover, native = Handover.of(exchange, fields.kind), scope["path"] == GENERATE
         if handover is None and not native:
             await self.app(scope, receive, send)
             return
         body = await exchange.read(receive)
-        held = handover.held if handover is not None else ()
-        start = min((0 if each is None else each.count for each in held), default=0)
-        asked = ask(exchange, body, start, may_want=native)
-        capture = Capture(self.store, self._model, exchange, asked, handover, required=self._required)
-        reply = Reply(capture, send, native=native)
-        with self.store.pinned(each.rows for each in held if each is not None):
-            await self.app(_readable(with_body(scope, asked.body)), replay(asked.body, receive), reply.send)
-
-
-def _readable(scope: Scope) -> Scope:
-    """Asking for an answer that can be read here, whatever encodings the client could read."""
-    return {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != b"accept-encoding"]}
+        prefixes = handover.prefixes if handover is not None else ()
+        start = min((0 if each is None else each.count for each in prefixes), default=0)
+        request = RowRequest.write(body, fields, start, parse=exchange.loads, client_may=native)
+        capture = Capture(self._context, exchange, handover, start=request.start)
+        reader = GenerateRows(fields) if native else ChatRows(fields)
+        reply = (VerbatimReply if request.by_client else StrippedReply)(capture, reader, send, self._metrics)
+        with self.store.pinned(each.rows for each in prefixes if each is not None):
+            await reply.call(self.app, with_body(scope, request.body), replay(request.body, receive))
 
 
 _routes: type[HasRoutes] = RoutedExpertsMiddleware

@@ -180,8 +180,8 @@ class _WrongMethod:
 
 
 def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
-    for published in router.published:
-        router.metrics.register(published)
+    for collector in router.collectors:
+        router.metrics.register(collector)
     for layer in layers:
         if isinstance(layer, HasMetrics):
             for collector in layer.metrics():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from middleware_hub.tokenizing.spelling import NO_CUT, Ends
-from miles_router.middlewares import Held, Taken, first_held
+from miles_router.middlewares import RowPrefix, TrajectoryRows, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class TextRecord:
     ends: Ends
     rid: str
     finish: str
-    experts: Taken | None = None
+    experts: TrajectoryRows | None = None
 
 
 class Entry:
@@ -143,9 +143,9 @@ class Entry:
                 break
         return shared
 
-    def held_experts(self, tokens: int) -> Held | None:
+    def held_experts(self, tokens: int) -> RowPrefix | None:
         """The routed experts held of the first `tokens` tokens, or of as many of them as possible."""
-        return first_held((entry.experts, min(upto, tokens)) for entry, upto in reversed(self.lineage()))
+        return first_prefix((entry.experts, min(upto, tokens)) for entry, upto in reversed(self.lineage()))
 
     def part_at(self, tokens: int) -> Entry:
         """The entry that the last of the first `tokens` tokens is own to."""

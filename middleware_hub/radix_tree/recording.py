@@ -17,7 +17,7 @@ from middleware_hub.tokenizing.encoding import TextEncoder
 from middleware_hub.tokenizing.spelling import Ends, moved
 from miles_router.engines.answers import GenerateAnswer
 from miles_router.engines.generate import Prompt
-from miles_router.middlewares import Held, Taken
+from miles_router.middlewares import RowPrefix, TrajectoryRows
 from miles_router.trajectory import Piece, Trajectory
 
 #: Texts longer than this (characters) are encoded, and ids more than this spelled and aligned, in a thread: about what
@@ -37,7 +37,7 @@ class TokenizedText:
     match: PrefixMatch
 
     @property
-    def held_experts(self) -> Held | None:
+    def held_experts(self) -> RowPrefix | None:
         """The routed experts that are held of its first tokens."""
         return None if self.match.entry is None else self.match.entry.held_experts(len(self.match.trajectory))
 
@@ -91,7 +91,7 @@ class TextRecorder:
         prompt: TokenizedText,
         params: Mapping[str, Any],
         answer: GenerateAnswer,
-        take_experts: Callable[[int, str], Taken] | None = None,
+        take_experts: Callable[[int, str], TrajectoryRows] | None = None,
     ) -> Entry | None:
         """Hold what an answer added to its prompt; None where it added nothing or finds no room.
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares import Exchange, Found, Taken
+from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows
 from miles_router.trajectory import Retrieved, Trajectory
 from miles_router.trajectory.retrieved import write_safetensors
 
@@ -49,18 +49,18 @@ class Retrieval:
         body = orjson.dumps(answers if texts is not None else answers[0], option=orjson.OPT_SERIALIZE_NUMPY)
         return Response(body, media_type="application/json")
 
-    def experts(self, asked: Mapping[str, Any]) -> Found:
+    def experts(self, asked: Mapping[str, Any]) -> RowMatch:
         """The newest generation with exactly this text; its `rid` tells which that is.
 
         Raises:
-            NotFound: there is none.
+            NotFound: no generation has it.
         """
         _check_text(asked["text"])
         entries = self._cache.retrieve(asked["text"])
         if not entries:
             raise NotFound("no generation has this text from end to end")
         newest = entries[-1]
-        return Found(newest.experts or Taken(None), len(newest), newest.rid)
+        return RowMatch(newest.experts or TrajectoryRows(None), len(newest), newest.rid)
 
     async def _one(self, text: str | None, rid: str | None, *, strict: bool) -> Retrieved:
         self._cache.statistics.retrievals += 1

@@ -1,11 +1,10 @@
-"""Parts of RoutedExpertsMiddleware.
+"""Parts of RoutedExpertsMiddleware. All but its errors and statistics are about any kind of rows.
 
-asking       the request, with rows asked for that nobody holds
-extraction   expert ids taken out of an answer while it goes by
+extraction   strings of ids taken out of an answer while it goes by
 decoding     base64 of int32 into the smallest type, piece by piece
-replies      answers, whole and streamed: what was extracted goes to whom it belongs, the rest to the client
-capture      an answer's rows held against its tokens and the model's shape
-model        the model's shape, and answers held against it
+replies      replies, whole and streamed: what was taken out goes to whom it belongs, the rest to the client
+capture      an answer's rows held against its tokens and what is held already
+shapes       the shape of the model's rows, and answers checked against it
 store        rows under a byte budget
 delivery     `POST /routed_experts`
 """

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
-from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.experts import Blocks, Rows
+from miles_router.trajectory.rows import Blocks, RowArray, RowKind
 
 QUANTUM = 16  # characters: 12 bytes, three int32
 AT_ONCE = 1 << 18  # characters, a multiple of QUANTUM: what stays in a core's cache
@@ -31,16 +30,19 @@ class Decoder:
     """Takes the characters of one string; gives the ids in it.
 
     Args:
+        kind: what rows they are.
         limit: bytes of ids that are kept; of what is longer, nothing is, and `finish` says so.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, kind: RowKind, limit: int) -> None:
+        #: The largest id so far.
         self.largest = -1
+        self._kind = kind
         self._limit = limit
         self._rest = b""
         self._type = NARROW
-        self._full: list[Rows] = []
-        self._block: Rows = np.empty(0, NARROW)  # being filled
+        self._full: list[RowArray] = []
+        self._block: RowArray = np.empty(0, NARROW)  # being filled
         self._filled = 0
         self._failure: tuple[str, str] | None = None  # not the error: its traceback would lead back to here
 
@@ -55,7 +57,7 @@ class Decoder:
             if self._failure is not None or not self._take(block):
                 end = bytes(block).find(QUOTE)
                 if self._failure is None and not (end >= 0 and self._take(block[:end])):
-                    self._fail("experts_are_rows", "they are no base64")
+                    self._fail("are_rows", "they are no base64")
                 if end >= 0:
                     return at + end
             at += len(block)
@@ -82,7 +84,7 @@ class Decoder:
         except (binascii.Error, ValueError):
             return False
         if len(raw) % SENT.itemsize:
-            self._fail("experts_are_rows", "their base64 ends before its end, or within an id")
+            self._fail("are_rows", "their base64 ends before its end, or within an id")
         elif raw:
             self._keep(np.frombuffer(raw, SENT))
         return True
@@ -92,7 +94,7 @@ class Decoder:
         if self.largest > LARGEST[self._type]:
             self._widen()
         if (self._count + len(ids)) * self._type.itemsize > self._limit:
-            self._fail("experts_fit", f"they take more than the {self._limit} bytes that may be held (max_bytes)")
+            self._fail("fit", f"they take more than the {self._limit} bytes that may be held (max_bytes)")
         while len(ids) and self._failure is None:
             if self._filled == len(self._block):
                 self._next_block()
@@ -112,7 +114,7 @@ class Decoder:
 
     def _widen(self) -> None:
         if self.largest > LARGEST[WIDE]:
-            self._fail("experts_of_the_model", "an expert's id is below 0 or above 65535")
+            self._fail("of_the_model", "an id is below 0 or above 65535")
             return
         self._full = [block.astype(WIDE) for block in (*self._full, self._block[: self._filled])]
         self._type, self._block, self._filled = WIDE, np.empty(0, WIDE), 0
@@ -124,7 +126,7 @@ class Decoder:
     def end(self) -> None:
         """No more characters come: room that was not needed is given back."""
         if self._rest and not self._decode(memoryview(self._rest)):
-            self._fail("experts_are_rows", "they are no base64")
+            self._fail("are_rows", "they are no base64")
         self._rest = b""
         if self._filled < len(self._block):
             self._block = self._block[: self._filled].copy()
@@ -133,14 +135,14 @@ class Decoder:
         """All ids, flat.
 
         Raises:
-            InvalidTrajectory: `experts_are_rows`, `experts_of_the_model` or `experts_fit`.
+            InvalidTrajectory: `are_rows`, `of_the_model` or `fit`, with the kind's ids in front.
         """
         self.end()
         if self._failure is not None:
-            raise InvalidTrajectory(*self._failure)
+            raise self._kind.invalid(*self._failure)
         return Blocks(block for block in (*self._full, self._block) if len(block))
 
 
-def encoded(rows: Rows) -> bytes:
-    """Rows in SGLang's own form: base64 of row-major int32."""
+def encoded(rows: RowArray) -> bytes:
+    """RowArray in SGLang's own form: base64 of row-major int32."""
     return pybase64.b64encode(np.ascontiguousarray(rows, dtype="<i4").data)

@@ -22,8 +22,8 @@ class ExpertsMissing(UpstreamError):
 
     type = "routed_experts_missing"
 
-    def __init__(self, worker_url: str | None) -> None:
+    def __init__(self, worker_url: str | None, remedy: str) -> None:
         super().__init__(
-            f"worker {worker_url} answered without routed experts: start it with --enable-return-routed-experts, "
+            f"worker {worker_url} answered without routed experts: {remedy}, "
             "or set routed_experts_middleware.required=false to go on without"
         )

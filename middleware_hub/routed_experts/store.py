@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from weakref import ref
 
 from middleware_hub.routed_experts.statistics import ExpertStatistics
-from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.experts import Blocks, ExpertRows, Rows
+from miles_router.trajectory.rows import AlignedRows, Blocks, RowArray, RowKind
 
 logger = logging.getLogger(__name__)
 
-Key = ref[ExpertRows]
+Key = ref[AlignedRows]
 #: Generations held at most: those without a row of their own take no bytes, and a place in the table.
 MOST = 1_000_000
 
@@ -30,18 +29,20 @@ MOST = 1_000_000
 class _Record:
     rid: str | None
     nbytes: int
-    kept: ExpertRows | None = None  # where no trajectory has it
+    kept: AlignedRows | None = None  # where no trajectory has it
     pins: int = 0
 
 
-class ExpertStore:
+class RowStore:
     """Rows by generation id, least recently used first.
 
     Args:
+        kind: of all rows.
         max_bytes: of all rows together.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, kind: RowKind, max_bytes: int) -> None:
+        self.kind = kind
         self.statistics = ExpertStatistics(generations=lambda: len(self), bytes=lambda: self.nbytes)
         self.max_bytes = max_bytes
         self.nbytes = 0
@@ -53,16 +54,16 @@ class ExpertStore:
         return len(self._records)
 
     def add(
-        self, own: Rows | Blocks, *, start: int, parent: ExpertRows | None = None, rid: str | None, keep: bool
-    ) -> ExpertRows:
+        self, own: RowArray | Blocks, *, start: int, parent: AlignedRows | None = None, rid: str | None, keep: bool
+    ) -> AlignedRows:
         """Hold rows. `keep`: here, until there is no room; otherwise for as long as the caller has what is returned.
 
         Raises:
-            InvalidTrajectory: `experts_without_gap`; `experts_fit`: there is no room, even without all others.
+            InvalidTrajectory: `without_gap`; `fit`: there is no room, even without all others.
         """
         if own.nbytes > self.max_bytes:
-            raise InvalidTrajectory("experts_fit", f"{own.nbytes} bytes are more than may be held (max_bytes)")
-        node = ExpertRows(own, start=start, parent=parent)
+            raise self.kind.invalid("fit", f"{own.nbytes} bytes are more than may be held (max_bytes)")
+        node = AlignedRows(own, self.kind, start=start, parent=parent)
         key = ref(node, self._forget)
         self._records[key] = _Record(rid, node.nbytes, node if keep else None, pins=1)
         self.nbytes += node.nbytes
@@ -73,7 +74,7 @@ class ExpertStore:
         self._records[key].pins -= 1
         if self.nbytes > self.max_bytes:
             self._evict(key)
-            raise InvalidTrajectory("experts_fit", f"there is no room for {own.nbytes} bytes (max_bytes)")
+            raise self.kind.invalid("fit", f"there is no room for {own.nbytes} bytes (max_bytes)")
         return node
 
     def unname(self, rid: str) -> None:
@@ -82,7 +83,7 @@ class ExpertStore:
         if key is not None and (record := self._records.get(key)) is not None:
             record.rid = record.kept = None
 
-    def by_rid(self, rid: str) -> ExpertRows | None:
+    def by_rid(self, rid: str) -> AlignedRows | None:
         """The rows of a generation, now the most recently used."""
         key = self._by_rid.get(rid)
         node = key() if key is not None else None
@@ -91,7 +92,7 @@ class ExpertStore:
         return node
 
     @contextmanager
-    def pinned(self, nodes: Iterable[ExpertRows]) -> Iterator[None]:
+    def pinned(self, nodes: Iterable[AlignedRows]) -> Iterator[None]:
         """While this is entered, these and what they continue are not evicted: an answer will continue them."""
         records = []
         for node in nodes:
@@ -107,7 +108,7 @@ class ExpertStore:
             for record in records:
                 record.pins -= 1
 
-    def _use(self, node: ExpertRows) -> None:
+    def _use(self, node: AlignedRows) -> None:
         """Parents come behind their children, so that the first of all has none."""
         for each in node.line:
             key = ref(each)
@@ -137,7 +138,7 @@ class ExpertStore:
             node.evict()
             if record.kept is None:
                 fields = {"rid": record.rid, "rows": len(node) - node.start}
-                logger.warning("routed_experts_evicted", extra={"fields": fields})
+                logger.warning(f"{self.kind.name}_evicted", extra={"fields": fields})
         self._forget(key)
 
     def _forget(self, key: Key) -> None:

@@ -29,7 +29,7 @@ class Generation:
         """Read one answer, or one event of a stream.
 
         Raises:
-            InvalidReply: it is none.
+            InvalidReply: a field is missing.
         """
         try:
             meta = answer["meta_info"]

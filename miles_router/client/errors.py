@@ -11,6 +11,8 @@
     ├── InvalidReply        a good reply that is not what was asked for
     └── InvalidSample       arrays that no rollout can have: refused by the router, or here on arrival
 
+A `Sample` that a program makes itself raises `InvalidTrajectory`, of which `InvalidSample` is made on arrival.
+
 They can be pickled, for they cross processes in a trainer.
 """
 
@@ -26,7 +28,7 @@ from miles_router.trajectory import InvalidTrajectory, Malformed
 
 #: Errors of the router's own that come without `Retry-After`, and after which a worker has no part of a reply.
 UPSTREAM_UNREACHABLE = "upstream_unreachable"
-SHOWN = 500  # characters of a body that is no JSON, in a message
+SHOWN = 500  # characters of a body that is not JSON, in a message
 
 
 class RouterClientError(Exception):

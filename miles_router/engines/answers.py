@@ -193,3 +193,11 @@ def index_of(event: bytes) -> int | None:
 def is_abort(finish: object) -> bool:
     """Whether a finish reason says that the generation was cut off."""
     return finish == ABORT or (isinstance(finish, Mapping) and finish.get("type") == ABORT)
+
+
+def says_abort(data: bytes) -> bool:
+    """Whether one of the finish reasons in an event says so. The rest is not parsed."""
+    try:
+        return any(is_abort(finish) for finish in FINISH_REASON.values(data))
+    except Incomplete:
+        return False

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from miles_router.engines.scan import Field
+
 DATA = b"data: "
 DONE = b"[DONE]"
 NEWLINE = b"\n"
@@ -21,6 +23,7 @@ _ENDS = (NEWLINE, b"\r\n")
 _END = re.compile(rb"\n\r?\n")
 #: The longest beginning of an event's end that may stand at the end of a piece: a newline and a carriage return.
 _TAIL = 2
+_ERROR = Field("error")
 
 
 class Event(NamedTuple):
@@ -48,6 +51,14 @@ class Event(NamedTuple):
     def is_last(self) -> bool:
         """Whether it says that the stream ends in order (`[DONE]`)."""
         return self.data == DONE
+
+    @property
+    def is_error(self) -> bool:
+        """Whether it tells of an error in place of an answer."""
+        if _ERROR.find(self.data) is None:
+            return False
+        parsed = self.parse()
+        return isinstance(parsed, dict) and _ERROR.name in parsed
 
     def parse(self) -> Any:
         """The JSON in its data; None for `[DONE]`, for an event without data, and for data that is no JSON."""

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from json import JSONDecoder
 
+_SPACE = b" \t\r\n"
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 _NUMBER = re.compile(rb"-?\d[-+.\deE]*")
 _LITERALS = ((b"null", None), (b"true", True), (b"false", False))
@@ -29,20 +30,43 @@ class Incomplete(ValueError):
 class Field:
     """A field by its name, which is ASCII without quotes and escapes."""
 
-    __slots__ = ("quoted",)
+    __slots__ = ("name", "quoted")
 
     def __init__(self, name: str) -> None:
+        self.name = name
         self.quoted = b'"%b"' % name.encode("ascii")
 
-    def places(self, data: bytes, start: int = 0) -> Iterator[int]:
-        """Where each of its values begins, in the order in which they stand, at any depth."""
+    def find(self, data: bytes, start: int = 0, *, before: bytes = b"") -> tuple[int, int] | None:
+        """Where its name stands next, at any depth, and where its value begins, which may be behind the end of `data`.
+
+        Args:
+            before: what stands in front of `data` where that is a piece of something, at least the last byte of it.
+        """
         at = start
         while (name := data.find(self.quoted, at)) >= 0:
             at = name + len(self.quoted)
             colon = _COLON.match(data, at)
-            if colon is not None and not (name and data[name - 1] == _ESCAPE):
-                at = colon.end()
-                yield at
+            if colon is not None and not (data[name - 1] == _ESCAPE if name else before.endswith(b"\\")):
+                return name, colon.end()
+        return None
+
+    def beginning(self, data: bytes) -> int:
+        """Where, at the end of a piece, its name may begin with a value that is not in the piece; the piece's length if
+        it does not."""
+        above = data.rstrip(_SPACE)
+        if above.endswith(b":"):
+            above = above[:-1].rstrip(_SPACE)
+        if above.endswith(self.quoted):
+            return len(above) - len(self.quoted)
+        quote = data.rfind(b'"', max(0, len(data) - len(self.quoted) + 1))
+        return quote if quote >= 0 and self.quoted.startswith(data[quote:]) else len(data)
+
+    def places(self, data: bytes, start: int = 0) -> Iterator[int]:
+        """Where each of its values begins, in the order in which they stand, at any depth."""
+        found = self.find(data, start)
+        while found is not None:
+            yield found[1]
+            found = self.find(data, found[1])
 
     def values(self, data: bytes, start: int = 0) -> Iterator[object]:
         """Its values, parsed.

@@ -14,23 +14,28 @@ from miles_router.engines.scan import Field
 from miles_router.forwarding.forwarder import Outgoing
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.middlewares.contract import ASGIApp, HasLifespan, HasMetrics, HasRoutes
-from miles_router.middlewares.experts import Experts, Found, Handover, Held, Source, Taken, first_held
 from miles_router.middlewares.router import Router
+from miles_router.middlewares.rows import (
+    Handover,
+    RowChannel,
+    RowMatch,
+    RowPrefix,
+    RowSource,
+    TrajectoryRows,
+    first_prefix,
+)
 
 __all__ = [
     "ASGIApp",
     "Collected",
     "Event",
     "Exchange",
-    "Experts",
     "Field",
-    "Found",
     "GenerateRequest",
     "Handover",
     "HasLifespan",
     "HasMetrics",
     "HasRoutes",
-    "Held",
     "Key",
     "Kind",
     "Message",
@@ -38,16 +43,19 @@ __all__ = [
     "RawHeaders",
     "Receive",
     "Router",
+    "RowChannel",
+    "RowMatch",
+    "RowPrefix",
+    "RowSource",
     "Scope",
     "Send",
-    "Source",
     "Statistics",
-    "Taken",
     "Tap",
+    "TrajectoryRows",
     "UnknownShape",
     "counter",
     "first",
-    "first_held",
+    "first_prefix",
     "gauge",
     "histogram",
     "readable",

@@ -9,6 +9,8 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
+from prometheus_client.registry import Collector
+
 from miles_router.asgi.exchange import request_id
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.control.fan_out import Control
@@ -19,10 +21,11 @@ from miles_router.fleet.workers import WorkerPool
 from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing
 from miles_router.metrics import Metrics, Statistics
 from miles_router.middlewares.checkpoint import load_model_config, load_tokenizer
-from miles_router.middlewares.experts import Experts
+from miles_router.middlewares.rows import RowChannel
 from miles_router.settings.config import RouterConfig
+from miles_router.trajectory.rows import KINDS
 
-Published = TypeVar("Published", bound=Statistics)
+Numbers = TypeVar("Numbers", bound=Statistics)
 
 
 class Router:
@@ -61,19 +64,19 @@ class Router:
         self.args = args if args is not None else namespace_of(config)
         #: What middlewares show under `statistics` in `GET /router/info`: a name and a function that gives JSON.
         self.statistics: dict[str, Callable[[], Mapping[str, object]]] = {}
-        #: Those of them that `GET /metrics` shows too.
-        self.published: list[Statistics] = []
-        #: Where layers that hold trajectories and the layer that captures routed experts find each other.
-        self.experts = Experts()
+        #: What `GET /metrics` shows of them.
+        self.collectors: list[Collector] = []
+        #: Where layers that hold trajectories and the layer that captures a kind of rows find each other.
+        self.rows = {kind: RowChannel(kind) for kind in KINDS}
         self._forwarder = forwarder
 
-    def publish(self, name: str, statistics: Published, **facts: Callable[[], object]) -> Published:
+    def publish(self, name: str, statistics: Numbers, **facts: Callable[[], object]) -> Numbers:
         """Show a middleware's numbers at `GET /metrics` and, with `facts` beside them, under `statistics` and this name
         in `GET /router/info`. Gives them back.
 
             self.counts = router.publish("token_cap", Counts())
         """
-        self.published.append(statistics)
+        self.collectors.append(statistics)
         self.statistics[name] = lambda: {**statistics.numbers(), **{fact: read() for fact, read in facts.items()}}
         return statistics
 

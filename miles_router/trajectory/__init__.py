@@ -1,7 +1,7 @@
 """The exact-token kernel: what the engine was given and what it sampled, position by position.
 
     Piece        a run of positions of one origin: given, or sampled by one weight version
-    Trajectory   pieces in a row; cutting and joining share them, materialising makes flat arrays
+    Trajectory   pieces in a row; cutting and appending share them, materialising makes flat arrays
     Sample       flat arrays with what a trainer wants to know of them, written by the router and read by its client
     Retrieved    a trajectory and the text that it spells, written and read likewise
     safetensors  the file format that both are written in

@@ -24,7 +24,7 @@ from miles_router.trajectory.pieces import (
 
 
 class Trajectory:
-    """Pieces in a row. Immutable: `+`, slices and `append` give new ones that share the pieces' memory.
+    """Pieces in a row. Immutable: slices and `append` give new ones that share the pieces' memory.
 
     For n positions: `tokens` int32 [n], `logprobs` float32 [n] (0.0 where not sampled), `loss_mask` uint8 [n]
     (1 = sampled by the engine and trained here), `weight_versions` runs over the sampled positions.
@@ -50,9 +50,6 @@ class Trajectory:
 
     __hash__ = None  # type: ignore[assignment]  # compared by content, too large to hash
 
-    def __add__(self, other: Trajectory) -> Trajectory:
-        return Trajectory((*self.pieces, *other.pieces))
-
     def append(self, *pieces: Piece) -> Trajectory:
         """This trajectory with more positions behind it."""
         return Trajectory((*self.pieces, *pieces))
@@ -61,7 +58,7 @@ class Trajectory:
         """Positions `[start, stop)`.
 
         Raises:
-            ValueError: a step other than 1: a trajectory with holes is none.
+            ValueError: a step other than 1 would leave holes.
         """
         start, stop, step = positions.indices(len(self))
         if step != 1:
@@ -124,10 +121,6 @@ class Trajectory:
     def nbytes(self) -> int:
         """Bytes of the arrays; memory shared with other trajectories is counted here too."""
         return sum(p.tokens.nbytes + (0 if p.logprobs is None else p.logprobs.nbytes) for p in self.pieces)
-
-    def untrained(self) -> Trajectory:
-        """The same positions with nothing in the loss."""
-        return Trajectory(piece.untrained() for piece in self.pieces)
 
 
 def common_prefix(first: Trajectory, second: Trajectory) -> int:

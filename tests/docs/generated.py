@@ -77,7 +77,7 @@ def errors() -> str:
 def metrics(*classes: type[Statistics]) -> str:
     """Every metric that these classes declare, with its labels."""
     rows: Rows = []
-    for each in (family for declared in classes for family in declared.described()):
+    for each in (family for declared in classes for family in declared.descriptions()):
         rows.append((f"`{each.name}`", each.kind, ", ".join(sorted(each.labels)) or "none", each.help))
     return table(("name", "type", "labels", "meaning"), rows)
 

@@ -81,7 +81,7 @@ def metrics() -> list[str]:
     ours = [
         each for each in Statistics.__subclasses__() if each.__module__.startswith(("miles_router", "middleware_hub"))
     ]
-    return sorted({family.name for declared in ours for family in declared.described()})
+    return sorted({family.name for declared in ours for family in declared.descriptions()})
 
 
 @pytest.mark.parametrize("name", metrics())

@@ -140,7 +140,7 @@ async def fleet(workers: list[RealWorker], **settings: Any) -> AsyncIterator[Fle
         http = await stack.enter_async_context(aiohttp.ClientSession(router.url, timeout=timeout, connector=connector))
         made = Fleet(router, doors, http)
         router.pool.listeners.append(made.transitions.append)
-        await until(lambda: all(w.weight_version for w in router.pool), "probes have passed", deadline=20)
+        await until(lambda: all(w.weight_version for w in router.pool), "probes have passed")
         try:
             yield made
             await until(lambda: router.pool.in_flight == 0, "every lease is given back")

@@ -17,6 +17,7 @@ from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.tokenizing.spelling import NO_CUT
 from miles_router.trajectory import Piece
 from tests.support.cache_integrity import check_integrity
+from tests.support.tiers import examples
 
 KEEP_VERSIONS = 1
 PLENTY = 100_000
@@ -204,7 +205,7 @@ def run_ends(sampled: Sequence[bool]) -> set[int]:
     return {*changes, len(sampled)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(steps=st.lists(STEPS, min_size=2, max_size=14), budget=st.sampled_from((PLENTY, 60, 120, 25)))
 def test_the_cache_does_what_a_plain_model_does(steps: list[Step], budget: int) -> None:
     model = Model(budget)

@@ -18,6 +18,7 @@ from middleware_hub.openai_session.continuing.continuation import Continuation, 
 from middleware_hub.openai_session.sessions.prompting import Context
 from tests.support.chat import CHATML, TOOLS, Message, family_tokenizer, with_template
 from tests.support.chat import whole as whole_of
+from tests.support.tiers import examples
 from tests.support.tokenizers import tokenizer
 
 #: SentencePiece tokenizers put a space in front of a text; an end of turn of their own is needed here.
@@ -116,7 +117,7 @@ def check_given(made: Any, continuation: Continuation, turn: HeldEnd, appended: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_sampled_ids_stay_and_the_rest_is_as_the_template_writes_it(name: str, data: st.DataObject) -> None:
     made, continuation, stops = model(name)

@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.openai_session.export.records import record
-from middleware_hub.openai_session.export.samples import Making, samples, wanted
+from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.messages import Message, strict
 from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Turn, line_ends
 from middleware_hub.openai_session.turns.asking import Asked
-from miles_router.middlewares.experts import Experts
+from miles_router.middlewares.rows import RowChannel
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 from tests.support.sessions import SYSTEM, Scene, assistant, call, history, tool, user
+from tests.support.tiers import examples
 
 #: Few, so that histories meet by chance.
 TEXTS = ("a", "b", "")
@@ -171,7 +173,7 @@ def check_samples(found: Episode) -> None:
     session = found.scene.session
     trained: Counter[tuple[Turn, int]] = Counter()
     had: set[tuple[Turn, int]] = set()
-    for sample in samples(session, wanted({}), Making(Selection(()), lambda ids: "", Experts())):
+    for sample in SampleMaker(Selection(()), lambda ids: "", RowChannel(ROUTED_EXPERTS)).make(session, SampleRequest()):
         leaf = session.turns[sample.metadata["leaf"]]
         door = found.doors[leaf]
         assert sample.tokens.tolist() == [*door.given, *door.sampled]
@@ -213,7 +215,7 @@ def check_selection(found: Episode) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_turns_hang_where_a_plain_search_says_and_samples_are_exact(data: st.DataObject) -> None:
     found = episode(data)
     check_tree(found)

@@ -10,6 +10,7 @@ from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.policies import KeyAffinity, LeastInFlight
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import Lease, Transition, Worker, WorkerPool, WorkerState
+from tests.support.tiers import examples
 
 ADDRESSES = [parse_worker_url(f"http://worker-{number}") for number in range(4)]
 THRESHOLD = 2
@@ -154,5 +155,5 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(len(told) == 1 for told in [*self.ended_drains, *(told for _, told in self.drains)])
 
 
-PoolMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+PoolMachine.TestCase.settings = settings(max_examples=examples(80), stateful_step_count=40)
 TestPool = PoolMachine.TestCase

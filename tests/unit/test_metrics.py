@@ -167,7 +167,7 @@ def shown(statistics: Statistics) -> dict[tuple[str, tuple[tuple[str, str], ...]
     """What Prometheus is given, but for buckets."""
     families = list(statistics.collect())
     assert [(each.name, each.documentation) for each in families] == [
-        (each.name.removesuffix("_total"), each.help) for each in type(statistics).described()
+        (each.name.removesuffix("_total"), each.help) for each in type(statistics).descriptions()
     ]
     return {
         (sample.name, tuple(sample.labels.items())): sample.value

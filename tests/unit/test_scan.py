@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -76,6 +77,37 @@ def test_the_beginning_of_a_document_has_the_first_values_or_says_that_one_is_cu
         with suppress(Incomplete):
             found.extend(Field(name).values(data[:end]))
         assert found == every_value(data, name)[: len(found)]
+
+
+@given(documents, spacings, st.booleans(), st.lists(st.integers(0, 400), max_size=8))
+def test_it_does_not_matter_in_which_pieces_a_document_comes(
+    document: object, spacing: tuple[str, str], escape: bool, cuts: list[int]
+) -> None:
+    data = written({"document": document}, spacing, escape=escape, indent=None)
+    edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
+    for name in NAMES:
+        field = Field(name)
+        found: list[int] = []
+        withheld, passed = b"", 0
+        for begin, end in pairwise(edges):
+            piece, at = withheld + data[begin:end], 0
+            while (place := field.find(piece, at, before=data[:passed])) is not None and place[1] < len(piece):
+                assert piece.startswith(field.quoted, place[0])
+                at = place[1]
+                found.append(passed + at)
+            rest = at + field.beginning(piece[at:])
+            withheld, passed = piece[rest:], passed + rest
+        assert found == list(field.places(data))
+
+
+@pytest.mark.parametrize("tail", [b'"', b'"in', b'"index', b'"index"', b'"index" \n', b'"index":', b'"index" : \t'])
+def test_a_name_may_begin_at_the_end_of_a_piece(tail: bytes) -> None:
+    assert Field("index").beginning(b'{"a":1,' + tail) == 7
+
+
+@pytest.mark.parametrize("piece", [b"", b"{", b'{"index":1', b'{"ind,', b'{"a":', b'{"indices":', b"::"])
+def test_what_cannot_be_a_name_that_begins_is_none(piece: bytes) -> None:
+    assert Field("index").beginning(piece) == len(piece)
 
 
 def test_the_one_value_of_a_field_and_no_other() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from miles_router.asgi.exchange import Exchange
@@ -65,7 +65,6 @@ hard = st.text(st.sampled_from("aé世🚀 "), min_size=2, max_size=12).map(str.
 raw = st.lists(st.sampled_from([*"aé世🚀".encode(), 0x80, 0xF0]), min_size=2, max_size=30).map(bytes)
 
 
-@settings(deadline=None)
 @given(hard, st.data())
 async def test_a_character_that_the_cut_has_halved_is_whole(data: bytes, choice: st.DataObject) -> None:
     ids, at = list(data), choice.draw(st.integers(1, len(data) - 1))
@@ -77,7 +76,6 @@ async def test_a_character_that_the_cut_has_halved_is_whole(data: bytes, choice:
     assert joined["text"] == data.decode()
 
 
-@settings(deadline=None)
 @given(raw, st.data())
 @example(b"\x80" * 20 + b"a", None)
 async def test_bytes_that_are_no_character_stay_what_they_were(data: bytes, choice: st.DataObject | None) -> None:
@@ -93,7 +91,6 @@ def stopped_by(joined: dict[str, Any], stop: str) -> bool:
     return bool(joined["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop})
 
 
-@settings(deadline=None)
 @given(
     st.text("abé", min_size=1, max_size=8),
     st.sampled_from(["<STOP>", "é", "世界", "bé", "é\n"]),

@@ -24,6 +24,7 @@ from tests.support.chat import (
     with_template,
 )
 from tests.support.chat import whole as whole_of
+from tests.support.tiers import examples
 
 LIBRARY = (
     *("qwen3", "qwen35", "qwennext", "glm47", "kimi25", "kimi26", "minimax_m25", "minimax_m27"),
@@ -115,7 +116,7 @@ def test_joins_as_the_library_does(family: str, thinking: bool, tmp_path: Path) 
     deepseek = family.startswith("deepseek")
     settings = {"thinking": thinking} if deepseek else {} if thinking else {"enable_thinking": False}
     rng = random.Random(family)
-    for _ in range(40):
+    for _ in range(examples(40)):
         history = conversation(rng, rng.randint(0, 3), tools=True)
         calls = rng.randint(1 if roles == ("tool",) else 0, 3)
         message = answer(rng, calls=calls, turn=9)
@@ -408,7 +409,7 @@ def test_ids_behind_a_special_token_are_those_of_the_whole_text() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen35", "glm47", "kimi25", "minimax_m25", "nemotron3", OSS])
 def test_given_text_is_the_end_of_the_whole_conversations(family: str) -> None:
     made, rng = continuation(family), random.Random(family)
-    for _ in range(20):
+    for _ in range(examples(20)):
         history = conversation(rng, rng.randint(0, 3), tools=family != OSS)
         message = answer(rng, calls=rng.randint(0, family != OSS), turn=9)
         appended = results(rng, message) if message.get("tool_calls") else [user(rng.choice(("More", "  é\n")))]

@@ -10,12 +10,13 @@ import orjson
 import pytest
 
 from middleware_hub.openai_session.errors import UnusableSample
-from middleware_hub.openai_session.export.samples import Making, Wanted, samples, wanted, written
+from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest, write_samples
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
-from miles_router.middlewares.experts import Experts
+from miles_router.middlewares.rows import RowChannel
 from miles_router.trajectory import Sample, Trajectory, from_arrays
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 from miles_router.trajectory.safetensors import unpack
 from miles_router.trajectory.sample import READERS, Format
 from tests.support.sessions import SYSTEM, Scene, user
@@ -29,7 +30,9 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def collected(scene: Scene, **request: Any) -> list[Sample]:
-    return samples(scene.session, wanted(request), Making(Selection(()), decode, Experts()))
+    return SampleMaker(Selection(()), decode, RowChannel(ROUTED_EXPERTS)).make(
+        scene.session, SampleRequest.read(request)
+    )
 
 
 def one(scene: Scene, **request: Any) -> Sample:
@@ -51,12 +54,12 @@ def two_turns(scene: Scene, **options: Any) -> Turn:
 
 
 def test_a_request_for_samples_may_leave_everything_out() -> None:
-    assert wanted({}) == Wanted("json", None, "all", {}, None)
+    assert SampleRequest.read({}) == SampleRequest("json", None, "all", {}, {})
 
 
 def test_a_request_for_samples_says_what_it_wants() -> None:
     request = {"format": "safetensors", "max_seq_len": 1, "branches": "last", "reward": None, "metadata": {"a": 1}}
-    assert wanted(request) == Wanted("safetensors", 1, "last", {"reward": None}, {"a": 1})
+    assert SampleRequest.read(request) == SampleRequest("safetensors", 1, "last", {"reward": None}, {"a": 1})
 
 
 @pytest.mark.parametrize(
@@ -75,7 +78,7 @@ def test_a_request_for_samples_says_what_it_wants() -> None:
 )
 def test_a_request_that_is_not_understood_is_refused(request_: object, reason: str) -> None:
     with pytest.raises(BadRequest, match=reason):
-        wanted(request_)
+        SampleRequest.read(request_)
 
 
 def test_a_policy_that_there_is_not_is_refused() -> None:
@@ -123,9 +126,9 @@ def test_what_is_given_at_collection_is_carried() -> None:
     sample = one(scene, reward=0.5, label=[1], metadata={"source": "collection"})
     assert (sample.reward, sample.label) == (0.5, [1])
     assert (sample.metadata["task"], sample.metadata["source"]) == ("sum", "collection")
-    (plain,) = orjson.loads(written(scene.session, [one(scene)], Wanted()))["samples"]
+    (plain,) = orjson.loads(write_samples(scene.session, [one(scene)], SampleRequest()))["samples"]
     assert not {"reward", "label"} & plain.keys()
-    (null,) = orjson.loads(written(scene.session, [one(scene)], wanted({"label": None})))["samples"]
+    (null,) = orjson.loads(write_samples(scene.session, [one(scene)], SampleRequest.read({"label": None})))["samples"]
     assert (null["label"], "reward" in null) == (None, False)
 
 
@@ -184,7 +187,7 @@ def test_the_reason_of_a_sample_is_the_first_along_its_line() -> None:
 def test_a_session_without_turns_gives_no_samples() -> None:
     scene = Scene()
     assert collected(scene) == []
-    assert orjson.loads(written(scene.session, [], Wanted())) == {
+    assert orjson.loads(write_samples(scene.session, [], SampleRequest())) == {
         "samples": [],
         "metadata": {"session_id": "s", "turns": 0, "segments": 0, "untraced": []},
     }
@@ -274,7 +277,7 @@ def test_every_form_gives_every_array_exactly(form: Format) -> None:
     scene = of_hard_logprobs()
     scene.turn([user("else")])
     found = collected(scene)
-    read = READERS[form](written(scene.session, found, Wanted(form)))
+    read = READERS[form](write_samples(scene.session, found, SampleRequest(form)))
     assert [trajectory(sample) for sample in read] == [leaf.trajectory() for leaf in scene.session.leaves()]
     assert bits(read[0].logprobs[3:9]) == bits(LOGPROBS)
     assert [sample.metadata for sample in read] == [sample.metadata for sample in found]
@@ -285,5 +288,5 @@ def test_beside_the_samples_stands_what_is_true_of_the_session() -> None:
     scene.turn([user("else")])
     scene.session.metadata["task"] = 7
     told = {"task": 7, "session_id": "s", "turns": 3, "segments": 2, "untraced": []}
-    assert orjson.loads(written(scene.session, [], Wanted()))["metadata"] == told
-    assert orjson.loads(unpack(written(scene.session, [], Wanted("safetensors")))[1]["metadata"]) == told
+    assert orjson.loads(write_samples(scene.session, [], SampleRequest()))["metadata"] == told
+    assert orjson.loads(unpack(write_samples(scene.session, [], SampleRequest("safetensors")))[1]["metadata"]) == told

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from middleware_hub.tokenizing.alignment import Alignment, align
 from middleware_hub.tokenizing.encoding import TextEncoder
 from middleware_hub.tokenizing.spelling import NO_CUT, UnknownSpeller, speller_for
+from tests.support.tiers import examples
 from tests.support.tokenizers import PACKAGES, tokenizer
 
 NAMES = sorted(PACKAGES)
@@ -71,7 +72,7 @@ def test_no_text_gets_its_beginning_twice(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(text=st.text(max_size=30), cut=st.integers(0, 30))
 def test_ends_say_where_a_text_can_be_cut(name: str, text: str, cut: int) -> None:
     encoded = encoder(name).encode_rest(text)

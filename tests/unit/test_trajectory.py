@@ -30,6 +30,14 @@ def flat(trajectory: Trajectory) -> tuple[Any, ...]:
     return trajectory.tokens.tolist(), trajectory.logprobs.tolist(), trajectory.loss_mask.tolist(), runs
 
 
+def joined(*parts: Trajectory) -> Trajectory:
+    return Trajectory(piece for part in parts for piece in part.pieces)
+
+
+def untrained(trajectory: Trajectory) -> Trajectory:
+    return Trajectory(piece.untrained() for piece in trajectory.pieces)
+
+
 def test_arrays_are_aligned_and_compact() -> None:
     assert flat(TURN) == (TOKENS, LOGPROBS, MASK, VERSIONS)
     assert [str(each.dtype) for each in (TURN.tokens, TURN.logprobs, TURN.loss_mask)] == ["int32", "float32", "uint8"]
@@ -38,8 +46,8 @@ def test_arrays_are_aligned_and_compact() -> None:
 
 
 def test_neighbours_of_one_version_are_one_run() -> None:
-    joined = Trajectory([Piece.sampled([1], [-1.0], "1")]) + Trajectory([Piece.sampled([2], [-1.0], "1")])
-    assert joined.weight_versions == [VersionRun("1", 0, 2)]
+    trajectory = Trajectory([Piece.sampled([1], [-1.0], "1"), Piece.sampled([2], [-1.0], "1")])
+    assert trajectory.weight_versions == [VersionRun("1", 0, 2)]
 
 
 @pytest.mark.parametrize("start", range(10))
@@ -52,7 +60,7 @@ def test_a_slice_is_the_slice_of_every_array(start: int, stop: int) -> None:
     assert [v for v, a, b in flat(part)[3] for _ in range(a, b)] == [
         spread[i] for i in range(start, min(stop, 9)) if i in spread
     ]
-    assert TURN[:start] + TURN[start:] == TURN
+    assert joined(TURN[:start], TURN[start:]) == TURN
 
 
 def test_negative_slices_count_from_the_end_and_steps_are_refused() -> None:
@@ -75,7 +83,7 @@ def test_nothing_can_be_written_through_a_piece() -> None:
 
 
 def test_equality_looks_at_positions_and_not_at_pieces() -> None:
-    cut = TURN[:4] + TURN[4:8] + TURN[8:]
+    cut = joined(TURN[:4], TURN[4:8], TURN[8:])
     assert len(cut.pieces) > len(TURN.pieces)
     assert cut == TURN
     assert TURN[:8] != TURN
@@ -86,10 +94,10 @@ def test_equality_looks_at_positions_and_not_at_pieces() -> None:
     ("change", "agree"),
     [
         (Trajectory([Piece.given([1, 2, 9])]), 2),
-        (TURN[:3] + Trajectory([Piece.sampled([4, 5], [-0.5, -0.125], "1")]), 4),
-        (TURN[:3] + Trajectory([Piece.sampled([4, 5], [-0.5, -0.25], "7")]), 3),
-        (TURN[:3] + Trajectory([Piece.given([4, 5])]), 3),
-        (TURN[:5].untrained() + TURN[5:], 3),
+        (TURN[:3].append(Piece.sampled([4, 5], [-0.5, -0.125], "1")), 4),
+        (TURN[:3].append(Piece.sampled([4, 5], [-0.5, -0.25], "7")), 3),
+        (TURN[:3].append(Piece.given([4, 5])), 3),
+        (joined(untrained(TURN[:5]), TURN[5:]), 3),
         (TURN.append(Piece.given([1])), 9),
         (Trajectory(), 0),
     ],
@@ -99,7 +107,7 @@ def test_common_prefixes_end_where_token_logprob_version_or_origin_part(change: 
 
 
 def test_what_another_sample_trains_keeps_its_logprobs_and_leaves_the_loss() -> None:
-    taken = TURN.untrained()
+    taken = untrained(TURN)
     assert taken.loss_mask.sum() == 0
     assert taken.logprobs.tolist() == LOGPROBS
     assert flat(taken)[3] == VERSIONS

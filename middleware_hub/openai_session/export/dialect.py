@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
-from middleware_hub.openai_session.export.samples import samples, wanted, written
+from middleware_hub.openai_session.export.samples import SampleRequest, write_samples
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.asking import CHAT
 from miles_router import Exchange, Router
@@ -131,9 +131,9 @@ class Dialect:
         return [session for group in list(groups.values())[:max_groups] for session in group]
 
     def _segments(self, session: Session) -> list[dict[str, Any]]:
-        want = wanted(session.finalized)
-        found = samples(session, want, self._sessions.making)
-        segments = orjson.loads(written(session, found, want))["samples"]
+        request = SampleRequest.read(session.finalized)
+        samples = self._sessions.maker.make(session, request)
+        segments = orjson.loads(write_samples(session, samples, request))["samples"]
         about = {"trajectory_id": session.id, "instance_id": session.metadata.get("instance_id")}
         return [
             {**about, "segment_index": index, "segment_count": len(segments), **segment}

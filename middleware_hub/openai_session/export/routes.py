@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -11,13 +12,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from middleware_hub.openai_session.export.records import described, summary
-from middleware_hub.openai_session.export.samples import Making, samples, wanted, written
+from middleware_hub.openai_session.export.records import describe, summary
+from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest, write_samples
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router import Exchange
 from miles_router.errors import BadRequest
-from miles_router.middlewares.experts import Found, Taken
+from miles_router.middlewares.rows import RowMatch, TrajectoryRows
 
 SAFETENSORS, JSON = "application/octet-stream", "application/json"
 #: Samples with more bytes of routed experts are written in a thread.
@@ -27,9 +28,9 @@ OFF_LOOP = 1 << 20
 class SessionRoutes:
     """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`."""
 
-    def __init__(self, store: SessionStore, making: Making) -> None:
+    def __init__(self, store: SessionStore, maker: SampleMaker) -> None:
         self.store = store
-        self.making = making
+        self.maker = maker
 
     def routes(self) -> Sequence[BaseRoute]:
         """In the order in which they are looked up."""
@@ -57,7 +58,7 @@ class SessionRoutes:
         return as_response({"sessions": [summary(session) for session in self.store]})
 
     async def _read(self, request: Request) -> Response:
-        return as_response(described(self._session(request)))
+        return as_response(describe(self._session(request)))
 
     async def _delete(self, request: Request) -> Response:
         self.store.delete(self._session(request))
@@ -65,13 +66,14 @@ class SessionRoutes:
 
     async def _samples(self, request: Request) -> Response:
         session = self._session(request)
-        want = wanted(await read_object(request))
-        found = samples(session, want, self.making)
-        large = sum(each.routed_experts.nbytes for each in found if each.routed_experts is not None) > OFF_LOOP
-        body = await asyncio.to_thread(written, session, found, want) if large else written(session, found, want)
-        return Response(body, media_type=SAFETENSORS if want.format == "safetensors" else JSON)
+        sample_request = SampleRequest.read(await read_object(request))
+        samples = self.maker.make(session, sample_request)
+        write = partial(write_samples, session, samples, sample_request)
+        large = sum(each.routed_experts.nbytes for each in samples if each.routed_experts is not None) > OFF_LOOP
+        body = await asyncio.to_thread(write) if large else write()
+        return Response(body, media_type=SAFETENSORS if sample_request.format == "safetensors" else JSON)
 
-    def experts(self, asked: Mapping[str, Any]) -> Found:
+    def experts(self, asked: Mapping[str, Any]) -> RowMatch:
         """The routed experts of one sample, by its session and, where that has several, its leaf.
 
         Raises:
@@ -84,7 +86,7 @@ class SessionRoutes:
         if type(leaf) is not int or not 0 <= leaf < len(session.turns):
             raise BadRequest(f"leaf must be the number of a turn; the session's leaves are {leaves}")
         turn = session.turns[leaf]
-        return Found(turn.experts or Taken(None), turn.tokens, turn.facts.get("rid"))
+        return RowMatch(turn.experts or TrajectoryRows(None), turn.tokens, turn.facts.get("rid"))
 
     def _session(self, request: Request) -> Session:
         return self.store.get(request.path_params["session_id"])

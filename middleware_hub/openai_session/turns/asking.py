@@ -19,7 +19,7 @@ from middleware_hub.openai_session.continuing.continuation import Continuation, 
 from middleware_hub.openai_session.sessions.messages import Equality, checked, only_text
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
-from miles_router.middlewares.experts import Handover, Held
+from miles_router.middlewares.rows import Handover, RowPrefix
 from miles_router.trajectory import Piece
 
 CHAT = "/v1/chat/completions"
@@ -61,7 +61,7 @@ class Asked:
         return self.parsed.get("n") not in (None, 1)
 
     @property
-    def held_experts(self) -> Held | None:
+    def held_experts(self) -> RowPrefix | None:
         """The routed experts held of the tokens that stay."""
         if self.held is None or self.place.parent is None:
             return None

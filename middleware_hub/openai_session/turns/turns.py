@@ -20,7 +20,8 @@ from miles_router import Exchange, Router, replay
 from miles_router.asgi.exchange import Message, Receive, Scope, Send, with_body
 from miles_router.engines.events import EventReader
 from miles_router.middlewares.contract import ASGIApp
-from miles_router.middlewares.experts import Handover
+from miles_router.middlewares.rows import Handover
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 OK = 200
 FIRST_ALONE = "of several completions SGLang tells the routed experts of one alone"
@@ -43,12 +44,12 @@ class Turns:
         """
         # The engine's answer is read here, whatever encodings the agent could read.
         scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != b"accept-encoding"]}
-        if not self._router.experts.captured:
+        if not self._router.rows[ROUTED_EXPERTS].captures:
             await self._run(asked, scope, receive, send)
             return
         several = asked.several or bool(asked.batch)
         missing = FIRST_ALONE if several and asked.path != CHAT else None
-        asked.experts = Handover([asked.held_experts], per_prompt=sys.maxsize, missing=missing)
+        asked.experts = Handover(ROUTED_EXPERTS, [asked.held_experts], per_prompt=sys.maxsize, missing=missing)
         if missing is not None and asked.stream:  # it does not say whose they are
             await self._run(asked, scope, receive, send)
             return

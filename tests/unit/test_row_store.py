@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from middleware_hub.routed_experts import store as storing
-from middleware_hub.routed_experts.store import ExpertStore
+from middleware_hub.routed_experts.store import RowStore
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.experts import ExpertRows
+from miles_router.trajectory.rows import ROUTED_EXPERTS, AlignedRows
+from tests.support.tiers import examples
 
 WIDTH = 10
 
@@ -30,8 +31,8 @@ def no_collector() -> Iterator[None]:
 
 
 def add(
-    store: ExpertStore, count: int, rid: str | None = None, *, parent: ExpertRows | None = None, keep: bool = False
-) -> ExpertRows:
+    store: RowStore, count: int, rid: str | None = None, *, parent: AlignedRows | None = None, keep: bool = False
+) -> AlignedRows:
     """`count` rows of `WIDTH` bytes behind all those of `parent`."""
     start = 0 if parent is None else len(parent)
     own = np.full((count, WIDTH), start, dtype=np.uint8)
@@ -40,12 +41,12 @@ def add(
     return node
 
 
-def held(*nodes: ExpertRows) -> str:
+def held(*nodes: AlignedRows) -> str:
     return "".join("+" if node.held else "-" for node in nodes)
 
 
 def test_rows_are_held_for_as_long_as_their_owner_has_them() -> None:
-    store = ExpertStore(1000)
+    store = RowStore(ROUTED_EXPERTS, 1000)
     first, second = add(store, 3, "a"), add(store, 4, "b")
     assert (len(store), store.nbytes) == (2, 70)
     del first
@@ -58,7 +59,7 @@ def test_rows_are_held_for_as_long_as_their_owner_has_them() -> None:
 
 
 def test_rows_are_held_for_as_long_as_somebody_continues_them() -> None:
-    store = ExpertStore(1000)
+    store = RowStore(ROUTED_EXPERTS, 1000)
     first = add(store, 3, "a")
     second = add(store, 4, "b", parent=first)
     del first
@@ -70,7 +71,7 @@ def test_rows_are_held_for_as_long_as_somebody_continues_them() -> None:
 
 
 def test_kept_rows_stay_without_an_owner_and_are_found_by_their_id() -> None:
-    store = ExpertStore(1000)
+    store = RowStore(ROUTED_EXPERTS, 1000)
     add(store, 3, "a", keep=True)
     assert (len(store), store.nbytes) == (1, 30)
     found = store.by_rid("a")
@@ -80,13 +81,13 @@ def test_kept_rows_stay_without_an_owner_and_are_found_by_their_id() -> None:
 
 
 def test_rows_without_an_id_are_held_too() -> None:
-    store = ExpertStore(1000)
+    store = RowStore(ROUTED_EXPERTS, 1000)
     node = add(store, 3)
     assert (len(store), node.complete()) == (1, True)
 
 
 def test_the_newest_generation_has_an_id_that_came_twice() -> None:
-    store = ExpertStore(1000)
+    store = RowStore(ROUTED_EXPERTS, 1000)
     first, second = add(store, 3, "a"), add(store, 4, "a")
     assert store.by_rid("a") is second
     del first
@@ -99,7 +100,7 @@ def test_the_newest_generation_has_an_id_that_came_twice() -> None:
 
 
 def test_the_budget_may_be_used_to_the_last_byte() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     first, second = add(store, 6), add(store, 4)
     assert (store.nbytes, held(first, second)) == (100, "++")
     third = add(store, 1)
@@ -108,7 +109,7 @@ def test_the_budget_may_be_used_to_the_last_byte() -> None:
 
 
 def test_the_least_recently_used_go_first() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     first, second, third = (add(store, 3, rid) for rid in "abc")
     store.by_rid("a")
     fourth = add(store, 3)
@@ -121,7 +122,7 @@ def test_the_least_recently_used_go_first() -> None:
 
 
 def test_what_is_evicted_is_found_no_more() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     add(store, 6, "kept", keep=True)
     owned = add(store, 4, "owned")
     new = add(store, 10, "new")
@@ -134,7 +135,7 @@ def test_what_is_evicted_is_found_no_more() -> None:
 
 
 def test_rows_of_a_trajectory_are_not_evicted_in_silence(caplog: pytest.LogCaptureFixture) -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     add(store, 5, "kept", keep=True)
     owned = add(store, 5, "owned")
     with caplog.at_level(logging.WARNING):
@@ -146,7 +147,7 @@ def test_rows_of_a_trajectory_are_not_evicted_in_silence(caplog: pytest.LogCaptu
 
 
 def test_nothing_goes_before_what_continues_it() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     parent = add(store, 3, "parent")
     other = add(store, 3, "other")
     child = add(store, 3, "child", parent=parent)
@@ -160,7 +161,7 @@ def test_nothing_goes_before_what_continues_it() -> None:
 
 
 def test_a_use_of_a_child_is_a_use_of_all_that_it_continues() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     line = [add(store, 2, "0")]
     for rid in "123":
         line.append(add(store, 2, rid, parent=line[-1]))
@@ -173,7 +174,7 @@ def test_a_use_of_a_child_is_a_use_of_all_that_it_continues() -> None:
 
 
 def test_pinned_rows_and_all_that_they_continue_stay() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     grandparent = add(store, 3)
     parent = add(store, 3, parent=grandparent)
     leaf, other = add(store, 1, parent=parent), add(store, 3)
@@ -190,7 +191,7 @@ def test_pinned_rows_and_all_that_they_continue_stay() -> None:
 
 
 def test_rows_are_pinned_for_as_long_as_anybody_pins_them() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     node = add(store, 6)
     with store.pinned([node, node]):
         with store.pinned([node]):
@@ -207,7 +208,7 @@ def test_rows_are_pinned_for_as_long_as_anybody_pins_them() -> None:
 
 def test_a_pinned_end_that_was_evicted_still_protects_what_it_continues() -> None:
     """What is held of a prompt may be the rows before those that have been evicted."""
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     parent = add(store, 5)
     end = add(store, 1, parent=parent)
     other = add(store, 4)
@@ -225,7 +226,7 @@ def test_a_pinned_end_that_was_evicted_still_protects_what_it_continues() -> Non
 
 
 def test_what_does_not_fit_without_all_others_is_refused_and_not_held() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     with pytest.raises(InvalidTrajectory, match="110 bytes") as error:
         add(store, 11, "large", keep=True)
     assert error.value.invariant == "experts_fit"
@@ -234,7 +235,7 @@ def test_what_does_not_fit_without_all_others_is_refused_and_not_held() -> None:
 
 
 def test_what_does_not_fit_behind_what_it_continues_is_refused() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     parent = add(store, 6, "parent")
     with pytest.raises(InvalidTrajectory, match="experts_fit"):
         add(store, 5, "child", parent=parent)
@@ -244,7 +245,7 @@ def test_what_does_not_fit_behind_what_it_continues_is_refused() -> None:
 
 
 def test_a_gap_is_refused_and_nothing_is_held() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     parent = add(store, 3)
     with pytest.raises(InvalidTrajectory, match="experts_without_gap"):
         store.add(np.zeros((1, WIDTH), dtype=np.uint8), start=5, parent=parent, rid="a", keep=True)
@@ -253,7 +254,7 @@ def test_a_gap_is_refused_and_nothing_is_held() -> None:
 
 
 def test_generations_without_rows_of_their_own_take_no_room() -> None:
-    store = ExpertStore(30)
+    store = RowStore(ROUTED_EXPERTS, 30)
     parent = add(store, 3, "parent")
     same = add(store, 0, "same", parent=parent)
     assert (len(store), store.nbytes) == (2, 30)
@@ -262,7 +263,7 @@ def test_generations_without_rows_of_their_own_take_no_room() -> None:
 
 
 def test_a_kept_line_is_let_go_from_its_end() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     add(store, 4, "a", keep=True)
     for rid, parent in (("b", "a"), ("c", "b")):
         add(store, 3, rid, parent=store.by_rid(parent), keep=True)
@@ -272,7 +273,7 @@ def test_a_kept_line_is_let_go_from_its_end() -> None:
 
 
 def test_a_wide_row_counts_with_all_its_bytes() -> None:
-    store = ExpertStore(100)
+    store = RowStore(ROUTED_EXPERTS, 100)
     node = store.add(np.zeros((3, WIDTH), dtype=np.uint16), start=0, rid=None, keep=False)
     assert (store.nbytes, node.nbytes) == (60, 60)
 
@@ -282,14 +283,14 @@ class Holders(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = ExpertStore(150)
-        self.owned: list[ExpertRows] = []
+        self.store = RowStore(ROUTED_EXPERTS, 150)
+        self.owned: list[AlignedRows] = []
         self.names: set[str] = set()  # of those that are kept
-        self.pins: list[tuple[ExitStack, ExpertRows]] = []
-        self.protected: dict[int, list[ExpertRows]] = {}
+        self.pins: list[tuple[ExitStack, AlignedRows]] = []
+        self.protected: dict[int, list[AlignedRows]] = {}
         self.number = 0
 
-    def pick(self, place: int) -> ExpertRows | None:
+    def pick(self, place: int) -> AlignedRows | None:
         return self.owned[place % len(self.owned)] if self.owned else None
 
     @rule(count=st.integers(0, 9), base=st.none() | st.integers(0, 50), back=st.integers(0, 4), keep=st.booleans())
@@ -355,7 +356,7 @@ class Holders(RuleBasedStateMachine):
         reached |= {id(each): each for node in kept for each in node.line}
         assert self.store.nbytes == sum(node.nbytes for node in reached.values()), "nothing else is held"
 
-    def peek(self, rid: str) -> ExpertRows | None:
+    def peek(self, rid: str) -> AlignedRows | None:
         """By its id, without using it."""
         key = self.store._by_rid.get(rid)
         return None if key is None else key()
@@ -365,13 +366,13 @@ class Holders(RuleBasedStateMachine):
             stack.close()
 
 
-Holders.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Holders.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60)
 TestHolders = Holders.TestCase
 
 
 def test_generations_without_rows_of_their_own_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storing, "MOST", 3)
-    held = ExpertStore(100)
+    held = RowStore(ROUTED_EXPERTS, 100)
     for rid in "abcde":
         held.add(np.zeros((0, 2), dtype=np.uint8), start=0, rid=rid, keep=True)
     assert len(held) == 3

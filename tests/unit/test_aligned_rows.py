@@ -9,30 +9,34 @@ from weakref import ref
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.experts import Blocks, ExpertRows, ExpertShape, Rows, common_rows
+from miles_router.trajectory.rows import ROUTED_EXPERTS, AlignedRows, Blocks, RowArray, RowShape, common_rows
 
 WIDTH = 3
 
 
-def numbered(start: int, stop: int, *, base: int = 0, dtype: Any = np.uint8) -> Rows:
+def numbered(start: int, stop: int, *, base: int = 0, dtype: Any = np.uint8) -> RowArray:
     """Rows [start, stop), each with ids of its own."""
     first = base + WIDTH * np.arange(start, stop)
-    rows: Rows = (first[:, None] + np.arange(WIDTH)).astype(dtype)
+    rows: RowArray = (first[:, None] + np.arange(WIDTH)).astype(dtype)
     return rows
 
 
-def line() -> tuple[ExpertRows, ExpertRows, ExpertRows]:
+def aligned(own: RowArray | Blocks, *, start: int = 0, parent: AlignedRows | None = None) -> AlignedRows:
+    return AlignedRows(own, ROUTED_EXPERTS, start=start, parent=parent)
+
+
+def line() -> tuple[AlignedRows, AlignedRows, AlignedRows]:
     """Rows 0 to 3, 4 to 6 and 7 to 11 of one trajectory."""
-    first = ExpertRows(numbered(0, 4))
-    second = ExpertRows(numbered(4, 7), start=4, parent=first)
-    return first, second, ExpertRows(numbered(7, 12), start=7, parent=second)
+    first = aligned(numbered(0, 4))
+    second = aligned(numbered(4, 7), start=4, parent=first)
+    return first, second, aligned(numbered(7, 12), start=7, parent=second)
 
 
-def refused(rows: ExpertRows, *wanted: int) -> str:
+def refused(rows: AlignedRows, *wanted: int) -> str:
     with pytest.raises(InvalidTrajectory) as error:
         rows.array(*wanted)
     return error.value.invariant
@@ -68,13 +72,13 @@ def test_a_range_beyond_the_rows_is_refused(wanted: tuple[int, ...]) -> None:
 def test_a_child_that_begins_behind_its_parents_end_is_refused() -> None:
     first, *_ = line()
     with pytest.raises(InvalidTrajectory, match="rows 4 to 5 are missing") as error:
-        ExpertRows(numbered(6, 8), start=6, parent=first)
+        aligned(numbered(6, 8), start=6, parent=first)
     assert error.value.invariant == "experts_without_gap"
 
 
 def test_branches_share_the_rows_before_them() -> None:
     first, *_ = line()
-    branches = [ExpertRows(numbered(2, 5, base=base), start=2, parent=first) for base in (50, 100)]
+    branches = [aligned(numbered(2, 5, base=base), start=2, parent=first) for base in (50, 100)]
     for base, branch in zip((50, 100), branches, strict=True):
         expected = [*numbered(0, 2).tolist(), *numbered(2, 5, base=base).tolist()]
         assert branch.array().tolist() == expected
@@ -84,7 +88,7 @@ def test_branches_share_the_rows_before_them() -> None:
 
 def test_a_branch_before_its_parents_own_rows_has_those_of_the_grandparent() -> None:
     first, second, _ = line()
-    branch = ExpertRows(numbered(2, 3, base=90), start=2, parent=second)
+    branch = aligned(numbered(2, 3, base=90), start=2, parent=second)
     assert branch.array().tolist() == [*numbered(0, 2).tolist(), *numbered(2, 3, base=90).tolist()]
     second.evict()
     assert branch.complete(), "rows of the evicted one are not in this branch"
@@ -93,7 +97,7 @@ def test_a_branch_before_its_parents_own_rows_has_those_of_the_grandparent() -> 
 
 
 def test_rows_that_were_never_asked_for_are_missed_by_every_read_of_them() -> None:
-    late = ExpertRows(numbered(5, 8), start=5)
+    late = aligned(numbered(5, 8), start=5)
     assert len(late) == 8
     assert not late.complete()
     assert late.complete(0)
@@ -101,14 +105,14 @@ def test_rows_that_were_never_asked_for_are_missed_by_every_read_of_them() -> No
     with pytest.raises(InvalidTrajectory, match="rows 2 to 4 were never asked for") as error:
         late.array(2)
     assert error.value.invariant == "experts_without_gap"
-    behind = ExpertRows(numbered(8, 9), start=8, parent=late)
+    behind = aligned(numbered(8, 9), start=8, parent=late)
     assert not behind.complete()
     assert behind.array(6).tolist() == numbered(6, 9).tolist()
     assert refused(behind) == "experts_without_gap"
 
 
 def test_a_branch_in_front_of_what_its_parent_was_asked_for_has_a_gap() -> None:
-    branch = ExpertRows(numbered(3, 4), start=3, parent=ExpertRows(numbered(5, 8), start=5))
+    branch = aligned(numbered(3, 4), start=3, parent=aligned(numbered(5, 8), start=5))
     assert not branch.complete()
     assert branch.array(3).tolist() == numbered(3, 4).tolist()
     assert refused(branch, 2) == "experts_without_gap"
@@ -145,7 +149,7 @@ def test_more_rows_than_there_are_are_not_complete() -> None:
 
 def test_evicting_lets_go_of_the_memory() -> None:
     memory = numbered(0, 1000)
-    rows, watched = ExpertRows(memory), ref(memory)
+    rows, watched = aligned(memory), ref(memory)
     del memory
     assert watched() is not None
     gc.disable()
@@ -159,9 +163,9 @@ def test_evicting_lets_go_of_the_memory() -> None:
 @pytest.mark.parametrize("wide", [0, 1, 2])
 def test_a_line_of_two_types_comes_in_the_wider_one(wide: int) -> None:
     types: list[Any] = [np.uint16 if place == wide else np.uint8 for place in range(3)]
-    node: ExpertRows | None = None
+    node: AlignedRows | None = None
     for place, dtype in enumerate(types):
-        node = ExpertRows(numbered(2 * place, 2 * place + 2, dtype=dtype), start=2 * place, parent=node)
+        node = aligned(numbered(2 * place, 2 * place + 2, dtype=dtype), start=2 * place, parent=node)
     assert node is not None
     assert node.array().dtype == np.uint16
     assert node.array().tolist() == numbered(0, 6).tolist()
@@ -170,8 +174,8 @@ def test_a_line_of_two_types_comes_in_the_wider_one(wide: int) -> None:
 
 
 def test_ids_above_a_byte_survive_beside_narrow_ones() -> None:
-    first = ExpertRows(numbered(0, 2))
-    second = ExpertRows(numbered(2, 4, base=60_000, dtype=np.uint16), start=2, parent=first)
+    first = aligned(numbered(0, 2))
+    second = aligned(numbered(2, 4, base=60_000, dtype=np.uint16), start=2, parent=first)
     assert second.array().tolist() == [*numbered(0, 2).tolist(), *numbered(2, 4, base=60_000, dtype=np.int32).tolist()]
 
 
@@ -187,12 +191,12 @@ def test_rows_cannot_be_written_through_what_is_read() -> None:
 
 def test_a_read_within_one_generation_copies_nothing() -> None:
     memory = numbered(0, 10)
-    assert np.shares_memory(ExpertRows(memory).array(2, 9), memory)
+    assert np.shares_memory(aligned(memory).array(2, 9), memory)
 
 
 def test_a_generation_may_add_no_rows() -> None:
     first, *_ = line()
-    same = ExpertRows(numbered(4, 4), start=4, parent=first)
+    same = aligned(numbered(4, 4), start=4, parent=first)
     assert (len(same), same.nbytes, same.complete()) == (4, 0, True)
     assert same.array().tolist() == numbered(0, 4).tolist()
     same.evict()
@@ -203,7 +207,7 @@ def test_a_generation_may_add_no_rows() -> None:
 def test_no_rows_at_all_have_the_width_of_their_line() -> None:
     _, second, third = line()
     assert third.array(5, 5).shape == (0, WIDTH)
-    assert ExpertRows(numbered(0, 0)).array().shape == (0, WIDTH)
+    assert aligned(numbered(0, 0)).array().shape == (0, WIDTH)
     third.evict()
     assert third.array(12).shape == (0, WIDTH)
     second.evict()
@@ -211,16 +215,15 @@ def test_no_rows_at_all_have_the_width_of_their_line() -> None:
     assert third.array(3, 3).shape == (0, 0), "nobody knows it any more"
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_tree_reads_as_the_rows_that_its_branches_were_made_of(data: st.DataObject) -> None:
-    made: list[tuple[ExpertRows, list[int]]] = []  # and which generation each of its rows is from
+    made: list[tuple[AlignedRows, list[int]]] = []  # and which generation each of its rows is from
     for number in range(data.draw(st.integers(1, 8))):
         parent, before = data.draw(st.sampled_from([(None, []), *made]))
         start = data.draw(st.integers(0, len(before)))
         own = data.draw(st.integers(0, 4))
         rows = np.full((own, WIDTH), number, dtype=data.draw(st.sampled_from([np.uint8, np.uint16])))
-        made.append((ExpertRows(rows, start=start, parent=parent), [*before[:start], *[number] * own]))
+        made.append((aligned(rows, start=start, parent=parent), [*before[:start], *[number] * own]))
     evicted = data.draw(st.sets(st.sampled_from(range(len(made)))))
     for number in evicted:
         made[number][0].evict()
@@ -236,9 +239,9 @@ def test_any_tree_reads_as_the_rows_that_its_branches_were_made_of(data: st.Data
 
 
 def test_a_shape_divides_rows_into_layers_without_a_copy() -> None:
-    shape = ExpertShape(layers=4, top_k=2)
-    flat: Rows = np.arange(24, dtype=np.uint8).reshape(3, 8)
-    assert (shape.width, shape.experts) == (8, None)
+    shape = RowShape(layers=4, top_k=2)
+    flat: RowArray = np.arange(24, dtype=np.uint8).reshape(3, 8)
+    assert (shape.width, shape.choices) == (8, None)
     shaped = shape.shaped(flat)
     assert shaped.shape == (3, 4, 2)
     assert shaped[1, 2].tolist() == [12, 13]
@@ -248,11 +251,11 @@ def test_a_shape_divides_rows_into_layers_without_a_copy() -> None:
 
 def test_rows_of_another_width_are_not_of_this_shape() -> None:
     with pytest.raises(ValueError, match="reshape"):
-        ExpertShape(layers=4, top_k=2).shaped(np.zeros((2, 6), dtype=np.uint8))
+        RowShape(layers=4, top_k=2).shaped(np.zeros((2, 6), dtype=np.uint8))
 
 
-def rows_of(*firsts: int, dtype: Any = np.uint8) -> Rows:
-    made: Rows = np.array([[first, 7] for first in firsts], dtype=dtype).reshape(-1, 2)
+def rows_of(*firsts: int, dtype: Any = np.uint8) -> RowArray:
+    made: RowArray = np.array([[first, 7] for first in firsts], dtype=dtype).reshape(-1, 2)
     return made
 
 
@@ -270,7 +273,7 @@ def rows_of(*firsts: int, dtype: Any = np.uint8) -> Rows:
         (rows_of(44), rows_of(300, dtype=np.uint16), 0),
     ],
 )
-def test_rows_are_common_up_to_the_first_that_differs(one: Rows, other: Rows, common: int) -> None:
+def test_rows_are_common_up_to_the_first_that_differs(one: RowArray, other: RowArray, common: int) -> None:
     assert common_rows(one, other) == common_rows(other, one) == common
 
 
@@ -282,7 +285,7 @@ def test_one_differing_id_anywhere_in_a_row_ends_what_is_common() -> None:
         assert common_rows(whole, changed) == 3
 
 
-# Rows in blocks of memory
+# RowArray in blocks of memory
 
 
 @given(st.lists(st.integers(0, 7), max_size=6), st.integers(1, 4), st.data())
@@ -299,7 +302,7 @@ def test_rows_in_blocks_are_read_as_if_they_lay_in_one(lengths: list[int], width
     stop = data.draw(st.integers(0, count))
     assert np.array_equal(blocks[start:stop], whole[start:stop])
     assert blocks[start:stop].shape == whole[start:stop].shape
-    made = ExpertRows(blocks)
+    made = aligned(blocks)
     assert np.array_equal(made.array(), whole)
 
 
@@ -312,8 +315,8 @@ def test_blocks_cannot_be_written_and_are_not_copied_where_one_has_the_rows() ->
 
 
 def test_rows_behind_rows_in_blocks_are_told_apart_from_them() -> None:
-    parent = ExpertRows(Blocks([np.arange(4, dtype=np.uint8), np.arange(4, 8, dtype=np.uint8)], 2))
-    child = ExpertRows(np.array([[300, 301]], dtype=np.uint16), start=3, parent=parent)
+    parent = aligned(Blocks([np.arange(4, dtype=np.uint8), np.arange(4, 8, dtype=np.uint8)], 2))
+    child = aligned(np.array([[300, 301]], dtype=np.uint16), start=3, parent=parent)
     assert child.array().tolist() == [[0, 1], [2, 3], [4, 5], [300, 301]]
     parent.evict()
     assert not child.complete()
@@ -322,12 +325,12 @@ def test_rows_behind_rows_in_blocks_are_told_apart_from_them() -> None:
 
 
 def test_no_rows_have_the_width_of_those_that_they_belong_to() -> None:
-    assert ExpertRows(Blocks([np.arange(6, dtype=np.uint8)], 3)).array(1, 1).shape == (0, 3)
+    assert aligned(Blocks([np.arange(6, dtype=np.uint8)], 3)).array(1, 1).shape == (0, 3)
     assert Blocks([], 3)[:].shape == (0, 3)
 
 
 def test_rows_of_another_length_do_not_continue_any() -> None:
-    parent = ExpertRows(np.zeros((2, 3), dtype=np.uint8))
+    parent = aligned(np.zeros((2, 3), dtype=np.uint8))
     with pytest.raises(InvalidTrajectory, match="experts_of_the_model: rows of 4 ids behind rows of 3"):
-        ExpertRows(np.zeros((1, 4), dtype=np.uint8), start=2, parent=parent)
-    assert len(ExpertRows(np.zeros((0, 1), dtype=np.uint8), start=2, parent=parent)) == 2
+        aligned(np.zeros((1, 4), dtype=np.uint8), start=2, parent=parent)
+    assert len(aligned(np.zeros((0, 1), dtype=np.uint8), start=2, parent=parent)) == 2

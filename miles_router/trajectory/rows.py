@@ -1,12 +1,15 @@
-"""Routed experts: to which experts each token went, in each layer, as the engine chose them while it generated.
+"""Rows aligned with tokens: what an engine tells of each token besides its logprob, as ids in rows of equal length.
 
 Row i is about token i. A generation of n tokens has n - 1 rows: its last token was sampled and never went through the
 model. Rows of several generations form a tree, as their tokens do: what continues another one holds its own rows alone.
+
+One kind of them is known: routed experts, to which experts each token went, in each layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,9 +18,31 @@ import numpy.typing as npt
 
 from miles_router.trajectory.pieces import InvalidTrajectory, frozen
 
-#: Expert ids, uint8 or uint16, [rows, layers * top_k].
-Rows = npt.NDArray[np.unsignedinteger[Any]]
+#: Ids, uint8 or uint16, [rows, layers * top_k].
+RowArray = npt.NDArray[np.unsignedinteger[Any]]
 COMPARED = 256  # rows at a time
+
+
+@dataclass(frozen=True)
+class RowKind:
+    """A kind of rows.
+
+    Attributes:
+        name: of the field in samples and files that has them.
+        ids: what their ids are, in the names of broken invariants.
+    """
+
+    name: str
+    ids: str
+
+    def invalid(self, invariant: str, message: str) -> InvalidTrajectory:
+        """The error that names a broken invariant of these rows."""
+        return InvalidTrajectory(f"{self.ids}_{invariant}", message)
+
+
+ROUTED_EXPERTS = RowKind("routed_experts", "experts")
+#: All kinds.
+KINDS = (ROUTED_EXPERTS,)
 
 
 class Blocks:
@@ -28,7 +53,7 @@ class Blocks:
 
     __slots__ = ("_ends", "blocks", "width")
 
-    def __init__(self, blocks: Iterable[Rows], width: int = 1) -> None:
+    def __init__(self, blocks: Iterable[RowArray], width: int = 1) -> None:
         self.blocks = tuple(frozen(block) for block in blocks)  # flat, of one type
         self.width = width
         self._ends = tuple(accumulate(len(block) for block in self.blocks))
@@ -52,7 +77,7 @@ class Blocks:
         return self.blocks[0].dtype if self.blocks else np.dtype(np.uint8)
 
     @property
-    def flat(self) -> Rows:
+    def flat(self) -> RowArray:
         """All ids, [size]."""
         return self.in_rows_of(1)[:].reshape(-1)
 
@@ -60,7 +85,7 @@ class Blocks:
         """The same memory with another width."""
         return Blocks(self.blocks, width)
 
-    def __getitem__(self, rows: slice) -> Rows:
+    def __getitem__(self, rows: slice) -> RowArray:
         """Rows `[start, stop)`, [stop - start, width]: without a copy where they lie in one block."""
         start, stop, _ = rows.indices(len(self))
         begin, end = start * self.width, max(start, stop) * self.width
@@ -74,22 +99,25 @@ class Blocks:
         return (np.concatenate(parts) if parts else np.zeros(0, self.dtype)).reshape(-1, self.width)
 
 
-class ExpertRows:
+class AlignedRows:
     """The rows of one generation: `own`, from row `start` on, behind the first `start` rows of `parent`.
 
     Immutable, but for `evict`. Without a parent `start` is 0, or the first row that anybody asked for: those before it
     are missing, and every read of them says so.
     """
 
-    __slots__ = ("__weakref__", "_own", "_stop", "parent", "start")
+    __slots__ = ("__weakref__", "_own", "_stop", "kind", "parent", "start")
 
-    def __init__(self, own: Rows | Blocks, *, start: int = 0, parent: ExpertRows | None = None) -> None:
+    def __init__(
+        self, own: RowArray | Blocks, kind: RowKind, *, start: int = 0, parent: AlignedRows | None = None
+    ) -> None:
         if parent is not None and start > len(parent):
-            raise InvalidTrajectory("experts_without_gap", f"rows {len(parent)} to {start - 1} are missing")
+            raise kind.invalid("without_gap", f"rows {len(parent)} to {start - 1} are missing")
         if parent is not None and len(own) and parent.width not in (None, _width(own)):
-            raise InvalidTrajectory("experts_of_the_model", f"rows of {_width(own)} ids behind rows of {parent.width}")
-        self._own: Rows | Blocks | None = own if isinstance(own, Blocks) else frozen(own)
+            raise kind.invalid("of_the_model", f"rows of {_width(own)} ids behind rows of {parent.width}")
+        self._own: RowArray | Blocks | None = own if isinstance(own, Blocks) else frozen(own)
         self._stop = start + len(own)
+        self.kind = kind
         self.start = start
         self.parent = parent
 
@@ -98,7 +126,7 @@ class ExpertRows:
         return self._stop
 
     def __repr__(self) -> str:
-        return f"<ExpertRows {self.start} to {self._stop}{'' if self.held else ', evicted'}>"
+        return f"<AlignedRows {self.start} to {self._stop}{'' if self.held else ', evicted'}>"
 
     @property
     def held(self) -> bool:
@@ -116,9 +144,9 @@ class ExpertRows:
         return next((_width(node._own) for node in self.line if node._own is not None and len(node._own)), None)
 
     @property
-    def line(self) -> Iterator[ExpertRows]:
+    def line(self) -> Iterator[AlignedRows]:
         """This one, its parent, and so on."""
-        node: ExpertRows | None = self
+        node: AlignedRows | None = self
         while node is not None:
             yield node
             node = node.parent
@@ -139,16 +167,16 @@ class ExpertRows:
                 upto = node.start
         return upto == 0
 
-    def array(self, start: int = 0, stop: int | None = None) -> Rows:
+    def array(self, start: int = 0, stop: int | None = None) -> RowArray:
         """Rows `[start, stop)`, by default to the end, [stop - start, layers * top_k], in the widest type of theirs.
 
         Raises:
-            InvalidTrajectory: `experts_without_gap`: some were never had; `experts_held`: some have been evicted.
+            InvalidTrajectory: `without_gap` of the kind: some were never had; `held`: some have been evicted.
         """
         upto = self._stop if stop is None else stop
         if not 0 <= start <= upto <= self._stop:
-            raise InvalidTrajectory("experts_without_gap", f"rows {start} to {upto - 1} of {self._stop}")
-        parts: list[Rows] = []
+            raise self.kind.invalid("without_gap", f"rows {start} to {upto - 1} of {self._stop}")
+        parts: list[RowArray] = []
         for node in self.line:
             if upto <= start:
                 break
@@ -157,17 +185,17 @@ class ExpertRows:
                 parts.append(node._part(begin, upto))
                 upto = begin
         if start < upto:
-            raise InvalidTrajectory("experts_without_gap", f"rows {start} to {upto - 1} were never asked for")
+            raise self.kind.invalid("without_gap", f"rows {start} to {upto - 1} were never asked for")
         if len(parts) == 1:
             return parts[0]
         return np.concatenate(parts[::-1]) if parts else self._nothing()
 
-    def _part(self, start: int, stop: int) -> Rows:
+    def _part(self, start: int, stop: int) -> RowArray:
         if self._own is None:
-            raise InvalidTrajectory("experts_held", f"rows {start} to {stop - 1} have been evicted")
+            raise self.kind.invalid("held", f"rows {start} to {stop - 1} have been evicted")
         return self._own[start - self.start : stop - self.start]
 
-    def alike(self, own: Rows | Blocks) -> int:
+    def alike(self, own: RowArray | Blocks) -> int:
         """How many rows of `own` are this one's own, from their first on."""
         for at in range(0, min(len(self) - self.start, len(own)), COMPARED):
             mine = self._part(self.start + at, min(self.start + at + COMPARED, len(self)))
@@ -176,33 +204,33 @@ class ExpertRows:
                 return at + common
         return min(len(self) - self.start, len(own))
 
-    def _nothing(self) -> Rows:
+    def _nothing(self) -> RowArray:
         own = 0 if self._own is None else _width(self._own)
         return np.zeros((0, self.width or own), dtype=np.uint8)
 
 
-def _width(own: Rows | Blocks) -> int:
+def _width(own: RowArray | Blocks) -> int:
     return own.width if isinstance(own, Blocks) else int(own.shape[1])
 
 
-class ExpertShape(NamedTuple):
-    """A model's routing: in each of `layers`, `top_k` experts a token; of `experts` of them, where that is known."""
+class RowShape(NamedTuple):
+    """A model's rows: of each of `layers`, `top_k` ids below `choices`, where that is known."""
 
     layers: int
     top_k: int
-    experts: int | None = None
+    choices: int | None = None
 
     @property
     def width(self) -> int:
-        """Expert ids in a row."""
+        """Ids in a row."""
         return self.layers * self.top_k
 
-    def shaped(self, rows: Rows) -> Rows:
+    def shaped(self, rows: RowArray) -> RowArray:
         """Rows as [rows, layers, top_k], without a copy."""
         return rows.reshape(len(rows), self.layers, self.top_k)
 
 
-def common_rows(first: Rows, second: Rows) -> int:
+def common_rows(first: RowArray, second: RowArray) -> int:
     """How many leading rows are equal."""
     length = min(len(first), len(second))
     if not length or not np.array_equal(first[0], second[0]):

@@ -15,8 +15,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.routed_experts.decoding import Decoder
-from middleware_hub.routed_experts.extraction import Extractor, without_marks
+from middleware_hub.routed_experts.extraction import Extractor
 from miles_router.engines.events import EventReader
+from miles_router.engines.rows import EXPERT_FIELDS
+from miles_router.trajectory.rows import ROUTED_EXPERTS
+from tests.support.tiers import examples
 
 FIELD = "routed_experts"
 IDS = [1, 2, 3, 255, 0]
@@ -30,17 +33,21 @@ def sent(ids: Sequence[int]) -> str:
 A, B = sent(IDS).encode(), sent(OTHERS).encode()
 
 
-def taken(pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
-    """What remains, marks and all, and the ids of each value."""
-    extractor = Extractor(lambda: Decoder(1 << 20))
+def extractor_of_experts() -> Extractor:
+    return Extractor(EXPERT_FIELDS.rows, lambda: Decoder(ROUTED_EXPERTS, 1 << 20))
+
+
+def with_marks(pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
+    """What remains, marks and all, and the ids of each string."""
+    extractor = extractor_of_experts()
     remains = b"".join([*(extractor.feed(piece) for piece in pieces), extractor.end()])
-    return remains, [decoder.finish().flat.tolist() for decoder in extractor.found]
+    return remains, [decoder.finish().flat.tolist() for decoder in extractor.decoders]
 
 
 def through(pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
     """What the client gets, and the ids."""
-    remains, found = taken(pieces)
-    return without_marks(remains), found
+    remains, found = with_marks(pieces)
+    return extractor_of_experts().without_marks(remains), found
 
 
 def halves(data: bytes) -> list[list[bytes]]:
@@ -155,21 +162,21 @@ def test_it_does_not_matter_where_the_document_is_cut_twice(case: str) -> None:
 def test_a_mark_tells_whoever_parses_the_rest_which_value_was_there() -> None:
     document = b'[{"x":{"routed_experts" : "%b"}},{"routed_experts":null},{"routed_experts":"%b","y":1}]' % (A, B)
     for pieces in ([document], singly(document)):
-        remains, found = taken(pieces)
-        assert json.loads(remains) == [{"x": {FIELD: 0}}, {FIELD: None}, {FIELD: 1, "y": 1}]
+        remains, found = with_marks(pieces)
+        assert json.loads(remains) == [{"x": {FIELD: "0"}}, {FIELD: None}, {FIELD: "1", "y": 1}]
         assert found == [IDS, OTHERS]
 
 
 def test_nothing_of_a_value_remains() -> None:
-    extractor = Extractor(lambda: Decoder(1 << 20))
+    extractor = extractor_of_experts()
     document = b'{"a":1,"routed_experts":"%b","b":2}' % sent(range(200)).encode()
     passed = [extractor.feed(piece) for piece in singly(document)]
-    assert b"".join(passed) == b'{"a":1,"routed_experts":0,"b":2}'
+    assert b"".join(passed) == b'{"a":1,"routed_experts":"0","b":2}'
     assert extractor.end() == b""
 
 
 def test_what_cannot_be_the_field_is_not_held_back() -> None:
-    extractor = Extractor(lambda: Decoder(1 << 20))
+    extractor = extractor_of_experts()
     for piece in (b'data: {"text":"a', b"bc", b'"routed" ', b'", "x', b' {"x":1', b"\\", b'{"routed_experts":null'):
         assert extractor.feed(piece) == piece
     assert extractor.end() == b""
@@ -292,7 +299,7 @@ EXACT = ("compact", "ascii", "orjson")
 places = st.lists(st.integers(0, 2000), max_size=10)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(documents, st.sampled_from(sorted(WRITERS)), places)
 @example({"a": "\\", FIELD: Ids(IDS)}, "compact", [5, 6])
 @example({f'"{FIELD}': sent(IDS), "a": f'"{FIELD}":0'}, "odd", [3])
@@ -307,31 +314,29 @@ def test_any_document_loses_the_field_and_nothing_else(tree: Any, writer: str, p
     assert through(singly(document)) == (remains, found)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(documents, max_size=4), places, st.booleans())
 def test_any_stream_of_events_loses_the_field_and_nothing_else(trees: list[Any], places: list[int], done: bool) -> None:
     end = b"data: [DONE]\n\n" if done else b""
     stream = b"".join(b"data: " + compact(plain(tree)) + b"\n\n" for tree in trees) + end
-    extractor, events = Extractor(lambda: Decoder(1 << 20)), EventReader()
+    extractor, events = extractor_of_experts(), EventReader()
     shown = []
     for piece in cut(stream, places):
-        shown += [without_marks(event) for event in events.feed(extractor.feed(piece))]
+        shown += [extractor.without_marks(event) for event in events.feed(extractor.feed(piece))]
     shown += [events.rest, extractor.end()]
     assert b"".join(shown) == b"".join(b"data: " + compact(bare(tree)) + b"\n\n" for tree in trees) + end
-    assert [decoder.finish().flat.tolist() for decoder in extractor.found] == [
+    assert [decoder.finish().flat.tolist() for decoder in extractor.decoders] == [
         one for tree in trees for one in put_in(tree)
     ]
 
 
 @given(st.binary(max_size=60) | st.text(alphabet='"\\:,routed_experts {}\n', max_size=60).map(str.encode), places)
-@settings(deadline=None)
 def test_bytes_without_the_field_pass_as_they_are(data: bytes, places: list[int]) -> None:
-    extractor = Extractor(lambda: Decoder(1 << 20))
+    extractor = extractor_of_experts()
     passed = [extractor.feed(piece) for piece in cut(data, places)]
-    assume(not extractor.found)
+    assume(not extractor.decoders)
     assert b"".join([*passed, extractor.end()]) == data
 
 
 def test_bytes_that_nothing_was_taken_out_of_have_no_marks() -> None:
     document = rb'{"a":"\"routed_experts\":5,","\"routed_experts":3,"routed_experts":null,"c":"\\"}'
-    assert without_marks(document) == document
+    assert extractor_of_experts().without_marks(document) == document

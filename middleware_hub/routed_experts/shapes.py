@@ -1,0 +1,126 @@
+"""The shape of a model's rows: set by the operator, or said by the checkpoint's configuration. Where neither says it,
+the length of a row is learned from an engine's answers, for that engine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from miles_router.errors import ConfigError
+from miles_router.trajectory.rows import Blocks, RowKind, RowShape
+
+MAX_EXPERTS = 1 << 16
+DIGITS = 7
+#: What model families call their number of experts.
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+def parse_shape(text: str) -> RowShape:
+    """`LAYERSxEXPERTSxTOPK`, for example `48x128x8`.
+
+    Raises:
+        ConfigError: it is not that.
+    """
+    parts = text.lower().split("x")
+    numbers = [int(part) for part in parts if part.isdecimal() and part.isascii() and len(part) < DIGITS]
+    if len(parts) != 3 or len(numbers) != 3 or not 0 < numbers[2] <= numbers[1] <= MAX_EXPERTS or not numbers[0]:
+        raise ConfigError(f"routed_experts_middleware.moe_shape: must be LAYERSxEXPERTSxTOPK (48x128x8), not {text!r}")
+    layers, experts, top_k = numbers
+    return RowShape(layers, top_k, experts)
+
+
+def configured_shape(config: Mapping[str, Any]) -> RowShape | None:
+    """The shape that a checkpoint's `config.json` tells; None for one that is no mixture of experts.
+
+    SGLang sizes its rows by `num_hidden_layers` and `num_experts_per_tok` of the language model's part (0.5.23,
+    `state_capturer/routed_experts.py`): layers that do not route have rows too.
+    """
+    text = config.get("text_config")
+    model = text if isinstance(text, Mapping) else config
+    layers, top_k = model.get("num_hidden_layers"), model.get("num_experts_per_tok")
+    if type(layers) is not int or type(top_k) is not int or layers < 1 or top_k < 1:
+        return None
+    experts = next((model[name] for name in EXPERTS if type(model.get(name)) is int), None)
+    return RowShape(layers, top_k, experts) if experts is None or top_k <= experts <= MAX_EXPERTS else None
+
+
+@dataclass
+class RowWidth:
+    """How many ids a row has. Of an engine that nobody has said it of, it is learned: `certain` once a second answer
+    has it too."""
+
+    ids: int | None = None
+    certain: bool = False
+
+
+class RowWidths(dict[RowKind, RowWidth]):
+    """What has been learned of one engine process, for each kind of rows."""
+
+    def __missing__(self, kind: RowKind) -> RowWidth:
+        width = self[kind] = RowWidth()
+        return width
+
+
+class ShapeCheck:
+    """What the rows of every answer must be.
+
+    Args:
+        shape: of the model, where it is known; then it is what counts, whatever an engine has answered before.
+    """
+
+    def __init__(self, kind: RowKind, shape: RowShape | None) -> None:
+        self._kind = kind
+        self._shape = shape
+
+    @property
+    def learns(self) -> bool:
+        """Whether the length of a row has to be learned."""
+        return self._shape is None
+
+    def rows(self, flat: Blocks, largest: int, start: int, expected: int, learned: RowWidth) -> Blocks:
+        """Ids as rows: the `expected` ones from row `start` on.
+
+        Args:
+            largest: of the ids.
+            learned: of the engine that told them.
+
+        Raises:
+            InvalidTrajectory: with the kind's ids in front, `of_the_model`: ids or rows of another model;
+                `without_gap`, `without_overlap`: fewer rows, or more; `are_rows`: no whole number of them.
+        """
+        shape, invalid = self._shape, self._kind.invalid
+        if shape is not None and shape.choices is not None and largest >= shape.choices:
+            raise invalid("of_the_model", f"{largest} is none of the model's {shape.choices} {self._kind.ids}")
+        width = learned if shape is None else RowWidth(shape.width, certain=True)
+        if expected <= 0 or width.ids is None:
+            return self._first(flat, start, expected, width)
+        if not width.certain:
+            width.certain = flat.size == expected * width.ids
+            if not width.certain:
+                first, width.ids = width.ids, None
+                reason = f"{flat.size} ids are no {expected} rows of {first}, as in this engine's first answer"
+                raise invalid("of_the_model", reason)
+        count, rest = divmod(flat.size, width.ids)
+        if rest:
+            raise invalid("are_rows", f"{flat.size} ids are no whole number of rows of {width.ids} ids")
+        if count < expected:
+            raise invalid("without_gap", f"rows {start + count} to {start + expected - 1} are missing")
+        if count > expected:
+            raise invalid("without_overlap", f"{count} rows came for the {expected} from row {start} on")
+        return flat.in_rows_of(width.ids)
+
+    def _first(self, flat: Blocks, start: int, expected: int, width: RowWidth) -> Blocks:
+        """Of an answer whose rows tell the width, or of one that should have none."""
+        invalid = self._kind.invalid
+        if expected <= 0:
+            if flat.size:
+                raise invalid("without_overlap", f"{flat.size} ids came where no row is missing")
+            return flat.in_rows_of(width.ids or 1)
+        ids, rest = divmod(flat.size, expected)
+        if rest:
+            raise invalid("are_rows", f"{flat.size} ids are no {expected} rows of equal length")
+        if not ids:
+            raise invalid("without_gap", f"rows {start} to {start + expected - 1} are missing")
+        width.ids = ids
+        return flat.in_rows_of(ids)

@@ -1,0 +1,194 @@
+"""Rows aligned with tokens on an engine's wire: by which fields they are asked for, and where answers tell them. Pure.
+
+SGLang 0.5.23 (`io_struct.GenerateReqInput`, `openai/protocol.py`): `/generate` has them in `meta_info` of an answer and
+of the last event of a generation; chat and completions in `meta_info` of each choice that was asked for it, else, and
+behind the last chunk of a stream, once in the extension `sglext`. They are base64 of int32, row-major.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+
+from miles_router.engines.answers import UnreadableAnswer, finish_reasons, is_abort, says_abort
+from miles_router.engines.events import Event
+from miles_router.engines.scan import Field
+from miles_router.trajectory.rows import ROUTED_EXPERTS, RowKind
+
+_MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
+
+
+@dataclass(frozen=True)
+class RowFields:
+    """One kind of rows on the wire.
+
+    Attributes:
+        wanted: of a request: whether the engine is to tell them.
+        start: of a request: the first row that it is to tell.
+        rows: of an answer: the rows.
+        flag: what an engine must have been started with.
+    """
+
+    kind: RowKind
+    wanted: str
+    start: str
+    rows: Field
+    flag: str
+
+    def of(self, meta: Mapping[str, Any]) -> str | None:
+        """The rows in an answer's `meta_info` or extension; None where it tells none."""
+        rows = meta.get(self.rows.name)
+        return rows if isinstance(rows, str) else None
+
+
+EXPERT_FIELDS = RowFields(
+    ROUTED_EXPERTS,
+    wanted="return_routed_experts",
+    start="routed_experts_start_len",
+    rows=Field("routed_experts"),
+    flag="--enable-return-routed-experts",
+)
+
+
+@dataclass(frozen=True)
+class RowRequest:
+    """A request for rows from `start` on; `by_client`: the client asked for them itself."""
+
+    body: bytes
+    start: int
+    by_client: bool = False
+
+    @classmethod
+    def write(
+        cls, body: bytes, fields: RowFields, start: int, *, parse: Callable[[bytes], Any], client_may: bool
+    ) -> RowRequest:
+        """Ask for rows from `start` on. What a client asked for itself stays as it is where clients may.
+
+        Args:
+            parse: parses JSON; called only for a body that names one of the fields.
+        """
+        if not any(b'"%b"' % name.encode() in body for name in (fields.wanted, fields.start)):
+            return cls(_extended(body, fields, start), start)
+        parsed = parse(body)
+        if not isinstance(parsed, Mapping):
+            return cls(body, start)  # the engine says what is wrong with it
+        if client_may and parsed.get(fields.wanted):
+            own = parsed.get(fields.start)
+            return cls(body, own if isinstance(own, int) else 0, by_client=True)
+        return cls(orjson.dumps({**parsed, fields.wanted: True, fields.start: start}), start)
+
+
+def _extended(body: bytes, fields: RowFields, start: int) -> bytes:
+    """A JSON object with our fields behind its own, without parsing it: it may hold a long prompt."""
+    whole = body.rstrip()
+    if not whole.endswith(b"}"):
+        return body
+    comma = b"" if whole[:-1].rstrip().endswith(b"{") else b","
+    return b'%b%b"%b":true,"%b":%d}' % (whole[:-1], comma, fields.wanted.encode(), fields.start.encode(), start)
+
+
+class RowAnswer(NamedTuple):
+    """What one answer says of itself.
+
+    Attributes:
+        place: among the answers to the request.
+        meta: its `meta_info`, or the extension that stands for it; rows are in it.
+        ended: whether the generation has ended, so that its rows must be there.
+        aborted: whether it was cut off.
+    """
+
+    place: int
+    meta: Mapping[str, Any]
+    ended: bool
+    aborted: bool = False
+
+    @classmethod
+    def read(cls, answer: Any, place: int | None = None) -> RowAnswer:
+        """An answer, a choice or an event with `meta_info`; without `place`, its own `index` says where it belongs.
+
+        Raises:
+            UnreadableAnswer: it is none of the engine's.
+        """
+        try:
+            meta = answer["meta_info"]
+            finish = meta.get("finish_reason")
+            return cls(answer.get("index", 0) if place is None else place, meta, finish is not None, is_abort(finish))
+        except _MALFORMED as error:
+            raise UnreadableAnswer("incomplete", repr(error)) from error
+
+
+class RowReader(Protocol):
+    """Reads one reply of one API, whole or event by event."""
+
+    def answers(self, parsed: Any) -> list[RowAnswer]:
+        """All answers in the JSON of a whole reply.
+
+        Raises:
+            UnreadableAnswer: it is none of the engine's.
+        """
+        ...
+
+    def event(self, event: Event) -> RowAnswer | None:
+        """The answer that an event tells rows of, or the end of; None for all other events.
+
+        Raises:
+            UnreadableAnswer: it is none of the engine's.
+        """
+        ...
+
+
+class GenerateRows:
+    """Rows in a reply of `/generate`."""
+
+    def __init__(self, fields: RowFields) -> None:
+        self._fields = fields
+
+    def answers(self, parsed: Any) -> list[RowAnswer]:
+        """Each answer's `meta_info`."""
+        every = parsed if isinstance(parsed, list) else [parsed]
+        return [RowAnswer.read(answer, place) for place, answer in enumerate(every)]
+
+    def event(self, event: Event) -> RowAnswer | None:
+        """The last event of a generation has the rows. Those before it say again all that has come: they are not
+        parsed."""
+        data = event.data
+        if event.is_last or (self._fields.rows.quoted not in data and finish_reasons(data, 1) == [None]):
+            return None
+        return RowAnswer.read(event.parse())
+
+
+class ChatRows:
+    """Rows in a reply of chat or completions."""
+
+    def __init__(self, fields: RowFields) -> None:
+        self._fields = fields
+        self._aborted = False
+        self._due = True  # of a stream: neither rows nor an error have come
+
+    def answers(self, parsed: Any) -> list[RowAnswer]:
+        """Each choice's `meta_info`; where none has one, the extension, which is about the first choice."""
+        try:
+            choices = parsed["choices"]
+            if all(choice.get("meta_info") is None for choice in choices):
+                aborted = is_abort(choices[0].get("finish_reason"))
+                return [RowAnswer(0, parsed.get("sglext") or {}, ended=True, aborted=aborted)]
+            return [RowAnswer.read(choice, choice["index"]) for choice in choices]
+        except _MALFORMED as error:
+            raise UnreadableAnswer("incomplete", repr(error)) from error
+
+    def event(self, event: Event) -> RowAnswer | None:
+        """The extension has the rows. A stream that ends without them, and told of no error, has an answer without."""
+        if event.is_last:
+            return RowAnswer(0, {}, ended=True, aborted=self._aborted) if self._due else None
+        if self._fields.rows.quoted in event.data:
+            parsed = event.parse()
+            extension = parsed.get("sglext") if isinstance(parsed, dict) else None
+            if isinstance(extension, dict) and self._fields.of(extension) is not None:
+                self._due = False
+                return RowAnswer(0, extension, ended=True)
+        self._aborted = self._aborted or says_abort(event.data)
+        self._due = self._due and not event.is_error
+        return None

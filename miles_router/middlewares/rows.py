@@ -1,0 +1,165 @@
+"""How the layers of a stack hand each other rows aligned with tokens, as the expert ids of a mixture-of-experts engine.
+
+One layer captures a kind of rows: it asks the engine for them and takes them out of answers. Layers around it hold
+trajectories, and keep a trajectory's rows for as long as they keep the trajectory:
+
+    outer layer    Handover(kind, ...).left_on(exchange)  ──►  the engine is asked for the rows that are not held yet
+    outer layer    handover.take(answer, tokens)          ◄──  rows, checked against the tokens of that answer
+    outer layer    router.rows[kind].sources[...]         ◄──  a request for the rows of a trajectory of that layer
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from miles_router.asgi.exchange import Exchange
+from miles_router.trajectory import InvalidTrajectory
+from miles_router.trajectory.rows import AlignedRows, RowArray, RowKind, RowShape
+
+NOTE = "miles_router.middlewares.rows"
+
+
+@dataclass(frozen=True)
+class RowPrefix:
+    """What is held of a prompt: the first `count` rows of `rows` are about its first tokens."""
+
+    rows: AlignedRows
+    count: int
+
+    @classmethod
+    def of(cls, rows: AlignedRows | None, tokens: int) -> RowPrefix | None:
+        """What `rows` have of a prompt that begins with `tokens` tokens of their generation."""
+        if rows is None:
+            return None
+        count = min(len(rows), tokens)
+        # What shares them has them from their owner: else unrelated rollouts of one prompt would hang on each other.
+        while rows.parent is not None and count <= rows.start:
+            rows = rows.parent
+        return cls(rows, count) if count and rows.complete(count) else None
+
+
+def first_prefix(line: Iterable[tuple[TrajectoryRows | None, int]]) -> RowPrefix | None:
+    """Of a trajectory and those it continues, each with how many of a prompt's first tokens it has: the rows held."""
+    prefixes = (RowPrefix.of(each.rows, tokens) for each, tokens in line if each is not None)
+    return next((prefix for prefix in prefixes if prefix is not None), None)
+
+
+class UncheckedRows(Protocol):
+    """Rows that came with an answer, not yet checked against its tokens."""
+
+    def align(self, tokens: int, rid: str | None) -> AlignedRows:
+        """All rows of the answer, whose prompt and output are `tokens`; they live for as long as somebody has them.
+
+        Raises:
+            InvalidTrajectory: they do not fit; the invariant names how.
+        """
+        ...
+
+
+class TrajectoryRows(NamedTuple):
+    """The rows of a trajectory, or why it has none."""
+
+    rows: AlignedRows | None
+    reason: str | None = None
+
+
+@dataclass
+class Handover:
+    """One request's, between the layer that holds its trajectory and the layer that captures a kind of rows."""
+
+    kind: RowKind
+    prefixes: Sequence[RowPrefix | None] = ()  # by prompt
+    per_prompt: int = 1  # answers to each prompt
+    unchecked: dict[int, UncheckedRows] = field(default_factory=dict)  # by answer
+    missing: str | None = None  # why an answer that is not in `unchecked` has no rows
+
+    @contextmanager
+    def left_on(self, exchange: Exchange) -> Iterator[Handover]:
+        """While the inner app is called, and its answers are taken. Nothing of it stays on the exchange afterwards."""
+        note = _note(self.kind)
+        exchange.notes[note] = self
+        try:
+            yield self
+        finally:
+            del exchange.notes[note]
+            self.prefixes = ()
+            self.unchecked.clear()
+
+    @classmethod
+    def of(cls, exchange: Exchange, kind: RowKind) -> Handover | None:
+        """The one that a layer has left for this kind, if one has."""
+        handover: Handover | None = exchange.notes.get(_note(kind))
+        return handover
+
+    def prefix_for(self, answer: int) -> RowPrefix | None:
+        """What is held of the prompt of an answer."""
+        prompt = self.prompt_of(answer)
+        return self.prefixes[prompt] if prompt < len(self.prefixes) else None
+
+    def prompt_of(self, answer: int) -> int:
+        """Answers are prompt-major."""
+        return answer // self.per_prompt
+
+    def take(self, answer: int, tokens: int, rid: str | None = None) -> TrajectoryRows:
+        """The rows of an answer of `tokens` tokens, prompt included."""
+        unchecked = self.unchecked.pop(answer, None)
+        if unchecked is None:
+            return TrajectoryRows(None, self.missing or "the worker sent none with this answer")
+        try:
+            return TrajectoryRows(unchecked.align(tokens, rid))
+        except InvalidTrajectory as error:
+            return TrajectoryRows(None, str(error))
+
+
+def _note(kind: RowKind) -> str:
+    return f"{NOTE}.{kind.name}"
+
+
+@dataclass(frozen=True)
+class RowMatch:
+    """A trajectory that a request named, with its rows."""
+
+    rows: TrajectoryRows
+    tokens: int
+    rid: str | None = None
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Finds the trajectory that a request for rows names; raises NotFound or BadRequest. `fields` are those that it
+    reads besides the one it is named by, which is a string."""
+
+    find: Callable[[Mapping[str, Any]], RowMatch]
+    fields: tuple[str, ...] = ()
+
+
+class RowChannel:
+    """`router.rows[kind]`: where the layers of one stack find each other for one kind of rows."""
+
+    def __init__(self, kind: RowKind) -> None:
+        self.kind = kind
+        #: The model's, where the layer that captures was told it.
+        self.shape: RowShape | None = None
+        #: Whether a layer captures.
+        self.captures = False
+        #: By the field that names a trajectory in a request ("text", "session_id").
+        self.sources: dict[str, RowSource] = {}
+
+    def array(self, rows: AlignedRows, start: int, stop: int) -> RowArray:
+        """Rows `[start, stop)`, [stop - start, layers, top_k], of the smallest type that holds them; where the shape is
+        not known, [stop - start, layers * top_k].
+
+        Raises:
+            InvalidTrajectory: some are missing or evicted.
+        """
+        flat = rows.array(start, stop)
+        return flat if self.shape is None else self.shape.shaped(flat)
+
+    def describe(self) -> dict[str, int | None] | None:
+        """The model's shape as `layers`, `top_k` and the number of its ids to choose from, where it is known."""
+        if self.shape is None:
+            return None
+        return {"layers": self.shape.layers, "top_k": self.shape.top_k, self.kind.ids: self.shape.choices}

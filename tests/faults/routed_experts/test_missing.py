@@ -1,0 +1,304 @@
+"""Answers without the rows they need: an error that names the worker, or a sample that says so."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_router.testing import SimulatedWorker
+from tests.faults.routed_experts.scenes import (
+    ABORT,
+    FIELD,
+    FLAG,
+    GOOD,
+    HI,
+    IDS,
+    RUNNING,
+    TOKENS,
+    chat,
+    nothing_is_held,
+    the_next_turn_works,
+    the_next_works,
+)
+from tests.support.cache_trial import CACHE, checkpoint, events
+from tests.support.experts_trial import (
+    ASKED,
+    MOE,
+    SHAPE,
+    SHORT,
+    ExpertsTrial,
+    compact,
+    event_of,
+    experts_trial,
+    generated,
+    in_one,
+    tokens_of,
+    told,
+    truth,
+)
+from tests.support.http import RawReply
+from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, PROMPT, chat_events, chat_reply, meta_of, streamed
+from tests.support.scripted_worker import LAST_CHUNK, ScriptedWorker, chunk, chunked_head, reply, script
+from tests.support.session_trial import SESSIONS, message_of, user
+from tests.support.stage import Stage
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("around", [(), (CACHE,)], ids=["alone", "behind the cache"])
+async def test_a_worker_without_the_flag_is_named(
+    stage: Stage, around: Sequence[str], asks: bool, stream: bool, required: bool
+) -> None:
+    options = {"moe_shape": SHAPE, "required": required}
+    vocabulary = checkpoint()
+    async with SimulatedWorker(tokenizer=vocabulary) as bad, SimulatedWorker(moe=MOE, tokenizer=vocabulary) as good:
+        trial = await experts_trial(stage, bad, around=around, options=options)
+        body = {"text": "Hi", "sampling_params": SHORT, "stream": stream, "return_routed_experts": asks}
+        answer = await trial.post("/generate", {**body, "rid": "bad"})
+        if required:
+            error = failure(answer, stream=stream)
+            assert error["type"] == "routed_experts_missing"
+            assert bad.url in error["message"]
+            assert FLAG in error["message"]
+        else:
+            assert answer.status == 200
+            assert (events(answer.body)[-1] if stream else answer.json())["meta_info"]["completion_tokens"] == 6
+        assert await trial.missing() == {"worker": 1}
+        await nothing_is_held(trial)
+        await another_worker_takes_over(trial, bad.url, good.url)
+        answer = await trial.post("/generate", {**body, "rid": "good"})
+        assert answer.status == 200
+        assert (FIELD in answer.body) == asks
+        assert np.array_equal(await trial.rows(rid="good"), truth(tokens_of(good.door.generation("good"))))
+
+
+async def another_worker_takes_over(trial: ExpertsTrial, gone: str, new: str) -> None:
+    for path in (f"/add_worker?url={new}", f"/remove_worker?url={gone}"):
+        assert (await trial.ask("POST", path)).status == 200
+
+
+def failure(answer: RawReply, *, stream: bool) -> Any:
+    """The error that the client got, whole or in place of a stream's end."""
+    if not stream:
+        assert answer.status == 502
+        return answer.json()["error"]
+    assert answer.status == 200
+    *before, last, rest = answer.body.split(b"\n\n")
+    assert rest == b""
+    assert DONE.strip() not in answer.body, "nothing that looks like an end"
+    for event in before:
+        parsed = json.loads(event.removeprefix(b"data: "))
+        assert "meta_info" not in parsed or parsed["meta_info"]["finish_reason"] is None
+        assert "error" not in parsed
+    return json.loads(last.removeprefix(b"data: "))["error"]
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_worker_without_the_flag_is_named_to_an_agent(stage: Stage, stream: bool, required: bool) -> None:
+    options = {"moe_shape": SHAPE, "required": required}
+    vocabulary = checkpoint()
+    async with SimulatedWorker(tokenizer=vocabulary) as bad, SimulatedWorker(moe=MOE, tokenizer=vocabulary) as good:
+        trial = await experts_trial(stage, bad, around=(SESSIONS,), options=options)
+        session = await trial.create()
+        answer = await trial.turn(session, HI, stream=stream)
+        if required:
+            error = failure(answer, stream=stream)
+            assert error["type"] == "routed_experts_missing"
+            assert bad.url in error["message"]
+            assert await trial.samples(session) == [], "what the agent has not had is no turn"
+        else:
+            (sample,) = await trial.samples(session)
+            assert "routed_experts" not in sample
+            assert FLAG in sample["metadata"]["routed_experts_missing"]
+            assert bad.url in sample["metadata"]["routed_experts_missing"]
+            (record,) = await trial.records(session)
+            assert (record["routed_experts"]["rows"], FLAG in record["routed_experts"]["reason"]) == (0, True)
+            status, error_type, message = await trial.refused(session_id=session)
+            assert (status, error_type, FLAG in message) == (404, "routed_experts_not_held", True)
+        assert await trial.missing() == {"worker": 1}
+        await nothing_is_held(trial)
+        await another_worker_takes_over(trial, bad.url, good.url)
+        session = await trial.create()
+        assert (await trial.turn(session, HI, stream=stream)).status == 200
+        assert len(await trial.exact(session)) == 1
+
+
+async def test_what_is_missing_of_one_turn_is_asked_for_with_the_next(stage: Stage, worker: ScriptedWorker) -> None:
+    trial = await experts_trial(stage, worker, around=(SESSIONS,), options={"moe_shape": SHAPE, "required": False})
+    session = await trial.create()
+    worker.next(chat(None, stream=False))
+    message = message_of(await trial.chat(session, HI))
+    (sample,) = await trial.samples(session)
+    assert FLAG in sample["metadata"]["routed_experts_missing"]
+
+    async def second(visit: Any) -> None:
+        asked = json.loads(await visit.read_body())
+        assert (asked["return_routed_experts"], asked["routed_experts_start_len"]) == (True, 0)
+        experts = told([9], prompt=asked["input_ids"])
+        choice = {"prompt_token_ids": asked["input_ids"], "meta_info": meta_of([9], routed_experts=experts)}
+        await visit.write(chat_reply([9], **choice))
+
+    worker.next(second)
+    await trial.chat(session, [*HI, message, user("Go on")])
+    assert len(await trial.exact(session)) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("odd", [None, 7, "", [], {}], ids=str)
+async def test_what_is_told_in_another_form_is_not_told(
+    worker: ScriptedWorker, trial: ExpertsTrial, odd: Any, stream: bool
+) -> None:
+    answer = {**generated(IDS, None), "meta_info": {**generated(IDS, None)["meta_info"], "routed_experts": odd}}
+    worker.next(streamed(event_of(answer), DONE) if stream else script(in_one(answer)))
+    got = await trial.post("/generate", {**ASKED, "stream": stream})
+    if odd == "":  # a string, and too short
+        assert (got.status, await trial.missing()) == (200, {"experts_without_gap": 1})
+    else:
+        assert failure(got, stream=stream)["type"] == "routed_experts_missing"
+    await nothing_is_held(trial)
+    await the_next_works(trial, worker)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_of_several_without_is_an_error_for_them_all(
+    worker: ScriptedWorker, trial: ExpertsTrial, stream: bool
+) -> None:
+    answers = [{**generated(IDS, each, id=rid), "index": place} for place, (rid, each) in enumerate(PAIR)]
+    worker.next(streamed(*map(event_of, answers), DONE) if stream else script(in_one(answers)))
+    got = await trial.post("/generate", {"input_ids": [PROMPT, PROMPT], "stream": stream})
+    assert got.body.count(b'"type":"routed_experts_missing"') == 1
+    assert (got.status, DONE in got.body) == (200 if stream else 502, False)
+    assert await trial.missing() == {"worker": 1}
+
+
+PAIR = [("a", GOOD), ("b", None)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_was_aborted_before_it_began_needs_none(
+    worker: ScriptedWorker, trial: ExpertsTrial, stream: bool
+) -> None:
+    answer = generated([], None, finish_reason=ABORT)
+    del answer["meta_info"]["prompt_tokens"]
+    whole = event_of(answer) + DONE if stream else compact(answer)
+    worker.next(streamed(whole) if stream else script(reply(whole, headers=JSON)))
+    got = await trial.post("/generate", {**ASKED, "stream": stream, "return_logprob": True})
+    assert (got.status, got.body) == (200, whole)
+    assert await trial.missing() == {"aborted": 1}
+    await nothing_is_held(trial)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_that_was_aborted_before_it_began_is_none(
+    worker: ScriptedWorker, sessions: ExpertsTrial, stream: bool
+) -> None:
+    if stream:
+        compactly = [json.loads(each[6:]) for each in chat_events([], [])[:2]]
+        compactly[1]["choices"][0]["finish_reason"] = "abort"
+        worker.next(streamed(*map(event_of, compactly), DONE))
+    else:
+        meta = meta_of([], finish_reason=ABORT)
+        worker.next(script(chat_reply([], "", finish_reason="abort", meta_info=meta)))
+    session = await sessions.create()
+    got = await sessions.turn(session, HI, stream=stream)
+    assert (got.status, b"routed_experts_missing" in got.body) == (200, False)
+    assert await sessions.missing() == {"aborted": 1}
+    assert await sessions.samples(session) == []
+
+
+async def test_events_that_are_written_with_spaces_are_events(worker: ScriptedWorker, trial: ExpertsTrial) -> None:
+    spaced = [b"data: " + json.dumps(each).encode() + b"\n\n" for each in (RUNNING, generated(IDS, GOOD))]
+    worker.next(streamed(*spaced, DONE))
+    got = await trial.post("/generate", {**ASKED, "stream": True, "return_logprob": True})
+    assert (got.status, len(events(got.body)), got.body.startswith(spaced[0])) == (200, 2, True)
+    assert np.array_equal(await trial.rows(rid="r1"), truth(TOKENS))
+    assert await trial.missing() == {}
+
+
+async def test_events_before_the_one_without_rows_are_given_on(worker: ScriptedWorker, trial: ExpertsTrial) -> None:
+    """Also where all of them come in one piece."""
+    worker.next(streamed(event_of(RUNNING) + event_of(generated(IDS, None)) + DONE))
+    got = await trial.post("/generate", {**ASKED, "stream": True, "return_logprob": True})
+    assert failure(got, stream=True)["type"] == "routed_experts_missing"
+    assert got.body.startswith(event_of(RUNNING))
+
+
+async def test_an_error_never_stands_within_another_event(worker: ScriptedWorker, trial: ExpertsTrial) -> None:
+    """Of two generations the first has rows: a client that asked for them gets all of its event, and then the error."""
+    first = event_of({**generated(IDS, GOOD, rid="a"), "index": 0})
+    second = event_of({**generated(IDS, None, rid="b"), "index": 1})
+    worker.next(script(chunked_head(EVENT_STREAM), chunk(first + second[:20]), chunk(second[20:] + DONE), LAST_CHUNK))
+    asked = {
+        **ASKED,
+        "stream": True,
+        "return_logprob": True,
+        "return_routed_experts": True,
+        "sampling_params": {"n": 2},
+    }
+    got = await trial.post("/generate", asked)
+    assert got.body.startswith(first)
+    (error,) = [each for each in got.body[len(first) :].split(b"\n\n") if each]
+    assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "routed_experts_missing"
+
+
+# Replies that cannot be read
+
+
+def zipped(*, stream: bool) -> tuple[bytes, bytes]:
+    """A reply with rows that its worker has compressed, and its body."""
+    answer = generated(IDS, GOOD)
+    body = gzip.compress(event_of(answer) + DONE if stream else compact(answer), mtime=0)
+    return reply(body, headers=[*(EVENT_STREAM if stream else JSON), ("Content-Encoding", "gzip")]), body
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_compressed_reply_is_refused_where_rows_are_required(
+    worker: ScriptedWorker, trial: ExpertsTrial, stream: bool, asks: bool
+) -> None:
+    worker.next(script(zipped(stream=stream)[0]))
+    asked = {**ASKED, "stream": stream, "return_routed_experts": asks}
+    got = await trial.post("/generate", asked, [("Accept-Encoding", "gzip")])
+    assert worker.requests[-1].values("accept-encoding") == [], "what cannot be read here is not asked for"
+    assert (got.status, got.error_type) == (502, "routed_experts_missing")
+    assert worker.url in got.json()["error"]["message"]
+    assert "gzip" in got.json()["error"]["message"]
+    assert await trial.missing() == {"unread": 1}
+    await nothing_is_held(trial)
+    await the_next_works(trial, worker)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_compressed_reply_passes_where_rows_are_not_required_and_is_counted_and_logged(
+    stage: Stage, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture, stream: bool, asks: bool
+) -> None:
+    trial = await experts_trial(stage, worker, options={"moe_shape": SHAPE, "required": False})
+    whole, body = zipped(stream=stream)
+    worker.next(script(whole))
+    got = await trial.post("/generate", {**ASKED, "stream": stream, "return_routed_experts": asks})
+    assert (got.status, got.value("content-encoding"), got.body) == (200, b"gzip", body)
+    assert await trial.missing() == {"unread": 1}
+    (line,) = [each for each in caplog.records if each.message == "reply_unread"]
+    assert line.__dict__["fields"] == {"layer": "routed_experts", "reason": "content_encoding"}
+    counted = b'miles_router_unread_replies_total{layer="routed_experts",reason="content_encoding"} 1.0'
+    assert counted in (await trial.ask("GET", "/metrics")).body
+    await the_next_works(trial, worker)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_compressed_turn_is_none(worker: ScriptedWorker, sessions: ExpertsTrial, stream: bool) -> None:
+    worker.next(script(zipped(stream=stream)[0]))
+    session = await sessions.create()
+    got = await sessions.turn(session, HI, stream=stream)
+    assert (got.status, got.error_type) == (502, "routed_experts_missing")
+    assert await sessions.records(session) == []
+    await nothing_is_held(sessions)
+    await the_next_turn_works(sessions, worker)
