@@ -63,7 +63,7 @@ class GrowingAnswer:
         Raises:
             UnreadableAnswer: as `add`.
         """
-        meta = event.get("meta_info")
+        meta: Any = event.get("meta_info")
         goes_on = isinstance(meta, dict) and meta.get("finish_reason") is None
         if goes_on and self.incremental is False and meta.get(VERSION) == self.spans[-1]["version"]:
             self._skimmed = event
