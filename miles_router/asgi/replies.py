@@ -281,7 +281,7 @@ class Collected(Tap):
     """A whole reply of any kind, kept for a layer that answers by itself. Nothing is given to the client."""
 
     def __init__(self) -> None:
-        super().__init__(_drop)
+        super().__init__(drop)
         #: The whole body, once it is there.
         self.body = b""
 
@@ -325,7 +325,7 @@ class Collected(Tap):
         self.body = body
 
 
-async def _drop(message: Message) -> None:
+async def drop(message: Message) -> None:
     """The client's side of a reply that is not given to it."""
 
 

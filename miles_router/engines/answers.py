@@ -27,7 +27,7 @@ LOGPROB_FIELDS = frozenset(
     }
 )
 VERSION, VERSIONS = "weight_version", "weight_versions"
-FINISH_REASON, INDEX = Field("finish_reason"), Field("index")
+FINISH_REASON, INDEX, VERSION_NAMED = Field("finish_reason"), Field("index"), Field(VERSION)
 ABORT = "abort"
 
 Unreadable = Literal[
@@ -187,6 +187,12 @@ def finish_reasons(data: bytes, answers: int, *, beginning: bool = False) -> lis
     return found if len(found) == answers else None
 
 
+def finish_of(answer: object) -> object:
+    """The finish reason of anything that was parsed; None where it has none."""
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    return meta.get("finish_reason") if isinstance(meta, Mapping) else None
+
+
 def index_of(event: bytes) -> int | None:
     """Which of several generations an event is about, without parsing the rest; None where that cannot be seen."""
     try:
@@ -197,6 +203,14 @@ def index_of(event: bytes) -> int | None:
         except Incomplete:
             return None
     return index if type(index) is int else None
+
+
+def version_of(event: bytes) -> object:
+    """The weight version that an event names, without parsing the rest; None where that cannot be seen."""
+    try:
+        return next(VERSION_NAMED.values(event), None)
+    except Incomplete:
+        return None
 
 
 def is_abort(finish: object) -> bool:

@@ -10,10 +10,11 @@ import time
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end
 from miles_router.asgi.watch import Watch
+from miles_router.engines.generate import UnknownShape
 from miles_router.engines.paths import GENERATE
-from miles_router.errors import FleetPaused
+from miles_router.errors import BadRequest, FleetPaused
 from miles_router.fleet.gate import Gate, endpoint
-from miles_router.fleet.inflight import NOT_UNDERSTOOD, InFlight, aborted_in_the_queue
+from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
 from miles_router.forwarding.forwarder import ABORTED, Forwarded, Forwarder
 from miles_router.forwarding.outgoing import Outgoing, outgoing
 from miles_router.forwarding.upstream import NotAdmitted
@@ -75,7 +76,7 @@ class Proxy:
             raise aborted
         try:
             kind, answer = aborted_in_the_queue(exchange.loads(body))
-        except NOT_UNDERSTOOD:
+        except (BadRequest, UnknownShape):
             raise aborted from None
         headers = [(b"content-type", kind), (b"content-length", str(len(answer)).encode("ascii"))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -53,8 +53,12 @@ def length(count: int) -> dict[str, Any]:
     return {"type": "length", "length": count}
 
 
+def in_json(body: bytes, status: int = 200) -> bytes:
+    return reply(body, status, JSON)
+
+
 def in_one(answers: Sequence[object]) -> bytes:
-    return reply(orjson.dumps(answers[0] if len(answers) == 1 else answers))
+    return in_json(orjson.dumps(answers[0] if len(answers) == 1 else answers))
 
 
 def told(*answers: object) -> Behaviour:
@@ -278,10 +282,10 @@ async def test_a_question_that_a_pause_cuts_is_asked_again(stage: Stage, aborted
 # What is not carried on
 
 REFUSALS: dict[str, Behaviour] = {
-    "too long": script(reply(b'{"error": {"message": "too long"}}', 400)),
-    "no JSON": script(reply(b"{")),
+    "too long": script(in_json(b'{"error": {"message": "too long"}}', 400)),
+    "no JSON": script(in_json(b"{")),
     "no object": told(7),
-    "no answer": script(reply(b"[]")),
+    "no answer": script(in_json(b"[]")),
     "no ids": told({"text": "x", "meta_info": {}}),
     "no meta_info": told({"text": "x", "output_ids": [7]}),
     "other types": told({"text": 7, "output_ids": "7", "meta_info": []}),
@@ -290,7 +294,7 @@ REFUSALS: dict[str, Behaviour] = {
     "a prompt that was cut": told(answer([6], length(1), prompt=2)),
 }
 REFUSED_STREAMS: dict[str, Behaviour] = {
-    "too long": script(reply(b'{"error": {"message": "too long"}}', 400)),
+    "too long": script(in_json(b'{"error": {"message": "too long"}}', 400)),
     "too long, as an event": streamed({"error": {"message": "too long", "code": 400}}),
     "no stream": told(answer([6], length(1), prompt=3)),
     "no JSON": script(EVENTS, chunk(b"data: {\n\n"), *END),
@@ -448,7 +452,7 @@ async def test_a_long_answer_that_a_pause_cut_is_carried_on(stage: Stage, stream
     def behind(paused: asyncio.Event) -> Behaviour:
         if stream:
             return script(EVENTS, paused, chunk(cut[:300_000]), chunk(cut[300_000:]), *END)
-        return script(paused, reply(cut))
+        return script(paused, in_json(cut))
 
     generating = await pause(router, one, behind, lambda: generate(router, stream=stream))
     last = answer([7], length(1), prompt=3, routed_experts="QUFB")

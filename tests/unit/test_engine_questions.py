@@ -1,4 +1,4 @@
-"""Which text the ids have that a model samples and its tokenizer does not have."""
+"""What engines are asked: which text the ids have that a model samples and its tokenizer does not have."""
 
 from __future__ import annotations
 
@@ -7,25 +7,24 @@ from typing import Any, cast
 
 from miles_router.asgi.exchange import Exchange
 from miles_router.middlewares.router import Router
-from miles_router.partial_rollouts.engine import Engine, Known
+from miles_router.partial_rollouts.questions import EngineQuestions
 
 SPELLED = {0: "!", 1: "a", 2: "b", 5: "c"}  # 3 and 4 spell nothing by themselves, 6 and up are padding
 
 
-class Asked(Engine):
+class Asked(EngineQuestions):
     """One whose worker decodes as transformers does: what the tokenizer does not have is left out."""
 
     def __init__(self) -> None:
-        super().__init__(cast(Router, None), Known(), Exchange("it"), [])
+        super().__init__(cast(Router, None), Exchange("it"), [])
         self.asked: list[Any] = []
 
-    async def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        assert body is not None
+    async def _ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         self.asked.append(body["tokens"])
         return {"text": ["".join(SPELLED.get(token, "") for token in each) for each in body["tokens"]]}
 
 
-async def texts(engine: Engine, *ids: list[int]) -> list[str]:
+async def texts(engine: EngineQuestions, *ids: list[int]) -> list[str]:
     return await engine.detokenize(ids, skip_special_tokens=True)
 
 
