@@ -25,7 +25,7 @@ from miles_router.middlewares.rows import Handover
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
-FIRST_ALONE = "of several completions SGLang tells the routed experts of one alone"
+FIRST_ALONE = "of several completions the engine tells the routed experts of one alone"
 
 
 class TurnRunner:
