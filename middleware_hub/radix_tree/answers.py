@@ -102,7 +102,7 @@ class AnswerTap(Tap):
 
     async def _grow(self, generation: int, growing: GrowingAnswer, answer: Mapping[str, object]) -> None:
         try:
-            growing.add(answer)
+            growing.skim(answer)
         except UnreadableAnswer as error:
             del self._growing[generation]
             self._refuse(error.reason, str(error))

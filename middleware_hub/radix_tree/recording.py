@@ -121,15 +121,16 @@ class TextRecorder:
 
     def _sampled(self, answer: GenerateAnswer, params: Mapping[str, Any]) -> tuple[Alignment, list[Piece]]:
         """Where the sampled tokens end in the answer's text, and they themselves, one piece a weight version."""
-        alignment = self._encoder.align(
+        runs: Sequence[tuple[str | None, int, int]] = answer.versions or [(None, 0, len(answer.ids))]
+        pieces = [Piece.sampled(answer.ids[a:b], answer.logprobs[a:b], version) for version, a, b in runs]
+        alignment = self._encoder.align(  # only now: a tokenizer cannot spell what is no id
             answer.ids,
             answer.text,
             skip_special=bool(params.get("skip_special_tokens", True)),
             stop=answer.matched,
             no_stop_trim=bool(params.get("no_stop_trim", False)),
         )
-        runs: Sequence[tuple[str | None, int, int]] = answer.versions or [(None, 0, len(answer.ids))]
-        return alignment, [Piece.sampled(answer.ids[a:b], answer.logprobs[a:b], version) for version, a, b in runs]
+        return alignment, pieces
 
 
 async def _off_loop(size: int, work: Callable[[], Result]) -> Result:

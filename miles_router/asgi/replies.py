@@ -63,6 +63,10 @@ class Tap:
     max_collected: ClassVar[int] = MAX_COLLECTED
     #: Whether `piece` gives as many bytes as it takes, so that the reply's Content-Length stays true.
     same_length = False
+    #: Whether `piece` reads what it sees, and is not content with bytes of any kind.
+    reads_pieces: ClassVar[bool] = False
+    #: Whether the reply's head waits for what `piece` gives first. A layer that only looks on does not need that.
+    holds_head = True
     _wants_pieces: ClassVar[bool] = False
     _wants_whole: ClassVar[bool] = False
     _wants_events: ClassVar[bool] = False
@@ -149,10 +153,8 @@ class Tap:
 
     async def answer(self, body: bytes) -> None:
         """Give the client a whole answer, with its length, in place of one that was collected."""
-        headers = [pair for pair in self.start["headers"] if pair[0] != b"content-length"]
-        headers.append((b"content-length", str(len(body)).encode("ascii")))
         self._started = self._finished = True
-        await self._send({**self.start, "headers": headers})
+        await self._send(with_length(self.start, body))
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def let_go(self) -> None:
@@ -182,14 +184,15 @@ class Tap:
             await self._pass_on(start)
             return
         self._collecting = self._collects()
-        if not self._collecting and not self._wants_pieces:  # a stream's head does not wait for its first event
+        held = self._wants_pieces and self.holds_head
+        if not self._collecting and not held:  # a stream's head does not wait for its first event
             await self._give_start()
 
     def _collects(self) -> bool:
         return self.kind is Kind.JSON and self._wants_whole
 
     def _can_read(self) -> bool:
-        if not (self._wants_whole or self._wants_events):
+        if not (self._wants_whole or self._wants_events or self.reads_pieces):
             return True  # bytes are bytes
         encoding = first(self.start["headers"], b"content-encoding")
         if encoding is not None and encoding.lower() != IDENTITY:
@@ -301,10 +304,11 @@ class Collected(Tap):
         except orjson.JSONDecodeError:
             return None
 
-    async def give_to(self, send: Send) -> None:
-        """Give it to a client as it came."""
-        await send(self.start)
-        await send({"type": "http.response.body", "body": self.body, "more_body": False})
+    async def give_to(self, send: Send, body: bytes | None = None) -> None:
+        """Give it to a client as it came, or with another body."""
+        body = self.body if body is None else body
+        await send(self.start if body is self.body else with_length(self.start, body))
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def passes(self, start: Message) -> bool:
         """None does."""
@@ -323,6 +327,12 @@ class Collected(Tap):
 
 async def drop(message: Message) -> None:
     """The client's side of a reply that is not given to it."""
+
+
+def with_length(start: Message, body: bytes) -> Message:
+    """A reply's first message, for another body."""
+    headers = [pair for pair in start["headers"] if pair[0] != b"content-length"]
+    return {**start, "headers": [*headers, (b"content-length", str(len(body)).encode("ascii"))]}
 
 
 def kind_of(headers: RawHeaders) -> Kind:

@@ -136,16 +136,25 @@ def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
         if any(span["version"] is None or {type(span["start"]), type(span["end"])} != {int} for span in spans):
             raise UnreadableAnswer("incomplete", f"{VERSIONS} without a version, or with places that are no integers")
         runs = [VersionRun(str(span["version"]), span["start"], span["end"]) for span in spans]
-        reached = 0
-        for run in runs:
-            if run.start != reached or run.end < run.start:
-                raise UnreadableAnswer("versions_leave_gaps", f"{[(each.start, each.end) for each in runs]}")
-            reached = run.end
+        check_runs(runs, tokens)
     except (KeyError, TypeError) as error:
         raise UnreadableAnswer("incomplete", repr(error)) from error
+    return [run for run in runs if run.end > run.start]
+
+
+def check_runs(runs: Sequence[VersionRun], tokens: int) -> None:
+    """Refuse weight versions that are not those of so many tokens.
+
+    Raises:
+        UnreadableAnswer: they leave gaps, overlap, or do not cover the tokens.
+    """
+    reached = 0
+    for run in runs:
+        if run.start != reached or run.end < run.start:
+            raise UnreadableAnswer("versions_leave_gaps", f"{[(each.start, each.end) for each in runs]}")
+        reached = run.end
     if reached != tokens:
         raise UnreadableAnswer("versions_end_elsewhere", f"at {reached}, and {tokens} tokens were sampled")
-    return [run for run in runs if run.end > run.start]
 
 
 def without_logprobs(answer: Any) -> Any:

@@ -34,6 +34,7 @@ class GrowingAnswer:
         self.answer: dict[str, Any] | None = None
         self.incremental: bool | None = None
         self.spans: list[dict[str, Any]] = []
+        self._skimmed: Mapping[str, Any] | None = None
 
     @property
     def ended(self) -> bool:
@@ -54,6 +55,23 @@ class GrowingAnswer:
             raise UnreadableAnswer("incomplete", repr(error)) from error
         self.answer = grown
         return grown
+
+    def skim(self, event: Mapping[str, Any]) -> None:
+        """Take one event's answer, for whoever looks at `answer` only once it has `ended`: of a cumulative stream, what
+        the next event says again is not read.
+
+        Raises:
+            UnreadableAnswer: as `add`.
+        """
+        meta: Any = event.get("meta_info")
+        goes_on = isinstance(meta, dict) and meta.get("finish_reason") is None
+        if goes_on and self.incremental is False and meta.get(VERSION) == self.spans[-1]["version"]:
+            self._skimmed = event
+            return
+        skimmed, self._skimmed = self._skimmed, None
+        if skimmed is not None:
+            self.add(skimmed)  # which says up to where the version before reached
+        self.add(event)
 
     def _grown(self, event: Mapping[str, Any]) -> dict[str, Any]:
         text, ids, meta = event["text"], event["output_ids"], event["meta_info"]

@@ -198,8 +198,8 @@ class EngineQuestions:
             raise CannotResume(f"{path} was not answered") from None
 
     async def _send(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-        data = orjson.dumps(body)
-        async with self._router.forward("POST", path, headers=self._headers, body=data) as forwarded:
+        data, flight = orjson.dumps(body), self.exchange.flight
+        async with self._router.forward("POST", path, headers=self._headers, body=data, flight=flight) as forwarded:
             if forwarded.worker.url != self._url:
                 self.ask(forwarded.worker.url, await self._router.fleet.facts(forwarded.worker.url))
             return forwarded.reply.status, await forwarded.reply.read_all(MAX_ANSWER)

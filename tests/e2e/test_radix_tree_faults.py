@@ -150,6 +150,12 @@ def written(answer: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(answer).encode() + b"\n\n"
 
 
+def of_ids(ids: list[Any]) -> list[list[Any]]:
+    """Their logprobs."""
+    return [[-1.0, each, None] for each in ids]
+
+
+NO_IDS: list[list[Any]] = [[7, -1], [7, 1.5], [7, 1 << 40], [7, "8"], [7, None]]
 GAP = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end": 2}]
 BEGINS_LATE, ENDS_EARLY, ENDS_LATE = ([{"version": "1", "start": a, "end": b}] for a, b in ((1, 2), (0, 1), (0, 3)))
 
@@ -177,6 +183,10 @@ BEGINS_LATE, ENDS_EARLY, ENDS_LATE = ([{"version": "1", "start": a, "end": b}] f
             "logprobs_of_other_tokens",
         ),
         (answer_of(output_token_logprobs=[[7.0, 7], [-1.0, 8]]), "invalid_tokens", "invalid_tokens"),
+        *(
+            (answer_of(output_ids=ids, output_token_logprobs=of_ids(ids)), "invalid_tokens", "invalid_tokens")
+            for ids in NO_IDS
+        ),
         (answer_of(weight_versions=GAP), "versions_leave_gaps", "versions_leave_gaps"),
         (answer_of(weight_versions=BEGINS_LATE), "versions_leave_gaps", "versions_leave_gaps"),
         (answer_of(weight_versions=ENDS_EARLY), "versions_end_elsewhere", "versions_end_elsewhere"),

@@ -16,9 +16,9 @@ from middleware_hub.openai_session.export.records import record
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.messages import Message, strict
+from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Turn, line_ends
-from middleware_hub.openai_session.turns.asking import Asked
 from miles_router.middlewares.rows import RowChannel
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 from tests.support.sessions import SYSTEM, Scene, assistant, call, history, tool, user
@@ -66,7 +66,7 @@ class Episode:
     scene: Scene = field(default_factory=Scene)
     sent: list[list[Message]] = field(default_factory=list)  # every request
     doors: dict[Turn, Door] = field(default_factory=dict)
-    under_way: list[Asked] = field(default_factory=list)
+    under_way: list[PendingTurn] = field(default_factory=list)
 
     def step(self) -> None:
         """One request more, or an answer to one under way."""
@@ -110,17 +110,18 @@ class Episode:
                 best = turn
         return Place(best, tuple(sent[len(history(best)) if best else 0 :]), best.context if best else contexts[0])
 
-    def ask(self, sent: list[Message], place: Place, fields: Mapping[str, Any]) -> Asked:
+    def ask(self, sent: list[Message], place: Place, fields: Mapping[str, Any]) -> PendingTurn:
         ended = place.parent is not None and place.parent.ended_itself
         segment = self.draw(st.sampled_from([None] * 5 + ["not_text"])) if place.parent is not None else None
         dropped = int(ended and segment is None and self.draw(st.booleans()))
-        asked = self.scene.ask(sent, given=self.draw(st.integers(0, 3)), dropped=dropped, segment=segment, **fields)
+        given = self.draw(st.integers(dropped, 3))  # behind a dropped stop token stands the template's own
+        asked = self.scene.ask(sent, given=given, dropped=dropped, segment=segment, **fields)
         if segment is not None:
-            asked.place, asked.given, asked.held, asked.dropped = Place(None, tuple(sent), place.context), None, None, 0
+            asked.places, asked.prompt = (Place(None, tuple(sent), place.context),), None
         self.scene.time += 1
         return asked
 
-    def answer(self, asked: Asked) -> None:
+    def answer(self, asked: PendingTurn) -> None:
         made = []
         for index in range(self.draw(st.sampled_from([1, 1, 1, 2, 3]))):
             sampled = self.draw(st.integers(0, 4))
@@ -133,8 +134,8 @@ class Episode:
         self.scene.time += 1
         for generated, turn in zip(made, self.scene.record(asked, *made), strict=True):
             given = list(generated.prompt or ())
-            if asked.held is not None and asked.given is not None:
-                given = [*asked.held.tolist(), *asked.given.tokens.tolist()]
+            if asked.prompt is not None:
+                given = asked.prompt.ids().tolist()
             self.doors[turn] = Door(given, list(generated.ids), list(generated.logprobs))
 
 

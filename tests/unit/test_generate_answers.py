@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -92,8 +93,9 @@ def test_logprobs_are_taken_out_and_anything_else_is_left_alone() -> None:
         assert without_logprobs(other) is other
 
 
-def events(ids: list[int], cuts: list[int], *, incremental: bool, more: int) -> list[dict[str, Any]]:
-    """A stream of `ids`, cut after so many tokens each. `more`: ids that a cumulative event has too many."""
+def events(ids: list[int], cuts: list[int], *, incremental: bool, more: int, every: int) -> list[dict[str, Any]]:
+    """A stream of `ids`, cut after so many tokens each. `more`: ids that a cumulative event has too many; `every`: how
+    many events name the same version."""
     made, done = [], 0
     for place, cut in enumerate(cuts):
         last = place == len(cuts) - 1
@@ -102,7 +104,7 @@ def events(ids: list[int], cuts: list[int], *, incremental: bool, more: int) -> 
         meta = {
             "id": "r",
             "completion_tokens": cut,
-            "weight_version": f"v{place}",
+            "weight_version": f"v{place // every}",
             "finish_reason": {"type": "length"} if last else None,
             "output_token_logprobs": [[-1.0, token, None] for token in ids[begin:end]],
         }
@@ -113,23 +115,34 @@ def events(ids: list[int], cuts: list[int], *, incremental: bool, more: int) -> 
     return made
 
 
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=30), st.data(), st.booleans(), st.integers(0, 2))
+@given(
+    st.lists(st.integers(0, 99), min_size=1, max_size=30),
+    st.data(),
+    st.booleans(),
+    st.integers(0, 2),
+    st.integers(1, 4),
+)
 def test_either_kind_of_stream_grows_into_the_same_answer(
-    ids: list[int], data: st.DataObject, incremental: bool, more: int
+    ids: list[int], data: st.DataObject, incremental: bool, more: int, every: int
 ) -> None:
-    cuts = sorted({*data.draw(st.lists(st.integers(1, len(ids)), max_size=5)), len(ids)})
-    growing = GrowingAnswer()
-    for event, cut in zip(events(ids, cuts, incremental=incremental, more=more), cuts, strict=True):
+    cuts = sorted({*data.draw(st.lists(st.integers(1, len(ids)), max_size=8)), len(ids)})
+    growing, skimming = GrowingAnswer(), GrowingAnswer()
+    stream = events(ids, cuts, incremental=incremental, more=more, every=every)
+    for event, cut in zip(stream, cuts, strict=True):
         assert not growing.ended
+        assert not skimming.ended
         grown = growing.add(copy.deepcopy(event))
+        skimming.skim(copy.deepcopy(event))
         assert grown is growing.answer
         assert grown["output_ids"] == ids[:cut]
         assert [entry[1] for entry in grown["meta_info"]["output_token_logprobs"]] == ids[:cut]
         assert len(grown["text"]) == cut
     assert growing.ended
     assert growing.incremental is (None if len(cuts) == 1 else incremental)
-    bounds = list(zip([0, *cuts], cuts, strict=False))
-    assert growing.spans == [{"version": f"v{n}", "start": a, "end": b} for n, (a, b) in enumerate(bounds)]
+    bounds = [0, *cuts[every - 1 : -1 : every], len(ids)]
+    spans = [{"version": f"v{n}", "start": a, "end": b} for n, (a, b) in enumerate(itertools.pairwise(bounds))]
+    assert growing.spans == spans
+    assert (skimming.answer, skimming.spans, skimming.ended) == (growing.answer, spans, True)
 
 
 @pytest.mark.parametrize("ids", [[3], [3, 4, 5]])

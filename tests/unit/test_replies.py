@@ -218,6 +218,23 @@ async def test_pieces_may_be_held_back_and_the_head_with_them(same_length: bool)
     assert client.length == (b"4" if same_length else None)
 
 
+@pytest.mark.parametrize("kind", [JSON, EVENTS])
+async def test_a_layer_that_only_looks_on_does_not_hold_the_head(kind: bytes) -> None:
+    class Copying(Pieces):
+        holds_head = False
+
+        async def piece(self, data: bytes, *, more: bool) -> bytes:
+            self.waiting += data
+            return data
+
+    client = Client()
+    tap = Copying(client, same_length=True)
+    await through(tap, head(kind, content_length="2"))
+    assert (len(client.messages), client.length) == (1, b"2")
+    await through(tap, body(b"a", more=True), body(b"b"))
+    assert (client.body, client.complete, tap.waiting) == (b"ab", True, b"ab")
+
+
 async def test_whoever_wants_bytes_alone_gets_those_of_any_reply() -> None:
     client = Client()
     tap = Pieces(client, same_length=True)
@@ -307,6 +324,9 @@ async def test_a_collected_reply_is_kept_whole_whatever_it_is() -> None:
         assert (reply.status, reply.body, reply.is_json, reply.parse()) == (start["status"], b"{}", is_json, {})
         await reply.give_to(client.send)
         assert client.messages == [start, body(b"{}")]
+        other = Client()
+        await reply.give_to(other.send, b"other")
+        assert (other.body, other.length, other.messages[0]["status"]) == (b"other", b"5", start["status"])
     assert reply.kind is Kind.JSON
 
 

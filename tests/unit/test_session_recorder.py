@@ -14,9 +14,9 @@ import pytest
 
 from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.sessions.messages import message_bytes
+from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Turn
-from middleware_hub.openai_session.turns.asking import Asked
-from middleware_hub.openai_session.turns.recording import MAX_UNTRACED, TURN_BYTES
+from middleware_hub.openai_session.turns.recorder import MAX_UNTRACED, TURN_BYTES
 from tests.support.sessions import SPECIAL, STOP, SYSTEM, Scene, assistant, history, user
 
 START = [SYSTEM, user("Add.")]
@@ -81,9 +81,8 @@ def test_a_prompt_that_the_engine_tells_must_be_the_one_it_was_sent() -> None:
     scene = Scene()
     first = scene.turn(START)
     asked = scene.ask([*history(first), user("more")], dropped=1)
-    assert asked.held is not None
-    assert asked.given is not None
-    sent = [*asked.held.tolist(), *asked.given.tokens.tolist()]
+    assert asked.prompt is not None
+    sent = asked.prompt.ids().tolist()
     for told in ([*sent, 1], sent[1:], [0, *sent[1:]]):
         with pytest.raises(UnusableAnswer, match="other ids than it was sent"):
             scene.record(asked, replace(scene.generated(asked, "ok"), prompt=told))
@@ -190,8 +189,8 @@ def long_session(scene: Scene, turns: int, *, rooted: bool) -> list[Turn]:
         sent.append(user(f"{number} " + "x" * 2000))
         asked = scene.ask(parsed_again(sent), segment="not_text" if rooted else None)
         if rooted:
-            asked.place = replace(asked.place, parent=None, appended=tuple(asked.parsed["messages"]))
-            asked.given = asked.held = None
+            asked.places = [replace(asked.places[0], parent=None, appended=tuple(asked.fields["messages"]))]
+            asked.prompt = None
         made += scene.record(asked, scene.generated(asked, f"answer {number}"))
         sent.append({**made[-1].answer, "refusal": None})
     return made
@@ -222,13 +221,13 @@ class Body(dict[str, Any]):
 def test_nothing_is_kept_of_a_request_but_its_messages() -> None:
     scene = Scene()
     asked = scene.ask(START)
-    asked.parsed = body = Body({"messages": START, "metadata": {"x": "y" * 1000}})
+    asked.fields = body = Body({"messages": START, "metadata": {"x": "y" * 1000}})
     gone: list[weakref.ref[Any]] = [weakref.ref(asked), weakref.ref(body)]
     (turn,) = scene.record(asked, scene.generated(asked, "ok"))
     del asked, body
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
-    assert not any(isinstance(each, Asked) for each in gc.get_referents(turn))
+    assert not any(isinstance(each, PendingTurn) for each in gc.get_referents(turn))
 
 
 # What is not recorded

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.turns.retries import Retries
+from middleware_hub.openai_session.turns.idempotency import once
 from miles_router.asgi.exchange import Message, Send
 from miles_router.engines.events import LAST_EVENT
 from miles_router.tasks import spawn
@@ -40,12 +40,11 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.messages)
 
 
-class Turns:
+class Episode:
     """A session whose turns have ids. `script` is what one run does; `runs` counts them."""
 
     def __init__(self) -> None:
         self.scene = Scene()
-        self.retries = Retries()
         self.runs = 0
         self.bytes: list[int] = []
 
@@ -63,7 +62,7 @@ class Turns:
             self.runs += 1
             await run(send)
 
-        await self.retries.once(self.scene.session, turn_id, client.send, counted, self.bytes.append)
+        await once(self.scene.session, turn_id, client.send, counted, self.bytes.append)
         return client
 
     def answering(self, *messages: Message, turn_id: str = "t", held: bool = True) -> Callable[[Send], Awaitable[None]]:
@@ -77,7 +76,7 @@ class Turns:
 
 
 async def test_a_turn_that_was_answered_gives_its_answer_again() -> None:
-    turns = Turns()
+    turns = Episode()
     run = turns.answering(start(), part(b"an", more=True), part(b"swer"))
     first, again, third = [await turns.ask(run) for _ in range(3)]
     assert (first.body, again.body, third.body, turns.runs) == (b"answer",) * 3 + (1,)
@@ -88,7 +87,7 @@ async def test_a_turn_that_was_answered_gives_its_answer_again() -> None:
 
 
 async def test_what_a_layer_outside_adds_to_the_headers_is_not_kept() -> None:
-    turns = Turns()
+    turns = Episode()
     await turns.ask(turns.answering(start(), part()))
     client = await turns.ask(turns.answering())
     client.messages[0]["headers"].append((b"x-more", b"1"))
@@ -96,7 +95,7 @@ async def test_what_a_layer_outside_adds_to_the_headers_is_not_kept() -> None:
 
 
 async def test_other_ids_and_other_sessions_are_other_turns() -> None:
-    turns, other = Turns(), Turns()
+    turns, other = Episode(), Episode()
     await turns.ask(turns.answering(start(), part(b"a")))
     assert (await turns.ask(turns.answering(start(), part(b"b"), turn_id="u"), "u")).body == b"b"
     assert (await other.ask(other.answering(start(), part(b"c")))).body == b"c"
@@ -114,10 +113,10 @@ FAILURES: dict[str, tuple[list[Message], bool]] = {
 
 @pytest.mark.parametrize(("messages", "held"), FAILURES.values(), ids=FAILURES)
 async def test_a_turn_that_failed_runs_again(messages: list[Message], held: bool) -> None:
-    turns = Turns()
+    turns = Episode()
     failed = await turns.ask(turns.answering(*messages, held=held))
     assert failed.messages == messages
-    assert turns.scene.session.answers == {}
+    assert turns.scene.session.replies == {}
     assert turns.bytes == []
     assert (await turns.ask(turns.answering(start(), part(b"second")))).body == b"second"
     assert (await turns.ask(turns.answering())).body == b"second"
@@ -125,19 +124,19 @@ async def test_a_turn_that_failed_runs_again(messages: list[Message], held: bool
 
 
 async def test_a_turn_that_raised_runs_again() -> None:
-    turns = Turns()
+    turns = Episode()
 
     async def fail(send: Send) -> None:
         raise RuntimeError("engine")
 
     with pytest.raises(RuntimeError, match="engine"):
         await turns.ask(fail)
-    assert turns.scene.session.answers == {}
+    assert turns.scene.session.replies == {}
     assert (await turns.ask(turns.answering(start(), part()))).body == b"answer"
 
 
 async def test_an_earlier_turn_of_that_id_does_not_make_a_failure_an_answer() -> None:
-    turns = Turns()
+    turns = Episode()
     await turns.ask(turns.answering(start(), part(more=True)))
     await turns.ask(turns.answering(start(), part(b"error"), held=False))
     assert (await turns.ask(turns.answering(start(), part(b"answer")))).body == b"answer"
@@ -145,7 +144,7 @@ async def test_an_earlier_turn_of_that_id_does_not_make_a_failure_an_answer() ->
 
 
 async def test_a_client_that_leaves_behind_the_last_event_has_had_its_answer() -> None:
-    turns = Turns()
+    turns = Episode()
 
     async def run(send: Send) -> None:
         await send(start())
@@ -163,7 +162,7 @@ async def test_a_client_that_leaves_behind_the_last_event_has_had_its_answer() -
 class Held:
     """A turn under way, until it is let go."""
 
-    def __init__(self, turns: Turns, *messages: Message, held: bool = True) -> None:
+    def __init__(self, turns: Episode, *messages: Message, held: bool = True) -> None:
         self.began, self.go = asyncio.Event(), asyncio.Event()
         self._run = turns.answering(*messages, held=held)
 
@@ -180,7 +179,7 @@ async def settle() -> None:
 
 
 async def test_a_turn_that_is_asked_for_meanwhile_waits_for_the_same_answer() -> None:
-    turns = Turns()
+    turns = Episode()
     first = Held(turns, start(), part())
     tasks = [spawn(turns.ask(first.run), name="t")]
     await first.began.wait()
@@ -193,7 +192,7 @@ async def test_a_turn_that_is_asked_for_meanwhile_waits_for_the_same_answer() ->
 
 
 async def test_of_those_that_wait_for_a_turn_that_fails_one_runs_it_again() -> None:
-    turns = Turns()
+    turns = Episode()
     first = Held(turns, start(500), part(b"error"), held=False)
     failing = spawn(turns.ask(first.run), name="t")
     await first.began.wait()
@@ -206,7 +205,7 @@ async def test_of_those_that_wait_for_a_turn_that_fails_one_runs_it_again() -> N
 
 
 async def test_a_first_client_that_leaves_hands_the_turn_to_the_next() -> None:
-    turns = Turns()
+    turns = Episode()
     first = Held(turns, start(), part(b"never"))
     leaving = spawn(turns.ask(first.run), name="t")
     await first.began.wait()
@@ -219,7 +218,7 @@ async def test_a_first_client_that_leaves_hands_the_turn_to_the_next() -> None:
 
 
 async def test_a_waiting_client_that_leaves_disturbs_nobody() -> None:
-    turns = Turns()
+    turns = Episode()
     first = Held(turns, start(), part())
     running = spawn(turns.ask(first.run), name="t")
     await first.began.wait()
@@ -234,7 +233,7 @@ async def test_a_waiting_client_that_leaves_disturbs_nobody() -> None:
 
 
 async def test_a_session_deleted_meanwhile_still_answers_all_who_wait() -> None:
-    turns = Turns()
+    turns = Episode()
     first = Held(turns, start(), part(), held=False)
     running = spawn(turns.ask(first.run), name="t")
     await first.began.wait()
@@ -247,7 +246,7 @@ async def test_a_session_deleted_meanwhile_still_answers_all_who_wait() -> None:
 
 
 async def test_a_session_deleted_during_a_turn_that_fails_is_no_error() -> None:
-    turns = Turns()
+    turns = Episode()
     first = Held(turns, start(500), part(), held=False)
     running = spawn(turns.ask(first.run), name="t")
     await first.began.wait()
@@ -257,8 +256,8 @@ async def test_a_session_deleted_during_a_turn_that_fails_is_no_error() -> None:
 
 
 async def test_only_the_answer_is_kept_of_a_turn() -> None:
-    turns = Turns()
+    turns = Episode()
     await turns.ask(turns.answering(start(), part()))
-    (kept,) = turns.scene.session.answers.values()
+    (kept,) = turns.scene.session.replies.values()
     recorded: Any = kept.result()
     assert vars(recorded) == {"headers": [HEADERS[0], HEADERS[2]], "body": b"answer"}

@@ -1,4 +1,4 @@
-"""The header-addressed dialect: the same sessions for clients that name them in headers and never make them.
+"""Dressage's dialect: the same sessions for clients that name them in headers and never make them.
 
 POST /v1/chat/completions   with X-Session-Id, X-Instance-Id, X-Turn-Id: a turn; the session is made at its first
 POST /session/finalize      no further turns; it can be read
@@ -17,33 +17,34 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from middleware_hub.openai_session.dialects.dialect import TakesTurn
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
 from middleware_hub.openai_session.export.samples import SampleRequest, write_samples
 from middleware_hub.openai_session.sessions.tree import Session
-from middleware_hub.openai_session.turns.asking import CHAT
 from miles_router import Exchange, Router
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.headers import first
 from miles_router.asgi.keys import Key
+from miles_router.control.row import Row
+from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
+from miles_router.engines import paths
 from miles_router.errors import BadRequest
-from miles_router.forwarding.forwarder import Outgoing
+from miles_router.forwarding.outgoing import Outgoing
 
-INSTANCE, TURN = b"x-instance-id", b"x-turn-id"
+SESSION, INSTANCE, TURN, ROUTING = b"x-session-id", b"x-instance-id", b"x-turn-id", b"x-smg-routing-key"
 ROLLOUT = "/v1/rollout/"
 #: The dialect's own word for a pause that loses nothing.
 MODES = {"preempt": "retract", "abort": "abort", "retract": "retract", "in_place": "in_place"}
 REWRITTEN = ("edited_history", "compaction")
 
-Chat = Callable[[Session, Scope, Receive, Send], Awaitable[None]]
 
-
-class Dialect:
+class DressageDialect:
     """Answers what the dialect adds."""
 
-    def __init__(self, router: Router, sessions: SessionRoutes, chat: Chat) -> None:
+    def __init__(self, router: Router, sessions: SessionRoutes, turn: TakesTurn) -> None:
         self._router = router
         self._sessions = sessions
-        self._chat = chat
+        self._turn = turn
         # The data plane's key was asked for before; one of administration comes as `X-Api-Key` beside it.
         config = router.config
         self._admin = Key(config.effective_admin_key if config.effective_admin_key != config.api_key else None)
@@ -59,7 +60,7 @@ class Dialect:
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer a request under `/v1` if it speaks the dialect; False if it does not."""
         path, method = scope["path"], scope["method"]
-        if path == CHAT and method == "POST":
+        if path == paths.CHAT and method == "POST":
             name = _session_id(scope)
             if name is None:
                 return False
@@ -67,7 +68,7 @@ class Dialect:
             instance = first(scope["headers"], INSTANCE)
             if instance is not None:
                 session.metadata.setdefault("instance_id", instance.decode("latin-1"))
-            await self._chat(session, scope, receive, send)
+            await self._turn(session, scope, receive, send)
             return True
         if not path.startswith(ROLLOUT) or (method, path) not in self._orders():
             return False
@@ -157,22 +158,22 @@ class Dialect:
         mode = MODES.get((await read_object(request)).get("mode", "preempt"))
         if mode is None:
             raise BadRequest(f"mode must be one of {', '.join(MODES)}")
-        return await self._order("/pause_generation", {"mode": mode}, request)
+        return await self._order(PAUSE, {"mode": mode}, request)
 
     async def _resume(self, request: Request) -> Response:
         version = (await read_object(request)).get("version")
         if version is not None and str(version) != self._router.pool.weight_version:
             order = {"new_version": str(version), "abort_all_requests": False}
-            updated = await self._order("/update_weight_version", order, request)
+            updated = await self._order(UPDATE_VERSION, order, request)
             if updated.status_code != 200:
                 return updated
-        return await self._order("/continue_generation", {}, request)
+        return await self._order(CONTINUE, {}, request)
 
-    async def _order(self, path: str, arguments: Mapping[str, object], request: Request) -> Response:
+    async def _order(self, row: Row, arguments: Mapping[str, object], request: Request) -> Response:
         """A control request to the whole fleet, and the state of the rollout after it."""
         headers = [(b"content-type", b"application/json")]
-        outgoing = Outgoing("POST", path.encode("ascii"), headers, orjson.dumps(arguments))
-        answer = await self._router.control.send(path, outgoing, Exchange.of(request.scope).request_id)
+        outgoing = Outgoing("POST", row.path.encode("ascii"), headers, orjson.dumps(arguments))
+        answer = await self._router.control.send(row.path, outgoing, Exchange.of(request.scope).request_id)
         if answer.status != 200:
             return Response(answer.body, answer.status, media_type="application/json")
         return as_response({"status": "ok", **self._state()})
@@ -196,9 +197,9 @@ def _session_id(scope: Scope) -> str | None:
     """The session that the headers name. A routing key alone is affinity, and a session only beside the dialect's own
     headers."""
     headers = scope["headers"]
-    name = first(headers, b"x-session-id")
+    name = first(headers, SESSION)
     if name is None and (first(headers, INSTANCE) is not None or first(headers, TURN) is not None):
-        name = first(headers, b"x-smg-routing-key")
+        name = first(headers, ROUTING)
     return name.decode("latin-1") if name else None
 
 

@@ -8,9 +8,13 @@ from typing import Any
 import orjson
 import pytest
 
-from middleware_hub.openai_session.errors import UnusableAnswer
-from middleware_hub.openai_session.faces.streams import StreamedAnswer, Versions
-from miles_router.engines.events import DATA, END, LAST_EVENT, EventReader
+from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.turns.stream import TurnStream
+from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.chat import ChatEndpoint
+from miles_router.engines.choices import OpenAIEndpoint, StreamShortfall
+from miles_router.engines.completions import CompletionsEndpoint
+from miles_router.engines.events import DATA, END, LAST_EVENT, Event, EventReader
 from tests.support.sessions import SYSTEM, Scene, user
 
 MESSAGES = [SYSTEM, user("Add.")]
@@ -46,6 +50,13 @@ def choice(
     }
 
 
+def choice_of_text(text: str, ids: Sequence[int], finish: str | None = None, index: int = 0) -> dict[str, Any]:
+    """A choice of a completion's chunk."""
+    logprobs = {"token_logprobs": [-1.0] * len(ids)}
+    tokens = {"token_ids": list(ids), "prompt_token_ids": [5, 6]}
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish, **tokens}
+
+
 def role(index: int = 0) -> dict[str, Any]:
     return choice("", index=index, role="assistant")
 
@@ -68,10 +79,13 @@ USAGE = event(usage={"prompt_tokens": 2, "completion_tokens": 3})
 class Reading:
     """A stream that is read to its end, and what the agent saw before and after it was recorded."""
 
+    endpoint: OpenAIEndpoint = ChatEndpoint()
+
     def __init__(self, events: Iterable[bytes], version: Callable[[], str | None] = lambda: "1", **fields: Any) -> None:
-        self.answer = StreamedAnswer(Scene().ask(MESSAGES, stream=True, **fields), version)
-        self.live = [self.answer.feed(each) for each in events]
-        self.at_the_end = self.answer.release()
+        turn = Scene().ask(MESSAGES, stream=True, **fields)
+        self.stream = TurnStream(turn, self.endpoint, ReplyWriter(), version)
+        self.live = [self.stream.feed(Event.read(each)) for each in events]
+        self.at_the_end = self.stream.release()
 
     @property
     def chunks(self) -> list[dict[str, Any]]:
@@ -83,10 +97,10 @@ class Reading:
 
 
 def test_what_was_sampled_is_known_at_the_end() -> None:
-    (generated,) = Reading(STREAM).answer.generated()
+    (generated,) = Reading(STREAM).stream.choices()
     assert (generated.ids, generated.logprobs) == ([11, 12, 13], [-0.5, -0.25, 0.0])
     assert generated.prompt == [5, 6]
-    assert (generated.finish_reason, generated.matched) == ("stop", 13)
+    assert (generated.finish, generated.matched) == ("stop", 13)
     assert generated.message == {"role": "assistant", "content": "Hello"}
     assert generated.versions == [("1", 0, 3)]
     facts = generated.facts
@@ -170,9 +184,9 @@ def test_choices_are_told_apart() -> None:
         LAST_EVENT,
     ]
     reading = Reading(events, n=2)
-    first, second = reading.answer.generated()
-    assert (first.index, first.ids, first.message["content"], first.finish_reason) == (0, [1], "x", "stop")
-    assert (second.index, second.ids, second.message["content"], second.finish_reason) == (1, [2, 3], "y", "length")
+    first, second = reading.stream.choices()
+    assert (first.index, first.ids, first.message["content"], first.finish) == (0, [1], "x", "stop")
+    assert (second.index, second.ids, second.message["content"], second.finish) == (1, [2, 3], "y", "length")
     assert (first.facts["rid"], second.facts["rid"]) == ("a", "b")
     assert (first.matched, second.matched) == ("x", None)
     assert first.prompt is second.prompt
@@ -207,10 +221,10 @@ def test_a_tool_call_is_put_together_and_its_logprobs_kept() -> None:
         LAST_EVENT,
     ]
     reading = Reading(events)
-    (generated,) = reading.answer.generated()
+    (generated,) = reading.stream.choices()
     (made,) = generated.message["tool_calls"]
     assert (made["id"], made["function"]) == ("call_1", {"name": "add", "arguments": '{"a": 1}'})
-    assert (generated.logprobs, generated.finish_reason) == ([-0.1, -0.2, -0.3], "tool_calls")
+    assert (generated.logprobs, generated.finish) == ([-0.1, -0.2, -0.3], "tool_calls")
     assert [bool(shown) for shown in reading.live] == [True, False, True, False, True, True, *[False] * 4]
 
 
@@ -220,8 +234,8 @@ def test_events_cut_anywhere_are_read_all_the_same(size: int) -> None:
     pieces = [data[begin : begin + size] for begin in range(0, len(data), size)]
     reading = Reading(whole for piece in pieces for whole in reader.feed(piece))
     assert reading.events == Reading(STREAM).events
-    (generated,), (expected,) = reading.answer.generated(), Reading(STREAM).answer.generated()
-    expected.facts["first_token_at"] = reading.answer.first_token_at
+    (generated,), (expected,) = reading.stream.choices(), Reading(STREAM).stream.choices()
+    expected.facts["first_token_at"] = reading.stream.first_token_at
     assert generated == expected
     assert reader.rest == b""
 
@@ -231,61 +245,31 @@ def test_events_cut_anywhere_are_read_all_the_same(size: int) -> None:
 
 def test_versions_are_those_that_the_router_saw_when_the_tokens_came() -> None:
     seen = iter(["1", "1", "1", "2", "2", "2", "2"])
-    (generated,) = Reading(STREAM, version=lambda: next(seen)).answer.generated()
+    (generated,) = Reading(STREAM, version=lambda: next(seen)).stream.choices()
     assert generated.versions == [("1", 0, 2), ("2", 2, 3)]
-
-
-@pytest.mark.parametrize(
-    ("seen", "spans"),
-    [
-        (["1", "1", "1"], [("1", 0, 3)]),
-        (["1", None, None], [("1", 0, 3)]),
-        ([None, None, None], []),
-        ([None, "1", "1"], []),
-        (["1", "2", "1"], [("1", 0, 1), ("2", 1, 2), ("1", 2, 3)]),
-    ],
-)
-def test_a_worker_that_leaves_the_pool_keeps_its_version_and_one_unknown_at_first_has_none(
-    seen: Sequence[str | None], spans: list[tuple[str, int, int]]
-) -> None:
-    versions = Versions()
-    for end, version in enumerate(seen, start=1):
-        versions.reach(end, version)
-        versions.reach(end, "no token came")
-    assert versions.spans == spans
 
 
 # What goes wrong
 
 
-def test_an_engine_that_does_not_tell_the_ids_is_known_by_it() -> None:
-    answer = Reading([*STREAM[:-2], LAST_EVENT]).answer
-    assert answer.shortfall == "a stream ended without the ids that it sampled"
-    with pytest.raises(UnusableAnswer, match="without the ids"):
-        answer.generated()
+def refused(stream: TurnStream) -> UnreadableAnswer:
+    """Why a stream cannot be recorded."""
+    with pytest.raises(UnreadableAnswer) as error:
+        stream.choices()
+    return error.value
 
 
-def test_an_engine_that_leaves_out_logprobs_is_known_by_it() -> None:
-    answer = Reading([each for each in STREAM if b'"logprob":0.0' not in each]).answer
-    assert answer.shortfall == "a stream left out logprobs"
-    (generated,) = answer.generated()
-    with pytest.raises(UnusableAnswer, match="3 sampled tokens have 2 logprobs"):
-        generated.pieces()
+def test_an_engine_that_does_not_tell_the_ids_or_leaves_out_logprobs_is_known_by_it() -> None:
+    silent = [each for each in STREAM if b'"logprob":0.0' not in each]
+    for events in ([*STREAM[:-2], LAST_EVENT], silent):
+        assert isinstance(refused(Reading(events).stream), StreamShortfall)
 
 
-def test_a_stream_in_order_falls_short_of_nothing() -> None:
-    assert Reading(STREAM).answer.shortfall is None
-
-
-def test_a_stream_that_is_cut_falls_short_of_nothing_and_is_unusable() -> None:
-    for cut in range(1, len(STREAM) - 2):
-        answer = Reading(STREAM[:cut]).answer
-        assert answer.began
-        assert not answer.done
-        with pytest.raises(UnusableAnswer):
-            answer.generated()
-        if FINISH not in STREAM[:cut]:
-            assert answer.shortfall is None
+def test_a_stream_that_is_cut_says_nothing_of_the_engine_and_is_unusable() -> None:
+    for cut in range(1, STREAM.index(FINISH) + 1):
+        stream = Reading(STREAM[:cut]).stream
+        assert stream.began
+        assert not isinstance(refused(stream), StreamShortfall)
 
 
 ERROR = b'data: {"error": {"message": "timeout", "code": 408}}\n\n'
@@ -299,17 +283,13 @@ def test_an_error_inside_a_stream_is_shown_in_its_place_and_nothing_is_recorded(
     assert [each for each in events if each != ERROR] == plain
     before = [each for each in Reading(STREAM[:place]).events if each]
     assert events.index(ERROR) == len(before)
-    assert reading.answer.shortfall is None
-    with pytest.raises(UnusableAnswer, match="ended with an error"):
-        reading.answer.generated()
+    assert refused(reading.stream).args == ("incomplete: the stream ended with an error",)
 
 
 def test_one_choice_s_error_is_the_whole_answer_s() -> None:
     events = [event(choice("x", -1.0)), ERROR, event(choice(finish="stop")), LAST_EVENT]
-    answer = Reading(events, n=2).answer
-    assert answer.shortfall is None
-    with pytest.raises(UnusableAnswer, match="ended with an error"):
-        answer.generated()
+    stream = Reading(events, n=2).stream
+    assert refused(stream).args == ("incomplete: the stream ended with an error",)
 
 
 MALFORMED = [
@@ -331,31 +311,13 @@ def test_a_chunk_that_is_none_goes_on_as_it_is_and_nothing_is_recorded(bad: byte
     reading = Reading([STREAM[0], bad, *STREAM[1:]])
     assert reading.live[1] == bad
     assert reading.at_the_end == Reading(STREAM).at_the_end
-    assert reading.answer.shortfall is None
-    with pytest.raises(UnusableAnswer, match="a chunk that is none"):
-        reading.answer.generated()
-
-
-@pytest.mark.parametrize("extra", [{"output_ids": [[11, 12, 13], [1]]}, {"output_ids": [[11], [12], [13]]}])
-def test_ids_that_fit_no_choice_are_unusable(extra: dict[str, Any]) -> None:
-    with pytest.raises(UnusableAnswer, match="choices"):
-        Reading([*STREAM[:-2], event(sglext=extra), LAST_EVENT]).answer.generated()
-
-
-def test_choices_that_are_not_counted_through_are_unusable() -> None:
-    events = [event(choice("a", -1.0, index=index, finish="stop")) for index in (0, 2)]
-    with pytest.raises(UnusableAnswer, match=r"choices \[0, 2\]"):
-        Reading([*events, event(sglext={"output_ids": [[1], [2]]}), LAST_EVENT]).answer.generated()
-
-
-def test_ids_without_a_finish_reason_are_unusable() -> None:
-    with pytest.raises(UnusableAnswer, match="without a finish reason"):
-        Reading([each for each in STREAM if each != FINISH]).answer.generated()
+    assert "a chunk that is none" in str(refused(reading.stream))
+    assert not isinstance(refused(reading.stream), StreamShortfall)
 
 
 def test_a_stream_without_a_chunk_never_began() -> None:
-    assert not Reading([ERROR, LAST_EVENT]).answer.began
-    assert not Reading([b": ping\n\n", event(usage={}), LAST_EVENT]).answer.began
+    assert not Reading([ERROR, LAST_EVENT]).stream.began
+    assert not Reading([b": ping\n\n", event(usage={}), LAST_EVENT]).stream.began
 
 
 def test_comments_and_events_of_other_names_pass() -> None:
@@ -364,14 +326,68 @@ def test_comments_and_events_of_other_names_pass() -> None:
     assert reading.live[2:4] == [b": data: ping\n\n", odd]
     assert reading.live[7] == b""
     assert b": late\n\n" in reading.at_the_end
-    assert len(reading.answer.generated()) == 1
+    assert len(reading.stream.choices()) == 1
 
 
 def test_ids_in_an_event_of_their_own_are_read_too() -> None:
     """As SGLang sends them to who asks for that with `X-SGLExt-Ids-Framed`."""
     framed = b"event: sglext_ids\n" + IDS
-    assert Reading([*STREAM[:-2], framed, LAST_EVENT]).answer.generated()[0].ids == [11, 12, 13]
+    assert Reading([*STREAM[:-2], framed, LAST_EVENT]).stream.choices()[0].ids == [11, 12, 13]
     assert (
         Reading([*STREAM[:-2], framed, LAST_EVENT], **ASKED_EXTRA).events[-2].startswith(b"event: sglext_ids\ndata: ")
     )
     assert b"sglext" not in Reading([*STREAM[:-2], framed, LAST_EVENT]).at_the_end
+
+
+# Completions
+
+
+class CompletionReading(Reading):
+    """The same of a completion."""
+
+    endpoint = CompletionsEndpoint()
+
+
+COMPLETION = [
+    event(choice_of_text("a", [11])),
+    event(choice_of_text("", [12])),
+    event(choice_of_text("b", [13], "stop")),
+    event(usage={"completion_tokens": 3}),
+    LAST_EVENT,
+]
+
+
+def test_a_completion_s_end_waits_until_it_is_recorded_and_its_ids_are_taken_out() -> None:
+    reading = CompletionReading(COMPLETION)
+    (generated,) = reading.stream.choices()
+    assert (generated.ids, generated.versions) == ([11, 12, 13], [("1", 0, 3)])
+    facts = {"rid": "rid", "first_token_at": reading.stream.first_token_at, "versions": "router"}
+    assert generated.facts == facts
+    assert [bool(shown) for shown in reading.live] == [True, True, False, False, False]
+    assert reading.at_the_end.endswith(COMPLETION[3] + LAST_EVENT)
+    assert not any(name in shown for shown in reading.events for name in (b"token_ids", b"token_logprobs"))
+
+
+def test_a_completion_shows_what_the_client_asked_for() -> None:
+    events = CompletionReading(COMPLETION, logprobs=0, return_token_ids=True).events
+    assert [each for each in events if each] == COMPLETION
+
+
+def test_choices_of_a_completion_end_each_on_its_own() -> None:
+    events = [
+        event(choice_of_text("x", [1], index=2)),
+        event(choice_of_text("y", [2], "length", index=0)),
+        event(choice_of_text("z", [3], "length", index=1)),
+        event(choice_of_text("!", [4], "length", index=2)),
+        LAST_EVENT,
+    ]
+    reading = CompletionReading(events, n=3)
+    assert [(each.index, each.ids) for each in reading.stream.choices()] == [(0, [2]), (1, [3]), (2, [1, 4])]
+    assert [bool(shown) for shown in reading.live] == [True, False, False, False, False]
+
+
+def test_a_completion_that_ends_with_an_error_is_unusable() -> None:
+    reading = CompletionReading([COMPLETION[2], ERROR, *COMPLETION[3:]])
+    assert reading.live[1] == b""
+    assert b"timeout" in reading.at_the_end
+    assert refused(reading.stream).args == ("incomplete: the stream ended with an error",)
