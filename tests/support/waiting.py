@@ -1,7 +1,7 @@
 """Waiting for what must happen, with one bound for all tests.
 
-No test that passes waits for it in full, so it costs nothing. It is long enough for a machine that does ten other things
-at once.
+No test that passes waits for it in full, so it costs nothing. It is long enough for a machine that does ten other
+things at once.
 """
 
 from __future__ import annotations
