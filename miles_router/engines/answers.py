@@ -83,7 +83,9 @@ class GenerateAnswer:
         """
         try:
             meta, ids = answer["meta_info"], answer["output_ids"]
-            entries, reason = meta[LOGPROBS] if logprobs else meta.get(LOGPROBS), meta["finish_reason"]
+            entries, reason = meta.get(LOGPROBS), meta["finish_reason"]
+            if entries is None and logprobs:
+                raise UnreadableAnswer("incomplete", LOGPROBS)
             if meta.get("completion_tokens", len(ids)) != len(ids):
                 raise UnreadableAnswer("token_counts_disagree", f"{meta['completion_tokens']} tokens, {len(ids)} ids")
             if entries is not None:

@@ -88,7 +88,6 @@ class _OpeningAnswer(Tap):
         self._came = 0
 
     def passes(self, start: Message) -> bool:
-        self.leg.begun()
         if self.kind is Kind.EVENTS and not super().passes(start):
             self.unread("content_type")
             return True
@@ -107,6 +106,7 @@ class _OpeningAnswer(Tap):
         ends = finish_reasons(body, len(generations))
         if ends is not None and not any(map(is_abort, ends)):
             return body
+        await self.leg.learn_engine()
         answers = self._parsed(body)
         if len(answers) != len(generations):
             self.unread("unknown_answer")
@@ -141,9 +141,9 @@ class _FollowingAnswer(Collected):
         super().__init__()
         self._leg = leg
 
-    def passes(self, start: Message) -> bool:
-        self._leg.begun()
-        return super().passes(start)
+    async def whole(self, body: bytes) -> None:
+        await super().whole(body)
+        await self._leg.learn_engine()
 
     def read(self) -> Any:
         """Its JSON.

@@ -118,7 +118,7 @@ class _OpeningStream(Tap):
         return any(generation.abort is not None for generation in self._generations)
 
     def passes(self, start: Message) -> bool:
-        self.leg.begun()
+        self.leg.note_engine()
         if self.kind is Kind.JSON and not super().passes(start):
             self.unread("content_type")
             return True
@@ -180,6 +180,7 @@ class _OpeningStream(Tap):
         finish = finish_of(answer)
         try:
             if finish is not None:
+                await self.leg.learn_engine()
                 generation.read_kept()
                 generation.all_shown()
             generation.add(answer)
@@ -211,7 +212,7 @@ class _FollowingStream(Tap):
     def passes(self, start: Message) -> bool:
         if start["status"] != OK or self.kind is not Kind.EVENTS:
             raise CannotResume(f"the worker answered {start['status']}, and no stream")
-        self._leg.begun()
+        self._leg.note_engine()
         return False
 
     def unread(self, reason: str) -> None:
@@ -236,6 +237,7 @@ class _FollowingStream(Tap):
         if self.has_end or stopped:
             generation.verify(joined)
         if self.has_end and not stopped:
+            await self._leg.learn_engine()
             await self._request.note_end(self._leg, generation, finish)
             if not generation.done:
                 return  # what it brought is shown with what follows
