@@ -24,6 +24,7 @@ class RowReply(Tap):
     """Takes the rows out of one reply."""
 
     layer = "routed_experts"
+    reads_pieces = True
 
     def __init__(self, capture: Capture, reader: RowReader, send: Send, metrics: UnreadCounter) -> None:
         super().__init__(send, metrics)

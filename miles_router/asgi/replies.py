@@ -63,8 +63,10 @@ class Tap:
     max_collected: ClassVar[int] = MAX_COLLECTED
     #: Whether `piece` gives as many bytes as it takes, so that the reply's Content-Length stays true.
     same_length = False
+    #: Whether `piece` reads what it sees, and is not content with bytes of any kind.
+    reads_pieces: ClassVar[bool] = False
     #: Whether the reply's head waits for what `piece` gives first. A layer that only looks on does not need that.
-    holds_head = True
+    holds_head: ClassVar[bool] = True
     _wants_pieces: ClassVar[bool] = False
     _wants_whole: ClassVar[bool] = False
     _wants_events: ClassVar[bool] = False
@@ -190,7 +192,7 @@ class Tap:
         return self.kind is Kind.JSON and self._wants_whole
 
     def _can_read(self) -> bool:
-        if not (self._wants_whole or self._wants_events):
+        if not (self._wants_whole or self._wants_events or self.reads_pieces):
             return True  # bytes are bytes
         encoding = first(self.start["headers"], b"content-encoding")
         if encoding is not None and encoding.lower() != IDENTITY:

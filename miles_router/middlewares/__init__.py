@@ -11,7 +11,7 @@ from miles_router.asgi.replies import Collected, Kind, Tap, readable
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
-from miles_router.forwarding.forwarder import Outgoing
+from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.middlewares.contract import ASGIApp, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.router import Router

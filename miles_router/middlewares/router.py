@@ -8,17 +8,19 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
 from prometheus_client.registry import Collector
 
 from miles_router.asgi.exchange import request_id
+from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
-from miles_router.control.fan_out import Control
+from miles_router.control.control import Control
 from miles_router.dialects import namespace_of
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import Gate
-from miles_router.fleet.workers import WorkerPool
-from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing
+from miles_router.fleet.gate import generates
+from miles_router.forwarding.forwarder import Forwarded, Forwarder
+from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics import Metrics, Statistics
 from miles_router.middlewares.checkpoint import load_model_config, load_tokenizer
 from miles_router.middlewares.rows import RowChannel
@@ -39,10 +41,8 @@ class Router:
         *,
         config: RouterConfig,
         fleet: Fleet,
-        pool: WorkerPool,
         forwarder: Forwarder,
         metrics: Metrics,
-        gate: Gate,
         control: Control,
         args: Namespace | None,
         tokenizer: Any = None,
@@ -52,10 +52,11 @@ class Router:
             self.tokenizer = tokenizer
         #: Who the workers are; `await router.fleet.facts(url)` is what the engine of one can do.
         self.fleet = fleet
-        self.pool = pool
-        self.metrics = metrics
+        #: Their states, their weight versions, and how many requests each carries.
+        self.pool = fleet.pool
         #: Whether the fleet is paused or asleep, and who waits.
-        self.gate = gate
+        self.gate = fleet.gate
+        self.metrics = metrics
         #: Requests to every worker at once.
         self.control = control
         #: Free for middlewares to leave each other things that last longer than a request.
@@ -89,6 +90,7 @@ class Router:
         headers: RawHeaders | None = None,
         body: bytes = b"",
         key: str | None = None,
+        flight: Flight | None = None,
     ) -> AsyncIterator[Forwarded]:
         """A request of a middleware's own to a worker, chosen, leased and retried like a client's.
 
@@ -97,14 +99,18 @@ class Router:
                 status, text = forwarded.reply.status, await forwarded.reply.read_all(limit)
 
         `path` is sent as it is spelled, query included. Leaving the block early tells the worker to stop generating.
+        One that generates waits at the gate while that is closed; an abort of the request with this `flight`, which is
+        the one it is made for, ends that.
 
         Raises:
-            NoWorkerAvailable, UpstreamError: as for a client's request.
+            NoWorkerAvailable, UpstreamError, FleetPaused: as for a client's request.
         """
         sent = end_to_end(headers or [], REQUEST_DROPPED)
         if not any(name == b"x-request-id" for name, _ in sent):
             sent.append((b"x-request-id", request_id({}).encode("ascii")))
-        forwarded = await self._forwarder.open(Outgoing(method, path.encode("ascii"), sent, body, key))
+        generating = generates(unquote(path.partition("?")[0]))
+        request = Outgoing(method, path.encode("ascii"), sent, body, key, generates=generating)
+        forwarded = await self._forwarder.open_when_admitted(request, flight or Flight())
         try:
             yield forwarded
         finally:

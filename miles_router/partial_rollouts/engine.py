@@ -173,7 +173,8 @@ class Engine:
 
     async def _send(self, path: str, body: Mapping[str, Any] | None) -> tuple[int, bytes]:
         method, data = ("GET", b"") if body is None else ("POST", orjson.dumps(body))
-        async with self._router.forward(method, path, headers=self._headers, body=data) as forwarded:
+        sent = self._router.forward(method, path, headers=self._headers, body=data, flight=self.exchange.flight)
+        async with sent as forwarded:
             return forwarded.reply.status, await forwarded.reply.read_all(MAX_ANSWER)
 
 

@@ -94,12 +94,8 @@ def test_every_route_class_of_metrics_is_documented(route_class: str) -> None:
     assert f"`{route_class}`" in read("docs/metrics.md")
 
 
-async def _nobody(address: object, api_key: str | None) -> None:
-    return None
-
-
 def own_routes() -> Iterator[str]:
-    admin = Admin(create_app().router, [], _nobody)
+    admin = Admin(create_app().router, [])
     for route in [*admin.open_routes(), *admin.guarded_routes()]:
         assert isinstance(route, Route)
         yield from (f"{method} {route.path}" for method in sorted((route.methods or set()) - {"HEAD"}))

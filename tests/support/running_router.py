@@ -22,7 +22,8 @@ import uvicorn
 
 from miles_router.app import create_app
 from miles_router.edge import RouterApp
-from miles_router.fleet.workers import Transition, Worker, WorkerPool
+from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.workers import Transition, Worker
 from miles_router.serving.server import listen, uvicorn_config
 from miles_router.settings.config import RouterConfig
 from miles_router.tasks import spawn
