@@ -25,7 +25,6 @@ from miles_router.middlewares.rows import Handover
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
-FIRST_ALONE = "of several completions the engine tells the routed experts of one alone"
 
 
 class TurnRunner:
@@ -46,7 +45,7 @@ class TurnRunner:
         if not self._router.rows[ROUTED_EXPERTS].captures:
             await self._run(face, turn, scope, receive, send)
             return
-        missing = FIRST_ALONE if turn.several and not face.endpoint.experts_of_each else None
+        missing = face.endpoint.experts_missing if turn.several else None
         turn.experts = Handover(ROUTED_EXPERTS, [turn.held_experts], per_prompt=sys.maxsize, missing=missing)
         if missing is not None and turn.stream:  # it does not say whose they are
             await self._run(face, turn, scope, receive, send)
