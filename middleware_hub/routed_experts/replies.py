@@ -11,13 +11,10 @@ import orjson
 from middleware_hub.routed_experts.capture import Capture
 from middleware_hub.routed_experts.errors import ExpertsMissing
 from middleware_hub.routed_experts.extraction import Extractor
-from miles_router.asgi.exchange import Message, Send
-from miles_router.asgi.headers import first
-from miles_router.asgi.replies import Kind, Tap, UnreadCounter
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.events import Event, write_event
 from miles_router.engines.rows import RowAnswer, RowReader
 from miles_router.errors import UpstreamInvalidResponse
+from miles_router.middlewares import Event, Kind, Message, Send, Tap, UnreadCounter, first, write_event
 
 
 class RowReply(Tap):

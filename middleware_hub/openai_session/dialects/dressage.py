@@ -21,14 +21,21 @@ from middleware_hub.openai_session.dialects.dialect import TakesTurn
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
 from middleware_hub.openai_session.export.samples import SampleRequest, write_samples
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router import Exchange, Router
-from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.asgi.headers import first
-from miles_router.asgi.keys import Key
-from miles_router.control.row import Row
-from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
 from miles_router.engines import paths
 from miles_router.errors import BadRequest
+from miles_router.middlewares import (
+    CONTINUE,
+    PAUSE,
+    UPDATE_VERSION,
+    Exchange,
+    Key,
+    Receive,
+    Router,
+    Row,
+    Scope,
+    Send,
+    first,
+)
 
 SESSION, INSTANCE, TURN, ROUTING = b"x-session-id", b"x-instance-id", b"x-turn-id", b"x-smg-routing-key"
 ROLLOUT = "/v1/rollout/"
