@@ -123,7 +123,8 @@ class ResumableRequest(ABC):
             except ClientDisconnected:
                 raise
             except (CannotResume, UnreadableAnswer, RouterError) as error:
-                self.give_up(error)
+                if not exchange.flight.aborted:
+                    self.give_up(error)
                 break
             context.resumed += 1
         else:
