@@ -131,4 +131,4 @@ class AnnouncedLength:
 async def test_the_layers_inside_token_cap_are_told_the_new_length() -> None:
     async with serving("token_cap.TokenCap", f"{__name__}.AnnouncedLength", limit=3) as (router, worker):
         await generate(router, max_new_tokens=100_000)
-        assert router.app.router.state.announced == len(worker.door.last.body)
+        assert router.app.router.state.announced == len(worker.door.at("/generate")[-1].body)
