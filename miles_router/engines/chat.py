@@ -87,11 +87,12 @@ class ChatEndpoint:
                     return None
         if fields.get("logprobs"):
             return chunk
-        stripped = False
+        emptied = False
         for choice in chunk["choices"]:
-            stripped = stripped or choice.get("logprobs") is not None
+            if choice.get("logprobs") is not None:
+                emptied = True
             choice["logprobs"] = None
-        return None if stripped and all(map(_says_nothing, chunk["choices"])) else chunk
+        return None if emptied and all(map(_says_nothing, chunk["choices"])) else chunk
 
     def shortfall(self, facts: Facts) -> str | None:
         """By the engine's schema and parsers: without any parser, SGLang's chat streams leave out the logprobs of
@@ -151,5 +152,5 @@ def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> di
 
 
 def _says_nothing(choice: Mapping[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
-    return choice.get("finish_reason") is None and all(value in EMPTY for value in delta.values())
+    values = (choice.get("delta") or {}).values()
+    return choice.get("finish_reason") is None and not any(values) and all(value in EMPTY for value in values)
