@@ -110,6 +110,15 @@ class ChatEndpoint:
         return chunks_of
 
 
+def ids_obstacle(fields: Mapping[str, Any]) -> str | None:
+    """What a request asks for that cannot be had with ids in place of its messages, in a word; None if nothing."""
+    if fields.get("input_ids") is not None:
+        return "own_input_ids"
+    if not isinstance(fields.get("chat_template_kwargs") or {}, Mapping):
+        return "invalid_chat_template_kwargs"  # the engine refuses them in its own words
+    return "continue_final_message" if fields.get("continue_final_message") else None
+
+
 def _choice(choice: Mapping[str, Any]) -> Choice:
     """One choice of a whole answer that was asked for with `OF_WHOLE`."""
     meta, finish = choice["meta_info"], choice["finish_reason"]

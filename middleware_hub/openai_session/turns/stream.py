@@ -102,7 +102,7 @@ class TurnStream:
 
 
 class TurnTap(Tap):
-    """Relays the stream of a turn. `ended` is called once, before the agent learns of the end."""
+    """Relays the stream of a turn. `record` is called once, before the agent learns of the end."""
 
     layer = "openai_sessions"
 
