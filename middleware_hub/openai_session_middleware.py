@@ -9,40 +9,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
-from urllib.parse import unquote_to_bytes
 
 from starlette.routing import BaseRoute
 
 from middleware_hub.openai_session.continuing.continuation import build
-from middleware_hub.openai_session.errors import SessionFinalized, SessionNotFound
-from middleware_hub.openai_session.export.dialect import Dialect
+from middleware_hub.openai_session.dialects import DIALECTS
 from middleware_hub.openai_session.export.routes import SessionRoutes
-from middleware_hub.openai_session.export.samples import Making
+from middleware_hub.openai_session.export.samples import SampleMaker
 from middleware_hub.openai_session.export.selection import Selection
-from middleware_hub.openai_session.faces import completions
-from middleware_hub.openai_session.faces.completions import COMPLETIONS
+from middleware_hub.openai_session.faces import FACES
+from middleware_hub.openai_session.sessions.address import PREFIX, addressed
 from middleware_hub.openai_session.sessions.messages import equality
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
-from middleware_hub.openai_session.sessions.tree import Session
-from middleware_hub.openai_session.turns import asking
-from middleware_hub.openai_session.turns.asking import CHAT, Asked
-from middleware_hub.openai_session.turns.engines import Engines
-from middleware_hub.openai_session.turns.recording import Recorder
-from middleware_hub.openai_session.turns.retries import MAX_TURN_ID, Retries
-from middleware_hub.openai_session.turns.turns import Turns
-from miles_router import Exchange, Router, replay
-from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.asgi.headers import first
-from miles_router.errors import BadRequest
-from miles_router.middlewares.contract import ASGIApp, HasRoutes
-from miles_router.middlewares.rows import RowSource
+from middleware_hub.openai_session.turns.door import TurnDoor
+from middleware_hub.openai_session.turns.recorder import TurnRecorder
+from middleware_hub.openai_session.turns.runner import TurnRunner
+from miles_router.middlewares import ASGIApp, HasRoutes, Receive, Router, RowSource, Scope, Send
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 
-PREFIX = "/sessions/"
 NAME = "openai_sessions"
-#: Paths that generate, and that are not recorded.
-UNTRACED = frozenset({"/v1/messages", "/v1/responses", "/generate"})
 GIB = 1024**3
 
 
@@ -81,98 +66,35 @@ class OpenAISessionMiddleware:
         bounds = Bounds(max_sessions, max_turns, max_session_bytes, max_bytes, idle_timeout)
         bounds.check("openai_session_middleware")
         self.app = app
-        self._equal = equality(message_equality)
-        self._continuation = build(router.tokenizer, tito_model or None)
         self.store = SessionStore(bounds, now=time.time)
-        self.recorder = Recorder(self.store, self._equal, self._continuation.is_special, now=time.time)
-        self._turns = Turns(app, router, self.recorder, Engines(router))
-        self._retries = Retries()
-        making = Making(Selection(branch_policies), router.tokenizer.decode, router.rows[ROUTED_EXPERTS])
-        self._routes = SessionRoutes(self.store, making)
-        router.rows[ROUTED_EXPERTS].sources["session_id"] = RowSource(self._routes.experts, fields=("leaf",))
-        self._dialect = Dialect(router, self._routes, self.chat) if header_sessions else None
-        router.publish(NAME, self.store.statistics, continuation=lambda: self._continuation.proof.describe())
+        equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None)
+        recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time)
+        faces = [face(continuation, equal) for face in FACES]
+        self._door = TurnDoor(app, faces, self.store, recorder, TurnRunner(app, router, recorder), now=time.time)
+        rows = router.rows[ROUTED_EXPERTS]
+        maker = SampleMaker(Selection(branch_policies), router.tokenizer.decode, rows)
+        self._sessions = SessionRoutes(self.store, maker)
+        rows.sources["session_id"] = RowSource(self._sessions.experts, fields=("leaf",))
+        dialects = DIALECTS if header_sessions else ()
+        self._dialects = [dialect(router, self._sessions, self._door.turn) for dialect in dialects]
+        router.publish(NAME, self.store.statistics, continuation=continuation.proof.describe)
 
     def routes(self) -> Sequence[BaseRoute]:
         """Making, reading, listing and deleting sessions, and their samples."""
-        return [*self._routes.routes(), *(self._dialect.routes() if self._dialect is not None else ())]
+        return [*self._sessions.routes(), *(route for dialect in self._dialects for route in dialect.routes())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Trace what belongs to a session; everything else is none of our business."""
+        """Trace what belongs to a session; everything else passes."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"].startswith(PREFIX):
-            session, inner = self._within(scope)
-            await self._in_session(session, inner, receive, send)
-        elif self._dialect is None or not await self._dialect.answer(scope, receive, send):
+            session, inner = addressed(self.store, scope)
+            await self._door.request(session, inner, receive, send)
+        else:
+            for dialect in self._dialects:
+                if await dialect.answer(scope, receive, send):
+                    return
             await self.app(scope, receive, send)
-
-    def _within(self, scope: Scope) -> tuple[Session, Scope]:
-        """The session that a path names, and the scope of the request within it, which keeps its affinity."""
-        name, _, rest = scope["path"][len(PREFIX) :].partition("/")
-        session = self.store.get(name)
-        raw = scope["raw_path"].split(b"/", 3)
-        # A slash that is percent-encoded is part of a name, and of none we give.
-        if len(raw) < 4 or unquote_to_bytes(raw[2]) != name.encode():
-            raise SessionNotFound(f"no session at {scope['path']!r}")
-        headers = [pair for pair in scope["headers"] if pair[0] != b"x-session-id"]
-        headers.append((b"x-session-id", session.id.encode("ascii")))
-        return session, {**scope, "path": f"/{rest}", "raw_path": b"/" + raw[3], "headers": headers}
-
-    async def _in_session(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        if scope["method"] == "POST" and path in (CHAT, COMPLETIONS):
-            await self.chat(session, scope, receive, send)
-            return
-        if scope["method"] == "POST" and path in UNTRACED:
-            self.recorder.pass_by(path, session, "this endpoint is not traced", Exchange.of(scope).request_id)
-        with self.store.in_use(session):
-            await self.app(scope, receive, send)
-
-    async def chat(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
-        """One turn of a session.
-
-        Raises:
-            BadRequest: the request is none, or the session has no room or is finalized.
-            UnusableAnswer: the worker's answer cannot be recorded.
-        """
-        exchange = Exchange.of(scope)
-        body = await exchange.read(receive)
-        parsed = exchange.loads(body)
-        turn_id = _turn_id(scope)
-
-        async def run(send: Send) -> None:
-            # Here, so that the recorded answer of a turn is given even where there is no room for another.
-            if session.finalized is not None:
-                raise SessionFinalized(f"session {session.id!r} is finalized")
-            self.store.check_room(session)
-            asked = self._ask(session, scope["path"], parsed)
-            asked.turn_id = turn_id
-            await self._turns.run(asked, scope, receive, send)
-
-        with self.store.in_use(session):
-            untraceable = completions.untraceable(parsed) if scope["path"] == COMPLETIONS else None
-            if untraceable is not None:
-                self.recorder.pass_by(COMPLETIONS, session, untraceable, exchange.request_id)
-                await self.app(scope, replay(body, receive), send)
-            elif turn_id is None:
-                await run(send)
-            else:
-                account = lambda nbytes: self.store.account(session, nbytes)  # noqa: E731
-                await self._retries.once(session, turn_id, send, run, account)
-
-    def _ask(self, session: Session, path: str, parsed: Any) -> Asked:
-        now = time.time()
-        if path == COMPLETIONS:
-            return completions.ask(session, parsed, now=now)
-        return asking.ask(session, parsed, path=path, continuation=self._continuation, equal=self._equal, now=now)
-
-
-def _turn_id(scope: Scope) -> str | None:
-    value = first(scope["headers"], b"x-turn-id")
-    if value is not None and len(value) > MAX_TURN_ID:
-        raise BadRequest(f"X-Turn-Id is longer than {MAX_TURN_ID} bytes")
-    return value.decode("latin-1") if value else None
 
 
 _routes: type[HasRoutes] = OpenAISessionMiddleware

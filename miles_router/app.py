@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -12,12 +11,13 @@ from starlette.routing import BaseRoute, Route
 from starlette.routing import Router as Routes
 from starlette.types import Lifespan
 
-from miles_router.admin.control import FanOut
+from miles_router.admin.control import ControlRoutes
 from miles_router.admin.routes import Admin
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.keys import Key
-from miles_router.control.fan_out import Control
-from miles_router.control.health import HealthMonitor, log_transition
+from miles_router.control.control import Control
+from miles_router.control.fan_out import FanOut
+from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
 from miles_router.edge import RouterApp
 from miles_router.errors import (
@@ -29,81 +29,63 @@ from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.policies import KeyAffinity, LeastInFlight
+from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import WorkerPool, WorkerState
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
-from miles_router.metrics import GateStatistics, Metrics
+from miles_router.metrics import Metrics
 from miles_router.middlewares.contract import ASGIApp, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, load_middlewares
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
 from miles_router.settings.config import RouterConfig
 
-logger = logging.getLogger(__name__)
-access_logger = logging.getLogger("miles_router.access")
-
 _OPEN = Key(None)
 
 
-def create_app(config: RouterConfig | None = None, *, args: Namespace | None = None) -> RouterApp:
+def create_app(
+    config: RouterConfig | None = None, *, args: Namespace | None = None, tokenizer: Any = None
+) -> RouterApp:
     """Build a router. Give the result to any ASGI server; its lifespan runs the health checks and the middlewares.
 
     Args:
         config: every setting; None takes the defaults.
         args: a framework's own Namespace, shown to middlewares as `router.args`.
+        tokenizer: the one that middlewares get as `router.tokenizer`, in place of the checkpoint's.
 
     Raises:
         ConfigError: a middleware that cannot be loaded, or a worker URL that is none.
     """
     config = config or RouterConfig()
     loaded = load_middlewares(config.middlewares)
-    pool = WorkerPool(failure_threshold=config.health_check_failure_threshold, readmit=config.readmit)
-    pool.listeners.append(log_transition)
-    metrics = Metrics(pool)
     upstream = Upstream(connect_timeout=config.connect_timeout, max_connections=config.max_connections)
-    forwarder = Forwarder(
-        pool=pool,
+    probes, fan_out = Probes(upstream, timeout=config.health_check_timeout), FanOut(upstream)
+    fleet = Fleet(
+        pool=WorkerPool(failure_threshold=config.health_check_failure_threshold, readmit=config.readmit),
+        gate=Gate(max_held=config.gate_max_held, timeout=config.gate_timeout),
         policy=KeyAffinity(LeastInFlight()),
-        upstream=upstream,
-        metrics=metrics,
-        max_retries=config.max_retries,
+        questions=probes,
+        orders=fan_out,
     )
-    gate = Gate(max_held=config.gate_max_held, timeout=config.gate_timeout)
-    pool.listeners.append(lambda _: gate.workers_paused(_all_paused(pool)))
+    metrics = Metrics(fleet)
+    forwarder = Forwarder(fleet=fleet, upstream=upstream, metrics=metrics, max_retries=config.max_retries)
     in_flight = InFlight()
-    probes = Probes(upstream, timeout=config.health_check_timeout)
-    fleet = Fleet(pool, probes)
     health = HealthMonitor(
-        pool=pool,
-        fleet=fleet,
-        probes=probes,
-        interval=config.health_check_interval,
-        deep_interval=config.deep_health_check_interval,
-        gate=gate,
+        fleet, probes, interval=config.health_check_interval, deep_interval=config.deep_health_check_interval
     )
-    control = Control(
-        pool=pool,
-        forwarder=forwarder,
-        gate=gate,
-        in_flight=in_flight,
-        extra=config.fan_out,
-        on_new_weights=health.check_all,
-    )
+    control = Control(fleet=fleet, fan_out=fan_out, in_flight=in_flight, health=health, extra=config.fan_out)
     router = Router(
         config=config,
         fleet=fleet,
-        pool=pool,
         forwarder=forwarder,
         metrics=metrics,
-        gate=gate,
         control=control,
         args=args,
+        tokenizer=tokenizer,
     )
-    metrics.register(GateStatistics(gate))
     innermost: ASGIApp = Proxy(
-        forwarder, metrics, gate=gate, in_flight=in_flight, request_timeout=config.request_timeout
+        forwarder, metrics, gate=fleet.gate, in_flight=in_flight, request_timeout=config.request_timeout
     )
     if config.partial_rollout == "resume" or config.resume_on_worker_loss:
         innermost = PartialRollouts(
@@ -116,22 +98,22 @@ def create_app(config: RouterConfig | None = None, *, args: Namespace | None = N
         )
     stack, layers = build_stack(innermost, loaded, router)
     for url in config.worker_urls:
-        pool.add(parse_worker_url(url))
+        fleet.pool.add(parse_worker_url(url))
     data_key = Key(config.api_key)
     guarded = Key(config.effective_admin_key)
-    admin = Admin(router, _described(loaded), health.weight_version)
-    routes, doors = _own_routes(admin, FanOut(control), guarded, data_key, layers, stack)
+    admin = Admin(router, _described(loaded))
+    routes, doors = _own_routes(admin, ControlRoutes(control), guarded, data_key, layers, stack)
     routes.lifespan_context = _lifespan(layers, health, fleet, upstream)
     _register_metrics(router, layers)
     return RouterApp(config=config, router=router, routes=routes, doors=doors, data_key=data_key, stack=stack)
 
 
 def _own_routes(
-    admin: Admin, fan_out: FanOut, guarded: Key, data: Key, layers: Iterable[ASGIApp], stack: ASGIApp
+    admin: Admin, control_routes: ControlRoutes, guarded: Key, data: Key, layers: Iterable[ASGIApp], stack: ASGIApp
 ) -> tuple[Routes, dict[str, Key]]:
     """The router's own routes and those of the middlewares, and the key that each first path segment needs. Control
     endpoints are found by their whole path: their first segment may have others behind it."""
-    opened, administration, control = admin.open_routes(), admin.guarded_routes(), fan_out.routes()
+    opened, administration, control = admin.open_routes(), admin.guarded_routes(), control_routes.routes()
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
     doors = {_first_segment(route): _OPEN for route in opened}
     doors |= {_first_segment(route): guarded for route in administration}
@@ -147,11 +129,6 @@ def _own_routes(
     every = [*opened, *administration, *control]
     fences = [Route(path, _WrongMethod()) for path in dict.fromkeys(_path(route) for route in every)]
     return Routes([*every, *fences, *extra], redirect_slashes=False, default=stack), doors
-
-
-def _all_paused(pool: WorkerPool) -> bool:
-    """Whether nobody takes traffic and somebody would, were it not paused."""
-    return not pool.routable and any(worker.state is WorkerState.PAUSED for worker in pool)
 
 
 def _path(route: BaseRoute) -> str:
@@ -176,8 +153,8 @@ class _WrongMethod:
 
 
 def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
-    for published in router.published:
-        router.metrics.register(published)
+    for collector in router.collectors:
+        router.metrics.register(collector)
     for layer in layers:
         if isinstance(layer, HasMetrics):
             for collector in layer.metrics():

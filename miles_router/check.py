@@ -44,13 +44,14 @@ def check_path(path: str, config: RouterConfig) -> Iterator[tuple[str, str | Non
 
 @asynccontextmanager
 async def stage(
-    middleware: type | str, /, *, worker: Mapping[str, Any] | None = None, **options: Any
+    middleware: type | str, /, *, worker: Mapping[str, Any] | None = None, tokenizer: Any = None, **options: Any
 ) -> AsyncIterator[Stage]:
     """A router with one middleware in front of a simulated worker, for tests of that middleware.
 
     Args:
         middleware: a class at the top of its module, or its dotted path.
         worker: options of the `SimulatedWorker`; by default it generates as many tokens as it is asked for.
+        tokenizer: what the middleware gets as `router.tokenizer`.
         options: the middleware's own.
 
     Raises:
@@ -60,7 +61,7 @@ async def stage(
     async with AsyncExitStack() as running:
         simulated = await running.enter_async_context(SimulatedWorker(**{"stop_probability": 0.0, **(worker or {})}))
         config = RouterConfig(middlewares=(MiddlewareSpec(path, options),), worker_urls=(simulated.url,))
-        app = create_app(config)
+        app = create_app(config, tokenizer=tokenizer)
         await running.enter_async_context(app.running())
         yield Stage(app, simulated)
 

@@ -78,15 +78,16 @@ class RouterApp:
 
         try:
             await self._dispatch(scope, receive, send_with_id)
-        except RouterError as error:
-            self._report(error, exchange, scope, began=status != 0)
-            if status == 0 and not isinstance(error, ClientDisconnected):
-                await _answer(error, exchange, send_with_id, close=first(scope["headers"], b"expect") is not None)
-            status = status or error.status
         except Exception as error:  # the edge: a defect is logged whole and answered, never hidden
-            logger.error("internal_error", exc_info=error, extra={"fields": _fields(exchange, scope)})
-            if status == 0:
-                await _answer(RouterError("the router failed; its log has the details"), exchange, send_with_id)
+            if isinstance(error, RouterError) and error.type != RouterError.type:
+                self._report(error, exchange, scope, began=status != 0)
+                if status == 0 and not isinstance(error, ClientDisconnected):
+                    await _answer(error, exchange, send_with_id, close=first(scope["headers"], b"expect") is not None)
+                status = status or error.status
+            else:  # one that has no type was made for control flow, and somebody has let it out
+                logger.error("internal_error", exc_info=error, extra={"fields": _fields(exchange, scope)})
+                if status == 0:
+                    await _answer(RouterError("the router failed; its log has the details"), exchange, send_with_id)
         finally:
             self._finished(scope, exchange, status, started_at)
 

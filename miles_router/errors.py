@@ -1,4 +1,4 @@
-"""Every error the router raises by type; the one edge in `app.py` renders them.
+"""Every error the router raises by type; the one edge in `edge.py` renders them.
 
     RouterError                     500 internal_error
     ├── ConfigError                 start-up stops with one line naming the setting
@@ -11,6 +11,7 @@
     ├── ClientDisconnected          nothing is rendered: nobody is listening
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
+    ├── PartlyFailed                502 fan_out_failed
     └── UpstreamError               502 upstream_error
         ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
         ├── UpstreamInvalidResponse 502 upstream_invalid_response: the worker does not speak HTTP
@@ -27,7 +28,8 @@ from typing import ClassVar
 
 
 class RouterError(Exception):
-    """An error with an answer: `status` and `type` go to the client, `retryable` tells whether a retry is safe."""
+    """An error with an answer: `status` and `type` go to the client, `retryable` tells whether a retry is safe. One
+    without a type of its own is answered as a defect: its message goes to the log alone."""
 
     status: int = 500
     type: str = "internal_error"
@@ -108,6 +110,13 @@ class FleetPaused(RouterError):
     type = "fleet_paused"
     retryable = True
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
+class PartlyFailed(RouterError):
+    """Some worker did not do what all were asked to."""
+
+    status = 502
+    type = "fan_out_failed"
 
 
 class UpstreamError(RouterError):

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -22,6 +21,7 @@ from types import TracebackType
 from typing import ClassVar
 
 from tests.sglang.environment import NURSERY, ensure
+from tests.support.ports import free_ports
 
 START_TIMEOUT = 240.0  # seconds; about 10 on an idle machine
 STOP_TIMEOUT = 20.0
@@ -68,12 +68,6 @@ def nursery() -> Nursery:
     return Nursery()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def tail(path: Path, lines: int = 40) -> str:
     text = path.read_text(errors="replace") if path.exists() else "(no log)"
     return "\n".join([f"--- {path}", *(line[:400] for line in text.splitlines()[-lines:])])
@@ -95,7 +89,7 @@ class RealWorker:
         """Starts the processes and returns, so that several can come up side by side; `wait` or `with` waits."""
         environment = ensure()
         model = environment.moe_model if moe else environment.dense_model
-        worker = cls(port or free_port(), ("--model-path", str(model), *FLAGS, *flags))
+        worker = cls(port or free_ports(1)[0], ("--model-path", str(model), *FLAGS, *flags))
         worker._spawn()
         return worker
 

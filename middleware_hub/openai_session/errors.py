@@ -5,7 +5,7 @@ BadRequest
 ├── SessionExists       409 session_exists
 ├── SessionFinalized    409 session_finalized: it takes no further turns
 ├── SessionFull         400 session_full: more turns or bytes than one session may have
-└── InvalidSample       422 invalid_sample: it would break an invariant, and is not given
+└── UnusableSample       422 invalid_sample: it would break an invariant, and is not given
 TooManySessions         503 too_many_sessions, with Retry-After
 UnusableAnswer          502 unusable_answer: the worker's answer cannot be recorded exactly
 """
@@ -37,7 +37,7 @@ class SessionFull(BadRequest):
     type = "session_full"
 
 
-class InvalidSample(BadRequest):
+class UnusableSample(BadRequest):
     """A sample that would break an invariant; `invariant` names it."""
 
     status = 422

@@ -1,124 +1,136 @@
-"""From a request to ids, and from its answers to the record: the middleware's work, without HTTP."""
+"""Texts to ids through the cache, and answers into records of it: the middleware's work, without HTTP."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
-from middleware_hub.radix_tree.cache import Match, RadixTreeCache, Record
-from middleware_hub.radix_tree.entry import Entry
-from middleware_hub.radix_tree.replies import Generation, generation
-from middleware_hub.radix_tree.shapes import Prompt
+from middleware_hub.radix_tree.cache import NO_MATCH, PrefixMatch, RadixTreeCache
+from middleware_hub.radix_tree.entry import Entry, TextRecord
+from middleware_hub.radix_tree.statistics import CacheStatistics
+from middleware_hub.tokenizing.alignment import Alignment
 from middleware_hub.tokenizing.encoding import TextEncoder
-from middleware_hub.tokenizing.spelling import NO_CUT, Ends
-from miles_router.middlewares.rows import Handover, RowPrefix
+from middleware_hub.tokenizing.spelling import Ends, moved
+from miles_router.engines.answers import GenerateAnswer
+from miles_router.engines.generate import Prompt
+from miles_router.middlewares import RowPrefix, TrajectoryRows
 from miles_router.trajectory import Piece, Trajectory
 
-#: Texts longer than this (characters) are encoded, and outputs longer than this (tokens) aligned, in a thread: about
-#: what takes longer than a few milliseconds.
+#: Texts longer than this (characters) are encoded, and ids more than this spelled and aligned, in a thread: about what
+#: takes longer than a few milliseconds.
 OFF_LOOP = 4096
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the engine is given for one prompt: the tokens of `text`, of which `match` was recorded before."""
+class TokenizedText:
+    """A text in the tokens that the engine is given for it, with where each ends; `match` is what was recorded of it
+    before."""
 
     text: str
     trajectory: Trajectory
     ends: Ends
-    match: Match
-
-    @property
-    def ids(self) -> list[int]:
-        """The `input_ids`."""
-        ids: list[int] = self.trajectory.tokens.tolist()
-        return ids
+    match: PrefixMatch
 
     @property
     def held_experts(self) -> RowPrefix | None:
-        """The routed experts held of its first tokens."""
+        """The routed experts that are held of its first tokens."""
         return None if self.match.entry is None else self.match.entry.held_experts(len(self.match.trajectory))
 
 
-class Recorder:
+class TextRecorder:
     """Turns texts into ids through the cache, and answers into records of it."""
 
     def __init__(self, cache: RadixTreeCache, encoder: TextEncoder) -> None:
         self.cache = cache
         self._encoder = encoder
 
-    async def give(self, prompt: Prompt) -> Given:
-        """The ids for a prompt: those recorded for its text as far as they go, and the encoding of the rest."""
-        if prompt.ids is not None:
-            return self._give_ids(prompt.ids)
-        assert prompt.text is not None
-        return await self.give_text(prompt.text)
+    @property
+    def statistics(self) -> CacheStatistics:
+        """The cache's numbers."""
+        return self.cache.statistics
 
-    async def give_text(self, text: str) -> Given:
-        """As `give`, of a text."""
+    async def tokenize(self, prompt: Prompt) -> TokenizedText:
+        """The tokens of a prompt.
+
+        Raises:
+            InvalidTrajectory: the client's own ids are none.
+        """
+        if prompt.ids is not None:
+            return await self._tokenize_ids(prompt.ids)
+        assert prompt.text is not None
+        return await self.tokenize_text(prompt.text)
+
+    async def tokenize_text(self, text: str) -> TokenizedText:
+        """The tokens recorded for a text as far as they go, and the encoding of the rest."""
         match = self.cache.match(text)
         rest = text[match.chars :]
         encode = self._encoder.encode_rest if len(match.trajectory) else self._encoder.encode_whole
-        encoded = await _off_loop(len(rest), lambda: encode(rest))
-        self.cache.statistics.encoded_tokens += len(encoded.ids)
-        trajectory = match.trajectory.append(Piece.given(encoded.ids))
-        return Given(text, trajectory, _behind(match.ends, encoded.ends, match.chars), match)
+        encoding = await _off_loop(len(rest), lambda: encode(rest))
+        self.statistics.encoded_tokens += len(encoding.ids)
+        ends = np.concatenate([match.ends, moved(encoding.ends, match.chars)])
+        return TokenizedText(text, match.trajectory.append(Piece.given(encoding.ids)), ends, match)
 
-    def _give_ids(self, ids: list[int]) -> Given:
+    async def _tokenize_ids(self, ids: Sequence[int]) -> TokenizedText:
         """Ids of the client's own: given as they are, sampled as far as they are those of a recorded trajectory."""
-        spelled = self._encoder.spell_given(ids)
-        match = self.cache.match(spelled.text)
+        given = Piece.given(ids)
+        spelling = await _off_loop(len(ids), lambda: self._encoder.spell_whole(ids))
+        match = self.cache.match(spelling.text)
         known = match.trajectory.tokens
-        if not np.array_equal(known, ids[: len(known)]):
-            match = Match(Trajectory(), spelled.ends[:0], 0, None)
-        rest = ids[len(match.trajectory) :]
-        return Given(spelled.text, match.trajectory.append(Piece.given(rest)), spelled.ends, match)
+        if not np.array_equal(known, given.tokens[: len(known)]):
+            match = NO_MATCH
+        rest = given.cut(len(match.trajectory), len(given))
+        return TokenizedText(spelling.text, match.trajectory.append(rest), spelling.ends, match)
 
     async def record(
-        self, given: Given, answer: Mapping[str, Any], prompt: Prompt, experts: Handover | None = None, place: int = 0
+        self,
+        prompt: TokenizedText,
+        params: Mapping[str, Any],
+        answer: GenerateAnswer,
+        take_experts: Callable[[int, str], TrajectoryRows] | None = None,
     ) -> Entry | None:
-        """Hold what an answer added to what was given for `prompt`, with the routed experts that came as the
-        request's answer number `place`. Gives None for an answer without tokens.
+        """Hold what an answer added to its prompt; None where it added nothing or finds no room.
+
+        Args:
+            params: the prompt's sampling parameters.
+            take_experts: gives the routed experts of so many tokens, prompt included, of the generation of this id.
 
         Raises:
-            Unusable, InvalidTrajectory: the answer cannot be recorded.
+            InvalidTrajectory: its ids or logprobs cannot be what they claim to be.
         """
-        sampled = generation(answer)
-        if not sampled.ids:
+        if not answer.ids:
             return None
-        record = await _off_loop(len(sampled.ids), lambda: self._joined(given, sampled, prompt))
-        if experts is not None:
-            record = replace(record, experts=experts.take(place, len(record.trajectory), record.rid))
-        return self.cache.record(record, hint=given.match)
-
-    def _joined(self, given: Given, sampled: Generation, prompt: Prompt) -> Record:
-        aligned = self._encoder.align(
-            sampled.ids,
-            sampled.text,
-            skip_special=prompt.skip_special,
-            stop=sampled.stop,
-            no_stop_trim=prompt.no_stop_trim,
+        alignment, sampled = await _off_loop(len(answer.ids), lambda: self._sampled(answer, params))
+        self.statistics.unaligned += not alignment.exact
+        trajectory = prompt.trajectory.append(*sampled)
+        chars = len(prompt.text)
+        record = TextRecord(
+            text=prompt.text + alignment.text,
+            shown_chars=chars + alignment.shown_chars,
+            trajectory=trajectory,
+            ends=np.concatenate([prompt.ends, moved(alignment.ends, chars)]),
+            rid=answer.rid,
+            finish=answer.finish,
+            experts=None if take_experts is None else take_experts(len(trajectory), answer.rid),
         )
-        self.cache.statistics.unaligned += not aligned.exact
-        return Record(
-            text=given.text + aligned.text,
-            shown=len(given.text) + aligned.shown,
-            trajectory=given.trajectory.append(*sampled.pieces()),
-            ends=_behind(given.ends, aligned.ends, len(given.text)),
-            rid=sampled.rid,
-            finish=sampled.finish,
+        return self.cache.record(record, prompt.match)
+
+    def _sampled(self, answer: GenerateAnswer, params: Mapping[str, Any]) -> tuple[Alignment, list[Piece]]:
+        """Where the sampled tokens end in the answer's text, and they themselves, one piece a weight version."""
+        runs: Sequence[tuple[str | None, int, int]] = answer.versions or [(None, 0, len(answer.ids))]
+        pieces = [Piece.sampled(answer.ids[a:b], answer.logprobs[a:b], version) for version, a, b in runs]
+        alignment = self._encoder.align(  # only now: a tokenizer cannot spell what is no id
+            answer.ids,
+            answer.text,
+            skip_special=bool(params.get("skip_special_tokens", True)),
+            stop=answer.matched,
+            no_stop_trim=bool(params.get("no_stop_trim", False)),
         )
-
-
-def _behind(first: Ends, second: Ends, chars: int) -> Ends:
-    """The ends of tokens that stand behind `chars` characters."""
-    moved = np.where(second == NO_CUT, NO_CUT, second + np.uint32(chars)).astype(np.uint32)
-    return np.concatenate([first, moved])
+        return alignment, pieces
 
 
 async def _off_loop(size: int, work: Callable[[], Result]) -> Result:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,59 +11,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from middleware_hub.radix_tree.entry import Entry
-from middleware_hub.radix_tree.recording import Recorder
-from miles_router import Exchange
+from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares.rows import RowMatch, TrajectoryRows
-from miles_router.trajectory import Trajectory, to_json
-from miles_router.trajectory.wire import VERSIONS, pack
+from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows
+from miles_router.trajectory import Retrieved, Trajectory
+from miles_router.trajectory.retrieved import write_safetensors
 
 BINARY = "application/octet-stream"
 MAX_TEXTS = 4096
 FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp"})
 
 
-@dataclass(frozen=True)
-class Retrieved:
-    """What is known of one text."""
-
-    text: str
-    trajectory: Trajectory
-    matched: int
-    entry: Entry | None
-    candidates: tuple[str, ...]
-
-    def facts(self) -> dict[str, Any]:
-        """Everything but the arrays."""
-        finish = None if self.entry is None else self.entry.finish
-        return {
-            "response": self.text,
-            "token_length": len(self.trajectory),
-            "loss_mask_length": len(self.trajectory),
-            "matched_tokens": self.matched,
-            "ambiguous": len(self.candidates) > 1,
-            "candidates": list(self.candidates),
-            "rid": None if self.entry is None else self.entry.rid,
-            "finish_reason": finish,
-            "finished": None if self.entry is None else self.entry.finished,
-        }
-
-    def as_json(self, *, with_logprobs: bool) -> dict[str, Any]:
-        """The JSON answer; arrays are all as long as `tokens`."""
-        arrays = to_json(self.trajectory)
-        answer = {
-            "tokens": arrays["tokens"],
-            "loss_mask": arrays["loss_mask"],
-            VERSIONS: arrays[VERSIONS],
-            **self.facts(),
-        }
-        return {**answer, "rollout_logp": arrays["logprobs"]} if with_logprobs else answer
-
-
 class Retrieval:
     """Answers from one cache."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: TextRecorder) -> None:
         self._recorder = recorder
         self._cache = recorder.cache
 
@@ -83,8 +44,8 @@ class Retrieval:
         else:
             found = [await self._one(text, None, strict=bool(asked.get("strict"))) for text in texts]
         if BINARY in request.headers.get("accept", ""):
-            return Response(_binary(found, many=texts is not None), media_type=BINARY)
-        answers = [each.as_json(with_logprobs=asked.get("return_logp", True)) for each in found]
+            return Response(write_safetensors(found, many=texts is not None), media_type=BINARY)
+        answers = [each.to_json(with_logprobs=asked.get("return_logp", True)) for each in found]
         body = orjson.dumps(answers if texts is not None else answers[0], option=orjson.OPT_SERIALIZE_NUMPY)
         return Response(body, media_type="application/json")
 
@@ -92,7 +53,7 @@ class Retrieval:
         """The newest generation with exactly this text; its `rid` tells which that is.
 
         Raises:
-            NotFound: there is none.
+            NotFound: no generation has it.
         """
         _check_text(asked["text"])
         entries = self._cache.retrieve(asked["text"])
@@ -109,13 +70,13 @@ class Retrieval:
         entries = self._cache.retrieve(text)
         if entries:
             return self._newest(text, entries)
-        given = await self._recorder.give_text(text)
+        given = await self._recorder.tokenize_text(text)
         matched = len(given.match.trajectory)
         if strict and matched < len(given.trajectory):
             raise NotFound(
                 f"only {given.match.chars} of the text's {len(text)} characters are spelled by recorded tokens"
             )
-        return Retrieved(text, given.trajectory, matched, None, ())
+        return Retrieved(given.trajectory, text, matched)
 
     def _by_rid(self, rid: str, text: str | None) -> Retrieved:
         entry = self._cache.by_rid(rid)
@@ -124,8 +85,7 @@ class Retrieval:
         shown = self._cache.text_of(entry)
         if text is not None and text != shown:
             raise BadRequest(f"generation {rid!r} has another text")
-        trajectory = entry.trajectory()
-        return Retrieved(shown, trajectory, len(trajectory), entry, (rid,))
+        return _of_entry(entry, shown, entry.trajectory(), (rid,))
 
     def _newest(self, text: str, entries: list[Entry]) -> Retrieved:
         """The newest of several; those that differ from it in their ids make the answer ambiguous."""
@@ -134,7 +94,19 @@ class Retrieval:
         others = [each for each in entries[:-1] if not np.array_equal(each.trajectory().tokens, trajectory.tokens)]
         self._cache.statistics.ambiguous += bool(others)
         candidates = tuple(each.rid for each in (*others, newest))
-        return Retrieved(text, trajectory, len(trajectory), newest, candidates)
+        return _of_entry(newest, text, trajectory, candidates)
+
+
+def _of_entry(entry: Entry, text: str, trajectory: Trajectory, candidates: tuple[str, ...]) -> Retrieved:
+    return Retrieved(
+        trajectory=trajectory,
+        text=text,
+        matched_tokens=len(trajectory),
+        candidates=candidates,
+        rid=entry.rid,
+        finish_reason=entry.finish,
+        finished=entry.finished,
+    )
 
 
 def _checked(asked: Any) -> Mapping[str, Any]:
@@ -163,16 +135,3 @@ def _checked(asked: Any) -> Mapping[str, Any]:
 def _check_text(text: str | None) -> None:
     if text == "":
         raise BadRequest("a text must be a string that is not empty")
-
-
-def _binary(found: list[Retrieved], *, many: bool) -> bytes:
-    """safetensors: `tokens`, `loss_mask`, `logprobs`, JSON `facts` in the metadata; of a list with `0.` in front."""
-    arrays = {}
-    for index, each in enumerate(found):
-        prefix = f"{index}." if many else ""
-        trajectory = each.trajectory
-        arrays[f"{prefix}tokens"] = np.asarray(trajectory.tokens)
-        arrays[f"{prefix}logprobs"] = np.asarray(trajectory.logprobs)
-        arrays[f"{prefix}loss_mask"] = np.asarray(trajectory.loss_mask)
-    facts = [{**each.facts(), VERSIONS: [run._asdict() for run in each.trajectory.weight_versions]} for each in found]
-    return pack(arrays, {"facts": orjson.dumps(facts if many else facts[0]).decode()})

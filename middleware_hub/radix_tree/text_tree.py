@@ -1,8 +1,8 @@
-"""A radix tree over characters. Nodes are where texts part or where an entry's text (or its shown text) ends.
+"""A radix tree over characters. A node stands where texts part, and where an entry's text or its shown text ends.
 
 An edge holds the characters between two nodes as one string, so a step down compares whole runs of text at memory
-speed, and a look-up takes as many steps as there are partings on its way, whatever the length of the text. Written by
-hand: a trie with a node for each character or block costs a Python object for each of them.
+speed, and a look-up takes as many steps as there are partings on its way, whatever the length of the text. A trie with
+a node for each character or block would cost a Python object for each of them.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from middleware_hub.radix_tree.entry import Entry
 
 
 class Node:
-    """`label` is the text between the parent and here, `depth` the characters from the root to here.
-
-    Most nodes have no child or one, so a dictionary is made for the second.
+    """A place in the tree. `label` is the text between the parent and here, `depth` the characters from the root to
+    here. Most nodes have no child or one, so a dictionary is made for the second.
     """
 
-    __slots__ = ("_below", "depth", "ending", "label", "newest", "parent", "shown")
+    __slots__ = ("_below", "depth", "entries", "label", "newest", "parent", "shown_entries")
 
     def __init__(self, parent: Node | None, label: str) -> None:
         self.parent = parent
         self.label = label
         self.depth: int = (parent.depth if parent is not None else 0) + len(label)
         self._below: Node | dict[str, Node] | None = None  # one child, or several by their first character
-        self.ending: tuple[Entry, ...] = ()  # entries whose text, hidden tail included, ends here
-        self.shown: tuple[Entry, ...] = ()  # entries whose shown text ends here, in order of recording
+        # In order of recording:
+        self.entries: tuple[Entry, ...] = ()  # entries whose text, hidden tail included, ends here
+        self.shown_entries: tuple[Entry, ...] = ()  # entries whose shown text ends here
         self.newest: Entry | None = None  # of all entries whose text reaches or passes here
 
     def __repr__(self) -> str:
-        return f"<Node at {self.depth}, {len(self.children)} children, {len(self.shown)} shown>"
+        return f"<Node at {self.depth}, {len(self.children)} children, {len(self.shown_entries)} shown>"
 
     @property
     def children(self) -> Mapping[str, Node]:
@@ -91,7 +91,7 @@ class TextTree:
             if child is None:
                 return node, position
             if not text.startswith(child.label, position):
-                return child, position + _common(child.label, text, position)
+                return child, position + common_length(child.label, text, position)
             node, position = child, position + len(child.label)
         return node, position
 
@@ -100,12 +100,12 @@ class TextTree:
         node, position = self.descend(text)
         return node if position == len(text) == node.depth else None
 
-    def add(self, text: str, shown: int, entry: Entry) -> None:
-        """Put an entry at the end of its `text`, and at the end of the first `shown` characters of it."""
+    def add(self, text: str, entry: Entry) -> None:
+        """Put an entry at the end of its `text`, and at the end of what the client saw of it."""
         end = self._make(text)
-        place = end if shown == len(text) else self._make(text[:shown])
-        end.ending = (*end.ending, entry)
-        place.shown = (*place.shown, entry)
+        place = end if entry.shown_chars == len(text) else self._make(text[: entry.shown_chars])
+        end.entries = (*end.entries, entry)
+        place.shown_entries = (*place.shown_entries, entry)
         entry.node = end
         for node in end.upwards():
             node.newest = entry
@@ -115,8 +115,8 @@ class TextTree:
         end = entry.node
         assert end is not None
         place = self.shown_node(entry)
-        place.shown = _without(place.shown, entry)
-        end.ending = _without(end.ending, entry)
+        place.shown_entries = _without(place.shown_entries, entry)
+        end.entries = _without(end.entries, entry)
         entry.node = None
         for node in list(end.upwards()):
             if node.newest is entry:
@@ -128,7 +128,7 @@ class TextTree:
     def shown_node(self, entry: Entry) -> Node:
         """The node at the end of an entry's shown text: its end, or one above it."""
         assert entry.node is not None
-        return next(node for node in entry.node.upwards() if node.depth <= entry.shown)
+        return next(node for node in entry.node.upwards() if node.depth <= entry.shown_chars)
 
     def _make(self, text: str) -> Node:
         node, position = self.descend(text)
@@ -156,7 +156,7 @@ class TextTree:
     def _prune(self, node: Node) -> None:
         """Remove a node nobody needs, or join it with its only child, and look at its parent then. What was removed has
         no parent."""
-        while node.parent is not None and not node.ending and not node.shown:
+        while node.parent is not None and not node.entries and not node.shown_entries:
             children = node.children
             parent = node.parent
             if not children:
@@ -190,10 +190,10 @@ def _without(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
 
 def _newest(node: Node) -> Entry | None:
     below = [child.newest for child in node.children.values() if child.newest is not None]
-    return max((*below, *node.ending), key=lambda entry: entry.serial, default=None)
+    return max((*below, *node.entries), key=lambda entry: entry.serial, default=None)
 
 
-def _common(label: str, text: str, position: int) -> int:
+def common_length(label: str, text: str, position: int) -> int:
     """How many characters of `label` stand in `text` at `position`, found by halving, so compared at memory speed."""
     low, high = 0, min(len(label), len(text) - position)
     while low < high:

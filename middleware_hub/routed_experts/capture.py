@@ -11,10 +11,9 @@ from middleware_hub.routed_experts.decoding import Decoder
 from middleware_hub.routed_experts.errors import ExpertsMissing
 from middleware_hub.routed_experts.shapes import RowWidth, RowWidths, ShapeCheck
 from middleware_hub.routed_experts.store import RowStore
-from miles_router import Exchange
 from miles_router.engines.facts import Facts
 from miles_router.engines.rows import RowFields
-from miles_router.middlewares.rows import Handover, RowPrefix
+from miles_router.middlewares import Exchange, Handover, RowPrefix
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import AlignedRows, Blocks, RowArray
 

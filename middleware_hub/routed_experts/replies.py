@@ -11,19 +11,17 @@ import orjson
 from middleware_hub.routed_experts.capture import Capture
 from middleware_hub.routed_experts.errors import ExpertsMissing
 from middleware_hub.routed_experts.extraction import Extractor
-from miles_router.asgi.exchange import Send
-from miles_router.asgi.headers import first
-from miles_router.asgi.replies import Kind, Tap, UnreadCounter
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.events import Event, write_event
 from miles_router.engines.rows import RowAnswer, RowReader
 from miles_router.errors import UpstreamInvalidResponse
+from miles_router.middlewares import Event, Kind, Send, Tap, UnreadCounter, first, write_event
 
 
 class RowReply(Tap):
     """Takes the rows out of one reply."""
 
     layer = "routed_experts"
+    reads_pieces = True
 
     def __init__(self, capture: Capture, reader: RowReader, send: Send, metrics: UnreadCounter) -> None:
         super().__init__(send, metrics)
@@ -32,7 +30,8 @@ class RowReply(Tap):
         self._extractor = Extractor(capture.fields.rows, capture.decoder)
 
     async def begun(self) -> None:
-        """A worker has begun its answer."""
+        """A worker has begun its answer. A stream's head goes on at once."""
+        self.holds_head = self.kind is Kind.JSON
         await self._capture.begin()
 
     def unread(self, reason: str) -> None:

@@ -1,1 +1,6 @@
-"""Text to ids and back: which characters each id spells. What several middlewares need of a tokenizer."""
+"""Text to ids and back, exactly. What several middlewares need of a tokenizer:
+
+spelling    which characters each token spells, for the families of tokenizers that there are
+alignment   sampled ids held against the text that an engine showed for them
+encoding    text to ids with their characters, whole texts and continuations
+"""

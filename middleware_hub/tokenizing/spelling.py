@@ -1,15 +1,15 @@
 """Which characters each token of a sequence spells.
 
-Nothing here is assumed of a tokenizer: a spelling is used only where it reproduces the text that the engine itself
-gave, and a generation it does not reproduce is treated as one indivisible run.
+Nothing is assumed of a tokenizer: a spelling is used only where it reproduces the text that the engine itself gave. A
+generation that no spelling reproduces is one indivisible run.
 """
 
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,29 +17,35 @@ import numpy.typing as npt
 Ends = npt.NDArray[np.uint32]
 #: In `Ends`: the text cannot be cut behind this token (it stops inside a character, or nobody knows where it stops).
 NO_CUT = 0xFFFFFFFF
+P = TypeVar("P")
 
 
-class Spelled(NamedTuple):
+class Spelling(NamedTuple):
     """`text`, and for each token the number of characters spelled up to and with it, or `NO_CUT`."""
 
     text: str
     ends: Ends
 
 
+def moved(ends: Ends, chars: int) -> Ends:
+    """The ends of tokens whose text stands behind `chars` characters."""
+    return np.where(ends == NO_CUT, NO_CUT, ends + np.uint32(chars)).astype(np.uint32)
+
+
 class Speller(Protocol):
     """Spells ids the way an engine shows them."""
 
-    def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelled | None:
+    def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelling | None:
         """The text of `ids` behind other text; None if this tokenizer's tokens have no spelling of their own."""
         ...
 
     def special(self, token: int) -> str | None:
-        """The content of a special token; None for every other."""
+        """The content of a special token; None for any other token."""
         ...
 
 
 def speller_for(backend: Any) -> Speller:
-    """The speller of a `tokenizers.Tokenizer`, told by its decoder."""
+    """The speller for a `tokenizers.Tokenizer`, by its decoder."""
     description = str(backend.decoder)
     if description.startswith("ByteLevel("):
         return ByteLevelSpeller(backend)
@@ -53,10 +59,12 @@ class AddedTokens:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._special, self._added = added_tokens(backend)
+        table = backend.get_added_tokens_decoder()
+        self._special = frozenset(token for token, added in table.items() if added.special)
+        self._added: dict[int, str] = {token: added.content for token, added in table.items()}
         self._size: int = backend.get_vocab_size(with_added_tokens=True)
 
-    def shown_as(self, ids: Sequence[int]) -> Sequence[int]:
+    def clamped(self, ids: Sequence[int]) -> Sequence[int]:
         """Ids behind the tokenizer's last, which a model with a padded vocabulary can sample, are shown as id 0 (SGLang
         0.5.23, `DetokenizerManager._clamp_decode_ids`)."""
         if not len(ids) or max(ids) < self._size:
@@ -69,10 +77,21 @@ class AddedTokens:
 
 
 class UnknownSpeller(AddedTokens):
-    """For decoders nobody has taken apart: every generation is one run."""
+    """For every other decoder: each generation is one run."""
 
-    def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelled | None:
+    def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelling | None:
         return None
+
+
+class Pieces(dict[int, P]):
+    """What each token spells, found out at its first use."""
+
+    def __init__(self, spelled: Callable[[int], P]) -> None:
+        self._spelled = spelled
+
+    def __missing__(self, token: int) -> P:
+        piece = self[token] = self._spelled(token)
+        return piece
 
 
 class ByteLevelSpeller(AddedTokens):
@@ -80,28 +99,24 @@ class ByteLevelSpeller(AddedTokens):
 
     def __init__(self, backend: Any) -> None:
         super().__init__(backend)
-        self._bytes: dict[int, bytes] = {}
+        self._verbatim = Pieces(self._bytes)
+        self._without_special = Pieces(lambda token: b"" if token in self._special else self._verbatim[token])
 
-    def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelled | None:
-        parts = [b"" if skip_special and i in self._special else self._token(i) for i in self.shown_as(ids)]
+    def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelling | None:
+        pieces = self._without_special if skip_special else self._verbatim
+        parts = list(map(pieces.__getitem__, self.clamped(ids)))
         joined = b"".join(parts)
         lengths = np.fromiter(map(len, parts), dtype=np.int64, count=len(parts))
         try:
-            return Spelled(joined.decode("utf-8"), _character_ends(joined, lengths))
+            return Spelling(joined.decode("utf-8"), _character_ends(joined, lengths))
         except UnicodeDecodeError:
             return _spell_invalid(parts)
 
-    def _token(self, token: int) -> bytes:
-        known = self._bytes.get(token)
-        if known is None:
-            known = self._bytes[token] = self._spelled_out(token)
-        return known
-
-    def _spelled_out(self, token: int) -> bytes:
+    def _bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()
         text = self._backend.id_to_token(token) or ""
-        table = byte_of_character()
+        table = _byte_of_character()
         return bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
 
 
@@ -113,15 +128,15 @@ class ByteFallbackSpeller(AddedTokens):
 
     def __init__(self, backend: Any) -> None:
         super().__init__(backend)
-        self._pieces: dict[int, str | int] = {}
+        self._pieces = Pieces(self._spelled)
 
-    def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelled | None:
+    def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelling | None:
         parts: list[str] = []
         ends: list[int] = []
         run: list[int] = []
         position = 0
-        for token in self.shown_as(ids):
-            piece = self._piece(token)
+        for token in self.clamped(ids):
+            piece = self._pieces[token]
             if isinstance(piece, int):
                 run.append(piece)
                 continue
@@ -130,15 +145,10 @@ class ByteFallbackSpeller(AddedTokens):
             position += len(parts[-1])
             ends.append(position)
         _close_run(run, parts, ends, position)
-        return Spelled("".join(parts), np.array(ends, dtype=np.uint32))
+        return Spelling("".join(parts), np.array(ends, dtype=np.uint32))
 
-    def _piece(self, token: int) -> str | int:
-        known = self._pieces.get(token)
-        if known is None:
-            known = self._pieces[token] = self._spelled_out(token)
-        return known
-
-    def _spelled_out(self, token: int) -> str | int:
+    def _spelled(self, token: int) -> str | int:
+        """Its text, or its byte."""
         text: str = self._added.get(token) or self._backend.id_to_token(token) or ""
         if token not in self._added and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
             return int(text[3:5], 16)
@@ -169,7 +179,7 @@ def _character_ends(joined: bytes, lengths: npt.NDArray[np.int64]) -> Ends:
     return np.where(boundary[stops], upto[stops], NO_CUT).astype(np.uint32)
 
 
-def _spell_invalid(parts: Sequence[bytes]) -> Spelled:
+def _spell_invalid(parts: Sequence[bytes]) -> Spelling:
     """The same for bytes that are not UTF-8 throughout, where each stray sequence shows as U+FFFD."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     texts = []
@@ -180,88 +190,12 @@ def _spell_invalid(parts: Sequence[bytes]) -> Spelled:
         texts.append(text)
         position += len(text)
         ends[index] = NO_CUT if decoder.getstate()[0] else position
-    return Spelled("".join(texts), ends)
+    return Spelling("".join(texts), ends)
 
 
 @cache
-def byte_of_character() -> dict[str, int]:
+def _byte_of_character() -> dict[str, int]:
     """GPT-2's printable stand-in of each byte, reversed (openai/gpt-2, `encoder.py`, `bytes_to_unicode`)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-def added_tokens(backend: Any) -> tuple[frozenset[int], dict[int, str]]:
-    """Ids of special tokens, and the verbatim spelling of every added token."""
-    table = backend.get_added_tokens_decoder()
-    special = frozenset(token for token, added in table.items() if added.special)
-    return special, {token: added.content for token, added in table.items()}
-
-
-class Aligned(NamedTuple):
-    """A generation's text for the tree: `text` begins with what the client saw (`shown` characters of it) and goes on
-    with the spelling of the hidden tail; `ends` as in `Spelled`; `exact` is False for an indivisible run."""
-
-    text: str
-    ends: Ends
-    shown: int
-    exact: bool
-
-
-def align(
-    speller: Speller,
-    ids: Sequence[int],
-    shown: str,
-    *,
-    skip_special: bool,
-    stop: int | str | None = None,
-    no_stop_trim: bool = False,
-) -> Aligned:
-    """Hold sampled `ids` against the text the client was shown for them.
-
-    The hidden tail (a trimmed stop token or stop string, special tokens at the end, bytes of an unfinished character)
-    is spelled verbatim behind the shown text. Special tokens left out between shown characters have no width.
-    `stop` is what ended the generation, a token or a string.
-    """
-    seen = speller.spell(ids, skip_special=skip_special)
-    if seen is None or not seen.text.startswith(shown):
-        hidden = skip_special, None if no_stop_trim else stop
-        return _indivisible(speller, ids, shown, reusable=not isinstance(stop, str), hidden=hidden)
-    if not skip_special:
-        return Aligned(seen.text, seen.ends, len(shown), exact=True)
-    first_hidden = _first_hidden(seen.ends, len(shown))
-    verbatim = speller.spell(ids[first_hidden:], skip_special=False)
-    assert verbatim is not None
-    width = int(seen.ends[first_hidden - 1]) if first_hidden else 0
-    tail = np.where(verbatim.ends == NO_CUT, NO_CUT, verbatim.ends + np.uint32(width)).astype(np.uint32)
-    return Aligned(
-        seen.text[:width] + verbatim.text, np.concatenate([seen.ends[:first_hidden], tail]), len(shown), exact=True
-    )
-
-
-def _first_hidden(ends: Ends, shown: int) -> int:
-    """The index behind the token that spells the last shown character."""
-    if not shown:
-        return 0
-    reaching = np.flatnonzero((ends != NO_CUT) & (ends >= shown))
-    return int(reaching[0]) + 1 if len(reaching) else len(ends)
-
-
-def _indivisible(
-    speller: Speller, ids: Sequence[int], shown: str, *, reusable: bool, hidden: tuple[bool, int | str | None]
-) -> Aligned:
-    """A generation that is reused whole, without the stop token behind it, or, where a stop string may have cut its
-    last token, not at all. `hidden`: whether special tokens are, and the token that is."""
-    ends = np.full(len(ids), NO_CUT, dtype=np.uint32)
-    all_special, trimmed = hidden
-    keep = len(ids)
-    while keep and (ids[keep - 1] == trimmed or (all_special and speller.special(ids[keep - 1]) is not None)):
-        keep -= 1
-        trimmed = None
-    text = shown
-    if reusable and keep:
-        ends[keep - 1] = len(shown)
-        for index in range(keep, len(ids)):
-            text += speller.special(ids[index]) or ""
-            ends[index] = len(text)
-    return Aligned(text, ends, len(shown), exact=False)

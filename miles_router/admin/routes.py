@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
@@ -38,18 +37,14 @@ class Json(Response):
         return orjson.dumps(content)
 
 
-#: Asks a worker that is not registered yet for its weight version.
-VersionOf = Callable[[WorkerUrl, "str | None"], Awaitable["str | None"]]
-
-
 class Admin:
     """Answers for one router."""
 
-    def __init__(self, router: Router, stack: list[dict[str, object]], version_of: VersionOf) -> None:
+    def __init__(self, router: Router, stack: list[dict[str, object]]) -> None:
         self._router = router
+        self._fleet = router.fleet
         self._pool = router.pool
         self._stack = stack
-        self._version_of = version_of
         self._started = time.time()
 
     def open_routes(self) -> list[BaseRoute]:
@@ -112,7 +107,7 @@ class Admin:
         return Json({"status": "ok", **self._counts()})
 
     async def readiness(self, request: Request) -> Response:
-        ready = bool(self._pool.routable)
+        ready = bool(self._fleet.snapshot.routable)
         return Json({"status": "ready" if ready else "no routable worker", **self._counts()}, 200 if ready else 503)
 
     async def info(self, request: Request) -> Response:
@@ -151,20 +146,13 @@ class Admin:
         attributes = {name: arguments[name] for name in ATTRIBUTES if name in arguments}
         if len(orjson.dumps(attributes)) > MAX_ATTRIBUTES_BYTES:
             raise BadRequest(f"a worker's attributes may take {MAX_ATTRIBUTES_BYTES} bytes")
-        version = None
-        if self._pool.weight_version is not None and address.url not in {worker.url for worker in self._pool}:
-            # Before it can be chosen, not at its first probe: it may come with weights the fleet no longer has.
-            version = await self._version_of(address, api_key or None)
-        async with self._router.control.admitting(address, api_key or None):
-            return self._pool.add(address, api_key=api_key or None, attributes=attributes, weight_version=version)
+        return await self._fleet.join(address, api_key=api_key or None, attributes=attributes)
 
     async def _remove(self, worker: Worker, *, drain: bool) -> None:
-        if not drain:
+        if drain:
+            await self._fleet.drain(worker)
+        else:
             self._pool.remove(worker)
-            return
-        idle = asyncio.Event()
-        self._pool.drain(worker, idle.set)
-        await idle.wait()
 
     def _in_flight(self) -> dict[str, int]:
         return {worker.url: worker.in_flight for worker in self._pool}

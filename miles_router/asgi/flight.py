@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+
+_count = itertools.count(1)
+
 
 class Flight:
     """One request's routing and abort facts. The innermost app writes them; an abort marks them."""
 
-    __slots__ = ("aborted", "first_byte_at", "rids", "worker_url")
+    __slots__ = ("aborted", "first_byte_at", "number", "rids", "worker_url")
 
     def __init__(self) -> None:
+        #: Lower for a request that came before.
+        self.number = next(_count)
         #: The worker that answered, or that was tried last.
         self.worker_url: str | None = None
         #: `time.perf_counter()` at the head of the worker's reply.

@@ -63,6 +63,10 @@ class Tap:
     max_collected: ClassVar[int] = MAX_COLLECTED
     #: Whether `piece` gives as many bytes as it takes, so that the reply's Content-Length stays true.
     same_length = False
+    #: Whether `piece` reads what it sees, and is not content with bytes of any kind.
+    reads_pieces: ClassVar[bool] = False
+    #: Whether the reply's head waits for what `piece` gives first. A layer that only looks on does not need that.
+    holds_head = True
     _wants_pieces: ClassVar[bool] = False
     _wants_whole: ClassVar[bool] = False
     _wants_events: ClassVar[bool] = False
@@ -103,7 +107,7 @@ class Tap:
         return data
 
     async def whole(self, body: bytes) -> bytes | None:
-        """A JSON answer; gives the client's, or None where the layer answers later by itself (`finish`)."""
+        """A JSON answer; gives the client's, or None where the layer answers later by itself (`answer`)."""
         return body
 
     async def event(self, event: Event) -> bytes:
@@ -122,7 +126,18 @@ class Tap:
         if self._metrics is not None:
             self._metrics.unread_reply(self.layer, reason)
 
-    # What a layer calls
+    # What a layer sees and calls
+
+    @property
+    def passing(self) -> bool:
+        """Whether all that comes goes on as it is: the reply is none of the layer's business, passes unread, or was let
+        go."""
+        return self._passing
+
+    @property
+    def collected(self) -> bytes:
+        """What has come of a JSON answer that is not complete."""
+        return b"".join(self._parts)
 
     async def call(
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], scope: Scope, receive: Receive
@@ -139,9 +154,15 @@ class Tap:
         """Give the client the last of the body; what still comes from inside is dropped."""
         await self._give(data, more=False)
 
+    async def answer(self, body: bytes) -> None:
+        """Give the client a whole answer, with its length, in place of one that was collected."""
+        self._started = self._finished = True
+        await self._send(with_length(self.start, body))
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
     async def let_go(self) -> None:
         """Look at no more of this reply: what was collected goes on as it came, and the rest as it comes."""
-        collected = b"".join(self._parts) if self._collecting else self.events.let_go()
+        collected = self.collected if self._collecting else self.events.let_go()
         self._passing, self._parts = True, []
         await self.give(collected)
 
@@ -167,13 +188,16 @@ class Tap:
             return
         await self.begun()
         self._collecting = self._collects()
-        if not self._collecting and not self._wants_pieces:  # a stream's head does not wait for its first event
+        held = self._wants_pieces and self.holds_head
+        if not self._collecting and not held:  # a stream's head does not wait for its first event
             await self._give_start()
 
     def _collects(self) -> bool:
         return self.kind is Kind.JSON and self._wants_whole
 
     def _can_read(self) -> bool:
+        if not (self._wants_whole or self._wants_events or self.reads_pieces):
+            return True  # bytes are bytes
         encoding = first(self.start["headers"], b"content-encoding")
         if encoding is not None and encoding.lower() != IDENTITY:
             self.unread("content_encoding")
@@ -215,14 +239,7 @@ class Tap:
             parts, self._parts = self._parts, []
             body = await self.whole(b"".join(parts))
             if body is not None:
-                await self._answer(body)
-
-    async def _answer(self, body: bytes) -> None:
-        headers = [pair for pair in self.start["headers"] if pair[0] != b"content-length"]
-        headers.append((b"content-length", str(len(body)).encode("ascii")))
-        self._started = self._finished = True
-        await self._send({**self.start, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+                await self.answer(body)
 
     async def _take_events(self, data: bytes, *, more: bool) -> None:
         for raw in self.events.feed(data):
@@ -268,7 +285,7 @@ class Collected(Tap):
     """A whole reply of any kind, kept for a layer that answers by itself. Nothing is given to the client."""
 
     def __init__(self) -> None:
-        super().__init__(_drop)
+        super().__init__(drop)
         #: The whole body, once it is there.
         self.body = b""
 
@@ -291,10 +308,11 @@ class Collected(Tap):
         except orjson.JSONDecodeError:
             return None
 
-    async def give_to(self, send: Send) -> None:
-        """Give it to a client as it came."""
-        await send(self.start)
-        await send({"type": "http.response.body", "body": self.body, "more_body": False})
+    async def give_to(self, send: Send, body: bytes | None = None) -> None:
+        """Give it to a client as it came, or with another body."""
+        body = self.body if body is None else body
+        await send(self.start if body is self.body else with_length(self.start, body))
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
     def passes(self, start: Message) -> bool:
         """None does."""
@@ -311,8 +329,14 @@ class Collected(Tap):
         self.body = body
 
 
-async def _drop(message: Message) -> None:
+async def drop(message: Message) -> None:
     """The client's side of a reply that is not given to it."""
+
+
+def with_length(start: Message, body: bytes) -> Message:
+    """A reply's first message, for another body."""
+    headers = [pair for pair in start["headers"] if pair[0] != b"content-length"]
+    return {**start, "headers": [*headers, (b"content-length", str(len(body)).encode("ascii"))]}
 
 
 def kind_of(headers: RawHeaders) -> Kind:

@@ -7,7 +7,7 @@ rollouts       single_turn, multi_turn, agentic, group: to use, or to copy from
 errors         what can go wrong, by what a caller would do about it
 """
 
-from miles_router.client.answers import Generation, Retrieved, Status
+from miles_router.client.answers import Generation
 from miles_router.client.control import PauseMode, WorkerInfo
 from miles_router.client.errors import (
     ConnectionLost,
@@ -23,9 +23,10 @@ from miles_router.client.errors import (
 )
 from miles_router.client.rollouts import agentic, group, multi_turn, single_turn
 from miles_router.client.router_client import RouterClient
-from miles_router.client.sample import Sample
 from miles_router.client.session import Session, SessionInfo
 from miles_router.client.transport import Retries
+from miles_router.trajectory import InvalidTrajectory, Retrieved, Sample
+from miles_router.trajectory.sample import Status
 
 __all__ = [
     "ConnectionLost",
@@ -34,6 +35,7 @@ __all__ = [
     "Generation",
     "InvalidReply",
     "InvalidSample",
+    "InvalidTrajectory",
     "NotConnected",
     "NotFound",
     "PauseMode",

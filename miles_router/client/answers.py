@@ -1,22 +1,13 @@
-"""What `/generate` and `/retrieve_from_text` answer."""
+"""What `/generate` answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import orjson
-
-from miles_router.client.errors import InvalidReply, InvalidSample
-from miles_router.trajectory import InvalidTrajectory, Trajectory, VersionRun, from_arrays
-from miles_router.trajectory.pieces import Logprobs, Mask, Tokens
-from miles_router.trajectory.wire import VERSIONS, unpack
-
-#: `completed`: the engine stopped by itself; `truncated`: something ran out; `aborted`: somebody cut it.
-Status = Literal["completed", "truncated", "aborted"]
-BY_FINISH_REASON: Mapping[str | None, Status] = {"stop": "completed", "length": "truncated", "abort": "aborted"}
-NO_SAFETENSORS = "safetensors"  # the invariant that `unpack` names
+from miles_router.client.errors import InvalidReply
+from miles_router.trajectory.sample import BY_FINISH_REASON, Status
 
 
 @dataclass(frozen=True)
@@ -38,7 +29,7 @@ class Generation:
         """Read one answer, or one event of a stream.
 
         Raises:
-            InvalidReply: it is none.
+            InvalidReply: a field is missing.
         """
         try:
             meta = answer["meta_info"]
@@ -81,77 +72,3 @@ class Generation:
         """One for each of `output_ids`; None unless asked for with `return_logprob=True`."""
         entries = self.meta_info.get("output_token_logprobs")
         return None if entries is None else [entry[0] for entry in entries]
-
-
-@dataclass(frozen=True, eq=False)
-class Retrieved:
-    """The exact tokens of a text.
-
-    Attributes:
-        trajectory: `tokens` int32 [n], `loss_mask` uint8 [n], `logprobs` float32 [n], `weight_versions` runs.
-        text: the text.
-        matched_tokens: how many of the tokens were recorded; n for a rollout, 0 for a text never seen.
-        ambiguous: trajectories with other ids have this text too; `candidates` has the id of each.
-        rid, finish_reason, finished: of the generation; None where the text is no rollout's.
-    """
-
-    trajectory: Trajectory
-    text: str
-    matched_tokens: int
-    ambiguous: bool
-    candidates: tuple[str, ...]
-    rid: str | None
-    finish_reason: str | None
-    finished: bool | None
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Retrieved:
-        """Read the safetensors answer of `/retrieve_from_text`.
-
-        Raises:
-            InvalidReply: it is none.
-            InvalidSample: arrays that no rollout can have.
-        """
-        try:
-            arrays, metadata = unpack(data)
-            facts = orjson.loads(metadata["facts"])
-            runs = [(run["version"], run["start"], run["end"]) for run in facts[VERSIONS]]
-            return cls(
-                trajectory=from_arrays(arrays["tokens"], arrays["logprobs"], arrays["loss_mask"], runs),
-                text=facts["response"],
-                matched_tokens=facts["matched_tokens"],
-                ambiguous=facts["ambiguous"],
-                candidates=tuple(facts["candidates"]),
-                rid=facts["rid"],
-                finish_reason=facts["finish_reason"],
-                finished=facts["finished"],
-            )
-        except InvalidTrajectory as error:
-            if error.invariant == NO_SAFETENSORS:
-                raise InvalidReply(f"no answer of /retrieve_from_text: {error}") from None
-            raise InvalidSample(str(error), invariant=error.invariant) from None
-        except (KeyError, TypeError, orjson.JSONDecodeError) as error:
-            raise InvalidReply(f"no answer of /retrieve_from_text: {error!r}") from None
-
-    def __len__(self) -> int:
-        return len(self.trajectory)
-
-    @property
-    def tokens(self) -> Tokens:
-        """Token ids, int32 [n]."""
-        return self.trajectory.tokens
-
-    @property
-    def loss_mask(self) -> Mask:
-        """Uint8 [n]; 1 = sampled by the engine."""
-        return self.trajectory.loss_mask
-
-    @property
-    def logprobs(self) -> Logprobs:
-        """Float32 [n]; 0.0 where not sampled."""
-        return self.trajectory.logprobs
-
-    @property
-    def weight_versions(self) -> list[VersionRun]:
-        """`(version, start, end)` over the sampled positions."""
-        return self.trajectory.weight_versions

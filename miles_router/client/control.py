@@ -11,7 +11,7 @@ from urllib.parse import quote
 import orjson
 
 from miles_router.client.errors import ErrorReply, FanOutFailed, InvalidReply, NotConnected
-from miles_router.client.transport import Ask, Transport
+from miles_router.client.transport import Request, Transport
 
 #: What happens to generations under way: they come back partial, are queued again, or stay where they are.
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -31,7 +31,7 @@ class WorkerInfo(TypedDict):
     last_check: float | None
 
 
-class Control:
+class FleetControl:
     """What needs the administration key. It has connections of its own: requests that wait for the fleet to continue
     cannot keep the one that continues it from being sent.
 
@@ -44,7 +44,7 @@ class Control:
 
     async def control(self, path: str, **fields: Any) -> Any:
         """`POST` to a control endpoint, as `control("/load_lora_adapter", lora_name="a", lora_path="/a")`; the answer's
-        JSON, or its text where it is none. A field that is None is left out."""
+        JSON, or its text where it is not JSON. A field that is None is left out."""
         raw = await self._admin.bytes(_post(path, fields))
         try:
             return orjson.loads(raw) if raw else None
@@ -123,39 +123,39 @@ class Control:
 
     async def workers(self) -> list[WorkerInfo]:
         """Every registered worker."""
-        answer = await self._admin.json(Ask("GET", "/workers", repeatable=True))
+        answer = await self._admin.json(Request("GET", "/workers", repeatable=True))
         if not isinstance(answer, dict) or not isinstance(answer.get("workers"), list):
             raise InvalidReply("GET /workers was answered without workers")
-        found: list[WorkerInfo] = answer["workers"]
-        return found
+        workers: list[WorkerInfo] = answer["workers"]
+        return workers
 
     async def add_worker(self, url: str, *, api_key: str | None = None, **attributes: Any) -> WorkerInfo:
         """Register a worker; harmless when repeated. Attributes, `labels` for example, are shown and steer nothing."""
         body = {"url": url, "api_key": api_key, **attributes}
-        added: WorkerInfo = await self._admin.json(_post("/workers", body, repeatable=True))
-        return added
+        worker: WorkerInfo = await self._admin.json(_post("/workers", body, repeatable=True))
+        return worker
 
     async def remove_worker(self, worker: str, *, drain: bool = False) -> None:
         """Remove a worker by its URL or id; with `drain` after its last request, until which this waits.
 
         Raises:
-            NotFound: there is none.
+            NotFound: no such worker is registered.
         """
         if "://" in worker:
             await self.control("/remove_worker", url=worker, drain=drain)
         else:
             path = f"/workers/{quote(worker, safe='')}"
-            await self._admin.bytes(Ask("DELETE", f"{path}?drain=true" if drain else path))
+            await self._admin.bytes(Request("DELETE", f"{path}?drain=true" if drain else path))
 
     async def info(self) -> dict[str, Any]:
         """`/router/info`: version, fleet, gate, middlewares, statistics, settings."""
-        found: dict[str, Any] = await self._admin.json(Ask("GET", "/router/info", repeatable=True))
-        return found
+        info: dict[str, Any] = await self._admin.json(Request("GET", "/router/info", repeatable=True))
+        return info
 
 
-def _post(path: str, fields: Mapping[str, Any], *, repeatable: bool = False) -> Ask:
+def _post(path: str, fields: Mapping[str, Any], *, repeatable: bool = False) -> Request:
     body = {name: value for name, value in fields.items() if value is not None}
-    return Ask("POST", path, body, repeatable=repeatable)
+    return Request("POST", path, body, repeatable=repeatable)
 
 
 def _nothing_is_paused(error: BaseException) -> bool:

@@ -11,19 +11,24 @@
     ├── InvalidReply        a good reply that is not what was asked for
     └── InvalidSample       arrays that no rollout can have: refused by the router, or here on arrival
 
+A `Sample` that a program makes itself raises `InvalidTrajectory`, of which `InvalidSample` is made on arrival.
+
 They can be pickled, for they cross processes in a trainer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
 
+from miles_router.trajectory import InvalidTrajectory, Malformed
+
 #: Errors of the router's own that come without `Retry-After`, and after which a worker has no part of a reply.
 UPSTREAM_UNREACHABLE = "upstream_unreachable"
-SHOWN = 500  # characters of a body that is no JSON, in a message
+SHOWN = 500  # characters of a body that is not JSON, in a message
 
 
 class RouterClientError(Exception):
@@ -108,9 +113,9 @@ class InvalidSample(RouterClientError):
     `status` is 422 where the router refused to give it, 0 where it was refused on arrival.
     """
 
-    def __init__(self, message: str, *, invariant: str = "", **facts: Any) -> None:
+    def __init__(self, message: str, **facts: Any) -> None:
         super().__init__(message, **facts)
-        self.invariant = invariant or message.partition(":")[0]
+        self.invariant = message.partition(":")[0]
 
 
 BY_TYPE: Mapping[str, type[RouterClientError]] = {
@@ -120,6 +125,21 @@ BY_TYPE: Mapping[str, type[RouterClientError]] = {
     "fan_out_failed": FanOutFailed,
     "invalid_sample": InvalidSample,
 }
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """The errors of who reads a reply, as errors of the request to `path`.
+
+    Raises:
+        InvalidReply, InvalidSample: its form is another, or what it holds breaks an invariant.
+    """
+    try:
+        yield
+    except Malformed as error:
+        raise InvalidReply(f"no answer of {path}: {error}") from None
+    except InvalidTrajectory as error:
+        raise InvalidSample(str(error)) from None
 
 
 def read_error(status: int, headers: Mapping[str, str], raw: bytes) -> RouterClientError:

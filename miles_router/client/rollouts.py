@@ -18,11 +18,12 @@ from uuid import uuid4
 
 import numpy as np
 
-from miles_router.client.answers import Generation, Retrieved, Status
-from miles_router.client.errors import InvalidSample
+from miles_router.client.answers import Generation
+from miles_router.client.errors import InvalidSample, reading
 from miles_router.client.router_client import RouterClient
-from miles_router.client.sample import Reward, Sample
 from miles_router.tasks import together
+from miles_router.trajectory import Retrieved, Sample
+from miles_router.trajectory.sample import Reward, Status
 
 Result = TypeVar("Result")
 #: Given what the model wrote, the text to put behind it before the next turn; None: the episode is over.
@@ -49,9 +50,9 @@ async def single_turn(
         NotFound: its tokens are not held (any more): `max_tokens` of the middleware is too small, or it is not there.
     """
     generation = await client.generate(prompt, sampling_params=sampling_params, **fields)
-    found = await _exact(client, prompt, generation)
+    exact = await _exact(client, prompt, generation)
     carried = {"reward": reward, "label": label, "metadata": {"rid": generation.rid, **(metadata or {})}}
-    return _sample(found, prompt, generation.prompt_tokens, generation.status, carried)
+    return _sample(exact, prompt, generation.prompt_tokens, generation.status, carried)
 
 
 async def multi_turn(
@@ -97,9 +98,9 @@ async def multi_turn(
         status = "truncated"
         if turn + 1 < max_turns:
             text += observed
-    found = await _exact(client, sent, last)
+    exact = await _exact(client, sent, last)
     carried = {"reward": reward, "label": label, "metadata": {"rids": rids, **(metadata or {})}}
-    return _sample(found, prompt, given, status, carried)
+    return _sample(exact, prompt, given, status, carried)
 
 
 async def agentic(
@@ -157,25 +158,26 @@ async def _exact(client: RouterClient, prompt: str, generation: Generation) -> R
     whole = prompt + generation.text
     if not generation.output_ids:  # aborted before its first token: there is nothing but what was given
         return await client.retrieve(whole, strict=False)
-    found = await client.retrieve(whole, rid=generation.rid)
+    exact = await client.retrieve(whole, rid=generation.rid)
     sampled = np.asarray(generation.output_ids)
-    place = slice(len(found) - len(sampled), None)
-    if len(found) < len(sampled) or (found.tokens[place] != sampled).any() or not found.loss_mask[place].all():
+    place = slice(len(exact) - len(sampled), None)
+    if len(exact) < len(sampled) or (exact.tokens[place] != sampled).any() or not exact.loss_mask[place].all():
         raise InvalidSample(f"retrieved_as_generated: {generation.rid} was retrieved with other tokens than it sampled")
-    return found
+    return exact
 
 
-def _sample(found: Retrieved, prompt: str, prompt_tokens: int, status: Status, carried: Mapping[str, Any]) -> Sample:
+def _sample(exact: Retrieved, prompt: str, prompt_tokens: int, status: Status, carried: Mapping[str, Any]) -> Sample:
     """The rollout as a sample. Its prompt is not trained on, not even where an earlier rollout sampled it."""
-    mask = found.loss_mask.copy()
+    mask = exact.loss_mask.copy()
     mask[:prompt_tokens] = 0
-    return Sample(
-        tokens=found.tokens,
-        loss_mask=mask,
-        logprobs=found.logprobs,
-        weight_versions=tuple(found.weight_versions),
-        response=found.text[len(prompt) :],
-        response_length=max(len(found) - prompt_tokens, 0),
-        status=status,
-        **carried,
-    )
+    with reading("/retrieve_from_text"):
+        return Sample(
+            tokens=exact.tokens,
+            loss_mask=mask,
+            logprobs=exact.logprobs,
+            weight_versions=tuple(exact.weight_versions),
+            response=exact.text[len(prompt) :],
+            response_length=max(len(exact) - prompt_tokens, 0),
+            status=status,
+            **carried,
+        )

@@ -9,20 +9,21 @@ from urllib.parse import urlsplit
 
 import orjson
 
-from miles_router.client.answers import Generation, Retrieved
-from miles_router.client.control import Control
-from miles_router.client.errors import ConnectionLost, InvalidReply, read_error
-from miles_router.client.sample import Experts
+from miles_router.client.answers import Generation
+from miles_router.client.control import FleetControl
+from miles_router.client.errors import ConnectionLost, InvalidReply, read_error, reading
 from miles_router.client.session import Session, SessionInfo
-from miles_router.client.transport import DEFAULT_RETRIES, Ask, Pool, Retries, Transport
+from miles_router.client.transport import DEFAULT_RETRIES, Pool, Request, Retries, Transport
 from miles_router.engines.events import DATA, DONE, EventReader
-from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.wire import unpack
+from miles_router.trajectory import Malformed, Retrieved
+from miles_router.trajectory.retrieved import read_safetensors
+from miles_router.trajectory.safetensors import unpack
+from miles_router.trajectory.sample import RoutedExperts
 
 BINARY = "application/octet-stream"
 
 
-class RouterClient(Control):
+class RouterClient(FleetControl):
     """A client of one router, for one event loop; `async with`, or `close()` at the end.
 
         async with RouterClient("http://127.0.0.1:30000") as client:
@@ -137,10 +138,12 @@ class RouterClient(Control):
             NotFound: no such `rid` is held, or with `strict` the text was not recorded from end to end.
             InvalidSample: the arrays are none that a rollout can have.
         """
-        asked = {"text": text, "rid": rid, "strict": strict}
-        body = {name: value for name, value in asked.items() if value is not None}
-        ask = Ask("POST", "/retrieve_from_text", body, {"Accept": BINARY}, repeatable=True)
-        return Retrieved.from_bytes(await self._transport.bytes(ask))
+        fields = {"text": text, "rid": rid, "strict": strict}
+        body = {name: value for name, value in fields.items() if value is not None}
+        request = Request("POST", "/retrieve_from_text", body, {"Accept": BINARY}, repeatable=True)
+        data = await self._transport.bytes(request)
+        with reading("/retrieve_from_text"):
+            return read_safetensors(data)
 
     async def routed_experts(
         self,
@@ -151,7 +154,7 @@ class RouterClient(Control):
         leaf: int | None = None,
         start: int = 0,
         stop: int | None = None,
-    ) -> Experts:
+    ) -> RoutedExperts:
         """The experts that routed each token of one rollout, unsigned integers [stop - start, layers, top_k]: row i is
         about token i, and the last token has none. For a router with `RoutedExpertsMiddleware`.
 
@@ -163,21 +166,22 @@ class RouterClient(Control):
 
         Raises:
             NotFound: there is no such rollout, or its rows never came, did not fit or have been evicted.
-            BadRequest: not exactly one rollout is named, or it has not these rows.
+            ErrorReply: not exactly one rollout is named, or it does not have these rows.
         """
-        asked = {"rid": rid, "text": text, "session_id": session_id, "leaf": leaf, "start": start, "stop": stop}
-        body = {"format": "safetensors", **{name: value for name, value in asked.items() if value is not None}}
-        data = await self._transport.bytes(Ask("POST", "/routed_experts", body, repeatable=True))
-        try:
-            return unpack(data)[0]["routed_experts"]
-        except (InvalidTrajectory, KeyError) as error:
-            raise InvalidReply(f"no answer of /routed_experts: {error!r}") from None
+        fields = {"rid": rid, "text": text, "session_id": session_id, "leaf": leaf, "start": start, "stop": stop}
+        body = {"format": "safetensors", **{name: value for name, value in fields.items() if value is not None}}
+        data = await self._transport.bytes(Request("POST", "/routed_experts", body, repeatable=True))
+        with reading("/routed_experts"):
+            arrays, _ = unpack(data)
+            if "routed_experts" not in arrays:
+                raise Malformed("it has no routed_experts")
+            return arrays["routed_experts"]
 
     async def request(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None
     ) -> Any:
         """Any other request that the router answers or forwards, with JSON both ways; `path` is percent-encoded."""
-        return await self._transport.json(Ask(method, path, body, headers or {}))
+        return await self._transport.json(Request(method, path, body, headers or {}))
 
     # Sessions
 
@@ -187,9 +191,9 @@ class RouterClient(Control):
         Raises:
             SessionExists: the id is taken.
         """
-        asked = {"session_id": session_id, "metadata": metadata}
-        body = {name: value for name, value in asked.items() if value is not None}
-        answer = await self._transport.json(Ask("POST", "/sessions", body))
+        fields = {"session_id": session_id, "metadata": metadata}
+        body = {name: value for name, value in fields.items() if value is not None}
+        answer = await self._transport.json(Request("POST", "/sessions", body))
         if not isinstance(answer, dict) or not isinstance(answer.get("session_id"), str):
             raise InvalidReply("POST /sessions was answered without a session_id")
         return self.session(answer["session_id"])
@@ -200,18 +204,18 @@ class RouterClient(Control):
 
     async def sessions(self) -> list[SessionInfo]:
         """The sessions that the router holds."""
-        answer = await self._transport.json(Ask("GET", "/sessions", repeatable=True))
+        answer = await self._transport.json(Request("GET", "/sessions", repeatable=True))
         if not isinstance(answer, dict) or not isinstance(answer.get("sessions"), list):
             raise InvalidReply("GET /sessions was answered without sessions")
-        found: list[SessionInfo] = answer["sessions"]
-        return found
+        sessions: list[SessionInfo] = answer["sessions"]
+        return sessions
 
 
 def _checked(base_url: str) -> str:
     """The URL without a slash at its end.
 
     Raises:
-        ValueError: it is none of a router.
+        ValueError: it is not the URL of a router.
     """
     parts = urlsplit(base_url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -229,18 +233,18 @@ def _generate_body(
     """The request of one generation.
 
     Raises:
-        ValueError: it would be of none, or of several.
+        ValueError: it would generate nothing, or several.
     """
     if (text is None) == (input_ids is None):
         raise ValueError("text or input_ids is required, and not both")
     if (sampling_params or {}).get("n", 1) != 1:
         raise ValueError("n must be 1: several generations of one prompt are several calls at once, see rollouts.group")
-    asked = {"text": text, "input_ids": input_ids, "sampling_params": sampling_params, "rid": rid, **fields}
-    return {name: value for name, value in asked.items() if value is not None}
+    body = {"text": text, "input_ids": input_ids, "sampling_params": sampling_params, "rid": rid, **fields}
+    return {name: value for name, value in body.items() if value is not None}
 
 
-def _generate(body: Mapping[str, Any], routing_key: str | None) -> Ask:
-    return Ask("POST", "/generate", body, {} if routing_key is None else {"X-SMG-Routing-Key": routing_key})
+def _generate(body: Mapping[str, Any], routing_key: str | None) -> Request:
+    return Request("POST", "/generate", body, {} if routing_key is None else {"X-SMG-Routing-Key": routing_key})
 
 
 def _event(event: bytes) -> Generation:

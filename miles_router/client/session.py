@@ -9,10 +9,10 @@ from typing import Any, TypedDict
 from urllib.parse import quote
 from uuid import uuid4
 
-from miles_router.client.collected import READERS, Format
-from miles_router.client.errors import NotFound, RouterClientError
-from miles_router.client.sample import Reward, Sample
-from miles_router.client.transport import Ask, Transport
+from miles_router.client.errors import NotFound, RouterClientError, reading
+from miles_router.client.transport import Request, Transport
+from miles_router.trajectory import Sample
+from miles_router.trajectory.sample import READERS, Format, Reward
 
 logger = logging.getLogger(__name__)
 
@@ -93,14 +93,14 @@ class Session:
         headers = {"X-Turn-Id": turn_id or uuid4().hex}
         body = {"model": model, "messages": list(messages), **fields}
         answer: dict[str, Any] = await self._transport.json(
-            Ask("POST", f"{self._path}/v1/chat/completions", body, headers, repeatable=True)
+            Request("POST", f"{self._path}/v1/chat/completions", body, headers, repeatable=True)
         )
         return answer
 
     async def records(self) -> dict[str, Any]:
         """`{"session_id", "records", "metadata"}`: the turns, what was asked and answered, their tree."""
-        found: dict[str, Any] = await self._transport.json(Ask("GET", self._path, repeatable=True))
-        return found
+        records: dict[str, Any] = await self._transport.json(Request("GET", self._path, repeatable=True))
+        return records
 
     async def collect(
         self,
@@ -122,7 +122,7 @@ class Session:
         Raises:
             InvalidSample: a sample would break an invariant; none is given.
         """
-        asked = {
+        fields = {
             "format": format,
             "max_seq_len": max_seq_len,
             "branches": branches,
@@ -130,9 +130,11 @@ class Session:
             "label": label,
             "metadata": metadata,
         }
-        body = {name: value for name, value in asked.items() if value is not None}
-        return READERS[format](await self._transport.bytes(Ask("POST", f"{self._path}/samples", body, repeatable=True)))
+        body = {name: value for name, value in fields.items() if value is not None}
+        data = await self._transport.bytes(Request("POST", f"{self._path}/samples", body, repeatable=True))
+        with reading(f"{self._path}/samples"):
+            return READERS[format](data)
 
     async def delete(self) -> None:
         """Forget it; a request under way finishes, and its turn is dropped."""
-        await self._transport.bytes(Ask("DELETE", self._path))
+        await self._transport.bytes(Request("DELETE", self._path))

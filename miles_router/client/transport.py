@@ -59,7 +59,7 @@ DEFAULT_RETRIES = Retries()
 
 
 @dataclass(frozen=True)
-class Ask:
+class Request:
     """One request. `body` is sent as JSON unless it is None."""
 
     method: str
@@ -96,71 +96,71 @@ class Transport:
         if self._http is not None:
             await self._http.close()
 
-    async def json(self, ask: Ask) -> Any:
+    async def json(self, request: Request) -> Any:
         """The JSON of the reply; None where it has no body.
 
         Raises:
             RouterClientError: as its tree says.
         """
-        raw = await self.bytes(ask)
+        raw = await self.bytes(request)
         try:
             return orjson.loads(raw) if raw else None
         except orjson.JSONDecodeError as error:
             raise InvalidReply(
-                f"{ask.method} {ask.path} was answered with something that is no JSON: {error}"
+                f"{request.method} {request.path} was answered with a body that is not JSON: {error}"
             ) from None
 
-    async def bytes(self, ask: Ask) -> bytes:
+    async def bytes(self, request: Request) -> bytes:
         """The whole body of the reply.
 
         Raises:
             RouterClientError: as its tree says.
         """
-        async with self.open(ask) as response:
+        async with self.open(request) as response:
             return await response.read()
 
     @asynccontextmanager
-    async def open(self, ask: Ask) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def open(self, request: Request) -> AsyncIterator[aiohttp.ClientResponse]:
         """A good reply whose body is still to be read; leaving early breaks the connection, and so ends a generation.
 
         Raises:
             RouterClientError: as its tree says; also for what goes wrong with the body.
         """
-        response = await self._begun(ask)
+        response = await self._reply(request)
         try:
-            with _translated(ask):
+            with _client_errors(request):
                 yield response
         finally:
             response.close()  # after the whole body this does nothing: its connection is back in the pool
 
-    async def _begun(self, ask: Ask) -> aiohttp.ClientResponse:
+    async def _reply(self, request: Request) -> aiohttp.ClientResponse:
         failures = 0
         while True:
             try:
-                return await self._once(ask)
+                return await self._attempt(request)
             except RouterClientError as error:
-                if failures >= self._retries.attempts or not _may_be_asked_again(ask, error):
+                if failures >= self._retries.attempts or not _is_repeatable(request, error):
                     raise
                 delay = self._retries.delay(failures, error.retry_after)
                 logger.warning("%s; asked again in %.1f s", error, delay)
             failures += 1
             await asyncio.sleep(delay)
 
-    async def _once(self, ask: Ask) -> aiohttp.ClientResponse:
-        headers = dict(ask.headers)
+    async def _attempt(self, request: Request) -> aiohttp.ClientResponse:
+        headers = dict(request.headers)
         data = None
-        if ask.body is not None:
-            data = orjson.dumps(ask.body, option=orjson.OPT_SERIALIZE_NUMPY)
+        if request.body is not None:
+            data = orjson.dumps(request.body, option=orjson.OPT_SERIALIZE_NUMPY)
             headers["Content-Type"] = "application/json"
-        url = URL(self._pool.base_url + ask.path, encoded=True)
-        with _translated(ask):
-            http = self._opened()
-            response = await http.request(ask.method, url, data=data, headers=headers, allow_redirects=False)
+        url = URL(self._pool.base_url + request.path, encoded=True)
+        with _client_errors(request):
+            http = self._session()
+            response = await http.request(request.method, url, data=data, headers=headers, allow_redirects=False)
             if response.status < 300:
                 return response
             raise read_error(response.status, response.headers, await response.read())
 
-    def _opened(self) -> aiohttp.ClientSession:
+    def _session(self) -> aiohttp.ClientSession:
         if self._closed:
             raise RuntimeError("this client is closed")
         if self._http is None:
@@ -178,15 +178,15 @@ class Transport:
         return self._http
 
 
-def _may_be_asked_again(ask: Ask, error: RouterClientError) -> bool:
+def _is_repeatable(request: Request, error: RouterClientError) -> bool:
     lost = isinstance(error, ConnectionLost) and not isinstance(error, TimedOut)
-    return error.retryable or (lost and ask.repeatable)
+    return error.retryable or (lost and request.repeatable)
 
 
 @contextmanager
-def _translated(ask: Ask) -> Iterator[None]:
+def _client_errors(request: Request) -> Iterator[None]:
     """aiohttp's errors as ours."""
-    where = f"{ask.method} {ask.path}"
+    where = f"{request.method} {request.path}"
     try:
         yield
     except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:

@@ -9,34 +9,28 @@ and a quarantined worker must pass it before it returns.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from miles_router import tasks
-from miles_router.control.probes import Probes
+from miles_router.control.probes import UNAVAILABLE, Probes
+from miles_router.engines import paths
 from miles_router.errors import UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import Gate
-from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import ALIVE, Transition, Worker, WorkerPool, WorkerState
-
-logger = logging.getLogger(__name__)
+from miles_router.fleet.workers import ALIVE, Transition, Worker, WorkerState
 
 
 class HealthMonitor:
     """Runs the probes between `running()`'s enter and exit."""
 
-    def __init__(
-        self, *, pool: WorkerPool, fleet: Fleet, probes: Probes, interval: float, deep_interval: float, gate: Gate
-    ) -> None:
-        self._pool = pool
+    def __init__(self, fleet: Fleet, probes: Probes, *, interval: float, deep_interval: float) -> None:
         self._fleet = fleet
+        self._pool = fleet.pool
+        self._gate = fleet.gate
         self._probes = probes
         self._interval = interval
         self._deep_interval = deep_interval
-        self._gate = gate
         self._deep_passed: dict[str, float] = {}
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._newcomers: set[Worker] = set()  # who has joined and has not answered yet
@@ -44,13 +38,13 @@ class HealthMonitor:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Probe in the background; every probe has ended when this is left."""
-        self._pool.listeners.append(self._transition)
+        unsubscribe = self._fleet.subscribe(self._transition)
         self._newcomers.update(self._pool)
         ticker = tasks.spawn(self._tick(), name="health checks")
         try:
             yield
         finally:
-            self._pool.listeners.remove(self._transition)
+            unsubscribe()
             for task in (ticker, *self._under_way.values()):
                 await tasks.cancelled(task)
 
@@ -126,7 +120,7 @@ class HealthMonitor:
             self._alive(worker, version, epoch)
         elif paused:
             self._alive(worker, version, epoch)
-            self._pool.set_paused(worker, "paused by somebody else: /ready answers 503")
+            self._pool.set_paused(worker, f"paused by somebody else: {paths.READY} answers {UNAVAILABLE}")
         else:
             self._pool.set_unpaused(worker)
             await self._judge(worker, version, epoch)
@@ -150,14 +144,6 @@ class HealthMonitor:
             return await self._probes.sickness(worker) is not None
         except UpstreamTimeout:
             return True
-
-    async def weight_version(self, address: WorkerUrl, api_key: str | None) -> str | None:
-        """The version that a worker about to be registered has; None if it cannot be asked."""
-        probed = Worker(address, api_key=api_key, attributes={}, now=0.0)
-        try:
-            return (await self._probes.liveness(probed)).weight_version
-        except UpstreamError:
-            return None
 
     def _deep_due(self, worker: Worker) -> bool:
         passed_at = self._deep_passed.setdefault(worker.url, time.monotonic())
@@ -185,12 +171,3 @@ class HealthMonitor:
             self._pool.readmit(worker, "answers its checks again")
         else:
             self._pool.keep_out(worker, refused)
-
-
-def log_transition(transition: Transition) -> None:
-    """One line for each change of a worker's state, with its reason."""
-    worker = transition.worker
-    after = transition.after.value if transition.after else "removed"
-    in_order = transition.after in (None, WorkerState.READY, WorkerState.DRAINING)
-    level = logging.INFO if in_order else logging.WARNING
-    logger.log(level, f"worker_{after}", extra={"fields": {"worker": worker.url, "reason": transition.reason}})

@@ -1,5 +1,8 @@
-"""What training frameworks expect of a router, a file for each family of them."""
+"""What training frameworks expect, a file for each family of them.
 
-from miles_router.dialects.slime import MIDDLEWARE_PATHS, NAMES, namespace_of, settings_of
+Imports nothing else of the router, so that every part of it can speak a dialect.
+"""
 
-__all__ = ["MIDDLEWARE_PATHS", "NAMES", "namespace_of", "settings_of"]
+from miles_router.dialects.slime import MIDDLEWARE_PATHS, NAMES, namespace_of, settings_of, trainer_fields
+
+__all__ = ["MIDDLEWARE_PATHS", "NAMES", "namespace_of", "settings_of", "trainer_fields"]

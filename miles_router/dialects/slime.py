@@ -1,10 +1,13 @@
-"""slime and miles: the names in their Namespace, theirs to ours and ours to theirs."""
+"""slime and miles: the names in their Namespace and in their samples, ours to theirs."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from typing import TYPE_CHECKING, Any
 
-from miles_router.settings.config import RouterConfig
+if TYPE_CHECKING:
+    from miles_router.settings.config import RouterConfig
+    from miles_router.trajectory.sample import Sample
 
 #: Their name -> ours. What is absent or None keeps our default.
 NAMES = {
@@ -33,3 +36,25 @@ def namespace_of(config: RouterConfig) -> Namespace:
     values = {theirs: getattr(config, ours) for theirs, ours in NAMES.items()}
     unbounded = {theirs: None for theirs, ours in NAMES.items() if ours in BOUNDS and not values[theirs]}
     return Namespace(**{**values, **unbounded}, **{MIDDLEWARE_PATHS: [spec.path for spec in config.middlewares]})
+
+
+def trainer_fields(sample: Sample) -> dict[str, Any]:
+    """What their `Sample` is updated with: `Sample.from_dict({**given.to_dict(), **trainer_fields(sample)})`.
+
+    There `loss_mask` and `rollout_log_probs` cover the response alone, versions are a list of names, and `status` is
+    the value of an enumeration. Reward and label are left out where there are none, so that those of the given sample
+    stay; its metadata stays if the rollout was given it.
+    """
+    start = sample.prompt_length
+    made: dict[str, Any] = {
+        "tokens": sample.tokens.tolist(),
+        "response": sample.response,
+        "response_length": sample.response_length,
+        "loss_mask": sample.loss_mask[start:].tolist(),
+        "rollout_log_probs": sample.logprobs[start:].tolist(),
+        "weight_versions": [run.version for run in sample.weight_versions],
+        "status": sample.status,
+        "metadata": dict(sample.metadata),
+    }
+    optional = {"reward": sample.reward, "label": sample.label, "rollout_routed_experts": sample.routed_experts}
+    return {**made, **{name: value for name, value in optional.items() if value is not None}}

@@ -14,7 +14,8 @@ from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.trajectory.pieces import VersionRun
 
 #: Lists of `meta_info` with one element for each sampled token.
-OUTPUT_LISTS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
+LOGPROBS = "output_token_logprobs"
+OUTPUT_LISTS = (LOGPROBS, "output_top_logprobs", "output_token_ids_logprobs")
 #: What `return_logprob` adds to `meta_info` (SGLang 0.5.23, `tokenizer_manager.convert_logprob_style`).
 LOGPROB_FIELDS = frozenset(
     {
@@ -26,12 +27,17 @@ LOGPROB_FIELDS = frozenset(
     }
 )
 VERSION, VERSIONS = "weight_version", "weight_versions"
-FINISH_REASON = Field("finish_reason")
+FINISH_REASON, INDEX, VERSION_NAMED = Field("finish_reason"), Field("index"), Field(VERSION)
 ABORT = "abort"
 _ABORT_QUOTED = b'"abort"'
 
 Unreadable = Literal[
-    "incomplete", "token_counts_disagree", "logprobs_of_other_tokens", "versions_leave_gaps", "versions_end_elsewhere"
+    "incomplete",
+    "token_counts_disagree",
+    "tokens_taken_back",
+    "logprobs_of_other_tokens",
+    "versions_leave_gaps",
+    "versions_end_elsewhere",
 ]
 
 
@@ -51,7 +57,7 @@ class GenerateAnswer:
     Attributes:
         text: what the engine shows; trimmed stop strings and the like are not in it.
         ids: every id that was sampled.
-        logprobs: one for each id.
+        logprobs: one for each id; empty where the answer has none.
         rid: the engine's name of the generation.
         finish: `stop`, `length` or `abort`.
         matched: the token or string that stopped it.
@@ -67,31 +73,50 @@ class GenerateAnswer:
     versions: Sequence[VersionRun]
 
     @classmethod
-    def read(cls, answer: Any) -> GenerateAnswer:
-        """Read a parsed answer that was asked for with `return_logprob`.
+    def read(cls, answer: Any, *, logprobs: bool = True) -> GenerateAnswer:
+        """Read a parsed answer.
+
+        Args:
+            logprobs: whether it was asked for with `return_logprob`. If so, they must be there.
 
         Raises:
             UnreadableAnswer: a field is missing, or fields contradict each other.
         """
         try:
             meta, ids = answer["meta_info"], answer["output_ids"]
-            entries, reason = meta["output_token_logprobs"], meta["finish_reason"]
-            if meta.get("completion_tokens", len(ids)) != len(ids) or len(entries) != len(ids):
-                counts = f"{meta.get('completion_tokens')} tokens, {len(ids)} ids, {len(entries)} logprobs"
-                raise UnreadableAnswer("token_counts_disagree", counts)
-            if [entry[1] for entry in entries] != ids:
-                raise UnreadableAnswer("logprobs_of_other_tokens")
+            entries, reason = meta.get(LOGPROBS), meta["finish_reason"]
+            if entries is None and logprobs:
+                raise UnreadableAnswer("incomplete", LOGPROBS)
+            if meta.get("completion_tokens", len(ids)) != len(ids):
+                raise UnreadableAnswer("token_counts_disagree", f"{meta['completion_tokens']} tokens, {len(ids)} ids")
+            if entries is not None:
+                check_logprobs(ids, entries)
+            text, finish = answer["text"], reason["type"]
+            if not (isinstance(text, str) and isinstance(finish, str)):
+                raise UnreadableAnswer("incomplete", "text or finish_reason.type is no string")
             return cls(
-                text=answer["text"],
+                text=text,
                 ids=ids,
-                logprobs=[entry[0] for entry in entries],
+                logprobs=[entry[0] for entry in entries or ()],
                 rid=str(meta["id"]),
-                finish=reason["type"],
+                finish=finish,
                 matched=reason.get("matched"),
                 versions=version_runs(meta, len(ids)),
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise UnreadableAnswer("incomplete", repr(error)) from error
+
+
+def check_logprobs(ids: Sequence[int], entries: Sequence[Sequence[Any]], start: int = 0) -> None:
+    """See that there is one entry for each id, and that those from `start` on are of these ids.
+
+    Raises:
+        UnreadableAnswer: they are not.
+    """
+    if len(entries) != len(ids):
+        raise UnreadableAnswer("token_counts_disagree", f"{len(ids)} ids, {len(entries)} logprobs")
+    if [entry[1] for entry in entries[start:]] != ids[start:]:
+        raise UnreadableAnswer("logprobs_of_other_tokens")
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
@@ -102,24 +127,35 @@ def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
         meta: an answer's `meta_info`; of `/v1/completions`, its `metadata`.
 
     Raises:
-        UnreadableAnswer: they leave gaps, overlap, or do not cover the tokens.
+        UnreadableAnswer: they leave gaps, overlap, or do not cover the tokens; a version or a place is missing.
     """
     spans = meta.get(VERSIONS)
     if not spans:
         version = meta.get(VERSION)
         return [VersionRun(str(version), 0, tokens)] if version is not None and tokens else []
     try:
+        if any(span["version"] is None or {type(span["start"]), type(span["end"])} != {int} for span in spans):
+            raise UnreadableAnswer("incomplete", f"{VERSIONS} without a version, or with places that are no integers")
         runs = [VersionRun(str(span["version"]), span["start"], span["end"]) for span in spans]
-        reached = 0
-        for run in runs:
-            if run.start != reached or run.end < run.start:
-                raise UnreadableAnswer("versions_leave_gaps", f"{[(each.start, each.end) for each in runs]}")
-            reached = run.end
+        check_runs(runs, tokens)
     except (KeyError, TypeError) as error:
         raise UnreadableAnswer("incomplete", repr(error)) from error
+    return [run for run in runs if run.end > run.start]
+
+
+def check_runs(runs: Sequence[VersionRun], tokens: int) -> None:
+    """Refuse weight versions that are not those of so many tokens.
+
+    Raises:
+        UnreadableAnswer: they leave gaps, overlap, or do not cover the tokens.
+    """
+    reached = 0
+    for run in runs:
+        if run.start != reached or run.end < run.start:
+            raise UnreadableAnswer("versions_leave_gaps", f"{[(each.start, each.end) for each in runs]}")
+        reached = run.end
     if reached != tokens:
         raise UnreadableAnswer("versions_end_elsewhere", f"at {reached}, and {tokens} tokens were sampled")
-    return [run for run in runs if run.end > run.start]
 
 
 def without_logprobs(answer: Any) -> Any:
@@ -136,7 +172,7 @@ def finish_reasons(data: bytes, answers: int, *, beginning: bool = False) -> lis
     Args:
         data: JSON of a reply, or an event.
         answers: how many there must be.
-        beginning: `data` is the beginning of a reply, and there may be more behind it.
+        beginning: `data` is the beginning of a reply; what stands behind the last of them is not looked at.
 
     Returns:
         None where they cannot be seen: too few or too many fields of this name, or one that is cut.
@@ -145,8 +181,10 @@ def finish_reasons(data: bytes, answers: int, *, beginning: bool = False) -> lis
     try:
         for at in FINISH_REASON.places(data):
             if len(found) == answers:
-                return None if not beginning else found
+                return None
             found.append(value_at(data, at))
+            if beginning and len(found) == answers:
+                return found
     except Incomplete:
         return None
     return found if len(found) == answers else None
@@ -156,6 +194,32 @@ def goes_on(data: bytes) -> bool:
     """Whether an event says that its generation goes on: its one finish reason is null. The rest is not parsed."""
     found = FINISH_REASON.find(data)
     return found is not None and data.startswith(b"null", found[1]) and FINISH_REASON.find(data, found[1]) is None
+
+
+def finish_of(answer: object) -> object:
+    """The finish reason of anything that was parsed; None where it has none."""
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    return meta.get("finish_reason") if isinstance(meta, Mapping) else None
+
+
+def index_of(event: bytes) -> int | None:
+    """Which of several generations an event is about, without parsing the rest; None where that cannot be seen."""
+    try:
+        index = INDEX.last(event)  # where SGLang writes it
+    except Incomplete:
+        try:
+            index = INDEX.only(event)
+        except Incomplete:
+            return None
+    return index if type(index) is int else None
+
+
+def version_of(event: bytes) -> object:
+    """The weight version that an event names, without parsing the rest; None where that cannot be seen."""
+    try:
+        return next(VERSION_NAMED.values(event), None)
+    except Incomplete:
+        return None
 
 
 def is_abort(finish: object) -> bool:

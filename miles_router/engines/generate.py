@@ -111,12 +111,16 @@ class GenerateRequest:
     @property
     def rids(self) -> list[str | None]:
         """The id of each generation as its client names it; None where the engine makes one."""
+        return list(map(self.rid, range(self.generations)))
+
+    def rid(self, generation: int) -> str | None:
+        """The id of one generation as its client names it; None where the engine makes one."""
         rid = self.body.get(RID)
         if self.samples != 1 or rid is None:  # the engine makes the ids of several samples itself
-            return [None] * self.generations
+            return None
         if isinstance(rid, list):
-            return list(rid)
-        return [f"{rid}_{place}" for place in range(len(self.prompts))] if self.batch else [rid]
+            return str(rid[generation])
+        return f"{rid}_{generation}" if self.batch else rid
 
     def field(self, name: str, prompt: int) -> Any:
         """The value of a `PER_PROMPT` field for one prompt."""
@@ -135,11 +139,12 @@ class GenerateRequest:
         kept = {name: value for name, value in self.body.items() if name not in (TEXT, IDS, IDS_ALIAS, RID)}
         source = {IDS: prompt.ids} if prompt.ids is not None else {TEXT: prompt.text}
         own.pop(RID, None)
-        rid = self.rids[generation]
+        rid = self.rid(generation)
         return {**kept, **source, **own, PARAMS: dict(prompt.params), **({} if rid is None else {RID: rid})}
 
-    def with_ids(self, ids: Sequence[Sequence[int]], **fields: object) -> dict[str, Any]:
-        """The request with ids for its prompts, and with further fields."""
+    def with_ids(self, ids: Sequence[object], **fields: object) -> dict[str, Any]:
+        """The request with ids for each of its prompts, in any form that is written as a list of numbers (a numpy array
+        is), and with further fields."""
         kept = {name: value for name, value in self.body.items() if name not in (TEXT, IDS_ALIAS)}
         return {**kept, IDS: list(ids) if self.batch else ids[0], **fields}
 

@@ -1,7 +1,7 @@
 """A `/generate` answer put together from the events of a stream, cumulative or incremental. Pure.
 
 By default SGLang says everything so far with each event; with `--incremental-streaming-output` only what is new.
-`completion_tokens` tells which: it always counts all.
+`completion_tokens` tells which: it always counts all. Events without it must repeat what has come.
 """
 
 from __future__ import annotations
@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_router.engines.answers import OUTPUT_LISTS, VERSION, UnreadableAnswer, is_abort
+from miles_router.engines.answers import (
+    LOGPROBS,
+    OUTPUT_LISTS,
+    VERSION,
+    VERSIONS,
+    UnreadableAnswer,
+    check_logprobs,
+    is_abort,
+    version_runs,
+)
 
 
 class GrowingAnswer:
@@ -25,6 +34,7 @@ class GrowingAnswer:
         self.answer: dict[str, Any] | None = None
         self.incremental: bool | None = None
         self.spans: list[dict[str, Any]] = []
+        self._skimmed: Mapping[str, Any] | None = None
 
     @property
     def ended(self) -> bool:
@@ -35,63 +45,109 @@ class GrowingAnswer:
         """Take one event's answer; gives everything so far, which the next event may change.
 
         Raises:
-            UnreadableAnswer: a field is missing, or the counts fit neither kind of stream. Nothing is taken then.
+            UnreadableAnswer: a field is missing, the counts fit neither kind of stream, ids that came before are not
+                repeated, logprobs are of other tokens, or versions do not cover them. Nothing is taken then.
         """
         try:
-            text, ids, meta = event["text"], event["output_ids"], event["meta_info"]
-            count = meta.get("completion_tokens", len(ids))
-            if not (isinstance(text, str) and isinstance(ids, list) and isinstance(count, int)):
-                raise UnreadableAnswer("incomplete", "text, output_ids or completion_tokens has another type")
-        except (KeyError, TypeError, AttributeError) as error:
+            grown = self._grown(event)
+            self._note_version(event["meta_info"], len(grown["output_ids"]))
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise UnreadableAnswer("incomplete", repr(error)) from error
-        before = len(self.answer["output_ids"]) if self.answer is not None else 0
-        if len(ids) >= count:
+        self.answer = grown
+        return grown
+
+    def skim(self, event: Mapping[str, Any]) -> None:
+        """Take one event's answer, for whoever looks at `answer` only once it has `ended`: of a cumulative stream, what
+        the next event says again is not read.
+
+        Raises:
+            UnreadableAnswer: as `add`.
+        """
+        meta: Any = event.get("meta_info")
+        goes_on = isinstance(meta, dict) and meta.get("finish_reason") is None
+        if goes_on and self.incremental is False and meta.get(VERSION) == self.spans[-1]["version"]:
+            self._skimmed = event
+            return
+        skimmed, self._skimmed = self._skimmed, None
+        if skimmed is not None:
+            self.add(skimmed)  # which says up to where the version before reached
+        self.add(event)
+
+    def _grown(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        text, ids, meta = event["text"], event["output_ids"], event["meta_info"]
+        count = meta.get("completion_tokens", len(ids))
+        lists = (meta.get(name) for name in OUTPUT_LISTS)
+        if not (isinstance(text, str) and isinstance(ids, list) and isinstance(count, int)) or not all(
+            each is None or isinstance(each, list) for each in lists
+        ):
+            raise UnreadableAnswer("incomplete", "text, output_ids, completion_tokens or a list has another type")
+        known = self.answer["output_ids"] if self.answer is not None else []
+        before = len(known)
+        if "completion_tokens" not in meta and ids[:before] != known:
+            raise UnreadableAnswer(
+                "incomplete", "completion_tokens is missing, and the ids do not repeat what has come"
+            )
+        if meta.get(VERSIONS):
+            version_runs(meta, count)
+        aborted = is_abort(meta.get("finish_reason"))
+        if len(ids) >= count >= before:
+            if ids[:before] != known:
+                raise UnreadableAnswer("tokens_taken_back", f"some of the first {before}")
             grown = self._replaced(event, count)
-            if before:
+            if before and not aborted:  # an abort may repeat what has come, whatever the kind of stream
                 self.incremental = False
         elif before + len(ids) == count:
             grown = self._appended(event)
             self.incremental = True
-        elif self.answer is not None and is_abort(meta.get("finish_reason")):
+        elif self.answer is not None and aborted and count == before:
             grown = self._repeated(event)
         else:
             raise UnreadableAnswer("token_counts_disagree", f"{before} ids, {len(ids)} more, {count} in all")
-        self._note_version(meta, len(grown["output_ids"]))
-        self.answer = grown
         return grown
+
+    def with_versions(self) -> dict[str, Any]:
+        """Everything so far with its weight versions: the engine's own, or those that the events named where it tells
+        none, as at the end of a generation that was aborted in its queue. There must be an answer."""
+        assert self.answer is not None
+        meta = self.answer["meta_info"]
+        if meta.get(VERSIONS) or all(span["version"] is None for span in self.spans):
+            return self.answer
+        return {**self.answer, "meta_info": {**meta, VERSIONS: self.spans}}
 
     def _replaced(self, event: Mapping[str, Any], count: int) -> dict[str, Any]:
         """Everything so far. SGLang writes an event's ids a moment after its counts (0.5.23, `tokenizer_manager.py`):
         there may be more of them, which the next event tells again."""
-        known = self.answer["meta_info"] if self.answer is not None else {}
+        known, before = ({}, 0) if self.answer is None else (self.answer["meta_info"], len(self.answer["output_ids"]))
         meta = {**known, **event["meta_info"]}
         for name in OUTPUT_LISTS:
             if meta.get(name) is not None and len(meta[name]) > count:
                 meta[name] = meta[name][:count]
-        ids = event["output_ids"]
-        return {**event, "output_ids": ids if len(ids) == count else ids[:count], "meta_info": meta}
+        ids = event["output_ids"] if len(event["output_ids"]) == count else event["output_ids"][:count]
+        if meta.get(LOGPROBS) is not None:  # those of earlier events were seen then, and are seen again at the end
+            check_logprobs(ids, meta[LOGPROBS], before if meta.get("finish_reason") is None else 0)
+        return {**event, "output_ids": ids, "meta_info": meta}
 
     def _appended(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """What is new. The lists grow in place: a copy with each event would cost their length each time."""
+        new_ids, new = event["output_ids"], event["meta_info"]
+        known = self.answer["meta_info"] if self.answer is not None else {}
+        if new.get(LOGPROBS) is not None or (known.get(LOGPROBS) is not None and new_ids):
+            check_logprobs(new_ids, new.get(LOGPROBS) or [])
         if self.answer is None:
             return {**event}
-        known = self.answer
-        meta = {**known["meta_info"], **event["meta_info"]}
+        meta = {**known, **new}
         for name in OUTPUT_LISTS:
-            new = event["meta_info"].get(name)
-            if new is not None:
-                meta[name] = known["meta_info"].get(name) or []
-                meta[name] += new
-        ids = known["output_ids"]
-        ids += event["output_ids"]
-        return {**event, "text": known["text"] + event["text"], "output_ids": ids, "meta_info": meta}
+            if new.get(name) is not None:
+                meta[name] = known.get(name) or []
+                meta[name] += new[name]
+        ids = self.answer["output_ids"]
+        ids += new_ids
+        return {**event, "text": self.answer["text"] + event["text"], "output_ids": ids, "meta_info": meta}
 
     def _repeated(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """The end of a generation that was aborted in the queue of a retracted one: it tells again what has come."""
         assert self.answer is not None
-        meta = {**event["meta_info"]}
-        for name in OUTPUT_LISTS:
-            meta.pop(name, None)
+        meta = {name: value for name, value in event["meta_info"].items() if name not in OUTPUT_LISTS}
         return {**event, **self.answer, "meta_info": {**self.answer["meta_info"], **meta}}
 
     def _note_version(self, meta: Mapping[str, Any], count: int) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from json import JSONDecodeError, JSONDecoder
+from contextlib import suppress
+from json import JSONDecoder
 
 _SPACE = b" \t\r\n"
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
@@ -23,7 +24,7 @@ _NEAR = 512
 
 
 class Incomplete(ValueError):
-    """The bytes end within the value, or are no JSON."""
+    """The bytes end within the value, or are no JSON that can be read."""
 
 
 class Field:
@@ -91,6 +92,22 @@ class Field:
             raise Incomplete(f"{self.quoted.decode()} does not stand exactly once")
         return value_at(data, at)
 
+    def last(self, data: bytes) -> object:
+        """Its value, where it is the last field of the object that the bytes are. What stands before it is not looked
+        at.
+
+        Raises:
+            Incomplete: another field is the last one, or the object does not end there.
+        """
+        name = data.rfind(self.quoted, -_NEAR)
+        colon = _COLON.match(data, name + len(self.quoted)) if name > 0 and data[name - 1] != _ESCAPE else None
+        if colon is not None:
+            text = data[colon.end() :].decode("utf-8", "ignore")
+            value, end = _decoded(text)
+            if text[end:].strip() == "}":
+                return value
+        raise Incomplete(f"{self.quoted.decode()} is not the last field")
+
 
 def _without_space(data: bytes, end: int) -> int:
     """Where the whitespace in front of a place begins."""
@@ -111,10 +128,15 @@ def value_at(data: bytes, at: int) -> object:
     number = _NUMBER.match(data, at)
     if number is not None and number.end() == len(data):
         raise Incomplete("the bytes end with a number, which may go on")
-    for end in (at + _NEAR, len(data)):
-        try:
-            return _decode(data[at:end].decode("utf-8", "ignore"))[0]
-        except JSONDecodeError:
-            if end >= len(data):
-                break
+    for end in (at + _NEAR, len(data)) if number is None else (number.end(),):
+        with suppress(Incomplete):
+            return _decoded(data[at:end].decode("utf-8", "ignore"))[0]
     raise Incomplete("the bytes end within a value")
+
+
+def _decoded(text: str) -> tuple[object, int]:
+    """The value that a text begins with, and where it ends."""
+    try:
+        return _decode(text)
+    except (ValueError, RecursionError) as error:  # no JSON, a number of too many digits, or too deep
+        raise Incomplete(str(error)) from error

@@ -1,17 +1,51 @@
-"""The fleet: one object for who the workers are, and what is known of the engine behind each."""
+"""The fleet: one object for who the workers are, how they join, leave, pause and wake, and what is known of each.
+
+Below it stand the pool, which decides what is routable, and the gate, where generation waits. Whoever talks to workers
+is given to it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from miles_router import tasks
 from miles_router.engines.facts import Facts
-from miles_router.fleet.workers import Worker, WorkerPool
+from miles_router.errors import PartlyFailed, UpstreamError
+from miles_router.fleet.gate import Gate
+from miles_router.fleet.pool import Lease, Policy, Snapshot, WorkerPool
+from miles_router.fleet.worker_url import WorkerUrl
+from miles_router.fleet.workers import Transition, Worker, WorkerState
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Order:
+    """A control request that brings one worker to where the others are; the body is JSON."""
+
+    method: str
+    target: bytes
+    body: bytes
+
+
+@dataclass(frozen=True)
+class Pause:
+    """How the fleet was paused: "abort", "retract" or "in_place", and the order that does it."""
+
+    mode: str
+    order: Order
 
 
 class Questions(Protocol):
     """How the fleet asks one worker about itself: `control.probes.Probes`."""
+
+    async def liveness(self, worker: Worker) -> Facts:
+        """What it says at the cheap check; raises UpstreamError where it does not answer."""
+        ...
 
     async def facts(self, worker: Worker) -> tuple[Facts, int | None]:
         """All that it says, and the number of the process that said it; None where that is not certain."""
@@ -22,13 +56,137 @@ class Questions(Protocol):
         ...
 
 
+class Orders(Protocol):
+    """How the fleet has one worker do something: `control.fan_out.FanOut`."""
+
+    async def obey(self, worker: Worker, order: Order) -> str | None:
+        """Give it an order; None where it did it, else what it said."""
+        ...
+
+
 class Fleet:
     """Who the workers are."""
 
-    def __init__(self, pool: WorkerPool, questions: Questions) -> None:
-        self._pool = pool
+    def __init__(self, *, pool: WorkerPool, gate: Gate, policy: Policy, questions: Questions, orders: Orders) -> None:
+        self.pool = pool
+        self.gate = gate
+        #: Held by whoever joins, and while the fleet is being paused, continued, put to sleep or woken.
+        self.membership = asyncio.Lock()
+        #: The router's own pause, while it lasts.
+        self.pause: Pause | None = None
+        self._policy = policy
         self._questions = questions
+        self._orders = orders
+        self._released: set[str] = set()  # the parts of its memory that the fleet is without,
+        self._memory_orders: list[Order] = []  # and what led to that
         self._asking: dict[Worker, asyncio.Task[Facts]] = {}
+        pool.listeners.append(self._changed)
+
+    # What may be chosen
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What is routable now."""
+        return self.pool.snapshot
+
+    def lease(self, key: str | None = None, excluded: Collection[Worker] = ()) -> Lease:
+        """A slot on the unit that the policy chooses, as `WorkerPool.lease`."""
+        return self.pool.lease(self._policy, key, excluded)
+
+    def subscribe(self, listener: Callable[[Transition], None]) -> Callable[[], None]:
+        """Tell `listener` of every change of a worker's state, until what this returns is called."""
+        self.pool.listeners.append(listener)
+        return lambda: self.pool.listeners.remove(listener)
+
+    def _changed(self, transition: Transition) -> None:
+        _log(transition)
+        self.gate.workers_paused(not self.snapshot.routable and bool(self.snapshot.paused))
+
+    # Who joins, and who leaves
+
+    async def join(
+        self, address: WorkerUrl, *, api_key: str | None = None, attributes: Mapping[str, object] | None = None
+    ) -> Worker:
+        """Register a worker, as `WorkerPool.add`. Before anything else reaches it, it is paused or put to sleep as the
+        fleet is, and its weight version is known, for it may come with weights that the fleet no longer has.
+
+        Raises:
+            PartlyFailed: it could not be paused or put to sleep.
+        """
+        newcomer = Worker(address, api_key=api_key)
+        version = None
+        if self.pool.weight_version is not None and not self._is_registered(address):
+            version = await self._version_of(newcomer)
+        async with self.membership:
+            await self._bring_along(newcomer)
+            return self.pool.add(address, api_key=api_key, attributes=attributes, weight_version=version)
+
+    async def drain(self, worker: Worker) -> None:
+        """Send nothing new to a worker and remove it after its last request; returns then, or when it is registered
+        again before. `WorkerPool.remove` removes one at once."""
+        idle = asyncio.Event()
+        self.pool.drain(worker, idle.set)
+        await idle.wait()
+
+    def _is_registered(self, address: WorkerUrl) -> bool:
+        return any(worker.url == address.url for worker in self.pool)
+
+    async def _version_of(self, newcomer: Worker) -> str | None:
+        try:
+            return (await self._questions.liveness(newcomer)).weight_version
+        except UpstreamError:
+            return None
+
+    async def _bring_along(self, newcomer: Worker) -> None:
+        """It gives up what the fleet has given up: a waking SGLang 0.5.23 dies of memory that it never released. One
+        that is registered already sleeps."""
+        if self.pause is not None:
+            await self._order(newcomer, self.pause.order, "the fleet is paused")
+        if not self._is_registered(newcomer.address):
+            for order in self._memory_orders:
+                await self._order(newcomer, order, "the fleet is asleep")
+
+    async def _order(self, newcomer: Worker, order: Order, why: str) -> None:
+        refusal = await self._orders.obey(newcomer, order)
+        if refusal is not None:
+            raise PartlyFailed(f"{why}, and {newcomer.url} could not be: {refusal}")
+
+    # Standstills: what the router has done to all
+
+    def begin_pause(self, pause: Pause) -> None:
+        """The workers are about to be paused, or paused in another mode."""
+        self.pause = pause
+        self.gate.pause(pause.mode)
+
+    def keep_pause(self, before: Pause) -> None:
+        """A second pause has failed, and the first one stands."""
+        self.pause = before
+        self.gate.mode = before.mode
+
+    def end_pause(self) -> None:
+        """The workers go on."""
+        self.pause = None
+        self.gate.resume()
+
+    def begin_sleep(self) -> None:
+        """The workers are about to release memory."""
+        self.gate.sleep()
+
+    def memory_released(self, parts: Collection[str], order: Order) -> None:
+        """They have released these parts."""
+        self._released |= set(parts)
+        self._memory_orders.append(order)
+
+    def memory_resumed(self, parts: Collection[str], order: Order) -> None:
+        """They have these parts again; all, where none is named."""
+        self._released -= set(parts) or self._released
+        self._memory_orders.append(order)
+
+    def wake_if_whole(self) -> None:
+        """Trainers wake a fleet in steps: its weights, an update, then the rest. It sleeps until the last."""
+        if not self._released:
+            self._memory_orders.clear()
+            self.gate.wake()
 
     # Facts
 
@@ -36,13 +194,13 @@ class Fleet:
         """What the engine at a worker's URL is and can do; asked now, unless this very process is known already.
 
         Facts are those of one process: ask again for each request, and keep none. They are dropped when the worker is
-        lost, refused or quarantined, when all connections to it were closed, or when it names another model.
-        Between the question and a reply the worker may have been started anew. So where a fact decides how a reply is
-        read, ask when its head has come, and before it is closed: its connection holds the process.
+        lost, refused or quarantined, when all connections to it were closed, or when it names another model. Between
+        the question and a reply the worker may have been started anew. So where a fact decides how a reply is read, ask
+        when its head has come, and before it is closed: its connection holds the process.
 
         Whatever the engine does not answer is None, and so is everything for a URL that is no worker's.
         """
-        worker = self._pool.find(url)
+        worker = self.pool.find(url)
         if worker is None:
             return Facts()
         known = self._known(worker)
@@ -55,11 +213,15 @@ class Fleet:
 
     async def all_facts(self) -> list[Facts]:
         """The facts of each routable worker, for what has to be decided before one of them is chosen."""
-        return list(await asyncio.gather(*(self.facts(worker.url) for worker in self._pool.routable)))
+        routable = self.pool.routable
+        known = [facts for worker in routable if (facts := self._known(worker)) is not None]
+        if len(known) == len(routable):  # mostly, and then no tasks are needed
+            return known
+        return list(await asyncio.gather(*(self.facts(worker.url) for worker in routable)))
 
     def known_facts(self, url: str) -> Facts:
         """The same without asking: as far as it is known of the process that answers there now."""
-        worker = self._pool.find(url)
+        worker = self.pool.find(url)
         return (self._known(worker) if worker is not None else None) or Facts()
 
     def ask_for_facts(self, worker: Worker) -> None:
@@ -85,7 +247,7 @@ class Fleet:
 
     async def _ask(self, worker: Worker) -> Facts:
         facts, process = await self._questions.facts(worker)
-        if process is not None and self._pool.find(worker.url) is worker:
+        if process is not None and self.pool.find(worker.url) is worker:
             worker.facts, worker.facts_of = facts.after(worker.facts), process
             return worker.facts
         return facts
@@ -94,3 +256,12 @@ class Fleet:
         """Ask nobody any more."""
         for asking in tuple(self._asking.values()):
             await tasks.cancelled(asking)
+
+
+def _log(transition: Transition) -> None:
+    """One line for each change of a worker's state, with its reason."""
+    worker = transition.worker
+    after = transition.after.value if transition.after else "removed"
+    in_order = transition.after in (None, WorkerState.READY, WorkerState.DRAINING)
+    level = logging.INFO if in_order else logging.WARNING
+    logger.log(level, f"worker_{after}", extra={"fields": {"worker": worker.url, "reason": transition.reason}})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
@@ -34,11 +33,16 @@ class Waiting(Protocol):
 
     aborted: bool
 
+    @property
+    def number(self) -> int:
+        """Lower for one that came before."""
+        ...
+
 
 class Gate:
     """Holds at most `max_held` requests, each for at most `timeout` seconds (0: as long as it takes).
 
-    They are let through in the order in which they came. Who is aborted waits no longer.
+    They are let through in the order in which they came to the router. Who is aborted waits no longer.
     """
 
     def __init__(self, *, max_held: int, timeout: float, now: Callable[[], float] = time.time) -> None:
@@ -55,7 +59,7 @@ class Gate:
         self._timeout = timeout
         self._now = now
         #: What each waits for, and who it is; one request may wait several times, once for each of its generations.
-        self._held: OrderedDict[asyncio.Future[None], Waiting] = OrderedDict()
+        self._held: dict[asyncio.Future[None], Waiting] = {}
 
     @property
     def held(self) -> int:
@@ -96,10 +100,15 @@ class Gate:
 
     def _update(self) -> None:
         self.closed = self.deliberate or self.workers_paused_since is not None
-        while self._held and not self.closed:
-            waiting, _ = self._held.popitem(last=False)
-            if not waiting.done():
-                waiting.set_result(None)
+        if self._held and not self.closed:
+            held, self._held = self._held, {}
+            for waiting, _ in sorted(held.items(), key=lambda each: each[1].number):
+                if not waiting.done():
+                    waiting.set_result(None)
+
+    def is_open(self) -> bool:
+        """Whether a generation may be written to a worker now."""
+        return not self.closed
 
     async def wait(self, who: Waiting) -> None:
         """Wait until the gate is open, or `who` is aborted and released.

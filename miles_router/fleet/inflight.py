@@ -5,7 +5,6 @@ Bodies are not parsed on their way: an abort looks for its `rid` among the bodie
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -13,16 +12,14 @@ from typing import Any
 import orjson
 
 from miles_router.asgi.exchange import Exchange
-from miles_router.engines.events import LAST_EVENT, event
+from miles_router.engines.events import LAST_EVENT, write_event
+from miles_router.engines.generate import RID, GenerateRequest, UnknownShape
+from miles_router.engines.scan import Field, Incomplete
 from miles_router.errors import BadRequest
 
-MAX_GENERATIONS = 4096  # of one request
-#: What comes of a body that is no request for an engine.
-NOT_UNDERSTOOD = (BadRequest, AttributeError, IndexError, KeyError, TypeError, ValueError)
+RID_FIELD = Field(RID)
 IN_THE_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}  # SGLang's words
-#: An id, or a list of ids, that is spelled with an escape, so that it has to be read before anybody knows it.
-ESCAPED = re.compile(rb'"rid"\s*:\s*(?:\[(?:[^]"\\]|"[^"\\]*")*)?"[^"\\]*\\')
-LOGPROBS = ("input_token_logprobs", "output_token_logprobs")
+LOGPROB_LISTS = ("input_token_logprobs", "output_token_logprobs")
 
 
 class InFlight:
@@ -74,51 +71,48 @@ def _enough(exchange: Exchange) -> Callable[[Iterable[bool]], bool]:
 
 def _ids(exchange: Exchange, body: bytes, rid: str) -> set[str]:
     """The ids of a request's generations; those in its body only if `rid` could be one of them."""
-    if orjson.dumps(re.sub(r"_\d+$", "", rid))[:-1] not in body and ESCAPED.search(body) is None:
+    if not _may_name(body, rid):
         return exchange.flight.rids
     try:
-        return exchange.flight.rids | {each for each in _named(exchange.loads(body))[0] if isinstance(each, str)}
-    except NOT_UNDERSTOOD:
+        parsed = exchange.loads(body)
+    except BadRequest:
         return exchange.flight.rids
+    return exchange.flight.rids | {each for each in _named(parsed) if isinstance(each, str)}
 
 
-def _named(body: Mapping[str, Any]) -> tuple[list[str | None], bool]:
-    """The id of each generation of a request, None where the engine makes one, and whether they are answered as a list.
-
-    Raises:
-        one of `NOT_UNDERSTOOD`: it is no request for an engine.
-    """
-    given, sampling = body.get("rid"), body.get("sampling_params") or {}
-    ids = body.get("input_ids", body.get("input_tokens"))
-    prompts: Any = given if isinstance(given, list) else ids or body.get("text")
-    listed = isinstance(prompts, list) and not (prompts and isinstance(prompts[0], int))
-    named: list[str | None] = []
-    for place in range(len(prompts) if listed else 1):
-        samples = (sampling[place] if isinstance(sampling, list) else sampling).get("n", 1)
-        if len(named) + samples > MAX_GENERATIONS:
-            raise ValueError(f"more than {MAX_GENERATIONS} generations")
-        if samples != 1:  # the engine makes the ids then
-            named += [None] * samples
-        elif isinstance(given, list):
-            named.append(given[place])
-        else:
-            named.append(f"{given}_{place}" if listed and given is not None else given)
-    return named, listed or len(named) != 1
+def _may_name(body: bytes, rid: str) -> bool:
+    """Whether a body could give this id, or one that begins with it, to a generation: `r_1` belongs to a list with the
+    id `r`. Costs one look at the bytes, whatever they are."""
+    try:
+        given = RID_FIELD.only(body)
+    except Incomplete:
+        return next(RID_FIELD.places(body), None) is not None
+    names = given if isinstance(given, list) else [given]
+    return any(isinstance(name, str) and (name.startswith(rid) or rid.startswith(name)) for name in names)
 
 
-def aborted_in_the_queue(body: Mapping[str, Any]) -> tuple[bytes, bytes]:
+def _named(parsed: object) -> list[Any]:
+    """The ids that a client gave its generations."""
+    try:
+        return GenerateRequest.read(parsed).rids
+    except UnknownShape:  # a chat request, say, which may have one too
+        rid = parsed.get(RID) if isinstance(parsed, Mapping) else None
+        return rid if isinstance(rid, list) else [rid]
+
+
+def aborted_in_the_queue(body: object) -> tuple[bytes, bytes]:
     """What SGLang says to a `/generate` that it aborts before it has begun: content type and body.
 
     Raises:
-        one of `NOT_UNDERSTOOD`: it is no request for an engine.
+        UnknownShape: it is no request for an engine.
     """
-    named, listed = _named(body)
-    nothing: dict[str, Any] = {name: [] for name in LOGPROBS} if body.get("return_logprob") else {}
+    request = GenerateRequest.read(body)
+    nothing: dict[str, Any] = {name: [] for name in LOGPROB_LISTS} if request.body.get("return_logprob") else {}
     answers: list[dict[str, Any]] = []
-    for rid in named:
+    for rid in request.rids:
         meta = {"id": rid or uuid.uuid4().hex, "finish_reason": IN_THE_QUEUE, "completion_tokens": 0, **nothing}
         answers.append({"text": "", "output_ids": [], "meta_info": meta})
-    if not body.get("stream"):
-        return b"application/json", orjson.dumps(answers if listed else answers[0])
-    events = [event({**each, "index": place} if listed else each) for place, each in enumerate(answers)]
+    if not request.stream:
+        return b"application/json", orjson.dumps(answers if request.indexed else answers[0])
+    events = [write_event({**each, "index": place} if request.indexed else each) for place, each in enumerate(answers)]
     return b"text/event-stream; charset=utf-8", b"".join([*events, LAST_EVENT])

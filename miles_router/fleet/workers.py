@@ -1,28 +1,12 @@
-"""The pool of workers as a state machine: who is registered, who may be chosen, how many requests each carries.
-
-    add ──> READY ──(K consecutive failures)──> QUARANTINED ──(probe passes, policy agrees)──> READY
-              │ ├──(other weights than the fleet's)──> OUTDATED ──(the same again)──> READY
-              │ └──(paused by somebody else)──> PAUSED ──(goes on)──> READY
-              └── drain ──> DRAINING (from any state)           remove: forgotten, from any state
-
-Two numbers must never be wrong: `in_flight` (a `Lease` adds one and gives it back exactly once, whatever happens) and
-the list of routable workers (rebuilt on every transition, never filtered per request). No I/O, no asyncio: probes and
-requests report what they saw, and this module decides.
-"""
+"""Workers: one record for each SGLang server, and the unit that requests are counted on. Pure."""
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
-from typing import Literal, Protocol
 
 from miles_router.engines.facts import Facts
-from miles_router.errors import NotFound, NoWorkerAvailable
 from miles_router.fleet.worker_url import WorkerUrl
-
-ReadmitPolicy = Literal["same-weights", "healthy", "never"]
 
 
 class WorkerState(str, Enum):
@@ -39,38 +23,57 @@ class WorkerState(str, Enum):
 ALIVE = frozenset({WorkerState.READY, WorkerState.OUTDATED, WorkerState.PAUSED})
 
 
+class Unit:
+    """What one request is sent to, and what it is counted on: the part of a worker that generates on its own. A worker
+    is one unit."""
+
+    __slots__ = ("chosen_at", "in_flight", "worker")
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.in_flight = 0
+        #: When it was chosen last, as the number of that choice.
+        self.chosen_at = 0
+
+    def __repr__(self) -> str:
+        return f"<Unit of {self.worker!r}>"
+
+
 class Worker:
-    """One SGLang server. Mutable on purpose; only the pool writes to it."""
+    """One SGLang server. Mutable on purpose; only the pool and the fleet write to it."""
 
     __slots__ = (
         "address",
         "api_key",
         "attributes",
-        "chosen_at",
         "facts",
         "facts_of",
         "failures",
-        "in_flight",
         "last_check",
         "reason",
         "since",
         "state",
+        "units",
         "url",
         "weight_version",
     )
 
     def __init__(
-        self, address: WorkerUrl, *, api_key: str | None, attributes: Mapping[str, object], now: float
+        self,
+        address: WorkerUrl,
+        *,
+        api_key: str | None = None,
+        attributes: Mapping[str, object] | None = None,
+        now: float = 0.0,
     ) -> None:
         self.address = address
         self.url = address.url
         self.api_key = api_key
-        self.attributes = dict(attributes)
+        self.attributes = dict(attributes or {})
+        self.units = (Unit(self),)
         self.state = WorkerState.READY
         self.reason = "registered"
         self.since = now
-        self.in_flight = 0
-        self.chosen_at = 0
         self.failures = 0
         self.weight_version: str | None = None
         self.last_check: float | None = None
@@ -78,6 +81,11 @@ class Worker:
         #: one still answers: ask `Fleet.facts`.
         self.facts: Facts | None = None
         self.facts_of: int | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Leases held on its units."""
+        return sum(unit.in_flight for unit in self.units)
 
     def __repr__(self) -> str:
         return f"<Worker {self.url} {self.state.value}, in flight: {self.in_flight}, failures: {self.failures}>"
@@ -98,31 +106,6 @@ class Worker:
         }
 
 
-class Policy(Protocol):
-    """Chooses the worker of one request: the only thing a balancing policy can do."""
-
-    def choose(self, candidates: Sequence[Worker], key: str | None) -> Worker:
-        """One of `candidates` (never empty). `key` asks for affinity; None means none is wanted."""
-        ...
-
-
-class Lease:
-    """One in-flight slot on a worker. `release` is idempotent, so that every path may call it."""
-
-    __slots__ = ("_pool", "worker")
-
-    def __init__(self, pool: WorkerPool, worker: Worker) -> None:
-        self.worker = worker
-        self._pool: WorkerPool | None = pool
-        worker.in_flight += 1
-
-    def release(self) -> None:
-        """Give the slot back; the second and later calls do nothing."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool._released(self.worker)
-
-
 class Transition:
     """One change of a worker's state, told once to whoever listens."""
 
@@ -133,275 +116,3 @@ class Transition:
         self.before = before  # None: newly registered
         self.after = after  # None: removed
         self.reason = reason
-
-
-class WorkerPool:
-    """The registered workers, by normal URL, in order of registration."""
-
-    def __init__(
-        self,
-        *,
-        failure_threshold: int = 3,
-        readmit: ReadmitPolicy = "same-weights",
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self.weight_version: str | None = None
-        #: Odd while an update of the weights is under way; a version that was asked for under another number is none.
-        self.weights_epoch = 0
-        self.listeners: list[Callable[[Transition], None]] = []
-        self._failure_threshold = failure_threshold
-        self._readmit = readmit
-        self._now = now
-        self._workers: dict[str, Worker] = {}
-        self._routable: list[Worker] = []
-        self._paused: list[Worker] = []
-        self._leaving: dict[str, Worker] = {}  # removed, with requests still in flight
-        self._when_idle: dict[str, list[Callable[[], None]]] = {}
-        self._choices = 0
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(tuple(self._workers.values()))
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    def __repr__(self) -> str:
-        states = Counter(worker.state.value for worker in self)
-        counts = ", ".join(f"{states[state.value]} {state.value}" for state in WorkerState)
-        return f"<WorkerPool {counts}; in flight: {self.in_flight}>"
-
-    @property
-    def routable(self) -> Sequence[Worker]:
-        """The workers that new requests may go to."""
-        return self._routable
-
-    @property
-    def in_flight(self) -> int:
-        """Leases held on all workers, removed ones that still finish included."""
-        return sum(w.in_flight for w in self) + sum(w.in_flight for w in self._leaving.values())
-
-    def get(self, name: str) -> Worker:
-        """The worker with this normal URL or id.
-
-        Raises:
-            NotFound: no such worker is registered.
-        """
-        worker = self._workers.get(name) or next((w for w in self if w.address.id == name), None)
-        if worker is None:
-            raise NotFound(f"no worker {name!r} is registered")
-        return worker
-
-    def find(self, url: str) -> Worker | None:
-        """The worker at a normal URL, one that was removed and still finishes requests included."""
-        return self._workers.get(url) or self._leaving.get(url)
-
-    # Registration
-
-    def add(
-        self,
-        address: WorkerUrl,
-        *,
-        api_key: str | None = None,
-        attributes: Mapping[str, object] | None = None,
-        weight_version: str | None = None,
-    ) -> Worker:
-        """Register a worker; it is routable at once, unless its `weight_version` (if known) is not the fleet's.
-        Registering it again changes only the key and attributes given, and ends a drain. A quarantined worker stays so
-        until a probe readmits it."""
-        known = self._workers.get(address.url)
-        if known is not None:
-            self._update(known, api_key, attributes)
-            return known
-        # A worker that was removed and returns while old requests still run keeps counting them.
-        worker = self._leaving.pop(address.url, None)
-        if worker is None:
-            worker = Worker(address, api_key=api_key, attributes=attributes or {}, now=self._now())
-        else:
-            self._update(worker, api_key, attributes)
-            self._end_drain(worker)
-            worker.failures, worker.weight_version = 0, None
-        self._workers[address.url] = worker
-        worker.weight_version = weight_version
-        self._move(worker, WorkerState.READY, "registered", before=None)
-        self._sort_by_weights()
-        return worker
-
-    def _update(self, worker: Worker, api_key: str | None, attributes: Mapping[str, object] | None) -> None:
-        if api_key is not None:
-            worker.api_key = api_key
-        if attributes:
-            worker.attributes = dict(attributes)
-        if worker.state is WorkerState.DRAINING and worker.url in self._workers:
-            worker.failures = 0
-            self._move(worker, WorkerState.READY, "registered again while draining", before=worker.state)
-            self._end_drain(worker)
-
-    def remove(self, worker: Worker, reason: str = "removed") -> None:
-        """Forget a worker now; its requests in flight are left to finish. Removing it twice does nothing."""
-        if self._workers.get(worker.url) is not worker:
-            return
-        del self._workers[worker.url]
-        if worker.in_flight:
-            self._leaving[worker.url] = worker
-        self._rebuild()
-        self._refresh_weight_version()
-        self._tell(Transition(worker, worker.state, None, reason))
-
-    def drain(self, worker: Worker, when_idle: Callable[[], None]) -> None:
-        """Send nothing new to a worker and remove it after its last request; `when_idle` is called then, or when the
-        worker is registered again before."""
-        if worker.state is not WorkerState.DRAINING:
-            self._move(worker, WorkerState.DRAINING, "drain requested", before=worker.state)
-        self._when_idle.setdefault(worker.url, []).append(when_idle)
-        if not worker.in_flight:
-            self._drained(worker)
-
-    # Requests
-
-    def lease(self, policy: Policy, key: str | None = None, excluded: Collection[Worker] = ()) -> Lease:
-        """Take a slot on the worker that `policy` chooses among the routable ones not in `excluded`. Where all are
-        paused, among those: they answer what does not generate, and what does waits at the gate.
-
-        Raises:
-            NoWorkerAvailable: none is registered, none is routable, or all routable ones are excluded.
-        """
-        candidates: Sequence[Worker] = self._routable or self._paused
-        if excluded:
-            candidates = [worker for worker in candidates if worker not in excluded]
-        if not candidates:
-            raise NoWorkerAvailable(self._why_none())
-        worker = candidates[0] if len(candidates) == 1 and key is None else policy.choose(candidates, key)
-        self._choices += 1
-        worker.chosen_at = self._choices
-        return Lease(self, worker)
-
-    def _why_none(self) -> str:
-        if not self._workers:
-            return "no worker is registered; workers register with POST /add_worker"
-        states = Counter(worker.state.value for worker in self)
-        return "no routable worker: " + ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-
-    def _released(self, worker: Worker) -> None:
-        worker.in_flight -= 1
-        assert worker.in_flight >= 0, f"{worker!r} released more often than leased"
-        if worker.in_flight == 0:
-            if worker.state is WorkerState.DRAINING:
-                self._drained(worker)
-            elif self._leaving.get(worker.url) is worker:
-                del self._leaving[worker.url]
-
-    def _drained(self, worker: Worker) -> None:
-        self.remove(worker, "drained")
-        self._leaving.pop(worker.url, None)
-        self._end_drain(worker)
-
-    def _end_drain(self, worker: Worker) -> None:
-        for call in self._when_idle.pop(worker.url, ()):
-            call()
-
-    # Health
-
-    def record_failure(self, worker: Worker, reason: str) -> None:
-        """A probe failed or no connection could be made; the K-th in a row quarantines the worker."""
-        worker.failures += 1
-        worker.last_check = self._now()
-        worker.facts = None  # who answers next may be another
-        if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is(worker, worker.state):
-            self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
-
-    def record_alive(self, worker: Worker, weight_version: str | None) -> None:
-        """The cheap probe passed; failures start from zero again. A quarantined worker needs `readmit` besides."""
-        worker.failures = 0
-        worker.last_check = self._now()
-        if weight_version is not None and weight_version != worker.weight_version:
-            worker.weight_version = weight_version
-            self._refresh_weight_version()
-            self._sort_by_weights()
-
-    def updated(self, workers: Collection[Worker], version: str) -> None:
-        """An update of the weights passed through the router: the fleet's version is now this one, and `workers` have
-        it; whoever has not takes no traffic under `same-weights`."""
-        self.weight_version = version
-        for worker in workers:
-            worker.weight_version = version
-        self._refresh_weight_version()
-        self._sort_by_weights()
-
-    def set_paused(self, worker: Worker, reason: str) -> None:
-        """A worker answers and does not generate."""
-        if worker.state is not WorkerState.PAUSED and worker.state in ALIVE and self._is(worker, worker.state):
-            self._move(worker, WorkerState.PAUSED, reason, before=worker.state)
-
-    def set_unpaused(self, worker: Worker) -> None:
-        """A worker that was paused goes on."""
-        if self._is(worker, WorkerState.PAUSED):
-            self._move(worker, WorkerState.READY, "goes on", before=worker.state)
-            self._sort_by_weights()
-
-    def readmission_refused(self, worker: Worker) -> str | None:
-        """Why policy keeps a recovered worker out, or None if it may return."""
-        if self._readmit == "never":
-            return "the readmission policy is 'never': remove and add the worker"
-        if self._readmit == "same-weights" and worker.weight_version != self.weight_version:
-            return f"its weight version {worker.weight_version!r} differs from the fleet's {self.weight_version!r}"
-        return None
-
-    def readmit(self, worker: Worker, reason: str) -> bool:
-        """Make a recovered worker routable again if policy agrees. Says whether it is."""
-        if not self._is(worker, WorkerState.QUARANTINED) or self.readmission_refused(worker):
-            return False
-        self._move(worker, WorkerState.READY, reason, before=worker.state)
-        self._sort_by_weights()
-        return True
-
-    def keep_out(self, worker: Worker, reason: str) -> None:
-        """Say why a worker that answers stays quarantined; told again only when the reason changes."""
-        if self._is(worker, WorkerState.QUARANTINED) and worker.reason != reason:
-            self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
-
-    def _is(self, worker: Worker, state: WorkerState) -> bool:
-        return worker.state is state and self._workers.get(worker.url) is worker
-
-    def _refresh_weight_version(self) -> None:
-        """The fleet's version is the one most workers that answer hold. A tie changes nothing; with nobody routable
-        only a unanimous fleet may change it, so that one restarted worker cannot speak for all."""
-        alive = [worker for worker in self if worker.state in ALIVE]
-        voters = alive if self._routable else list(self._workers.values())
-        votes: Counter[str | None] = Counter(w.weight_version for w in voters if w.weight_version is not None)
-        if not votes or (not self._routable and len(votes) > 1):
-            return
-        most = max(votes.values())
-        if votes[self.weight_version] < most:
-            self.weight_version = next(version for version, count in votes.items() if count == most)
-
-    def _sort_by_weights(self) -> None:
-        """Under `same-weights`, who has other weights than the fleet takes no traffic until that is over."""
-        if self._readmit != "same-weights":
-            return
-        for worker in self:
-            other = worker.weight_version not in (None, self.weight_version)
-            if other and worker.state is WorkerState.READY:
-                reason = (
-                    f"its weight version {worker.weight_version!r} differs from the fleet's {self.weight_version!r}"
-                )
-                self._move(worker, WorkerState.OUTDATED, reason, before=worker.state)
-            elif not other and worker.state is WorkerState.OUTDATED:
-                self._move(
-                    worker, WorkerState.READY, f"has weight version {worker.weight_version!r}", before=worker.state
-                )
-
-    # Transitions
-
-    def _move(self, worker: Worker, state: WorkerState, reason: str, *, before: WorkerState | None) -> None:
-        worker.state, worker.reason, worker.since = state, reason, self._now()
-        self._rebuild()
-        self._refresh_weight_version()
-        self._tell(Transition(worker, before, state, reason))
-
-    def _rebuild(self) -> None:
-        self._routable = [w for w in self._workers.values() if w.state is WorkerState.READY]
-        self._paused = [w for w in self._workers.values() if w.state is WorkerState.PAUSED]
-
-    def _tell(self, transition: Transition) -> None:
-        for listener in self.listeners:
-            listener(transition)

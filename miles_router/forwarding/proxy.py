@@ -10,11 +10,14 @@ import time
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end
 from miles_router.asgi.watch import Watch
+from miles_router.engines.generate import UnknownShape
 from miles_router.engines.paths import GENERATE
-from miles_router.errors import FleetPaused
-from miles_router.fleet.gate import Gate, endpoint, generates
-from miles_router.fleet.inflight import NOT_UNDERSTOOD, InFlight, aborted_in_the_queue
-from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing, outgoing
+from miles_router.errors import BadRequest, FleetPaused
+from miles_router.fleet.gate import Gate, endpoint
+from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
+from miles_router.forwarding.forwarder import ABORTED, Forwarded, Forwarder
+from miles_router.forwarding.outgoing import Outgoing, outgoing
+from miles_router.forwarding.upstream import NotAdmitted
 from miles_router.metrics import Metrics
 
 NOT_MODIFIED = 304
@@ -46,14 +49,19 @@ class Proxy:
         request = outgoing(scope, exchange.request_id, body)
         self._in_flight.enter(exchange, body)
         try:
-            if self._gate.closed and generates(scope["path"]):
-                with Watch(receive, 0):  # the time that a worker may take has not begun
-                    await self._gate.wait(exchange.flight)
-                if exchange.flight.aborted:
-                    await self._answer_aborted(scope, exchange, body, send)
+            while True:
+                if request.generates and self._gate.closed:
+                    with Watch(receive, 0):  # the time that a worker may take has not begun
+                        await self._gate.wait(exchange.flight)
+                    if exchange.flight.aborted:
+                        await self._answer_aborted(scope, exchange, body, send)
+                        return
+                try:
+                    with Watch(receive, self._request_timeout):
+                        await self._forward(request, exchange, send)
                     return
-            with Watch(receive, self._request_timeout):
-                await self._forward(request, exchange, send)
+                except NotAdmitted:
+                    exchange.flight.worker_url = None  # nobody has it
         finally:
             self._in_flight.leave(exchange)
 
@@ -63,21 +71,19 @@ class Proxy:
         Raises:
             FleetPaused: it is none of `/generate`.
         """
-        aborted = FleetPaused("aborted while it waited for the fleet to go on")
+        aborted = FleetPaused(ABORTED)
         if endpoint(scope["path"]) != GENERATE:
             raise aborted
         try:
             kind, answer = aborted_in_the_queue(exchange.loads(body))
-        except NOT_UNDERSTOOD:
+        except (BadRequest, UnknownShape):
             raise aborted from None
         headers = [(b"content-type", kind), (b"content-length", str(len(answer)).encode("ascii"))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": answer, "more_body": False})
 
     async def _forward(self, request: Outgoing, exchange: Exchange, send: Send) -> None:
-        forwarded = await self._forwarder.open(
-            request, lambda worker: setattr(exchange.flight, "worker_url", worker.url)
-        )
+        forwarded = await self._forwarder.open(request, exchange.flight)
         exchange.flight.first_byte_at = time.perf_counter()
         try:
             await self._relay(forwarded, send)

@@ -9,6 +9,7 @@ import asyncio
 import ssl
 import time
 from collections import deque
+from collections.abc import Callable
 
 from miles_router import tasks
 from miles_router.asgi.headers import RawHeaders
@@ -22,6 +23,12 @@ from miles_router.forwarding.processes import Processes
 READ_BYTES = 1024 * 1024
 #: An idle connection older than this (seconds) is retired; SGLang's server closes its own side after 5.
 IDLE_SECONDS = 60.0
+#: Whether a request may be written now.
+Admit = Callable[[], bool]
+
+
+class NotAdmitted(Exception):
+    """A request may not be written now; no byte of it was. For whoever gave `admit`; nobody else sees it."""
 
 
 class Upstream:
@@ -39,21 +46,31 @@ class Upstream:
         self.read_buffer = memoryview(bytearray(READ_BYTES))
 
     async def open(
-        self, address: WorkerUrl, method: str, target: bytes, headers: RawHeaders, body: bytes, *, slot: bool = True
+        self,
+        address: WorkerUrl,
+        method: str,
+        target: bytes,
+        headers: RawHeaders,
+        body: bytes,
+        *,
+        slot: bool = True,
+        admit: Admit | None = None,
     ) -> Reply:
         """Send a request and wait for the head of its reply. `headers` are end-to-end ones, without Host and length.
-        Without `slot` it waits for none of the `max_connections`: it must get through while all are taken.
+        Without `slot` it waits for none of the `max_connections`: it must get through while all are taken. `admit` is
+        asked each time at the moment of writing, when nothing is left to wait for.
 
         Raises:
             UpstreamUnreachable: no connection, or it was lost before a reply began.
             UpstreamInvalidResponse: the worker does not speak HTTP.
+            NotAdmitted: `admit` said no. The connection is kept.
         """
         head = _head(address, method, target, headers, body)
         if self._slots is None or not slot:
-            return await self._exchange(address, method, head, body)
+            return await self._exchange(address, method, head, body, admit)
         await self._slots.acquire()
         try:
-            reply = await self._exchange(address, method, head, body)
+            reply = await self._exchange(address, method, head, body, admit)
         except BaseException:
             self.slot_freed()
             raise
@@ -89,18 +106,25 @@ class Upstream:
             connection.abort()
         self._idle.clear()
 
-    async def _exchange(self, address: WorkerUrl, method: str, head: bytes, body: bytes) -> Reply:
+    async def _exchange(
+        self, address: WorkerUrl, method: str, head: bytes, body: bytes, admit: Admit | None = None
+    ) -> Reply:
         connection = self._take_idle(address)
         if connection is not None:
             try:
-                return await self._first_bytes(connection, method, head, body)
+                return await self._first_bytes(address, connection, method, head, body, admit)
             except UpstreamUnreachable:
                 # A kept connection that dies before its reply was most likely closed by the worker while idle; only a
                 # new connection can tell that from a dead worker.
                 pass
-        return await self._first_bytes(await self._connect(address), method, head, body)
+        return await self._first_bytes(address, await self._connect(address), method, head, body, admit)
 
-    async def _first_bytes(self, connection: Connection, method: str, head: bytes, body: bytes) -> Reply:
+    async def _first_bytes(
+        self, address: WorkerUrl, connection: Connection, method: str, head: bytes, body: bytes, admit: Admit | None
+    ) -> Reply:
+        if admit is not None and not admit():  # asked here, for nothing is awaited between this and the write
+            self.keep(address, connection)
+            raise NotAdmitted
         reply = connection.send(head, body, head_request=method == "HEAD")
         try:
             await reply.head()

@@ -7,18 +7,21 @@ from collections import Counter
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from miles_router.engines import paths
+from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
-from miles_router.fleet.workers import Transition, WorkerPool, WorkerState
+from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.workers import Transition, WorkerState
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 
 #: The classes that `route` labels take; anything else is "other", so that no client can grow the table.
 ROUTES = {
-    "/generate": "generate",
-    "/v1/chat/completions": "chat_completions",
-    "/v1/completions": "completions",
-    "/v1/messages": "messages",
-    "/v1/responses": "responses",
-    "/v1/embeddings": "embeddings",
+    paths.GENERATE: "generate",
+    paths.CHAT: "chat_completions",
+    paths.COMPLETIONS: "completions",
+    paths.MESSAGES: "messages",
+    paths.RESPONSES: "responses",
+    paths.EMBEDDINGS: "embeddings",
     "/retrieve_from_text": "retrieve_from_text",
     "/routed_experts": "routed_experts",
 }
@@ -49,7 +52,8 @@ class Metrics(Statistics, prefix="miles_router"):
     worker_routable = gauge("1: takes new requests.", by="worker")
     workers = gauge("Registered workers by state.", by="state")
 
-    def __init__(self, pool: WorkerPool) -> None:
+    def __init__(self, fleet: Fleet) -> None:
+        pool = fleet.pool
         super().__init__(
             in_flight=lambda: {worker.url: worker.in_flight for worker in pool},
             worker_routable=lambda: {worker.url: worker.state is WorkerState.READY for worker in pool},
@@ -57,7 +61,8 @@ class Metrics(Statistics, prefix="miles_router"):
         )
         self._registry = CollectorRegistry(auto_describe=True)  # else a name could be taken twice
         self.register(self)
-        pool.listeners.append(self._transition)
+        self.register(GateStatistics(fleet.gate))
+        fleet.subscribe(self._transition)
 
     def register(self, collector: Collector) -> None:
         """Add a middleware's own metrics to `GET /metrics`.

@@ -58,7 +58,7 @@ class Histogram:
         return buckets
 
 
-class Description(NamedTuple):
+class FamilyDescription(NamedTuple):
     """One Prometheus family as documentation shows it."""
 
     name: str
@@ -188,11 +188,11 @@ class Statistics(Collector):
         return families.values()
 
     @classmethod
-    def described(cls) -> list[Description]:
+    def descriptions(cls) -> list[FamilyDescription]:
         """The families that `collect` gives, each once."""
         return list(
             {
-                each.name: Description(
+                each.name: FamilyDescription(
                     f"{each.name}_total" if each.kind == "counter" else str(each.name),
                     each.kind,
                     (*each.by, *each.labels),

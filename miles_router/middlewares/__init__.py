@@ -1,1 +1,73 @@
-"""What a middleware is, how it is loaded, and what it may see: the one public door."""
+"""The one public door for middlewares: everything of the router that a layer may use.
+
+Besides this door a middleware imports `miles_router.errors`, the errors that become answers, and the two libraries that
+know nothing of the router: `miles_router.engines`, the engine's wire, and `miles_router.trajectory`, exact tokens.
+"""
+
+from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
+from miles_router.asgi.headers import RawHeaders, first
+from miles_router.asgi.keys import Key
+from miles_router.asgi.replies import OK, Collected, Kind, Tap, UnreadCounter, readable, with_length
+from miles_router.control.row import Row
+from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
+from miles_router.engines.events import LAST_EVENT, Event, write_event
+from miles_router.engines.generate import GenerateRequest, UnknownShape
+from miles_router.engines.scan import Field
+from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
+from miles_router.middlewares.contract import ASGIApp, HasLifespan, HasMetrics, HasRoutes
+from miles_router.middlewares.router import Router
+from miles_router.middlewares.rows import (
+    Handover,
+    RowChannel,
+    RowMatch,
+    RowPrefix,
+    RowSource,
+    TrajectoryRows,
+    first_prefix,
+)
+
+__all__ = [
+    "CONTINUE",
+    "LAST_EVENT",
+    "OK",
+    "PAUSE",
+    "UPDATE_VERSION",
+    "ASGIApp",
+    "Collected",
+    "Event",
+    "Exchange",
+    "Field",
+    "GenerateRequest",
+    "Handover",
+    "HasLifespan",
+    "HasMetrics",
+    "HasRoutes",
+    "Key",
+    "Kind",
+    "Message",
+    "RawHeaders",
+    "Receive",
+    "Router",
+    "Row",
+    "RowChannel",
+    "RowMatch",
+    "RowPrefix",
+    "RowSource",
+    "Scope",
+    "Send",
+    "Statistics",
+    "Tap",
+    "TrajectoryRows",
+    "UnknownShape",
+    "UnreadCounter",
+    "counter",
+    "first",
+    "first_prefix",
+    "gauge",
+    "histogram",
+    "readable",
+    "replay",
+    "with_body",
+    "with_length",
+    "write_event",
+]

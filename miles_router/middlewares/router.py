@@ -8,22 +8,26 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar
+from urllib.parse import unquote
+
+from prometheus_client.registry import Collector
 
 from miles_router.asgi.exchange import request_id
+from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
-from miles_router.control.fan_out import Control
+from miles_router.control.control import Control
 from miles_router.dialects import namespace_of
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import Gate
-from miles_router.fleet.workers import WorkerPool
-from miles_router.forwarding.forwarder import Forwarded, Forwarder, Outgoing
+from miles_router.fleet.gate import generates
+from miles_router.forwarding.forwarder import Forwarded, Forwarder
+from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics import Metrics, Statistics
 from miles_router.middlewares.checkpoint import load_model_config, load_tokenizer
 from miles_router.middlewares.rows import RowChannel
 from miles_router.settings.config import RouterConfig
 from miles_router.trajectory.rows import KINDS
 
-Published = TypeVar("Published", bound=Statistics)
+Numbers = TypeVar("Numbers", bound=Statistics)
 
 
 class Router:
@@ -37,20 +41,22 @@ class Router:
         *,
         config: RouterConfig,
         fleet: Fleet,
-        pool: WorkerPool,
         forwarder: Forwarder,
         metrics: Metrics,
-        gate: Gate,
         control: Control,
         args: Namespace | None,
+        tokenizer: Any = None,
     ) -> None:
         self.config = config
+        if tokenizer is not None:
+            self.tokenizer = tokenizer
         #: Who the workers are; `await router.fleet.facts(url)` is what the engine of one can do.
         self.fleet = fleet
-        self.pool = pool
-        self.metrics = metrics
+        #: Their states, their weight versions, and how many requests each carries.
+        self.pool = fleet.pool
         #: Whether the fleet is paused or asleep, and who waits.
-        self.gate = gate
+        self.gate = fleet.gate
+        self.metrics = metrics
         #: Requests to every worker at once.
         self.control = control
         #: Free for middlewares to leave each other things that last longer than a request.
@@ -59,19 +65,19 @@ class Router:
         self.args = args if args is not None else namespace_of(config)
         #: What middlewares show under `statistics` in `GET /router/info`: a name and a function that gives JSON.
         self.statistics: dict[str, Callable[[], Mapping[str, object]]] = {}
-        #: Those of them that `GET /metrics` shows too.
-        self.published: list[Statistics] = []
+        #: What `GET /metrics` shows of them.
+        self.collectors: list[Collector] = []
         #: Where layers that hold trajectories and the layer that captures a kind of rows find each other.
         self.rows = {kind: RowChannel(kind) for kind in KINDS}
         self._forwarder = forwarder
 
-    def publish(self, name: str, statistics: Published, **facts: Callable[[], object]) -> Published:
+    def publish(self, name: str, statistics: Numbers, **facts: Callable[[], object]) -> Numbers:
         """Show a middleware's numbers at `GET /metrics` and, with `facts` beside them, under `statistics` and this name
         in `GET /router/info`. Gives them back.
 
             self.counts = router.publish("token_cap", Counts())
         """
-        self.published.append(statistics)
+        self.collectors.append(statistics)
         self.statistics[name] = lambda: {**statistics.numbers(), **{fact: read() for fact, read in facts.items()}}
         return statistics
 
@@ -84,6 +90,7 @@ class Router:
         headers: RawHeaders | None = None,
         body: bytes = b"",
         key: str | None = None,
+        flight: Flight | None = None,
     ) -> AsyncIterator[Forwarded]:
         """A request of a middleware's own to a worker, chosen, leased and retried like a client's.
 
@@ -92,14 +99,18 @@ class Router:
                 status, text = forwarded.reply.status, await forwarded.reply.read_all(limit)
 
         `path` is sent as it is spelled, query included. Leaving the block early tells the worker to stop generating.
+        One that generates waits at the gate while that is closed; an abort of the request with this `flight`, which is
+        the one it is made for, ends that.
 
         Raises:
-            NoWorkerAvailable, UpstreamError: as for a client's request.
+            NoWorkerAvailable, UpstreamError, FleetPaused: as for a client's request.
         """
         sent = end_to_end(headers or [], REQUEST_DROPPED)
         if not any(name == b"x-request-id" for name, _ in sent):
             sent.append((b"x-request-id", request_id({}).encode("ascii")))
-        forwarded = await self._forwarder.open(Outgoing(method, path.encode("ascii"), sent, body, key))
+        generating = generates(unquote(path.partition("?")[0]))
+        request = Outgoing(method, path.encode("ascii"), sent, body, key, generates=generating)
+        forwarded = await self._forwarder.open_when_admitted(request, flight or Flight())
         try:
             yield forwarded
         finally:

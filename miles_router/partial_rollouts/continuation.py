@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import orjson
 
-from miles_router.partial_rollouts.engine import CannotResume, Engine
-from miles_router.partial_rollouts.parts import Part
+from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
+from miles_router.partial_rollouts.questions import EngineQuestions
 
 #: Sampling that depends on the output so far, which an engine that is given it as prompt no longer counts as output.
 STATEFUL = ("regex", "json_schema", "ebnf", "structural_tag", "stop_regex", "custom_params", "watermark")
@@ -28,62 +25,51 @@ ALSO_STATEFUL = (
     "return_indexer_topk",
     "return_flat_raw_output_top_logprobs",
 )
-#: Fields about the prompt, which the first part has answered.
+#: Fields about the prompt, which the first leg has answered.
 OF_THE_PROMPT = ("text", "logprob_start_len")
 
 
-async def continuation(part: Part, engine: Engine) -> bytes:
-    """The body of the request that carries `part` on.
+async def continuation(generation: ResumableGeneration, questions: EngineQuestions) -> bytes:
+    """The body of the request that carries a generation on.
 
     Raises:
         CannotResume: not exactly.
     """
-    answer = part.answer
+    answer = generation.answer
     if answer is None or not answer["output_ids"]:  # it had only queued
-        return orjson.dumps(dict(part.request))
-    sampled, params = answer["output_ids"], {**part.params}
+        return orjson.dumps(dict(generation.request))
+    sampled, params = answer["output_ids"], {**generation.params}
     stateful = [name for name in STATEFUL if params.get(name)]
     stateful += [name for name, neutral in PENALTIES.items() if params.get(name) not in (None, neutral)]
-    stateful += [name for name in ALSO_STATEFUL if part.request.get(name)]
+    stateful += [name for name in ALSO_STATEFUL if generation.request.get(name)]
     if stateful:
         raise CannotResume(f"{stateful[0]} depends on the output so far")
-    await learn_prompt(part, engine)
-    if part.budget is not None:  # null: as much as fits
-        params["max_new_tokens"] = part.budget - len(sampled)
+    await learn_prompt(generation, questions)
+    if generation.budget is not None:  # null: as much as fits
+        params["max_new_tokens"] = generation.budget - len(sampled)
     if params.get("min_new_tokens"):
         params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(sampled))
-    request = {name: value for name, value in part.request.items() if name not in OF_THE_PROMPT}
-    request |= {"input_ids": [*part.prompt, *sampled], "sampling_params": params}
+    request = {name: value for name, value in generation.request.items() if name not in OF_THE_PROMPT}
+    request |= {"input_ids": [*generation.prompt, *sampled], "sampling_params": params}
     if request.get("return_routed_experts"):
-        request["routed_experts_start_len"] = part.experts_from
+        request["routed_experts_start_len"] = generation.experts_from
     return orjson.dumps(request)
 
 
-async def learn_prompt(part: Part, engine: Engine) -> None:
+async def learn_prompt(generation: ResumableGeneration, questions: EngineQuestions) -> None:
     """Know the ids of the prompt: given, or as the worker's own tokenizer says.
 
     Raises:
         CannotResume: that is not the prompt the generation had.
     """
-    if part.prompt:
+    if generation.prompt:
         return
-    ids, meta = part.request.get("input_ids"), part.answer["meta_info"] if part.answer is not None else {}
-    tokens = list(ids) if ids is not None else await engine.tokenize(part.request["text"])
+    ids, meta = (
+        generation.request.get("input_ids"),
+        generation.answer["meta_info"] if generation.answer is not None else {},
+    )
+    tokens = list(ids) if ids is not None else await questions.tokenize(generation.request["text"])
     counted = meta.setdefault("prompt_tokens", len(tokens))  # one that was aborted in the queue does not say
     if ids is None and len(tokens) != counted:
         raise CannotResume("the worker's tokenizer does not give the prompt it had")
-    part.prompt = tokens
-
-
-def check_prompt(part: Part, answer: Mapping[str, Any]) -> None:
-    """See that an answer is to all that came before: a worker may be set to cut a prompt that is too long.
-
-    Raises:
-        CannotResume: it is to something else.
-    """
-    before = part.answer
-    if before is None or not before["output_ids"]:
-        return
-    expected = before["meta_info"].get("prompt_tokens", 0) + len(before["output_ids"])
-    if answer["meta_info"].get("prompt_tokens") not in (None, expected):
-        raise CannotResume("the worker did not take all that came before as its prompt")
+    generation.prompt = tokens

@@ -1,7 +1,7 @@
-"""Parts of one generation, sampled in several goes, joined into the answer one go would have given. Pure.
+"""Answers of one generation's legs, joined into the answer that a single leg would have given. Pure.
 
 An answer is one of SGLang's `/generate`: `text`, `output_ids`, `meta_info`. What it says of the output is concatenated
-or added up; what it says of the prompt is the first part's, of the end the last part's.
+or added up; what it says of the prompt is the first leg's, of the end the last leg's.
 """
 
 from __future__ import annotations
@@ -10,32 +10,40 @@ import base64
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-Answer = Mapping[str, Any]
+from miles_router.engines.answers import OUTPUT_LISTS, VERSION, VERSIONS, UnreadableAnswer
 
-CONCATENATED = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs")
 ADDED = ("completion_tokens", "output_token_logprobs_length", "num_retractions", "reasoning_tokens", "e2e_latency")
 OF_THE_REQUEST = ("id", "e2e_latency", "resumed")
 OF_THE_PROMPT = ("prompt_tokens", "cached_tokens", "cached_tokens_details")
-OF_THE_END = ("finish_reason", "weight_version")
+OF_THE_END = ("finish_reason", VERSION)
 EXPERTS = "routed_experts"
-VERSIONS = "weight_versions"
 RESUMED = "resumed"  # how often the generation was carried on
 LAST_TOKEN = 16  # characters that may stand behind a stop string in the token that completes it
 AT_ONCE = 16  # tokens that an engine may add in one step
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
-def join(first: Answer, second: Answer) -> dict[str, Any]:
-    """`first` carried on by `second`, whose prompt was the first's prompt and output."""
+def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """`first` carried on by `second`, whose prompt was the first's prompt and output.
+
+    Raises:
+        UnreadableAnswer: one names weight versions and the other none, or a list has not one element for each token.
+    """
     head, tail = first["meta_info"], second["meta_info"]
     if first["output_ids"]:  # and the prompt of the second is another
         tail = {name: tail[name] for name in tail if name not in OF_THE_PROMPT}
     if not first["output_ids"]:  # cut before it sampled anything, while it queued say: the second part is the answer
         head = {name: head[name] for name in OF_THE_REQUEST if name in head}
+    elif second["output_ids"] and bool(head.get(VERSIONS)) != bool(tail.get(VERSIONS)):
+        raise UnreadableAnswer("versions_leave_gaps", "only some of the joined answers name versions")
     meta = {**tail, **head}
-    for name in CONCATENATED:
+    for name in OUTPUT_LISTS:
         if head.get(name) is not None or tail.get(name) is not None:
             meta[name] = [*(head.get(name) or ()), *(tail.get(name) or ())]
+            if meta[name] and len(head.get(name) or ()) != len(first["output_ids"]):
+                raise UnreadableAnswer("token_counts_disagree", name)
+            if meta[name] and len(tail.get(name) or ()) != len(second["output_ids"]):
+                raise UnreadableAnswer("token_counts_disagree", name)
     for name in ADDED:
         if isinstance(head.get(name), (int, float)) or isinstance(tail.get(name), (int, float)):
             meta[name] = (head.get(name) or 0) + (tail.get(name) or 0)
@@ -77,18 +85,35 @@ def join_spans(
 
 
 def join_base64(head: str, tail: str) -> str:
-    """Base64 of two byte strings in a row; decoded only if the first does not end on a boundary of three bytes."""
+    """Base64 of two byte strings in a row; decoded only if the first does not end on a boundary of three bytes.
+
+    Raises:
+        UnreadableAnswer: it is no base64.
+    """
     if not head.endswith("="):
         return head + tail
-    return base64.b64encode(base64.b64decode(head) + base64.b64decode(tail)).decode("ascii")
+    return base64.b64encode(_decoded(head) + _decoded(tail)).decode("ascii")
 
 
-def cut(answer: Answer, tokens: int, text: str, finish: Mapping[str, Any], *, experts_start: int = 0) -> dict[str, Any]:
+def _decoded(encoded: str) -> bytes:
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except ValueError as error:
+        raise UnreadableAnswer("incomplete", f"{EXPERTS} is no base64: {error}") from error
+
+
+def cut(
+    answer: Mapping[str, Any], tokens: int, text: str, finish: Mapping[str, Any], *, experts_start: int = 0
+) -> dict[str, Any]:
     """The answer as if it had ended after `tokens` tokens, with `text` and `finish`. `experts_start` is the token that
-    its first row of routed experts is about."""
+    its first row of routed experts is about.
+
+    Raises:
+        UnreadableAnswer: its rows of routed experts do not fit its tokens.
+    """
     meta = dict(answer["meta_info"])
     dropped = len(answer["output_ids"]) - tokens
-    for name in CONCATENATED:
+    for name in OUTPUT_LISTS:
         if meta.get(name) is not None:
             meta[name] = meta[name][:tokens]
     for name in ("completion_tokens", "output_token_logprobs_length"):
@@ -97,17 +122,19 @@ def cut(answer: Answer, tokens: int, text: str, finish: Mapping[str, Any], *, ex
     if meta.get(VERSIONS):
         spans = [{**span, "end": min(span["end"], tokens)} for span in meta[VERSIONS] if span["start"] < tokens]
         meta[VERSIONS] = spans
-        meta["weight_version"] = spans[-1]["version"] if spans else meta.get("weight_version")
+        meta[VERSION] = spans[-1]["version"] if spans else meta.get(VERSION)
     if meta.get(EXPERTS) and dropped:
-        rows = meta["prompt_tokens"] + meta["completion_tokens"] - 1 - experts_start
+        rows = meta.get("prompt_tokens", 0) + tokens - 1 - experts_start
         meta[EXPERTS] = _without_rows(meta[EXPERTS], dropped, rows)
     meta["finish_reason"] = dict(finish)
     return {**answer, "text": text, "output_ids": answer["output_ids"][:tokens], "meta_info": meta}
 
 
 def _without_rows(encoded: str, dropped: int, rows: int) -> str:
-    data = base64.b64decode(encoded)
-    row = len(data) // (rows + dropped)
+    data = _decoded(encoded)
+    row, more = divmod(len(data), max(1, rows + dropped))
+    if rows < 0 or more:
+        raise UnreadableAnswer("incomplete", f"{len(data)} bytes of {EXPERTS} for {rows + dropped} tokens")
     return base64.b64encode(data[: rows * row]).decode("ascii")
 
 

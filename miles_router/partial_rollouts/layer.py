@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import ClassVar
 
-from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay
-from miles_router.errors import RouterError
+from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay
+from miles_router.asgi.replies import Tap
+from miles_router.engines.generate import GenerateRequest, UnknownShape
+from miles_router.engines.paths import GENERATE
+from miles_router.errors import BadRequest
 from miles_router.fleet.inflight import InFlight
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
-from miles_router.partial_rollouts.parts import split
-from miles_router.partial_rollouts.run import Shared
-from miles_router.partial_rollouts.stream import Stream
-from miles_router.partial_rollouts.whole import Whole
-
-PATH = "/generate"
+from miles_router.partial_rollouts.answer import ResumableAnswer
+from miles_router.partial_rollouts.generation import generations_of
+from miles_router.partial_rollouts.leg import LAYER, ResumeContext
+from miles_router.partial_rollouts.stream import ResumableStream
 
 
 class PartialRollouts:
-    """The layer. `resume_cut`: carry on what a pause cut; `resume_lost`: carry on streams whose worker was lost.
-    `is_paused` asks whether the worker at a URL was paused by somebody else than the router."""
+    """The layer.
+
+    Args:
+        is_paused: whether the worker at a URL was paused by somebody else than the router.
+        resume_cut: carry on what a pause cut.
+        resume_lost: carry on streams whose worker was lost.
+    """
 
     def __init__(
         self,
@@ -32,22 +39,33 @@ class PartialRollouts:
         resume_lost: bool = False,
     ) -> None:
         self.app = app
-        self.shared = shared = Shared(app, router, in_flight, is_paused, resume_cut, resume_lost)
-        router.statistics["partial_rollouts"] = lambda: {"resumed": shared.resumed, "returned": shared.returned}
+        self.context = context = ResumeContext(app, router, in_flight, is_paused, resume_cut, resume_lost)
+        router.statistics["partial_rollouts"] = lambda: {"resumed": context.resumed, "returned": context.returned}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run one request; anything but a well-formed `/generate` passes."""
-        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] not in ("POST", "PUT"):
+        """Run one request; anything but a `/generate` that can be read passes."""
+        if scope["type"] != "http" or scope["path"] != GENERATE or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
             return
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
         try:
-            parsed = exchange.loads(body)
-            parts = split(parsed)
-            stream = bool(parsed.get("stream"))
-        except (RouterError, AttributeError, KeyError, TypeError, ValueError, IndexError):
-            await self.app(scope, replay(body, receive), send)  # the engine says what is wrong with it
+            request = GenerateRequest.read(exchange.loads(body))
+        except (BadRequest, UnknownShape):
+            unread = _UnreadRequest(send, self.context.router.metrics)
+            await self.app(scope, replay(body, receive), unread.send)
             return
-        run = (Stream if stream else Whole)(self.shared, scope, receive, send, exchange, parts)
-        await run.run(body)
+        resumable = ResumableStream if request.stream else ResumableAnswer
+        await resumable(self.context, scope, receive, send, generations_of(request)).run(body)
+
+
+class _UnreadRequest(Tap):
+    """The reply to a request that cannot be read. Mostly the engine says what is wrong with it; where it knows what to
+    do, its answer cannot be resumed."""
+
+    layer: ClassVar[str] = LAYER
+
+    def passes(self, start: Message) -> bool:
+        if not super().passes(start):
+            self.unread("unknown_request")
+        return True

@@ -4,218 +4,254 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
-from miles_router.asgi.exchange import Exchange, Message
-from miles_router.asgi.headers import first
-from miles_router.engines.events import DATA, LAST_EVENT, EventReader, event, payload
+from miles_router.asgi.exchange import Message
+from miles_router.asgi.replies import OK, Kind, Tap, drop
+from miles_router.engines.answers import (
+    OUTPUT_LISTS,
+    VERSIONS,
+    UnreadableAnswer,
+    finish_of,
+    finish_reasons,
+    index_of,
+    is_abort,
+)
+from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.errors import UpstreamBroken
-from miles_router.partial_rollouts import glance
-from miles_router.partial_rollouts.continuation import check_prompt
-from miles_router.partial_rollouts.engine import OK, CannotResume, Engine
-from miles_router.partial_rollouts.joining import CONCATENATED, EXPERTS, VERSIONS
-from miles_router.partial_rollouts.parts import Part, understood
-from miles_router.partial_rollouts.run import Go, Run
-from miles_router.partial_rollouts.seam import mend
+from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
+from miles_router.partial_rollouts.joining import EXPERTS
+from miles_router.partial_rollouts.leg import LAYER, Leg
+from miles_router.partial_rollouts.request import ResumableRequest
+from miles_router.partial_rollouts.seam import Seam
 
 #: What a stream says at its end.
 OF_THE_LAST_EVENT = (VERSIONS, EXPERTS)
-
-
 #: Bytes of an event that is still coming between which it is looked at. Shorter ones come at once.
 LONG, LOOKED_AT = 256 * 1024, 4 * 1024 * 1024
 
 
-class Enough(Exception):
-    """Raised into a stream that is not wanted any further; its worker stops generating."""
-
-
-class Stream(Run):
+class ResumableStream(ResumableRequest):
     """A request whose answers come event by event."""
 
     async def run(self, body: bytes) -> None:
-        opening, lost = _Opening(self, self.exchange), False
+        self.opening = opening = _OpeningStream(self, Leg(self.context, self.exchange))
+        lost, running = False, list[ResumableGeneration]()
         with self.in_flight(self.exchange, body):
             try:
-                await opening.ask(body)
+                await opening.leg.ask(opening, self.scope, self.receive, body)
             except UpstreamBroken:
-                lost = True
-                if not opening.streaming or opening.within or (self._going() and not self.shared.resume_lost):
+                running = [each for each in self.generations if not each.done and each.abort is None]
+                if opening.passing or (running and not self.context.resume_lost):
                     raise
-        if not opening.streaming:
-            return
-        cut = [part for part in self.parts if part.abort is not None]
-        if lost:
-            for part in self._going():
-                part.read_up()
-                part.all_shown()
-                cut.append(part)
-        await self.carry_on(cut)
-        await self.give(LAST_EVENT if cut or lost else opening.rest)
-        await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+                self._lose(running, opening.leg)
+                lost = True
+        if lost or opening.is_cut:
+            await self.carry_on([each for each in self.generations if each.abort is not None] + running)
+            await opening.finish(LAST_EVENT)
 
-    def _going(self) -> list[Part]:
-        return [part for part in self.parts if not part.done and part.abort is None]
+    def _lose(self, generations: list[ResumableGeneration], leg: Leg) -> None:
+        """The worker was lost; the client has all that it brought.
 
-    async def go(self, part: Part, engine: Engine, body: bytes) -> None:
+        Raises:
+            UpstreamBroken: that cannot be read, so that nobody can carry it on.
+        """
+        for generation in generations:
+            try:
+                generation.read_kept()
+            except UnreadableAnswer as error:
+                self.give_up(error)
+                raise UpstreamBroken("the worker was lost, and what it had brought cannot be read") from error
+            generation.all_shown()
+            generation.facts = leg.facts
+
+    async def sample(self, leg: Leg, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """The events that follow."""
-        if part.incremental is None:
-            part.incremental = await engine.incremental()
-        following = _Following(self, engine.exchange, engine, part)
-        with suppress(Enough):
-            await following.ask(body)
-        if not following.ended and not part.done:
+        following = _FollowingStream(self, leg, generation, seam)
+        with suppress(_Enough):
+            await leg.ask(following, self.scope, self.receive, body)
+        if not following.has_end and not generation.done:
             raise CannotResume("the worker's stream had no end")
 
-    async def end(self, part: Part, answer: dict[str, Any]) -> None:
+    async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
         """One more event."""
-        await self.emit(part, answer)
+        await self.emit(generation, answer)
 
-    async def give(self, data: bytes) -> None:
-        """Send something as it is."""
-        if data:
-            await self.send({"type": "http.response.body", "body": data, "more_body": True})
-
-    async def emit(self, part: Part, answer: Mapping[str, Any], *, until: int | None = None) -> None:
+    async def emit(
+        self, generation: ResumableGeneration, answer: Mapping[str, Any], *, until: int | None = None
+    ) -> None:
         """Give one event to the client, with the text `until` there; in an incremental stream only what is new."""
         text = answer["text"][:until]
         shown = {**answer, "text": text}
-        if part.incremental:
+        if generation.tells_only_what_is_new:
             meta = {**answer["meta_info"]}
-            for name in CONCATENATED:
+            for name in OUTPUT_LISTS:
                 if meta.get(name) is not None:
-                    meta[name] = meta[name][part.shown_ids :]
-            shown |= {"text": text[part.shown_text :], "output_ids": answer["output_ids"][part.shown_ids :]}
-            shown["meta_info"] = meta
-        part.shown_ids, part.shown_text = len(answer["output_ids"]), max(part.shown_text, len(text))
-        if part.streamed_index:
-            shown["index"] = part.index
-        await self.give(event(shown))
+                    meta[name] = meta[name][generation.shown_ids :]
+            ids = answer["output_ids"][generation.shown_ids :]
+            shown |= {"text": text[generation.shown_text :], "output_ids": ids, "meta_info": meta}
+        generation.shown_ids = len(answer["output_ids"])
+        generation.shown_text = max(generation.shown_text, len(text))
+        if generation.asked.indexed:
+            shown["index"] = generation.index
+        await self.opening.give(write_event(shown))
 
 
-class _Opening(Go):
+class _Enough(Exception):
+    """Raised into a stream that is not wanted any further; its worker stops generating."""
+
+
+class _OpeningStream(Tap):
     """The stream that the request began with. Its events pass as they came, and are read only where that is of use."""
 
-    def __init__(self, run: Stream, exchange: Exchange) -> None:
-        super().__init__(run, exchange)
-        self.stream = run
-        self.streaming = False
-        self.rest = b""  # what came behind the last answer
-        self._events = EventReader()
+    layer: ClassVar[str] = LAYER
+
+    def __init__(self, request: ResumableStream, leg: Leg) -> None:
+        super().__init__(request.send, request.context.router.metrics)
+        self.leg = leg
+        self._generations = request.generations
+        self._request = request
 
     @property
-    def within(self) -> bool:
-        """Whether the client has the beginning of an event, and not its end."""
-        return self._events.within
+    def is_cut(self) -> bool:
+        """Whether a pause has cut one of the generations."""
+        return any(generation.abort is not None for generation in self._generations)
+
+    def passes(self, start: Message) -> bool:
+        self.leg.note_engine()
+        if self.kind is Kind.JSON and not super().passes(start):
+            self.unread("content_type")
+            return True
+        return super().passes(start)
 
     async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            kind = first(message["headers"], b"content-type") or b""
-            self.streaming = message["status"] == OK and kind.startswith(b"text/event-stream")
-        if message["type"] == "http.response.start" or not self.streaming:
-            await self.stream.send(message)
-            return
-        shown = []
-        for each in self._events.feed(message.get("body", b"")):
-            if each == LAST_EVENT:
-                self.rest = each
-            elif not await self._is_cut(each):  # what a cut brought is shown with what follows it
-                shown.append(each)
-        if LONG < self._events.pending <= LOOKED_AT and self._has_ended():
-            shown.append(self._events.let_go())
-        await self.stream.give(b"".join(shown))
-        if not message.get("more_body", False):
-            self.rest += self._events.rest
+        await super().send(message)
+        if LONG < self.events.pending <= LOOKED_AT and self._ends():
+            await self.let_go()
 
-    async def _is_cut(self, raw: bytes) -> bool:
-        part, finish = self._part(raw), glance.finish(raw)
-        going_on = finish.startswith(glance.RUNNING)
-        if part is None or not finish or glance.ABORT in finish or (going_on and part.incremental is not False):
-            return await self._read(raw)
-        if going_on:
-            part.keep(raw)
-        else:
-            part.done = True
-        return False
-
-    def _has_ended(self) -> bool:
+    def _ends(self) -> bool:
         """Whether the event that is still coming is the last of the only generation, which was not cut. The expert ids
-        of a long rollout may stand in it: nobody has to hold them here."""
-        part, data = self.stream.parts[0], self._events.rest
-        if part.done or part.streamed_index or not glance.none_aborted(data, 1):
+        of a long rollout may stand in it: nobody has to collect them here."""
+        generation = self._generations[0]
+        if self.passing or generation.done or generation.asked.indexed:
             return False
-        part.done = not glance.finish(data).startswith(glance.RUNNING)
-        return part.done
+        (finish,) = finish_reasons(self.events.rest, 1, beginning=True) or (None,)
+        generation.done = finish is not None and not is_abort(finish)
+        return generation.done
 
-    def _part(self, raw: bytes) -> Part | None:
-        index = glance.index(raw) if self.stream.parts[0].streamed_index else 0
-        return self.stream.parts[index] if index is not None and index < len(self.stream.parts) else None
+    async def event(self, event: Event) -> bytes:
+        """What a cut brought is shown with what follows it, and so is the stream's end."""
+        if event.is_last:
+            return b"" if self.is_cut else event.raw
+        generation = self._generation(index_of(event.data))
+        ends = finish_reasons(event.data, 1, beginning=True)
+        if generation is not None and generation.done:
+            return event.raw
+        if generation is None or ends is None or is_abort(ends[0]):
+            return b"" if await self._read(event) else event.raw
+        if ends[0] is not None:
+            generation.done = True
+        elif generation.incremental is False:
+            generation.keep(event.data)
+        else:
+            await self._read(event)
+        return event.raw
 
-    async def _read(self, raw: bytes) -> bool:
-        answer = understood(payload(raw))
-        if answer is None or answer.get("index", 0) not in range(len(self.stream.parts)):
-            for part in self.stream.parts:  # an error, say: what follows is nothing that can be carried on
-                part.done = part.done or raw.startswith(DATA)
+    async def ended(self) -> bytes | None:
+        return None if self.is_cut else b""
+
+    def _generation(self, index: object) -> ResumableGeneration | None:
+        """The one that an event is about."""
+        if not self._generations[0].asked.indexed:
+            return self._generations[0]
+        return self._generations[index] if isinstance(index, int) and index in range(len(self._generations)) else None
+
+    async def _read(self, event: Event) -> bool:
+        """Read an event; whether a cut brought it."""
+        answer = event.parse()
+        generation = (
+            self._generation(answer.get("index")) if isinstance(answer, dict) and "output_ids" in answer else None
+        )
+        if generation is None:
+            if event.data:  # an error, say: what follows is nothing that can be carried on
+                for each in self._generations:
+                    each.done = each.done or each.abort is None
             return False
-        part = self.stream.parts[answer.get("index", 0)]
-        if answer["meta_info"].get("finish_reason") is not None:
-            part.read_up()
-            part.all_shown()
-            part.absorb(answer)
-            await self.note_end(part)
-            return not part.done
-        part.absorb(answer)
-        self.exchange.flight.rids.update(part.ids)
+        finish = finish_of(answer)
+        try:
+            if finish is not None:
+                await self.leg.learn_engine()
+                generation.read_kept()
+                generation.all_shown()
+            generation.add(answer)
+        except UnreadableAnswer as error:
+            generation.done = True
+            if await self.leg.was_cut(finish):
+                self._request.give_up(error)
+            else:
+                self.unread(error.reason)
+            return False
+        self.leg.exchange.flight.rids.update(generation.rids)
+        if finish is not None:
+            await self._request.note_end(self.leg, generation, finish)
+        return generation.abort is not None
+
+
+class _FollowingStream(Tap):
+    """A stream that carries one generation on."""
+
+    def __init__(self, request: ResumableStream, leg: Leg, generation: ResumableGeneration, seam: Seam) -> None:
+        super().__init__(drop)
+        #: Whether the worker has said that the generation ends.
+        self.has_end = False
+        self._request = request
+        self._leg = leg
+        self._generation = generation
+        self._seam = seam
+
+    def passes(self, start: Message) -> bool:
+        if start["status"] != OK or self.kind is not Kind.EVENTS:
+            raise CannotResume(f"the worker answered {start['status']}, and no stream")
+        self._leg.note_engine()
         return False
 
+    def unread(self, reason: str) -> None:
+        raise CannotResume(f"the worker's stream cannot be read: {reason}")
 
-class _Following(Go):
-    """A stream that carries one on."""
+    async def event(self, event: Event) -> bytes:
+        if event.data and not event.is_last:
+            await self._continue(event.parse())
+        return b""
 
-    def __init__(self, run: Stream, exchange: Exchange, engine: Engine, part: Part) -> None:
-        super().__init__(run, exchange)
-        self.stream = run
-        self.engine = engine
-        self.part = part
-        self.ended = False
-        self._events = EventReader()
-
-    async def send(self, message: Message) -> None:
-        if message["type"] == "http.response.start":
-            kind = first(message["headers"], b"content-type") or b""
-            if message["status"] != OK or not kind.startswith(b"text/event-stream"):
-                raise CannotResume(f"the worker answered {message['status']}")
-            return
-        for each in self._events.feed(message.get("body", b"")):
-            if each.startswith(DATA) and each != LAST_EVENT:
-                await self._event(understood(payload(each)))
-
-    async def _event(self, answer: dict[str, Any] | None) -> None:
-        part = self.part
-        if answer is None or self.ended:
-            raise CannotResume("the worker refused to carry it on")
-        check_prompt(part, answer)
-        part.absorb(answer)
-        assert part.current is not None
-        self.exchange.flight.rids.update(part.ids)
-        self.ended = answer["meta_info"].get("finish_reason") is not None
-        joined, stopped = part.current, False
-        if part.answer is not None:
-            joined, stopped = await mend(part, self.engine, finished=self.ended)
-        if self.ended and not stopped:
-            await self.note_end(part)
-            if not part.done:
+    async def _continue(self, answer: object) -> None:
+        generation = self._generation
+        if self.has_end:
+            raise CannotResume("the worker's stream goes on behind its end")
+        finish = generation.add(answer).get("finish_reason")
+        self._leg.exchange.flight.rids.update(generation.rids)
+        self.has_end = finish is not None
+        joined, stopped = generation.so_far(), False
+        if generation.answer is not None:
+            joined, stopped = await self._seam.mend(finished=self.has_end)
+        assert joined is not None
+        if self.has_end or stopped:
+            generation.verify(joined)
+        if self.has_end and not stopped:
+            await self._leg.learn_engine()
+            await self._request.note_end(self._leg, generation, finish)
+            if not generation.done:
                 return  # what it brought is shown with what follows
-        if self.ended or stopped:
-            part.done = True
-            await self.stream.emit(part, joined)
+        if self.has_end or stopped:
+            generation.done = True
+            await self._request.emit(generation, joined)
         else:
             await self._more(joined)
-        if stopped and not self.ended:
-            raise Enough
+        if stopped and not self.has_end:
+            raise _Enough
 
     async def _more(self, joined: Mapping[str, Any]) -> None:
         """Show what has come, but for a text of which it is not certain that it stays."""
-        until = self.part.shown_text if self.part.forming or self.part.halved else None
+        generation = self._generation
+        until = generation.shown_text if generation.forming or generation.halved else None
         meta = {name: value for name, value in joined["meta_info"].items() if name not in OF_THE_LAST_EVENT}
-        await self.stream.emit(self.part, {**joined, "meta_info": meta}, until=until)
+        await self._request.emit(generation, {**joined, "meta_info": meta}, until=until)

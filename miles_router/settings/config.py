@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from miles_router.errors import BadRequest, ConfigError
+from miles_router.fleet.pool import ReadmitPolicy
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import ReadmitPolicy
 from miles_router.log import LogFormat
 from miles_router.settings.values import WrongValue, convert, describe
 

@@ -7,7 +7,7 @@ reason to touch, and says what broke. `miles-router check pkg.module.Class` prin
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Protocol
 
@@ -99,6 +99,24 @@ async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+async def _brought_about(arrival: Coroutine[Any, Any, object], running: asyncio.Future[None]) -> None:
+    """Wait for what a running layer must bring about.
+
+    Raises:
+        TimeoutError: it did not, within `PATIENCE`.
+        Exception: whatever ended the layer before it did.
+    """
+    waiting: asyncio.Future[Any] = asyncio.ensure_future(arrival)
+    try:
+        await asyncio.wait({waiting, running}, timeout=PATIENCE, return_when=asyncio.FIRST_COMPLETED)
+        if not waiting.done():
+            if running.done():
+                running.result()
+            raise asyncio.TimeoutError
+    finally:
+        waiting.cancel()
+
+
 async def _foreign_path_untouched(make: Make) -> None:
     client = _Client(b"\x00 not JSON \xff")
     layer = await make(_echo)
@@ -123,7 +141,7 @@ async def _chunk_by_chunk(make: Make) -> None:
 
     running = asyncio.ensure_future((await make(inner))(_scope(), client.receive, client.send))
     try:
-        await asyncio.wait_for(client.has(b"first "), PATIENCE)
+        await _brought_about(client.has(b"first "), running)
         seen.set()
         await asyncio.wait_for(running, PATIENCE)
     except asyncio.TimeoutError:
@@ -179,7 +197,7 @@ async def _cancellation(make: Make) -> None:
     before = asyncio.all_tasks()
     client = _Client()
     running = asyncio.ensure_future((await make(inner))(_scope(), client.receive, client.send))
-    await asyncio.wait_for(reached.wait(), PATIENCE)
+    await _brought_about(reached.wait(), running)
     running.cancel()
     await asyncio.wait({running}, timeout=PATIENCE)
     if not running.cancelled():

@@ -26,6 +26,15 @@ class InvalidTrajectory(ValueError):
         self.invariant = invariant
 
 
+def misaligned(tokens: int, logprobs: int) -> InvalidTrajectory:
+    """Sampled tokens that have not a logprob each."""
+    return InvalidTrajectory("aligned", f"{tokens} sampled tokens have {logprobs} logprobs")
+
+
+class Malformed(ValueError):
+    """Bytes that do not have the form they should have, so that nothing can be said of what is in them."""
+
+
 class VersionRun(NamedTuple):
     """Positions `[start, end)` were sampled by weights `version`."""
 
@@ -103,34 +112,40 @@ class Piece:
 
 
 def token_array(ids: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
-    """Token ids as a read-only int32 array.
+    """Token ids as a read-only int32 array of their own.
 
     Raises:
         InvalidTrajectory: `tokens_are_ids`: an id is no integer from 0 to 2**31 - 1.
     """
     try:
-        array = np.asarray(ids, dtype=np.int64) if len(ids) else np.zeros(0, dtype=np.int64)
-    except (OverflowError, TypeError, ValueError) as error:
+        array = np.asarray(ids) if len(ids) else np.zeros(0, dtype=np.int32)
+    except ValueError as error:
         raise InvalidTrajectory("tokens_are_ids", str(error)) from None
-    if array.ndim != 1 or (array.size and (array.min() < 0 or array.max() > MAX_TOKEN)):
+    # Its own type first: told to make integers, numpy would cut fractions off.
+    if (
+        array.dtype.kind not in "iu"
+        or array.ndim != 1
+        or (array.size and not 0 <= array.min() <= array.max() <= MAX_TOKEN)
+    ):
         raise InvalidTrajectory("tokens_are_ids", "token ids must be a flat list of integers from 0 to 2**31 - 1")
     return frozen(array.astype(np.int32))
 
 
 def logprob_array(logprobs: Sequence[float] | npt.NDArray[np.floating], length: int) -> Logprobs:
-    """Logprobs of `length` sampled tokens as a read-only float32 array.
+    """Logprobs of `length` sampled tokens as a read-only float32 array of their own.
 
     Raises:
-        InvalidTrajectory: `aligned`: not `length` of them; `logprobs_are_logprobs`: one is above zero or not a number.
+        InvalidTrajectory: `aligned`: not `length` of them; `logprobs_are_logprobs`: one is above zero or not finite.
     """
     if len(logprobs) != length:
-        raise InvalidTrajectory("aligned", f"{length} sampled tokens have {len(logprobs)} logprobs")
+        raise misaligned(length, len(logprobs))
     try:
-        array = np.asarray(logprobs, dtype=np.float32) if length else np.zeros(0, dtype=np.float32)
+        array = np.array(logprobs, dtype=np.float32) if length else np.zeros(0, dtype=np.float32)
     except (TypeError, ValueError) as error:
         raise InvalidTrajectory("logprobs_are_logprobs", str(error)) from None
-    if array.ndim != 1 or np.isnan(array).any() or (length and array.max() > LOGPROB_TOLERANCE):
-        raise InvalidTrajectory("logprobs_are_logprobs", "a logprob is above zero or not a number")
+    # What was sampled had a probability; and JSON has no number for the logarithm of none.
+    if array.ndim != 1 or not np.isfinite(array).all() or (length and array.max() > LOGPROB_TOLERANCE):
+        raise InvalidTrajectory("logprobs_are_logprobs", "a logprob is above zero or no finite number")
     return frozen(array)
 
 

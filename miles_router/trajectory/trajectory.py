@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,13 +16,15 @@ from miles_router.trajectory.pieces import (
     Piece,
     Tokens,
     VersionRun,
+    frozen,
     logprob_array,
+    misaligned,
     token_array,
 )
 
 
 class Trajectory:
-    """Pieces in a row. Immutable: `+`, slices and `append` give new ones that share the pieces' memory.
+    """Pieces in a row. Immutable: slices and `append` give new ones that share the pieces' memory.
 
     For n positions: `tokens` int32 [n], `logprobs` float32 [n] (0.0 where not sampled), `loss_mask` uint8 [n]
     (1 = sampled by the engine and trained here), `weight_versions` runs over the sampled positions.
@@ -47,9 +50,6 @@ class Trajectory:
 
     __hash__ = None  # type: ignore[assignment]  # compared by content, too large to hash
 
-    def __add__(self, other: Trajectory) -> Trajectory:
-        return Trajectory((*self.pieces, *other.pieces))
-
     def append(self, *pieces: Piece) -> Trajectory:
         """This trajectory with more positions behind it."""
         return Trajectory((*self.pieces, *pieces))
@@ -58,7 +58,7 @@ class Trajectory:
         """Positions `[start, stop)`.
 
         Raises:
-            ValueError: a step other than 1: a trajectory with holes is none.
+            ValueError: a step other than 1 would leave holes.
         """
         start, stop, step = positions.indices(len(self))
         if step != 1:
@@ -82,10 +82,16 @@ class Trajectory:
 
     @property
     def logprobs(self) -> Logprobs:
-        """Float32 [n]; 0.0 where not sampled."""
+        """Float32 [n]; 0.0 where not sampled.
+
+        Raises:
+            InvalidTrajectory: `aligned`: a piece has not one for each of its tokens.
+        """
         flat = np.zeros(len(self), dtype=np.float32)
         for piece, begin in self._located():
             if piece.logprobs is not None:
+                if len(piece.logprobs) != len(piece):  # numpy would spread a single one over all of them
+                    raise misaligned(len(piece), len(piece.logprobs))
                 flat[begin : begin + len(piece)] = piece.logprobs
         return flat
 
@@ -115,10 +121,6 @@ class Trajectory:
     def nbytes(self) -> int:
         """Bytes of the arrays; memory shared with other trajectories is counted here too."""
         return sum(p.tokens.nbytes + (0 if p.logprobs is None else p.logprobs.nbytes) for p in self.pieces)
-
-    def untrained(self) -> Trajectory:
-        """The same positions with nothing in the loss."""
-        return Trajectory(piece.untrained() for piece in self.pieces)
 
 
 def common_prefix(first: Trajectory, second: Trajectory) -> int:
@@ -175,13 +177,22 @@ def _joined(parts: Sequence[Tokens], dtype: type[np.int32]) -> Tokens:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
 
-def from_arrays(
+class Arrays(NamedTuple):
+    """A trajectory flat: `tokens` int32 [n], `logprobs` float32 [n], `loss_mask` uint8 [n], and its version runs."""
+
+    tokens: Tokens
+    logprobs: Logprobs
+    loss_mask: Mask
+    weight_versions: tuple[VersionRun, ...]
+
+
+def checked_arrays(
     tokens: Sequence[int] | Tokens,
     logprobs: Sequence[float] | Logprobs,
     loss_mask: Sequence[int] | Mask,
     weight_versions: Iterable[tuple[str, int, int]] = (),
-) -> Trajectory:
-    """A trajectory from flat arrays.
+) -> Arrays:
+    """Flat arrays that a rollout can have, as read-only arrays of their own.
 
     Raises:
         InvalidTrajectory: naming the first broken invariant, in this order: `tokens_are_ids`, `aligned`,
@@ -196,11 +207,19 @@ def from_arrays(
         raise InvalidTrajectory("mask_is_binary", "the loss mask must hold 0 and 1 alone")
     values = logprob_array(logprobs, len(ids))
     runs = _checked_runs(weight_versions, len(ids))
-    owner = _owners(runs, len(ids))
-    sampled = (mask == 1) | (values != 0) | (owner >= 0)
-    if runs and bool(((mask == 1) & (owner < 0)).any()):
+    if runs and bool(((mask == 1) & (_owners(runs, len(ids)) < 0)).any()):
         raise InvalidTrajectory("versions_cover_the_loss", "a position in the loss has no weight version")
-    return Trajectory(_pieces(ids, values, mask, sampled, owner, runs))
+    return Arrays(ids, values, frozen(mask.astype(np.uint8)), tuple(runs))
+
+
+def from_arrays(
+    tokens: Sequence[int] | Tokens,
+    logprobs: Sequence[float] | Logprobs,
+    loss_mask: Sequence[int] | Mask,
+    weight_versions: Iterable[tuple[str, int, int]] = (),
+) -> Trajectory:
+    """A trajectory from flat arrays. Raises as `checked_arrays`."""
+    return Trajectory(_pieces(checked_arrays(tokens, logprobs, loss_mask, weight_versions)))
 
 
 def _checked_runs(weight_versions: Iterable[tuple[str, int, int]], length: int) -> list[VersionRun]:
@@ -221,14 +240,10 @@ def _owners(runs: Sequence[VersionRun], length: int) -> npt.NDArray[np.int64]:
     return owner
 
 
-def _pieces(
-    ids: Tokens,
-    values: Logprobs,
-    mask: npt.NDArray[np.generic],
-    sampled: npt.NDArray[np.bool_],
-    owner: npt.NDArray[np.int64],
-    runs: Sequence[VersionRun],
-) -> Iterator[Piece]:
+def _pieces(arrays: Arrays) -> Iterator[Piece]:
+    ids, values, mask, runs = arrays
+    owner = _owners(runs, len(ids))
+    sampled = (mask == 1) | (values != 0) | (owner >= 0)
     key = np.stack([sampled.astype(np.int64), mask.astype(np.int64), owner]) if len(ids) else np.zeros((3, 0))
     bounds = [0, *(np.flatnonzero((key[:, 1:] != key[:, :-1]).any(axis=0)) + 1).tolist(), len(ids)]
     for start, stop in pairwise(bounds):

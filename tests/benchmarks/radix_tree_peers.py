@@ -16,8 +16,9 @@ import numpy as np
 import psutil
 import pygtrie
 
-from middleware_hub.radix_tree.cache import Match, RadixTreeCache, Record
-from middleware_hub.radix_tree.text_tree import _common
+from middleware_hub.radix_tree.cache import NO_MATCH, PrefixMatch, RadixTreeCache
+from middleware_hub.radix_tree.entry import TextRecord
+from middleware_hub.radix_tree.text_tree import common_length
 from tests.benchmarks.rollout_data import ANSWER_CHARS, GROUP, Rollouts, new_cache, text_of
 
 LONG_CHARS = 100_000
@@ -30,7 +31,7 @@ class Holder(Protocol):
 
     def look_up(self, text: str) -> Any: ...
 
-    def record(self, record: Record, found: Any) -> None: ...
+    def record(self, record: TextRecord, found: Any) -> None: ...
 
     def retrieve(self, text: str) -> np.ndarray[Any, Any]: ...
 
@@ -41,11 +42,11 @@ class Radix:
     def __init__(self, cache: RadixTreeCache) -> None:
         self.cache = cache
 
-    def look_up(self, text: str) -> Match:
+    def look_up(self, text: str) -> PrefixMatch:
         return self.cache.match(text)
 
-    def record(self, record: Record, found: Any) -> None:
-        self.cache.record(record, hint=found)
+    def record(self, record: TextRecord, found: Any) -> None:
+        self.cache.record(record, found)
 
     def retrieve(self, text: str) -> np.ndarray[Any, Any]:
         return self.cache.retrieve(text)[-1].trajectory().tokens
@@ -60,7 +61,7 @@ class Arrays:
     logprobs: np.ndarray[Any, Any]
 
     @classmethod
-    def of(cls, record: Record) -> Arrays:
+    def of(cls, record: TextRecord) -> Arrays:
         return cls(record.trajectory.tokens, record.ends, record.trajectory.logprobs)
 
 
@@ -73,7 +74,7 @@ class CharTrie:
     def look_up(self, text: str) -> Any:
         return self._trie.longest_prefix(text).value
 
-    def record(self, record: Record, found: Any) -> None:
+    def record(self, record: TextRecord, found: Any) -> None:
         self._trie[record.text] = Arrays.of(record)
 
     def retrieve(self, text: str) -> np.ndarray[Any, Any]:
@@ -90,12 +91,12 @@ class LinearScan:
     def look_up(self, text: str) -> Any:
         best, longest = None, 0
         for held, arrays in self._held.items():
-            agreed = _common(held, text, 0)
+            agreed = common_length(held, text, 0)
             if agreed > longest:
                 best, longest = arrays, agreed
         return best
 
-    def record(self, record: Record, found: Any) -> None:
+    def record(self, record: TextRecord, found: Any) -> None:
         self._held[record.text] = Arrays.of(record)
 
     def retrieve(self, text: str) -> np.ndarray[Any, Any]:
@@ -130,9 +131,9 @@ class _Told(RadixTreeCache):
         super().__init__(max_tokens=1 << 40, keep_versions=2)
         self._holder = holder
 
-    def record(self, record: Record, hint: Any = None) -> Any:
+    def record(self, record: TextRecord, match: Any = NO_MATCH) -> Any:
         self._holder.record(record, None)
-        return super().record(record, hint)
+        return super().record(record, match)
 
 
 def filled(peer: Peer, rollouts: int) -> tuple[Holder, RadixTreeCache, Rollouts]:
@@ -243,7 +244,7 @@ def _once(
     begin = clock()
     found = holder.look_up(asked)
     looked = clock() - begin
-    match = found if isinstance(found, Match) else cache.match(asked)
+    match = found if isinstance(found, PrefixMatch) else cache.match(asked)
     assert match.chars == len(text), "the whole of the held text is reused"
     record = made.answered(asked, made.given(match, MORE_CHARS), ANSWER_CHARS)
     begin = clock()

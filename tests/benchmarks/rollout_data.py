@@ -10,7 +10,8 @@ from functools import cache
 
 import numpy as np
 
-from middleware_hub.radix_tree.cache import Match, RadixTreeCache, Record
+from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
+from middleware_hub.radix_tree.entry import TextRecord
 from middleware_hub.tokenizing.spelling import Ends
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.pieces import Tokens
@@ -72,34 +73,34 @@ class Rollouts:
         self._numbers = np.random.default_rng(seed)
         self._made = 0
 
-    def given(self, match: Match, rest: int) -> tuple[Trajectory, Ends]:
+    def given(self, match: PrefixMatch, rest: int) -> tuple[Trajectory, Ends]:
         """What the engine is given: the match and an encoding of `rest` more characters."""
         ids, ends = tokens_of(self._numbers, rest, match.chars)
         return match.trajectory.append(Piece.given(ids)), np.concatenate([match.ends, ends])
 
-    def answered(self, text: str, given: tuple[Trajectory, Ends], chars: int, version: str = "1") -> Record:
+    def answered(self, text: str, given: tuple[Trajectory, Ends], chars: int, version: str = "1") -> TextRecord:
         """The record of `chars` sampled characters behind `text`, and a hidden stop token."""
         answer = text_of(self.chance, chars)
         ids, ends = tokens_of(self._numbers, chars, len(text), tail=len(TAIL))
         logprobs = -self._numbers.random(len(ids), dtype=np.float32)
         self._made += 1
-        return Record(
+        return TextRecord(
             text=text + answer + TAIL,
-            shown=len(text) + chars,
+            shown_chars=len(text) + chars,
             trajectory=given[0].append(Piece.sampled(ids, logprobs, version)),
             ends=np.concatenate([given[1], ends]),
             rid=f"{self.chance.getrandbits(128):032x}",
             finish="stop",
         )
 
-    def turn(self, cache: RadixTreeCache, text: str, sampled: int) -> Record:
+    def turn(self, cache: RadixTreeCache, text: str, sampled: int) -> TextRecord:
         """One turn: look `text` up, answer it, record the answer."""
         match = cache.match(text)
         record = self.answered(text, self.given(match, len(text) - match.chars), sampled)
-        cache.record(record, hint=match)
+        cache.record(record, match)
         return record
 
-    def episode(self, cache: RadixTreeCache, prompt: str, steps: tuple[Step, ...]) -> Iterator[Record]:
+    def episode(self, cache: RadixTreeCache, prompt: str, steps: tuple[Step, ...]) -> Iterator[TextRecord]:
         """A rollout of several turns behind a prompt; gives each turn's record."""
         text = prompt
         for number, step in enumerate(steps):

@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 
 from miles_router.tasks import cancelled, spawn
+from tests.support.waiting import PATIENCE, soon
 
-DEADLINE = 20.0  # seconds; nothing here takes a tenth of it on an idle machine
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
 
 
@@ -64,7 +64,7 @@ class Stream:
 
 
 async def anext_chunk(chunks: Any) -> bytes:
-    chunk: bytes = await asyncio.wait_for(chunks.__anext__(), DEADLINE)
+    chunk: bytes = await soon(chunks.__anext__())
     return chunk
 
 
@@ -131,7 +131,7 @@ class WorkerClient:
 
     async def until_running(self, count: int) -> None:
         """Waits until the worker runs exactly `count` requests."""
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + PATIENCE
         while (load := await self.load())[0] != count:
             assert time.monotonic() < deadline, f"{load} requests run and wait, expected {count} to run"
             await asyncio.sleep(0.01)

@@ -10,8 +10,9 @@ import aiohttp
 import pytest
 
 from miles_router.testing import MoeShape, SimulatedWorker
-from tests.contract.client import DEADLINE, WorkerClient
+from tests.contract.client import WorkerClient
 from tests.sglang_worker import RealWorker
+from tests.support.waiting import PATIENCE
 
 KINDS = ["simulated", pytest.param("sglang", marks=pytest.mark.sglang)]
 MOE = MoeShape(layers=4, experts=8, top_k=2)
@@ -27,7 +28,7 @@ async def simulated(**options: Any) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def client_of(url: str) -> AsyncIterator[WorkerClient]:
-    timeout = aiohttp.ClientTimeout(total=2 * DEADLINE)
+    timeout = aiohttp.ClientTimeout(total=2 * PATIENCE)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         client = WorkerClient(url, session)
         yield client

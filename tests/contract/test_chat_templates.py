@@ -1,4 +1,5 @@
-"""What SGLang hands to a chat template, and the ids it makes of the text, are what a session's renderer makes.
+"""What SGLang hands to a chat template, and the ids it makes of the text, are what sessions make, by the functions that
+they make them with: `contexts_of` reads what stands beside the messages, the renderer writes, `after` continues a turn.
 
 A template that writes its messages out as JSON shows all of it; one that looks for pictures is given parts.
 """
@@ -6,15 +7,17 @@ A template that writes its messages out as JSON shows all of it; one that looks 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations
 from typing import Any
 
 import aiohttp
 import pytest
 
-from middleware_hub.openai_session.continuing.prompting import settings_of, tools_of
+from middleware_hub.openai_session.continuing.continuation import HeldEnd, build
 from middleware_hub.openai_session.continuing.templates import Renderer, from_tokenizer
+from middleware_hub.openai_session.sessions.prompting import contexts_of
 from tests.sglang_worker import RealWorker
-from tests.support.chat import TOOLS, with_template
+from tests.support.chat import TOOLS, whole, with_template
 from tests.support.tokenizers import tokenizer
 
 pytestmark = pytest.mark.sglang
@@ -78,11 +81,14 @@ BESIDE: dict[str, dict[str, Any]] = {
     "effort": {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
     "effort in text": {"reasoning_effort": "0.5"},
     "effort in numbers": {"reasoning_effort": 0.5},
+    "effort of nothing": {"reasoning_effort": 0},
     "reasoning": {"reasoning": {"effort": "low"}, "reasoning_effort": "high"},
     "reasoning in numbers": {"reasoning": {"reasoning_effort": "0.25"}},
     "reasoning wanted": {"reasoning": {"enabled": "Yes"}},
     "reasoning, whole numbers": {"reasoning": {"effort": 0, "enable": True}},
     "reasoning unwanted": {"reasoning": {"enabled": False}},
+    "effort as reasoning": {"reasoning": {"effort": "none"}},
+    "tools that are none": {"tools": []},
 }
 
 
@@ -106,7 +112,7 @@ async def prompt_ids(url: str, messages: list[dict[str, Any]], beside: dict[str,
 
 
 def rendered(made: Renderer, messages: list[dict[str, Any]], beside: dict[str, Any]) -> list[int]:
-    return made.whole(messages, tools_of(beside), settings_of(beside))
+    return whole(made, messages, contexts_of(beside)[0])
 
 
 #: Each conversation by itself and with tools, and one conversation with everything else.
@@ -134,3 +140,48 @@ async def test_qwen3s_own_template_gives_the_same_ids(
     messages = CONVERSATIONS[conversation]
     ids = await prompt_ids(sglang_workers[0].url, messages, BESIDE[beside])
     assert rendered(from_tokenizer(tokenizer("qwen3")), messages, BESIDE[beside]) == ids
+
+
+#: What agents append behind an answer.
+BEHIND: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "a question": ({"role": "assistant", "content": "Ho"}, [USER]),
+    "an answer of the agent's own, and a question": (
+        {"role": "assistant", "content": "Ho", "reasoning_content": "Thought"},
+        [{"role": "assistant", "content": "Hm"}, {"role": "user", "content": [text("a"), text("b")]}],
+    ),
+    "a result": (calling('{"q": 1}', content=""), [{"role": "tool", "tool_call_id": "c0", "content": "3"}]),
+    "results and a question": (
+        calling('{"b": 1}', "{}", content="I look."),
+        [
+            {"role": "tool", "tool_call_id": "c1", "name": "add", "content": [text("1"), text("2")]},
+            {"role": "tool", "tool_call_id": "c0", "content": "naïve 世界<|im_end|>"},
+            USER,
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("beside", ["nothing", "tools", "tools that are not to be used", "thinking", "no effort"])
+@pytest.mark.parametrize("behind", BEHIND)
+async def test_what_is_given_behind_a_held_turn_is_what_the_engine_would_write_there(
+    sglang_workers: list[RealWorker], behind: str, beside: str
+) -> None:
+    answer, appended = BEHIND[behind]
+    made, context = build(tokenizer("qwen3"), None), contexts_of(BESIDE[beside])[0]
+    (end,) = tokenizer("qwen3").convert_tokens_to_ids(["<|im_end|>"])
+    calls = tuple((each["id"], each["function"]["name"]) for each in answer.get("tool_calls", ()))
+    held = HeldEnd(end, ended=True, tool_calls=calls, reasoning="reasoning_content" in answer)
+    extension = made.after(held, appended, context.tools, context.template_kwargs)
+    ids = await prompt_ids(sglang_workers[0].url, [USER, answer, *appended], BESIDE[beside])
+    assert extension.drop == 0
+    assert [end, *extension.ids] == ids[-len(extension.ids) - 1 :]
+
+
+async def test_requests_have_one_context_exactly_where_the_engine_s_template_is_given_the_same(
+    shown: tuple[str, str],
+) -> None:
+    url, _ = shown
+    ids = {name: await prompt_ids(url, CONVERSATIONS["plain"], beside) for name, beside in BESIDE.items()}
+    contexts = {name: contexts_of(beside)[0] for name, beside in BESIDE.items()}
+    for one, other in combinations(BESIDE, 2):
+        assert (contexts[one] == contexts[other]) == (ids[one] == ids[other]), (one, other)

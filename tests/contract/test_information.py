@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from miles_router.engines.facts import read_facts
 from tests.contract.client import WorkerClient
 
 
@@ -27,6 +28,22 @@ async def test_the_schema_tells_which_fields_a_chat_request_may_have(worker: Wor
     assert {"/generate", "/v1/chat/completions"} <= set(schema["paths"])
     fields = schema["components"]["schemas"]["ChatCompletionRequest"]["properties"]
     assert {"messages", "input_ids", "return_output_ids_in_sglext", "return_cached_tokens_details"} <= set(fields)
+
+
+async def test_what_it_says_is_read_as_facts(worker: WorkerClient) -> None:
+    model_info, server_info, schema = [
+        (await worker.ask("GET", path)).body for path in ("/model_info", "/server_info", "/openapi.json")
+    ]
+    facts = read_facts(model_info=model_info, server_info=server_info, schema=schema)
+    assert (facts.kind, facts.weight_version, facts.dp_size) == ("sglang", "default", 1)
+    assert (facts.incremental_streaming, facts.preferred_sampling_params) == (False, {})
+    assert None not in (facts.version, facts.model_path, facts.model_type, facts.routed_experts, facts.template)
+    assert None not in (facts.tool_call_parser, facts.reasoning_parser)
+    assert facts.takes_field("ChatCompletionRequest", "return_output_ids_in_sglext")
+    assert facts.endpoints is not None
+    assert "/generate" in facts.endpoints
+    again = (await worker.ask("GET", "/server_info")).body
+    assert read_facts(server_info=again).process == read_facts(server_info=server_info).process is not None
 
 
 async def test_models_are_listed_as_openai_does(worker: WorkerClient) -> None:

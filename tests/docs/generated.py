@@ -17,7 +17,8 @@ from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  # so that it is in the table
 from middleware_hub.routed_experts.statistics import ExpertStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
-from miles_router.control.fan_out import SLOW, TABLE
+from miles_router.control.fan_out import SLOW
+from miles_router.control.table import TABLE
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
 from miles_router.metrics import GateStatistics, Metrics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
@@ -77,7 +78,7 @@ def errors() -> str:
 def metrics(*classes: type[Statistics]) -> str:
     """Every metric that these classes declare, with its labels."""
     rows: Rows = []
-    for each in (family for declared in classes for family in declared.described()):
+    for each in (family for declared in classes for family in declared.descriptions()):
         rows.append((f"`{each.name}`", each.kind, ", ".join(sorted(each.labels)) or "none", each.help))
     return table(("name", "type", "labels", "meaning"), rows)
 

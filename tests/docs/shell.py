@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import re
 import select
 import shutil
@@ -21,8 +20,9 @@ from pathlib import Path
 from types import TracebackType
 
 from tests.docs.pages import ROOT, Block
+from tests.support.ports import free_ports
+from tests.support.waiting import PATIENCE
 
-PATIENCE = 30.0
 MARK = "--- status"
 #: The ports that pages use: the router's, and the workers' in a row.
 ROUTER_PORT, WORKER_PORTS = 31000, range(30001, 30005)
@@ -143,7 +143,7 @@ class Console:
             return sock.connect_ex(("127.0.0.1", self._ports.get(port, port))) == 0
 
     def _registered(self) -> int:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._ports[ROUTER_PORT]}/health", timeout=5) as reply:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._ports[ROUTER_PORT]}/health", timeout=PATIENCE) as reply:
             return int(json.load(reply)["workers_routable"])
 
     def _type(self, command: str) -> tuple[str, int]:
@@ -160,16 +160,6 @@ class Console:
             assert chunk, f"no end after {PATIENCE:g} s: {command}\n{said.decode()}"
             said += chunk
         return said[: found.start()].decode(), int(found[1])
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports in a row that are free, below those that the system gives to connections."""
-    while True:
-        first = random.randrange(20000, 32000 - count)
-        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-            for port in range(first, first + count):
-                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            return list(range(first, first + count))
 
 
 def _environment(directory: Path) -> dict[str, str]:

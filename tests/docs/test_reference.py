@@ -7,34 +7,35 @@ import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from starlette.routing import Route
 
 from middleware_hub.openai_session_middleware import OpenAISessionMiddleware
+from middleware_hub.radix_tree.answers import AnswerReason
+from middleware_hub.radix_tree.requests import RequestReason
 from middleware_hub.radix_tree.retrieval import FIELDS as FIELDS_OF_RETRIEVAL
-from middleware_hub.radix_tree.retrieval import Retrieved
 from middleware_hub.radix_tree_middleware import RadixTreeMiddleware
 from middleware_hub.routed_experts_middleware import RoutedExpertsMiddleware
 from miles_router import cli
 from miles_router.admin.routes import Admin
 from miles_router.app import create_app
 from miles_router.dialects import MIDDLEWARE_PATHS, NAMES
+from miles_router.engines.answers import Unreadable
+from miles_router.engines.generate import Reason
 from miles_router.metrics import Statistics
 from miles_router.metrics.metrics import ROUTES
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, RouterConfig
 from miles_router.testing.worker import cli as worker_cli
-from miles_router.trajectory import Trajectory
+from miles_router.trajectory import Retrieved, Trajectory
 from tests.docs.generated import TABLES, error_classes, marked, regenerated
 from tests.docs.pages import PAGES, ROOT, name_of, read
 
 
 def reasons() -> list[str]:
     """Why the text cache leaves a request or an answer alone."""
-    sources = [ROOT / "middleware_hub" / name for name in ("radix_tree_middleware.py", "radix_tree/shapes.py")]
-    text = "".join(source.read_text(encoding="utf-8") for source in sources)
-    raised = re.findall(r"(?:NotUnderstood|pass_by)\((.*)\)$", text, re.M)
-    return sorted({name for call in raised for name in re.findall(r'"(\w+)"', call)})
+    return sorted({name for kind in (Reason, RequestReason, Unreadable, AnswerReason) for name in get_args(kind)})
 
 
 def flags(parser: argparse.ArgumentParser) -> set[str]:
@@ -80,7 +81,7 @@ def metrics() -> list[str]:
     ours = [
         each for each in Statistics.__subclasses__() if each.__module__.startswith(("miles_router", "middleware_hub"))
     ]
-    return sorted({family.name for declared in ours for family in declared.described()})
+    return sorted({family.name for declared in ours for family in declared.descriptions()})
 
 
 @pytest.mark.parametrize("name", metrics())
@@ -93,12 +94,8 @@ def test_every_route_class_of_metrics_is_documented(route_class: str) -> None:
     assert f"`{route_class}`" in read("docs/metrics.md")
 
 
-async def _nobody(address: object, api_key: str | None) -> None:
-    return None
-
-
 def own_routes() -> Iterator[str]:
-    admin = Admin(create_app().router, [], _nobody)
+    admin = Admin(create_app().router, [])
     for route in [*admin.open_routes(), *admin.guarded_routes()]:
         assert isinstance(route, Route)
         yield from (f"{method} {route.path}" for method in sorted((route.methods or set()) - {"HEAD"}))
@@ -159,7 +156,7 @@ def test_every_field_of_a_retrieval_is_documented(field: str) -> None:
 
 
 def test_every_field_of_a_retrievals_answer_is_documented() -> None:
-    answer = Retrieved("text", Trajectory(), 0, None, ()).as_json(with_logprobs=True)
+    answer = Retrieved(Trajectory(), "text", 0).to_json()
     rows = read("docs/text-rollouts.md").partition("| field of the answer |")[2].partition("\n\n")[0]
     named = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row[1:].partition("|")[0])}
     assert set(answer) == named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -24,6 +25,7 @@ PAGE = ROOT / "docs" / "writing-a-middleware.md"
 SHOWN = {block.file_name: block.text for block in blocks(PAGE, "python") if block.file_name}
 CLASSES = [
     "token_cap.TokenCap",
+    "finish_count.FinishCount",
     "reply_size.ReplySize",
     "ask_again.AskAgain",
     "probe.Probe",
@@ -67,8 +69,20 @@ def test_every_class_keeps_the_contract(path: str) -> None:
     assert [verdict for verdict in verdicts if verdict[1]] == []
 
 
-def test_the_page_builds_a_middleware_in_under_40_lines() -> None:
-    assert len(SHOWN["token_cap.py"].splitlines()) < 40
+def test_a_middleware_that_reads_answers_and_streams_is_25_lines_of_code() -> None:
+    assert len([line for line in SHOWN["finish_count.py"].splitlines() if line.strip()]) <= 25
+
+
+async def test_the_page_s_own_test_passes_and_can_fail() -> None:
+    shown: Any = importlib.import_module("test_finish_count")
+    await shown.test_every_end_is_counted_once()
+    shown.FinishCount.__call__ = _blind
+    with pytest.raises(AssertionError):
+        await shown.test_every_end_is_counted_once()
+
+
+async def _blind(self: Any, scope: Scope, receive: Receive, send: Send) -> None:
+    await self.app(scope, receive, send)
 
 
 async def test_token_cap_cuts_what_is_over_its_limit() -> None:
@@ -76,7 +90,6 @@ async def test_token_cap_cuts_what_is_over_its_limit() -> None:
         reply = await generate(router, max_new_tokens=9)
         assert reply.json()["meta_info"]["completion_tokens"] == 3
         assert worker.door.at("/generate")[-1].json()["sampling_params"] == {"max_new_tokens": 3}
-        assert b"token_cap_capped_total 1.0" in (await router.ask("GET", "/metrics")).body
         assert (await router.ask("GET", "/token_cap")).json() == {"limit": 3}
 
 
@@ -85,6 +98,16 @@ async def test_token_cap_leaves_what_is_within_its_limit_byte_for_byte() -> None
         body = b'{"text":  "Hi",\n"sampling_params": {"max_new_tokens": 3}}'
         await router.ask("POST", "/generate", [("content-type", "application/json")], body)
         assert worker.door.at("/generate")[-1].body == body
+
+
+async def test_token_cap_cuts_each_prompt_of_a_batch_and_refuses_what_it_cannot_read() -> None:
+    async with serving("token_cap.TokenCap", limit=3) as (router, worker):
+        json = [("content-type", "application/json")]
+        body = {"text": ["a", "b"], "sampling_params": [{"max_new_tokens": 9}, {"max_new_tokens": 2}]}
+        assert (await router.ask("POST", "/generate", json, orjson.dumps(body))).status == 200
+        sent = worker.door.at("/generate")[-1].json()["sampling_params"]
+        assert sent == [{"max_new_tokens": 3}, {"max_new_tokens": 2}]
+        assert (await router.ask("POST", "/generate", json, b'{"text": 7}')).status == 400
 
 
 async def test_ask_again_hides_one_failure_and_no_second() -> None:
@@ -131,4 +154,4 @@ class AnnouncedLength:
 async def test_the_layers_inside_token_cap_are_told_the_new_length() -> None:
     async with serving("token_cap.TokenCap", f"{__name__}.AnnouncedLength", limit=3) as (router, worker):
         await generate(router, max_new_tokens=100_000)
-        assert router.app.router.state.announced == len(worker.door.last.body)
+        assert router.app.router.state.announced == len(worker.door.at("/generate")[-1].body)

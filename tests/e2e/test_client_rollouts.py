@@ -22,7 +22,8 @@ from miles_router.client import (
 )
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.door import GenerationRecord
-from miles_router.trajectory import Piece, Trajectory, to_bytes
+from miles_router.trajectory import Piece, Retrieved, Trajectory
+from miles_router.trajectory.retrieved import write_safetensors
 from tests.support.cache_trial import SHORT, Trial, checkpoint, simulated_trial, trial_before
 from tests.support.scripted_worker import reply, script
 from tests.support.stage import Stage
@@ -293,17 +294,7 @@ async def test_tokens_other_than_those_generated_are_refused(stage: Stage, held:
     server = await stage.worker()
     meta = {"id": "r", "prompt_tokens": 1, "finish_reason": {"type": "stop"}}
     answer = {"text": "abc", "output_ids": [7, 8, 9], "meta_info": meta}
-    facts = {
-        "response": "oneabc",
-        "matched_tokens": len(held),
-        "ambiguous": False,
-        "candidates": ["r"],
-        "rid": "r",
-        "finish_reason": "stop",
-        "finished": True,
-        "weight_versions": [run._asdict() for run in held.weight_versions],
-    }
-    found = to_bytes(held, {"facts": json.dumps(facts)})
+    found = write_safetensors([Retrieved(held, "oneabc", len(held), ("r",), "r", "stop", True)], many=False)
     server.next(script(reply(json.dumps(answer).encode())), script(reply(found)))
     async with RouterClient(server.url, **PATIENCE) as client:
         with pytest.raises(InvalidSample) as caught:

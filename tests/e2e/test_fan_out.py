@@ -12,7 +12,8 @@ import orjson
 import pytest
 
 from miles_router.app import create_app
-from miles_router.control.fan_out import TABLE, Endpoint
+from miles_router.control.row import Row
+from miles_router.control.table import TABLE
 from miles_router.errors import ConfigError
 from miles_router.fleet.policies import LeastInFlight
 from miles_router.fleet.workers import WorkerState
@@ -184,7 +185,7 @@ async def test_a_worker_that_hangs_holds_the_answer_no_longer_than_its_time_and_
     ready, hanging = await stage.worker(), await stage.worker()
     hanging.always(script(HANG))
     router = await stage.router(ready, hanging)
-    router.app.router.control.endpoints["/flush_cache"] = Endpoint("/flush_cache", timeout=0.1)
+    router.app.router.control.rows["/flush_cache"] = Row("/flush_cache", timeout=0.1)
     answer = await asyncio.wait_for(post(router, "/flush_cache"), 3)
     said = answer.json()["workers"][hanging.url]
     assert (answer.status, said) == (502, {"status": 0, "body": "no answer within 0.1 s"})

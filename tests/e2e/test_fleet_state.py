@@ -263,14 +263,14 @@ async def paused_while_it_runs(stage: Stage, first: bytes, second: bytes, **body
     """What the client gets, and what the worker was asked, when the first go ends during a pause."""
     worker = await stage.worker()
     paused = asyncio.Event()
-    worker.next(script(paused, reply(first)))
+    worker.next(script(paused, reply(first, headers=JSON)))
     router = await stage.router(worker, partial_rollout="resume")
     generating = asyncio.ensure_future(post(router, "/generate", **body))
     await until(lambda: worker.requests, "it runs")
     await post(router, "/pause_generation")
     paused.set()
     await until(lambda: router.app.router.gate.held, "it was cut and waits")
-    worker.next(script(reply()), script(reply(second)))
+    worker.next(script(reply()), script(reply(second, headers=JSON)))
     await post(router, "/continue_generation")
     answer = (await generating).json()
     return answer, [orjson.loads(each.body) for each in worker.requests if each.path == "/generate"]
@@ -338,7 +338,7 @@ async def test_a_stream_that_cannot_be_carried_on_is_broken_off_and_never_looks_
 async def test_a_request_that_ends_every_worker_is_not_asked_for_ever(stage: Stage) -> None:
     worker = await spelling_worker(stage)
     router = await stage.router(worker, resume_on_worker_loss=True, max_retries=1)
-    worker.always(script(chunked_head(), chunk(b"{"), RESET))
+    worker.always(script(chunked_head(JSON), chunk(b"{"), RESET))
     answer = await asyncio.wait_for(post(router, "/generate", input_ids=[1, 2]), 5)
     assert (answer.status, answer.error_type, len(worker.requests)) == (502, "upstream_broken", 2)
 

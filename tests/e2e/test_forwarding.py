@@ -97,6 +97,8 @@ async def test_a_worker_behind_a_path_prefix_gets_it_in_front_of_every_path(stag
     assert {received.target for received in worker.requests[:-1]} <= {
         b"/engines/0/model_info",
         b"/engines/0/ready",
+        b"/engines/0/server_info",
+        b"/engines/0/openapi.json",
     }
 
 

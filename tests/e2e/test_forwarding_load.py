@@ -70,7 +70,7 @@ async def test_many_requests_at_once_are_all_in_flight_and_each_gets_its_own_ans
     clients = await asyncio.gather(*(Client.connect(router.url) for _ in range(CONCURRENT)))
     for number, client in enumerate(clients):
         await client.send(request("POST", "/generate", body=b"%d" % number))
-    await until(lambda: worker.busy == CONCURRENT, "the worker has all requests", deadline=20)
+    await until(lambda: worker.busy == CONCURRENT, "the worker has all requests")
     gate.set()
     answers = await asyncio.gather(*(client.read("POST") for client in clients))
     assert [answer.status for answer in answers] == [200] * CONCURRENT

@@ -147,6 +147,14 @@ async def test_a_defect_in_a_middleware_is_a_500_that_tells_nothing(stage: Stage
     assert "internal_error" in stage.defects.pop()
 
 
+async def test_control_flow_of_a_layer_that_gets_out_is_a_defect_and_no_answer(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), middlewares=stack("Leaking"))
+    answer = await router.ask("POST", "/generate", body=b"{}")
+    assert (answer.status, answer.error_type) == (500, "internal_error")
+    assert b"secret" not in answer.body
+    assert "CannotGoOn" in stage.defects.pop()
+
+
 async def test_router_info_shows_the_stack(stage: Stage) -> None:
     router = await stage.router(await stage.worker(), middlewares=stack(("Tagging", {"tag": "q"}), "Plain"))
     shown = (await router.ask("GET", "/router/info")).json()["middlewares"]

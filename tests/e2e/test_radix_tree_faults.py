@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -49,6 +51,10 @@ async def trial(stage: Stage) -> AsyncIterator[Trial]:
         ({"input_ids": [[1], "x"]}, "input_ids"),
         ({"text": "x", "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": "x", "sampling_params": {"n": 0}}, "sampling_params"),
+        ({"input_ids": [1, -1]}, "input_ids"),
+        ({"input_ids": [1 << 40]}, "input_ids"),
+        ({"text": "x", "rid": ["a", "b"]}, "rid"),
+        ({"text": "x", "sampling_params": {"n": 5000}}, "too_many"),
         ({"text": ["x", "y"], "return_logprob": [True]}, "return_logprob"),
         (["no", "object"], "no_object"),
     ],
@@ -99,6 +105,7 @@ async def test_errors_of_the_worker_pass_and_leave_nothing(trial: Trial, stream:
         assert trial.worker is not None
         assert answer.body == (await ask_worker(trial.worker.url, body)).body
     assert trial.statistics()["recorded"] == 0
+    assert trial.statistics()["passed_through"] == {}, "the client was told"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +114,7 @@ async def test_errors_of_the_worker_pass_and_leave_nothing(trial: Trial, stream:
         (400, [("Content-Type", "application/json")]),
         (500, [("Content-Type", "application/json")]),
         (200, [("Content-Type", "text/plain")]),
-        (200, [("Content-Type", "application/json"), ("Content-Encoding", "identity")]),
+        (200, [("Content-Type", "application/json"), ("Content-Encoding", "br")]),
         (200, []),
     ],
 )
@@ -124,40 +131,147 @@ async def test_what_is_no_good_json_answer_passes_byte_for_byte(
     assert trial.statistics()["entries"] == 0
 
 
+def answer_of(**changed: Any) -> dict[str, Any]:
+    """Two tokens; what is named in `changed` is otherwise in its `meta_info`, or where it stands besides."""
+    meta = {
+        "id": "r",
+        "completion_tokens": 2,
+        "finish_reason": {"type": "stop", "matched": 8},
+        "output_token_logprobs": [[-1.0, 7, None], [-0.5, 8, None]],
+        "weight_version": "2",
+        **{name: value for name, value in changed.items() if name not in ("text", "output_ids", "index")},
+    }
+    besides = {name: value for name, value in changed.items() if name not in meta}
+    return {"text": "ab", "output_ids": [7, 8], **besides, "meta_info": meta}
+
+
+def written(answer: dict[str, Any]) -> bytes:
+    """It as an event."""
+    return b"data: " + json.dumps(answer).encode() + b"\n\n"
+
+
+def of_ids(ids: list[Any]) -> list[list[Any]]:
+    """Their logprobs."""
+    return [[-1.0, each, None] for each in ids]
+
+
+NO_IDS: list[list[Any]] = [[7, -1], [7, 1.5], [7, 1 << 40], [7, "8"], [7, None]]
+GAP = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 2, "end": 2}]
+BEGINS_LATE, ENDS_EARLY, ENDS_LATE = ([{"version": "1", "start": a, "end": b}] for a, b in ((1, 2), (0, 1), (0, 3)))
+
+
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "reason", "of_a_stream"),
     [
-        b'"no object"',
-        b"[1, 2]",
-        b"{}",
-        b"7",
-        b"[7]",
-        b"not json",
-        b'{"text": "a", "output_ids": [1], "index": 1, "meta_info": {}}',
-        b'{"text": "a", "output_ids": [1]}',
-        b'{"text": "a", "output_ids": [1], "meta_info": null}',
-        b'[{"text": "a", "output_ids": [1], "meta_info": {}}, {}, {}]',
-        b'{"text": "a", "output_ids": [1], "meta_info": {"id": "r", "finish_reason": {"type": "stop"}, '
-        b'"output_token_logprobs": [[-1.0, 2, null]]}}',
-        b'{"text": "a", "output_ids": [1], "meta_info": {"id": "r", "finish_reason": {"type": "stop"}, '
-        b'"output_token_logprobs": [[7.0, 1, null]]}}',
+        ("no object", "incomplete", "incomplete"),
+        ([1, 2], "answer_count", "incomplete"),
+        ({}, "incomplete", "incomplete"),
+        ([7], "incomplete", "incomplete"),
+        (b"not json", "not_json", "incomplete"),
+        ({"text": "a", "output_ids": [1]}, "incomplete", "incomplete"),
+        ({"text": "a", "output_ids": [1], "meta_info": None}, "incomplete", "incomplete"),
+        ([answer_of(), {}, {}], "answer_count", "incomplete"),
+        ([answer_of(), answer_of()], "answer_count", "incomplete"),
+        ([], "answer_count", "incomplete"),
+        (answer_of(text=7), "incomplete", "incomplete"),
+        (answer_of(completion_tokens=3), "token_counts_disagree", "token_counts_disagree"),
+        (answer_of(output_ids=[7]), "token_counts_disagree", "token_counts_disagree"),
+        (answer_of(output_token_logprobs=[[-1.0, 7, None]]), "token_counts_disagree", "token_counts_disagree"),
+        (
+            answer_of(output_token_logprobs=[[-1.0, 7], [-1.0, 9]]),
+            "logprobs_of_other_tokens",
+            "logprobs_of_other_tokens",
+        ),
+        (answer_of(output_token_logprobs=[[7.0, 7], [-1.0, 8]]), "invalid_tokens", "invalid_tokens"),
+        *(
+            (answer_of(output_ids=ids, output_token_logprobs=of_ids(ids)), "invalid_tokens", "invalid_tokens")
+            for ids in NO_IDS
+        ),
+        (answer_of(weight_versions=GAP), "versions_leave_gaps", "versions_leave_gaps"),
+        (answer_of(weight_versions=BEGINS_LATE), "versions_leave_gaps", "versions_leave_gaps"),
+        (answer_of(weight_versions=ENDS_EARLY), "versions_end_elsewhere", "versions_end_elsewhere"),
+        (answer_of(weight_versions=ENDS_LATE), "versions_end_elsewhere", "versions_end_elsewhere"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answers_that_make_no_sense_pass_and_leave_nothing(stage: Stage, answer: bytes, stream: bool) -> None:
+async def test_answers_that_make_no_sense_pass_and_are_counted_and_logged_and_not_recorded(
+    stage: Stage, caplog: pytest.LogCaptureFixture, answer: Any, reason: str, of_a_stream: str, stream: bool
+) -> None:
+    raw = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
     worker = await stage.worker()
     if stream:
-        sent = b"data: " + answer + b"\n\ndata: [DONE]\n\n"
-        begin = chunked_head(STREAM)
-        worker.always(script(begin, chunk(sent), b"0\r\n\r\n"))
+        sent = b"data: " + raw + b"\n\ndata: [DONE]\n\n"
+        worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
     else:
-        worker.always(script(reply(answer, headers=JSON)))
+        sent = raw
+        worker.always(script(reply(raw, headers=JSON)))
     trial = await trial_before(stage, worker)
-    got = await trial.post("/generate", {"text": "one", "stream": stream, "return_logprob": True})
-    assert (got.status, got.body) == (200, sent if stream else answer)
+    with caplog.at_level(logging.WARNING):
+        got = await trial.post("/generate", {"text": "one", "stream": stream, "return_logprob": True})
+    assert (got.status, got.body) == (200, sent)
+    expected = of_a_stream if stream else reason
+    fields = [record.__dict__["fields"] for record in caplog.records if record.message == "answer_not_recorded"]
+    assert [(each["reason"], each["worker"]) for each in fields] == [(expected, worker.url)]
     got = await trial.post("/generate", {"text": "one", "stream": stream})
     assert got.status == 200
-    assert trial.statistics()["recorded"] == trial.statistics()["entries"] == 0
+    assert b'"output_token_logprobs"' not in got.body or reason == "answer_count"
+    statistics = trial.statistics()
+    assert statistics["recorded"] == statistics["entries"] == 0
+    assert statistics["passed_through"] == {expected: 2}
+
+
+async def test_events_of_answers_that_nobody_asked_for_pass_and_are_counted_once(stage: Stage) -> None:
+    worker = await stage.worker()
+    odd = b"".join(written({**answer_of(), "index": index}) for index in (1, -1, "0", [0], 0.0))
+    sent = odd + event([7], "a", finish=True) + b"data: [DONE]\n\n"
+    worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
+    trial = await trial_before(stage, worker)
+    got = await trial.post("/generate", {"text": "one", "stream": True, "return_logprob": True})
+    assert got.body == sent
+    assert trial.statistics()["passed_through"] == {"answer_count": 1}
+    assert (await trial.retrieve(rid="r1"))["tokens"][-1:] == [7]
+
+
+async def test_events_of_several_answers_that_do_not_say_which_are_not_recorded(stage: Stage) -> None:
+    worker = await stage.worker()
+    sent = b"".join(written(answer_of(id=rid)) for rid in "ab") + b"data: [DONE]\n\n"
+    worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
+    trial = await trial_before(stage, worker)
+    got = await trial.post("/generate", {"text": ["one", "two"], "stream": True, "return_logprob": True})
+    assert got.body == sent
+    assert trial.statistics()["passed_through"] == {"answer_count": 1, "incomplete": 2}
+    assert trial.statistics()["entries"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_compressed_answer_is_not_asked_for_and_passes_counted_and_logged_all_the_same(
+    stage: Stage, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    worker = await stage.worker()
+    sent = gzip.compress(event([7], "a", finish=True) if stream else json.dumps(answer_of()).encode())
+    encoded = [*(STREAM if stream else JSON), ("Content-Encoding", "gzip")]
+    worker.always(script(reply(sent, headers=encoded)))
+    trial = await trial_before(stage, worker)
+    asking = [*JSON, ("Accept-Encoding", "gzip, br")]
+    with caplog.at_level(logging.WARNING):
+        got = await trial.post("/generate", {"text": "one", "stream": stream}, asking)
+    assert b"accept-encoding" not in {name.lower() for name, _ in worker.requests[-1].headers}
+    assert (got.status, got.body, got.value("content-encoding")) == (200, sent, b"gzip")
+    assert trial.router.app.router.metrics.unread_replies == {("radix_tree", "content_encoding"): 1}
+    assert trial.statistics()["entries"] == 0
+    fields = [record.__dict__["fields"] for record in caplog.records if record.message == "reply_unread"]
+    assert fields == [{"layer": "radix_tree", "reason": "content_encoding"}]
+
+
+async def test_a_stream_that_ends_without_its_answers_is_counted_for_each_of_them(stage: Stage) -> None:
+    worker = await stage.worker()
+    parts = [{**answer_of(finish_reason=None), "index": 0}, {**answer_of(id="whole"), "index": 1}]
+    sent = b"".join(map(written, parts)) + b"data: [DONE]\n\n"
+    worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
+    trial = await trial_before(stage, worker)
+    await trial.post("/generate", {"text": "one", "stream": True, "sampling_params": {"n": 3}})
+    assert trial.statistics()["passed_through"] == {"incomplete": 2}
+    assert (await trial.retrieve(rid="whole"))["tokens"][-2:] == [7, 8]
 
 
 @pytest.mark.parametrize("end", [CLOSE, RESET])

@@ -177,6 +177,56 @@ async def test_events_are_understood_however_they_are_cut(stage: Stage, cut: int
     assert (await trial.retrieve(rid="r1"))["tokens"][-3:] == [7, 8, 9]
 
 
+SPACES = (", ", " : ")
+
+
+@pytest.mark.parametrize(
+    ("start", "separators", "newline"),
+    [(b"data:", (",", ":"), b"\n"), (b"data: ", SPACES, b"\n"), (b"event: message\ndata: ", SPACES, b"\r\n")],
+)
+async def test_streams_of_any_spacing_and_order_of_keys_are_recorded(
+    stage: Stage, start: bytes, separators: tuple[str, str], newline: bytes
+) -> None:
+    written = [
+        json.loads(data_of(event(ids, text, finish=ids == [7, 8]))[0]) for ids, text in (([7], "a"), ([7, 8], "ab"))
+    ]
+    turned = [{name: each[name] for name in reversed(each)} for each in written]
+    end = newline + newline
+    parts = [start + json.dumps(each, separators=separators).encode() + end for each in turned]
+    parts = [part.replace(b"\ndata", newline + b"data") for part in parts]
+    whole = b"".join(parts) + b"data: [DONE]" + end
+    worker = await stage.worker()
+    worker.always(script(chunked_head(STREAM), chunk(whole), b"0\r\n\r\n"))
+    trial = await trial_before(stage, worker)
+    answer = await trial.post("/generate", {"text": "one", "stream": True, "return_logprob": True})
+    assert answer.body == whole
+    assert (await trial.retrieve(rid="r1"))["tokens"][-2:] == [7, 8]
+    answer = await trial.post("/generate", {"text": "one", "stream": True})
+    assert b"output_token_logprobs" not in answer.body
+    assert trial.statistics()["recorded"] == 2
+
+
+async def test_versions_that_only_a_stream_s_events_named_are_recorded(stage: Stage) -> None:
+    def at(ids: list[int], version: str, finish: dict[str, Any] | None = None) -> bytes:
+        meta = {"id": "r1", "completion_tokens": len(ids), "weight_version": version, "finish_reason": finish}
+        meta["output_token_logprobs"] = [[-0.5, token, None] for token in ids]
+        return b"data: " + json.dumps({"text": "", "output_ids": ids, "meta_info": meta}).encode() + b"\n\n"
+
+    worker = await stage.worker()
+    abort = {"type": "abort", "message": "Abort in waiting queue"}
+    whole = at([7], "1") + at([7, 8], "1") + at([7, 8, 9], "2") + at([7, 8, 9], "3", abort)
+    worker.always(script(chunked_head(STREAM), chunk(whole + b"data: [DONE]\n\n"), b"0\r\n\r\n"))
+    trial = await trial_before(stage, worker)
+    await trial.post("/generate", {"text": "one", "stream": True})
+    found = await trial.retrieve(rid="r1")
+    begin = found["token_length"] - 3
+    expected = [
+        {"version": "1", "start": begin, "end": begin + 2},
+        {"version": "2", "start": begin + 2, "end": begin + 3},
+    ]
+    assert found["weight_versions"] == expected
+
+
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("shape", [{"text": "one"}, {"text": ["one", "and two"]}, {"input_ids": [40]}])
 async def test_cumulative_and_incremental_streams_are_recorded_alike(

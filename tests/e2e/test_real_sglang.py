@@ -43,7 +43,7 @@ async def router(sglang_workers: list[RealWorker]) -> AsyncIterator[RunningRoute
         for worker in sglang_workers:
             added = await running.ask("POST", f"/add_worker?url={worker.url}")
             assert added.status == 200
-        await until(lambda: all(w.weight_version for w in running.pool), "probes have passed", deadline=20)
+        await until(lambda: all(w.weight_version for w in running.pool), "probes have passed")
         yield running
         await until(lambda: running.pool.in_flight == 0, "every lease is given back")
 
@@ -170,7 +170,7 @@ async def test_a_client_that_leaves_stops_the_generation(
         await answer.content.readany()
         assert router.pool.in_flight == 1
         answer.close()
-    await until(lambda: router.pool.in_flight == 0, "the lease is given back", deadline=1)
+    await until(lambda: router.pool.in_flight == 0, "the lease is given back")
     for worker in sglang_workers:
         await becomes_idle(worker)
 
@@ -200,7 +200,7 @@ async def test_a_killed_worker_costs_no_request_that_was_not_answered_yet_and_is
         await until(lambda: record.state.value == "quarantined", "the dead worker is quarantined")
     finally:
         await asyncio.to_thread(victim.restart)
-    await until(lambda: record.state.value == "ready", f"readmission: {record.reason}", deadline=30)
+    await until(lambda: record.state.value == "ready", f"readmission: {record.reason}")
     before = router.app.router.metrics.requests["generate", 200, victim.url]
     await asyncio.gather(*(generate(http, text=f"{n}", sampling_params=GREEDY) for n in range(4)))
     assert router.app.router.metrics.requests["generate", 200, victim.url] == before + 2

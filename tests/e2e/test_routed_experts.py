@@ -208,7 +208,7 @@ async def test_many_clients_at_once_do_not_mix(cached: ExpertsTrial) -> None:
 # Clients that ask for rows themselves
 
 PARTS = [
-    {**generated([7], None), "text": "o", "meta_info": {"id": "r1", "finish_reason": None}},
+    {**generated([7], None), "text": "o", "meta_info": {"id": "r1", "finish_reason": None, "weight_version": "1"}},
     generated([7, 8], told([7, 8]), output_token_logprobs=[[-0.5, 7, None], [-0.5, 8, None]]),
 ]
 

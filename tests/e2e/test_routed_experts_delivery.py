@@ -304,7 +304,7 @@ async def test_a_session_that_is_deleted_gives_its_bytes_back(stage: Stage) -> N
         rid = (await trial.records(session))[-1]["rid"]
         assert trial.held["bytes"] == await trial.metric("bytes") > 0
         assert (await trial.ask("DELETE", f"/sessions/{session}")).status == 204
-        await until(lambda: not trial.held["bytes"], "its bytes are back", deadline=1)
+        await until(lambda: not trial.held["bytes"], "its bytes are back")
         assert (await trial.metric("bytes"), await trial.metric("generations")) == (0, 0)
         assert (await trial.refused(rid=rid))[:2] == (404, "not_found")
         assert trial.held["evicted"] == 0, "they went with the session"

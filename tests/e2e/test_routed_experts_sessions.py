@@ -191,7 +191,7 @@ async def test_an_agent_that_asks_for_rows_gets_none_and_leaves_no_gap(
 
 
 async def test_a_stream_that_is_made_of_a_whole_answer_has_its_rows(stage: Stage) -> None:
-    worker = able(await stage.worker(), schema=b"{}")  # an engine that cannot stream ids
+    worker = able(await stage.worker(), "messages")  # an engine that cannot stream ids
     trial = await experts_trial(stage, worker, around=(SESSIONS,))
     worker.next(script(chat_reply([7, 8], meta_info=meta_of([7, 8], routed_experts=told([7, 8])))))
     session = await trial.create()

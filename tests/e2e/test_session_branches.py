@@ -169,13 +169,13 @@ async def test_requests_at_once_are_branches_and_none_is_lost(trial: SessionTria
     session = await trial.create()
     history = await episode(trial, session, 1)
     questions = [[*history, user(f"Question {number}")] for number in range(12)]
-    answers = await asyncio.gather(
-        *(
-            trial.chat(session, each) if number % 2 else trial.stream(session, each)
-            for number, each in enumerate(questions)
-        )
-    )
-    assert len(answers) == 12
+    await trial.ask("POST", "/pause_generation", {"mode": "retract"})
+    asking = [trial.turn(session, each, stream=bool(number % 2)) for number, each in enumerate(questions)]
+    async with under_way(_all(asking)) as turns:
+        while (await trial.read(session))["metadata"]["in_flight"] < 12:
+            pass
+        await trial.ask("POST", "/continue_generation", {})
+        assert [answer.status for answer in await turns] == [200] * 12
     assert await parents(trial, session) == [None, *[0] * 12]
     assert sorted(map(str, await trial.reasons(session))) == ["None", "None", *["parallel"] * 11]
     assert (await trial.read(session))["metadata"]["in_flight"] == 0

@@ -13,6 +13,7 @@ from tests.support.http import Client, CutReply, request
 from tests.support.scripted_chat import (
     DONE,
     EVENT_STREAM,
+    IDS_FIELD,
     able,
     chat_answer,
     chat_events,
@@ -21,7 +22,7 @@ from tests.support.scripted_chat import (
     event,
     streamed,
 )
-from tests.support.scripted_worker import RESET, ScriptedWorker, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import RESET, ScriptedWorker, Visit, chunk, chunked_head, reply, script
 from tests.support.session_trial import (
     ADD,
     ASK_ADD,
@@ -193,15 +194,14 @@ async def test_a_weight_update_under_a_stream_is_seen_by_the_router(
 
 
 @pytest.mark.parametrize(
-    ("schema", "settings"),
-    [(b'{"fields": ["input_ids"]}', b"{}"), (b"{}", b'{"tool_call_parser": null, "reasoning_parser": ""}')],
+    ("fields", "parser", "why"),
+    [(["messages"], "qwen25", IDS_FIELD), ([IDS_FIELD], None, "parser")],
     ids=["no field", "no parser"],
 )
 async def test_an_engine_that_cannot_stream_ids_is_served_by_a_buffered_stream(
-    stage: Stage, schema: bytes, settings: bytes, caplog: pytest.LogCaptureFixture
+    stage: Stage, fields: list[str], parser: str | None, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = able(await stage.worker(), schema if b"null" not in settings else b'"return_output_ids_in_sglext"')
-    worker.standing["/server_info"] = script(reply(settings, headers=JSON))
+    worker = able(await stage.worker(), *fields, parser=parser)
     worker.always(script(chat_reply([7, 8], "Hi", logprobs={"content": [{"logprob": -0.5}] * 2})))
     trial = await session_trial(stage, worker)
     session = await trial.create()
@@ -209,7 +209,7 @@ async def test_an_engine_that_cannot_stream_ids_is_served_by_a_buffered_stream(
         answer = await trial.turn(session, HI, stream=True, stream_options={"include_usage": True})
         assert text_of(await trial.stream(session, HI)) == "Hi"
     (reason,) = logged(caplog, "streams_are_buffered")
-    assert ("return_output_ids_in_sglext" if b"null" not in settings else "parser") in reason
+    assert why in reason
     assert (answer.status, answer.value("content-type")) == (200, b"text/event-stream; charset=utf-8")
     *chunks, usage = chunks_of(answer.body)
     assert text_of(chunks) == "Hi"
@@ -257,7 +257,7 @@ async def test_a_buffered_stream_is_what_the_official_client_expects(stage: Stag
 async def test_a_buffered_stream_has_the_tool_calls_and_the_reasoning(stage: Stage) -> None:
     call = {"id": "call_1", "index": 0, "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     message = {"role": "assistant", "content": "", "reasoning_content": "Why?", "tool_calls": [call]}
-    worker = able(await stage.worker(), b"{}")
+    worker = able(await stage.worker(), "messages")
     worker.always(script(chat_reply([7, 8], message=message, finish_reason="tool_calls")))
     trial = await session_trial(stage, worker)
     session = await trial.create()
@@ -298,6 +298,53 @@ async def test_an_engine_that_turns_out_not_to_tell_is_served_by_buffered_stream
     (untraced,) = found["metadata"]["untraced"]
     assert untraced["path"] == CHAT
     assert len(logged(caplog, "turn_not_traced")) == 1
+
+
+async def asked_for_streams(trial: SessionTrial, worker: ScriptedWorker, session: str) -> bool:
+    """Whether a streamed turn in a session asks its worker for a stream."""
+    assert text_of(await trial.stream(session, HI)) == "Hello"
+    return json.loads(worker.requests[-1].body).get("stream", False) is True
+
+
+def answer_either(worker: ScriptedWorker) -> None:
+    """A worker that gives a stream to whoever asks for one, and a whole answer else."""
+
+    async def answer(visit: Visit) -> None:
+        stream = json.loads(await visit.read_body()).get("stream")
+        await (streamed(*HELLO) if stream else script(chat_reply([7, 8, 9], "Hello")))(visit)
+
+    worker.always(answer)
+
+
+async def test_each_session_is_served_as_its_own_worker_can(stage: Stage) -> None:
+    workers = [able(await stage.worker()), able(await stage.worker(), "messages")]
+    for worker in workers:
+        answer_either(worker)
+    trial = await session_trial(stage, *workers)
+    sessions: dict[str, str] = {}
+    while len(sessions) < 2:  # which of them a session is tied to is not known before its first turn
+        session = await trial.create()
+        assert text_of(await trial.stream(session, HI)) == "Hello"
+        (record,) = await trial.records(session)
+        assert record["versions"] == "engine", "a stream of the one that may have answered would tell too little"
+        sessions[record["worker"]] = session
+    assert await asked_for_streams(trial, workers[0], sessions[workers[0].url])
+    assert not await asked_for_streams(trial, workers[1], sessions[workers[1].url])
+    assert [len(await trial.records(each)) for each in sessions.values()] == [2, 2]
+
+
+async def test_an_engine_that_was_started_anew_is_not_judged_by_the_streams_of_the_last(stage: Stage) -> None:
+    worker = able(await stage.worker())
+    worker.next(streamed(*chat_events([7, 8, 9], ["Hel", "l", "o"], output_ids=None)))
+    answer_either(worker)
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    assert await asked_for_streams(trial, worker, session)
+    assert not await asked_for_streams(trial, worker, session), "it has shown that it tells too little"
+    worker.kill()
+    await worker.listen()
+    assert await asked_for_streams(trial, worker, session)
+    assert [each["versions"] for each in await trial.records(session)] == ["engine", "router"]
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,8 @@ async def test_what_a_worker_kept_in_a_pause_and_lost_by_dying_is_asked_of_anoth
         await until(lambda: all(worker.running for worker in workers), "one runs on each")
         await post(router, "/pause_generation", mode=mode)
         await workers[0].kill()
-        await until(lambda: workers[1].engine.held, "the other has it, and keeps it for later")
+        await held(router, 1)
+        assert len(workers[1].door.at("/generate")) == 1, "it does not go behind the pause"
         await post(router, "/continue_generation")
         assert [len((await each).json()["output_ids"]) for each in tasks] == [20, 20]
 

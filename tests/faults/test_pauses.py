@@ -37,9 +37,9 @@ REFUSES = script(reply(b'{"error": "no"}', 503))
 
 def hurry(router: RunningRouter, seconds: float = 0.15) -> None:
     """Give workers less time for control requests."""
-    endpoints = router.app.router.control.endpoints
-    for path, endpoint in endpoints.items():
-        endpoints[path] = replace(endpoint, timeout=seconds)
+    rows = router.app.router.control.rows
+    for path, row in rows.items():
+        rows[path] = replace(row, timeout=seconds)
 
 
 # Some worker does not do it

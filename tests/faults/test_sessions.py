@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.support.scripted_chat import (
 from tests.support.scripted_worker import (
     CLOSE,
     HANG,
+    LAST_CHUNK,
     RESET,
     ScriptedWorker,
     chunk,
@@ -224,6 +226,19 @@ async def test_an_answer_that_is_no_stream_is_no_answer_to_a_stream(
     worker: ScriptedWorker, trial: SessionTrial, answer: bytes
 ) -> None:
     worker.next(script(answer)).always(GOOD)
+    session = await trial.create()
+    got = await trial.turn(session, HI, stream=True)
+    assert (got.status, got.error_type) == (502, "unusable_answer")
+    await nothing_is_held(trial, session)
+    await the_next_turn_works(trial, session)
+
+
+async def test_a_compressed_stream_is_refused_rather_than_passed_unrecorded(
+    worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    squeezed = gzip.compress(b"".join(HELLO))
+    worker.next(script(chunked_head([*EVENT_STREAM, ("Content-Encoding", "gzip")]), chunk(squeezed), LAST_CHUNK))
+    worker.always(GOOD)
     session = await trial.create()
     got = await trial.turn(session, HI, stream=True)
     assert (got.status, got.error_type) == (502, "unusable_answer")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -25,7 +25,10 @@ from tests.support.exactness import compare_all
 from tests.support.oracle import Ledger, Visible
 from tests.support.rollouts import Turn, generate
 from tests.support.running_router import running_router
+from tests.support.tiers import examples
 from tests.support.tokenizers import tokenizer, tokenizer_directory
+
+pytestmark = pytest.mark.usefixtures("tokenizers_loaded_once")
 
 EXAMPLES = {"qwen3": 60, "llama2": 60, "gemma3": 20}
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # the account says what is wrong; shrinking takes minutes
@@ -34,14 +37,6 @@ RIDS, VERSIONS = count(), count(100)
 PROMPTS = ("Hello", "Say a", "naïve 世界", "x\n", " 12 ", "🚀")
 MORE = ("", "", " and then", "s", "\n\n", " ", "é", "界", "👍🏽", "\N{REPLACEMENT CHARACTER}", "STOP\nuser: hi\n")
 STOPS: tuple[Any, ...] = (None, None, "a", ["e", " "], ["er", "界"])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_once() -> Iterator[None]:
-    """Routers share the tokenizers: loading one takes a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("miles_router.middlewares.router.load_tokenizer", lambda config: tokenizer(config.hf_checkpoint))
-        yield
 
 
 class AsSGLangLoadsIt(DirectoryTokenizer):
@@ -185,7 +180,7 @@ async def stage(name: str, max_tokens: int) -> AsyncIterator[tuple[Play, Door, s
     async with (
         SimulatedWorker(tokenizer=vocabulary(name), stop_probability=1 / 20) as worker,
         Door(worker.url) as door,
-        running_router(door.url, middlewares=(cached,), hf_checkpoint=name) as router,
+        running_router(door.url, middlewares=(cached,), hf_checkpoint=tokenizer_directory(name)) as router,
         aiohttp.ClientSession(router.url) as session,
     ):
         yield Play(name, worker, session), door, router.url
@@ -193,7 +188,7 @@ async def stage(name: str, max_tokens: int) -> AsyncIterator[tuple[Play, Door, s
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_retrieved_is_what_was_given_and_sampled(name: str) -> None:
-    @settings(max_examples=EXAMPLES[name], phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(EXAMPLES[name]), phases=PHASES, suppress_health_check=list(HealthCheck))
     @given(steps=STEPS, max_tokens=st.sampled_from((PLENTY, PLENTY, 40, 150)))
     def holds(steps: list[list[Ask] | int], max_tokens: int) -> None:
         asyncio.run(played(name, steps, max_tokens))

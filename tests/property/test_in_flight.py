@@ -27,6 +27,7 @@ from tests.support.scripted_worker import (
     reply,
 )
 from tests.support.stage import Stage, staged
+from tests.support.tiers import examples
 from tests.support.waiting import until
 
 BODY = b'{"text": "whole"}'
@@ -158,7 +159,7 @@ PLANS = st.lists(st.tuples(st.sampled_from(CONDUCTS), st.sampled_from(sorted(DEE
 HAPPENINGS = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 2)), max_size=5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40))
 @given(plans=PLANS, events=HAPPENINGS)
 async def test_counts_return_to_zero_after_any_mix(
     plans: list[tuple[Conduct, str]], events: list[tuple[Event, int]]

@@ -23,8 +23,8 @@ from tests.support.door import Door
 from tests.support.http import RawReply, ask
 from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage, staged
+from tests.support.tiers import examples
 
-EXAMPLES = 300
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # a plan is short as it is; shrinking it takes minutes
 JSON = [("Content-Type", "application/json"), ("X-Request-Id", "it")]
 MOE = MoeShape(2, 8, 2)
@@ -316,7 +316,7 @@ a_special_token_begins_the_stop_string = plan(
 the_queue_holds_back_half_a_character = plan(cuts=[("in_place abort", 2)])
 
 
-@settings(max_examples=EXAMPLES, phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(300), phases=PHASES, suppress_health_check=list(HealthCheck))
 @given(plans)
 @example(a_special_token_begins_the_stop_string)
 @example(the_queue_holds_back_half_a_character)

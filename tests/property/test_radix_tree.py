@@ -12,10 +12,12 @@ import pygtrie
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from middleware_hub.radix_tree.cache import ENTRY_CHARGE, Match, RadixTreeCache, Record
-from middleware_hub.radix_tree.entry import Entry
+from middleware_hub.radix_tree.cache import ENTRY_CHARGE, NO_MATCH, PrefixMatch, RadixTreeCache
+from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.tokenizing.spelling import NO_CUT
 from miles_router.trajectory import Piece
+from tests.support.cache_integrity import check_integrity
+from tests.support.tiers import examples
 
 KEEP_VERSIONS = 1
 PLENTY = 100_000
@@ -31,7 +33,7 @@ class Step:
     sampled: tuple[tuple[str, int, bool], ...]  # spelling, one of its ids, can it be cut behind?
     hidden: int  # characters at the end that the client does not see
     late: bool  # looked up before the generation of the step before was recorded
-    hinted: bool
+    with_match: bool  # the cache is told what it continues
     version: int
     pinned: bool
 
@@ -45,7 +47,7 @@ STEPS = st.builds(
     sampled=SAMPLED.map(tuple),
     hidden=st.sampled_from((0, 0, 1, 2)),
     late=st.booleans(),
-    hinted=st.booleans(),
+    with_match=st.booleans(),
     version=st.integers(0, 6),
     pinned=st.booleans(),
 )
@@ -56,16 +58,16 @@ class Model:
     """Every record ever made, and the cache under test."""
 
     budget: int
-    records: dict[str, Record] = field(default_factory=dict)
+    records: dict[str, TextRecord] = field(default_factory=dict)
     texts: list[str] = field(default_factory=lambda: ["b", "aab"])
-    ahead: Match | None = None
+    ahead: PrefixMatch | None = None
 
     def __post_init__(self) -> None:
         self.cache = RadixTreeCache(max_tokens=self.budget, keep_versions=KEEP_VERSIONS)
         self.numbers = count()
 
     def held(self) -> dict[str, Entry]:
-        return {entry.rid: entry for node in self.cache._tree.nodes() for entry in node.ending}
+        return {entry.rid: entry for node in self.cache._tree.nodes() for entry in node.entries}
 
     def step(self, step: Step) -> None:
         base = self.texts[-1 - step.base % len(self.texts)]
@@ -80,13 +82,13 @@ class Model:
             record = self.made(step, text, late)
             before = self.held()
             facts = {rid: (e.children, e.pins, e.rank, e.last_used) for rid, e in before.items()}
-            entry = self.cache.record(record, hint=late if step.hinted else None)
+            entry = self.cache.record(record, late if step.with_match else NO_MATCH)
             self.check_recorded(record, entry, before, facts)
-        self.cache.check_integrity()
+        check_integrity(self.cache)
         self.check_budget()
         self.check_all()
 
-    def made(self, step: Step, text: str, match: Match) -> Record:
+    def made(self, step: Step, text: str, match: PrefixMatch) -> TextRecord:
         rest = text[match.chars :]
         pieces = [*match.trajectory.pieces, Piece.given([ord(c) for c in rest])]
         ends = [*match.ends.tolist(), *range(match.chars + 1, len(text) + 1)]
@@ -102,14 +104,14 @@ class Model:
             *pieces[len(match.trajectory.pieces) :], Piece.sampled(ids, logprobs, f"{step.version}")
         )
         shown = max(len(text), len(spelled) - step.hidden)
-        record = Record(spelled, shown, whole, np.array(ends, dtype=np.uint32), f"r{next(self.numbers)}", "stop")
+        record = TextRecord(spelled, shown, whole, np.array(ends, dtype=np.uint32), f"r{next(self.numbers)}", "stop")
         self.records[record.rid] = record
         self.texts.append(spelled[:shown])
         return record
 
     # What must hold
 
-    def check_match(self, text: str, match: Match) -> None:
+    def check_match(self, text: str, match: PrefixMatch) -> None:
         """It is a prefix of a held record, as long as that allows, and no shorter than what any record allows whose
         text is a prefix of this one. A whole given run need not be found: encoding it again gives the same."""
         held = {rid: self.records[rid] for rid in self.held()}
@@ -125,7 +127,7 @@ class Model:
             assert any(np.array_equal(r.ends[:tokens], match.ends) for r in sources)
         trie = pygtrie.CharTrie()
         for record in held.values():
-            for key in {record.text, record.text[: record.shown]}:
+            for key in {record.text, record.text[: record.shown_chars]}:
                 trie.setdefault(key, []).append(record)
         for extended in trie.prefixes(text):
             assert match.chars >= max(reusable(each, extended.key)[1] for each in extended.value[-4:]), extended.key
@@ -135,7 +137,11 @@ class Model:
         assert newest is None or match.chars >= reusable(held[newest], text)[1]
 
     def check_recorded(
-        self, record: Record, entry: Entry | None, before: dict[str, Entry], facts: dict[str, tuple[int, int, int, int]]
+        self,
+        record: TextRecord,
+        entry: Entry | None,
+        before: dict[str, Entry],
+        facts: dict[str, tuple[int, int, int, int]],
     ) -> None:
         after = self.held()
         gone = set(before) - set(after)
@@ -167,11 +173,11 @@ class Model:
             record = self.records[rid]
             assert entry.trajectory() == record.trajectory
             assert np.array_equal(entry.prefix(len(entry))[1], record.ends)
-            assert self.cache.text_of(entry) == record.text[: record.shown]
-        for text in {record.text[: record.shown] for record in map(self.records.__getitem__, held)}:
-            found = [entry.rid for entry in self.cache._tree.at(text).shown]  # type: ignore[union-attr]
+            assert self.cache.text_of(entry) == record.text[: record.shown_chars]
+        for text in {record.text[: record.shown_chars] for record in map(self.records.__getitem__, held)}:
+            found = [entry.rid for entry in self.cache._tree.at(text).shown_entries]  # type: ignore[union-attr]
             assert found == [
-                r for r in self.records if r in held and self.records[r].text[: self.records[r].shown] == text
+                r for r in self.records if r in held and self.records[r].text[: self.records[r].shown_chars] == text
             ]
 
 
@@ -179,7 +185,7 @@ def common_prefix(one: str, other: str) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def reusable(record: Record, text: str, whole: bool = False) -> tuple[int, int]:
+def reusable(record: TextRecord, text: str, whole: bool = False) -> tuple[int, int]:
     """By scanning: whole tokens in the common text, up to a sampled one, or (`whole`) a run that ends with `text`."""
     common = common_prefix(record.text, text)
     sampled = [piece.logprobs is not None for piece in record.trajectory.pieces for _ in range(len(piece))]
@@ -199,7 +205,7 @@ def run_ends(sampled: Sequence[bool]) -> set[int]:
     return {*changes, len(sampled)}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(steps=st.lists(STEPS, min_size=2, max_size=14), budget=st.sampled_from((PLENTY, 60, 120, 25)))
 def test_the_cache_does_what_a_plain_model_does(steps: list[Step], budget: int) -> None:
     model = Model(budget)

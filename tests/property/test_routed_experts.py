@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -16,40 +16,29 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-from miles_router.settings.config import MiddlewareSpec, RouterConfig
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import MoeShape, SimulatedWorker, Tokenizer
 from miles_router.testing.worker.door import Exchange, GenerationRecord
 from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
 from miles_router.testing.worker.moe import route
-from miles_router.trajectory.wire import unpack
+from miles_router.trajectory.safetensors import unpack
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.http import RawReply
 from tests.support.session_trial import CHAT, SESSIONS, Message, SessionTrial, qwen3, user
 from tests.support.stage import staged
+from tests.support.tiers import examples
 from tests.support.tokenizers import tokenizer_directory
+
+pytestmark = pytest.mark.usefixtures("tokenizers_loaded_once")
 
 EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
 GENERATE, DELIVER = "/generate", "/routed_experts"
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # the account says what is wrong; shrinking takes minutes
-FEW = settings(phases=PHASES, deadline=None, suppress_health_check=list(HealthCheck))
+UNSHRUNK = settings(phases=PHASES, suppress_health_check=list(HealthCheck))
 PLENTY = 1 << 30
 
 Ids = npt.NDArray[np.integer[Any]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def loaded_once() -> Iterator[None]:
-    """Routers share the tokenizers: loading one takes a second."""
-    load = cache(AutoTokenizer.from_pretrained)
-
-    def known(config: RouterConfig) -> Any:
-        return load(config.hf_checkpoint)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("miles_router.middlewares.router.load_tokenizer", known)
-        yield
 
 
 @cache
@@ -285,7 +274,7 @@ def read(reply: RawReply, *, stream: bool) -> list[Any]:
     return [found[index] for index in sorted(found)]
 
 
-@settings(FEW, max_examples=80)
+@settings(UNSHRUNK, max_examples=examples(80))
 @given(models, st.lists(asks, min_size=1, max_size=7))
 async def test_texts_have_the_experts_that_the_model_chose(model: Model, asks: list[Ask]) -> None:
     async with play_with(model, CACHE) as play:
@@ -395,7 +384,7 @@ def rid_of(generation: GenerationRecord) -> str:
     return generation.rid
 
 
-@settings(FEW, max_examples=40)
+@settings(UNSHRUNK, max_examples=examples(40))
 @given(models, st.lists(turns, min_size=1, max_size=6))
 async def test_turns_have_the_experts_that_the_model_chose(model: Model, turns: list[Turn]) -> None:
     async with play_with(model, SESSIONS) as play:

@@ -15,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, build
+from middleware_hub.openai_session.sessions.prompting import Context
 from tests.support.chat import CHATML, TOOLS, Message, family_tokenizer, with_template
+from tests.support.chat import whole as whole_of
+from tests.support.tiers import examples
 from tests.support.tokenizers import tokenizer
 
 #: SentencePiece tokenizers put a space in front of a text; an end of turn of their own is needed here.
@@ -105,7 +108,7 @@ def check_given(made: Any, continuation: Continuation, turn: HeldEnd, appended: 
         {"role": "user", "content": "?"},
     ]
     message: Message = {"role": "assistant", "content": "" if calls else "Hm", "tool_calls": calls or None}
-    whole = continuation.whole([*history, message, *appended], TOOLS, {})
+    whole = whole_of(continuation.renderer, [*history, message, *appended], Context(TOOLS, {}))
     consumed = 1 if turn.ended and not drop else 0
     assert whole[len(whole) - len(ids) :] == ids
     if consumed:
@@ -114,7 +117,7 @@ def check_given(made: Any, continuation: Continuation, turn: HeldEnd, appended: 
 
 
 @pytest.mark.parametrize("name", MODELS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data())
 def test_sampled_ids_stay_and_the_rest_is_as_the_template_writes_it(name: str, data: st.DataObject) -> None:
     made, continuation, stops = model(name)

@@ -13,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.openai_session.export.records import record
-from middleware_hub.openai_session.export.samples import Making, samples, wanted
+from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
-from middleware_hub.openai_session.sessions.messages import Message, contexts_of, strict
+from middleware_hub.openai_session.sessions.messages import Message, strict
+from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Turn, line_ends
-from middleware_hub.openai_session.turns.asking import Asked
 from miles_router.middlewares.rows import RowChannel
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 from tests.support.sessions import SYSTEM, Scene, assistant, call, history, tool, user
+from tests.support.tiers import examples
 
 #: Few, so that histories meet by chance.
 TEXTS = ("a", "b", "")
@@ -64,7 +66,7 @@ class Episode:
     scene: Scene = field(default_factory=Scene)
     sent: list[list[Message]] = field(default_factory=list)  # every request
     doors: dict[Turn, Door] = field(default_factory=dict)
-    under_way: list[Asked] = field(default_factory=list)
+    under_way: list[PendingTurn] = field(default_factory=list)
 
     def step(self) -> None:
         """One request more, or an answer to one under way."""
@@ -74,8 +76,9 @@ class Episode:
         sent = self.messages() or [SYSTEM]
         self.sent.append(sent)
         fields = self.draw(st.sampled_from(SETTINGS))
-        place = self.scene.session.place(sent, contexts_of(fields), strict)
-        assert place == self.expected(sent, contexts_of(fields))
+        contexts = [each.key for each in contexts_of(fields)]
+        place = self.scene.session.place(sent, contexts, strict)
+        assert place == self.expected(sent, contexts)
         asked = self.ask(sent, place, fields)
         if self.draw(st.integers(0, 4)):
             self.answer(asked)
@@ -107,17 +110,18 @@ class Episode:
                 best = turn
         return Place(best, tuple(sent[len(history(best)) if best else 0 :]), best.context if best else contexts[0])
 
-    def ask(self, sent: list[Message], place: Place, fields: Mapping[str, Any]) -> Asked:
+    def ask(self, sent: list[Message], place: Place, fields: Mapping[str, Any]) -> PendingTurn:
         ended = place.parent is not None and place.parent.ended_itself
         segment = self.draw(st.sampled_from([None] * 5 + ["not_text"])) if place.parent is not None else None
         dropped = int(ended and segment is None and self.draw(st.booleans()))
-        asked = self.scene.ask(sent, given=self.draw(st.integers(0, 3)), dropped=dropped, segment=segment, **fields)
+        given = self.draw(st.integers(dropped, 3))  # behind a dropped stop token stands the template's own
+        asked = self.scene.ask(sent, given=given, dropped=dropped, segment=segment, **fields)
         if segment is not None:
-            asked.place, asked.given, asked.held, asked.dropped = Place(None, tuple(sent), place.context), None, None, 0
+            asked.places, asked.prompt = (Place(None, tuple(sent), place.context),), None
         self.scene.time += 1
         return asked
 
-    def answer(self, asked: Asked) -> None:
+    def answer(self, asked: PendingTurn) -> None:
         made = []
         for index in range(self.draw(st.sampled_from([1, 1, 1, 2, 3]))):
             sampled = self.draw(st.integers(0, 4))
@@ -130,8 +134,8 @@ class Episode:
         self.scene.time += 1
         for generated, turn in zip(made, self.scene.record(asked, *made), strict=True):
             given = list(generated.prompt or ())
-            if asked.held is not None and asked.given is not None:
-                given = [*asked.held.tolist(), *asked.given.tokens.tolist()]
+            if asked.prompt is not None:
+                given = asked.prompt.ids().tolist()
             self.doors[turn] = Door(given, list(generated.ids), list(generated.logprobs))
 
 
@@ -170,13 +174,12 @@ def check_samples(found: Episode) -> None:
     session = found.scene.session
     trained: Counter[tuple[Turn, int]] = Counter()
     had: set[tuple[Turn, int]] = set()
-    for sample in samples(session, wanted({}), Making(Selection(()), lambda ids: "", RowChannel(ROUTED_EXPERTS))):
-        leaf = session.turns[sample.rest["metadata"]["leaf"]]
+    for sample in SampleMaker(Selection(()), lambda ids: "", RowChannel(ROUTED_EXPERTS)).make(session, SampleRequest()):
+        leaf = session.turns[sample.metadata["leaf"]]
         door = found.doors[leaf]
-        whole = sample.trajectory
-        assert whole.tokens.tolist() == [*door.given, *door.sampled]
-        logprobs, mask = whole.logprobs.tolist(), whole.loss_mask.tolist()
-        sampled_at = dict.fromkeys(range(len(whole)), 0.0)
+        assert sample.tokens.tolist() == [*door.given, *door.sampled]
+        logprobs, mask = sample.logprobs.tolist(), sample.loss_mask.tolist()
+        sampled_at = dict.fromkeys(range(len(sample)), 0.0)
         line = leaf.line()
         for turn, end in zip(line, line_ends(line), strict=True):
             for place in range(turn.prompt_tokens, end):
@@ -213,7 +216,7 @@ def check_selection(found: Episode) -> None:
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_turns_hang_where_a_plain_search_says_and_samples_are_exact(data: st.DataObject) -> None:
     found = episode(data)
     check_tree(found)

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from middleware_hub.openai_session.continuing.templates import Renderer
+from middleware_hub.openai_session.sessions.prompting import Context
 from tests.support.tokenizers import tokenizer, tokenizer_directory
 
 Message = dict[str, Any]
@@ -175,6 +177,13 @@ def with_template(template: str, name: str = "qwen3") -> Any:
     made = copy.copy(tokenizer(name))
     made.chat_template = template
     return made
+
+
+def whole(renderer: Renderer, messages: Sequence[Mapping[str, Any]], context: Context) -> list[int]:
+    """The ids of a conversation that an answer is due to, by what production renders and encodes with."""
+    taken = renderer.as_taken(messages)
+    text = renderer.render(taken, context.tools, generation_prompt=True, template_kwargs=context.template_kwargs)
+    return renderer.encode(text)
 
 
 def checkpoint(directory: Path, model_type: str) -> str:

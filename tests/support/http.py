@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.support.waiting import soon
+
 Pairs = Iterable[tuple[str, str]]
 RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER: on, 0 seconds
-STEP_TIMEOUT = 20.0  # seconds without a byte before a test gives up
 BODILESS = frozenset({204, 304})
 
 
@@ -110,8 +111,13 @@ class Client:
         self.abort()
 
     async def send(self, data: bytes) -> None:
+        """Raises:
+        ConnectionError: the other side has closed the connection.
+        """
+        if self._writer.is_closing():  # where uvloop's transports raise RuntimeError
+            raise ConnectionResetError("the connection is closed")
         self._writer.write(data)
-        await asyncio.wait_for(self._writer.drain(), STEP_TIMEOUT)
+        await soon(self._writer.drain())
 
     def abort(self) -> None:
         """Leave at once."""
@@ -208,13 +214,13 @@ class Client:
     async def closed(self) -> bytes:
         """Wait until the router closes or resets the connection; what it still said before."""
         try:
-            return await asyncio.wait_for(self._reader.read(), STEP_TIMEOUT)
+            return await soon(self._reader.read())
         except ConnectionResetError:
             return b""
 
     async def _step(self, reading: Any) -> bytes:
         try:
-            data: bytes = await asyncio.wait_for(reading, STEP_TIMEOUT)
+            data: bytes = await soon(reading)
         except (asyncio.IncompleteReadError, ConnectionResetError):
             raise CutReply(self.reply) from None
         return data

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,14 @@ import uvicorn
 
 from miles_router.app import create_app
 from miles_router.edge import RouterApp
-from miles_router.fleet.workers import Transition, Worker, WorkerPool
+from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.workers import Transition, Worker
 from miles_router.serving.server import listen, uvicorn_config
 from miles_router.settings.config import RouterConfig
 from miles_router.tasks import spawn
 from tests.support.http import Pairs, RawReply, ask
 from tests.support.scripted_worker import ScriptedWorker
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, STEP, until
 
 COMMAND = Path(sys.executable).with_name("miles-router")
 #: Longer than any test: probes run once, at registration, unless a test wants more.
@@ -83,7 +85,7 @@ class RunningRouter:
     async def probed(self) -> None:
         """Until every worker has told its weight version."""
         known = lambda: all(worker.weight_version is not None for worker in self.pool)  # noqa: E731
-        await until(known, "the workers' weight versions", deadline=60)
+        await until(known, "the workers' weight versions")
 
     def worker(self, scripted: ScriptedWorker) -> Worker:
         """The pool's record of a scripted worker."""
@@ -140,11 +142,11 @@ class RouterProcess:
         """Resident bytes."""
         return int(psutil.Process(self.process.pid).memory_info().rss)
 
-    async def stop(self, deadline: float = 10.0) -> int:
+    async def stop(self) -> int:
         """SIGTERM; the exit status."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-        await until(lambda: self.process.poll() is not None, "the router has ended", deadline=deadline)
+        await until(lambda: self.process.poll() is not None, "the router has ended")
         return int(self.process.returncode)
 
 
@@ -157,7 +159,7 @@ async def router_process(*arguments: str, expect_status: int = 0) -> AsyncIterat
         process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)  # noqa: ASYNC220 (forks, no wait)
         running = RouterProcess("", process, log)
         try:
-            await until(lambda: _listening(running) or process.poll() is not None, "a banner", deadline=20)
+            await until(lambda: _listening(running) or process.poll() is not None, "a banner")
             assert process.poll() is None, running.stderr()
             running.url = _listening(running) or ""
             await _answers(running)
@@ -174,9 +176,11 @@ def _listening(running: RouterProcess) -> str | None:
 
 
 async def _answers(running: RouterProcess) -> None:
-    for _ in range(400):
+    """uvicorn says that it listens a moment before it does."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
         with contextlib.suppress(OSError):
             await ask(running.url, "GET", "/health")
             return
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(STEP)
     raise AssertionError(f"the router does not answer\n{running.stderr()}")

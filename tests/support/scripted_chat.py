@@ -16,14 +16,18 @@ from tests.support.scripted_worker import LAST_CHUNK, Behaviour, ScriptedWorker,
 JSON = [("Content-Type", "application/json")]
 EVENT_STREAM = [("Content-Type", "text/event-stream; charset=utf-8")]
 DONE = b"data: [DONE]\n\n"
-SCHEMA = b'{"fields": ["return_output_ids_in_sglext"]}'
+IDS_FIELD = "return_output_ids_in_sglext"
 PROMPT = [1, 2, 3]
 
 
-def able(worker: ScriptedWorker, schema: bytes = SCHEMA) -> ScriptedWorker:
-    """A worker that says what chat requests it knows; by default one whose streams can be recorded."""
-    worker.standing["/openapi.json"] = script(reply(schema, headers=JSON))
-    worker.standing["/server_info"] = script(reply(b'{"tool_call_parser": "qwen25"}', headers=JSON))
+def able(worker: ScriptedWorker, *fields: str, parser: str | None = "qwen25") -> ScriptedWorker:
+    """A worker that says which fields of chat requests it knows, and its parser of tool calls; by default one whose
+    streams can be recorded."""
+    known: dict[str, object] = {name: {} for name in fields or ("messages", IDS_FIELD)}
+    schema = {"paths": {}, "components": {"schemas": {"ChatCompletionRequest": {"properties": known}}}}
+    worker.standing["/openapi.json"] = script(reply(json.dumps(schema).encode(), headers=JSON))
+    server_info = {"tool_call_parser": parser, "reasoning_parser": None}
+    worker.standing["/server_info"] = script(reply(json.dumps(server_info).encode(), headers=JSON))
     return worker
 
 

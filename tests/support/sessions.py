@@ -6,13 +6,15 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from middleware_hub.openai_session.faces.answers import Generated, Spans
-from middleware_hub.openai_session.sessions.messages import Equality, Message, contexts_of, strict
+from middleware_hub.openai_session.sessions.messages import Equality, Message, strict
+from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
+from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.sessions.tree import Turn
-from middleware_hub.openai_session.turns.asking import CHAT, Asked
-from middleware_hub.openai_session.turns.recording import Recorder
-from miles_router.trajectory import Piece
+from middleware_hub.openai_session.turns.recorder import TurnRecorder
+from miles_router.engines.choices import Choice
+from miles_router.engines.paths import CHAT
+from miles_router.trajectory import Piece, VersionRun
 
 PLENTY = Bounds(sessions=1000, turns=10_000, session_bytes=1 << 40, total_bytes=1 << 40, idle_timeout=0.0)
 #: Ids from here on are special tokens.
@@ -45,7 +47,7 @@ class Scene:
         self.equal = equal
         self.store = SessionStore(bounds, now=lambda: self.time)
         self.session = self.store.create("s")
-        self.recorder = Recorder(self.store, equal, lambda token: token >= SPECIAL, now=lambda: self.time)
+        self.recorder = TurnRecorder(self.store, equal, lambda token: token >= SPECIAL, now=lambda: self.time)
         self._ids = itertools.count(1)
 
     def ids(self, count: int) -> list[int]:
@@ -59,64 +61,63 @@ class Scene:
         dropped: int = 0,
         segment: str | None = None,
         **fields: Any,
-    ) -> Asked:
+    ) -> PendingTurn:
         """A request on its way; behind a held turn it gives `given` new ids, and drops the last `dropped` held ones."""
         parsed = {"messages": list(messages), **fields}
-        place = self.session.place(messages, contexts_of(parsed), self.equal)
-        asked = Asked(self.session, CHAT, parsed, place, self.time, segment=segment)
+        place = self.session.place(messages, [each.key for each in contexts_of(parsed)], self.equal)
+        prompt = None
         if place.parent is not None:
             held = place.parent.trajectory().tokens
-            asked.held = held[: len(held) - dropped]
-            asked.given, asked.dropped = Piece.given(self.ids(given)), dropped
-        return asked
+            prompt = TokenPrompt(held[: len(held) - dropped], Piece.given(self.ids(given)), dropped)
+        return PendingTurn(self.session, CHAT, parsed, (place,), self.time, prompt, segment=segment)
 
     def generated(
         self,
-        asked: Asked,
+        pending: PendingTurn,
         reply: str | Message,
         *,
         sampled: int = 3,
         stop: bool = True,
         index: int = 0,
         finish: str = "stop",
-        versions: Spans | None = None,
-    ) -> Generated:
+        versions: Sequence[tuple[str, int, int]] | None = None,
+    ) -> Choice:
         """An answer to it; of its `sampled` tokens the last is a stop token, unless told otherwise."""
         ids = self.ids(sampled)
         if stop and ids:
             ids[-1] = STOP
-        return Generated(
+        return Choice(
             index=index,
             message=assistant(reply) if isinstance(reply, str) else reply,
-            finish_reason=finish,
+            finish=finish,
             matched=STOP if stop else None,
             ids=ids,
             logprobs=[-1.0 / each for each in ids],
-            versions=[("1", 0, sampled)] if versions is None else versions,
-            prompt=None if asked.given is not None else [7, 8, 9],
+            versions=[VersionRun(*run) for run in ([("1", 0, sampled)] if versions is None else versions)],
+            prompt=None if pending.prompt is not None else [7, 8, 9],
             facts={"rid": f"rid-{index}", "cached_tokens": 0, "versions": "engine"},
         )
 
-    def record(self, asked: Asked, *choices: Generated) -> list[Turn]:
+    def record(self, pending: PendingTurn, *choices: Choice) -> list[Turn]:
         """The turns that an answer adds."""
         before = len(self.session.turns)
-        self.recorder.record(asked, choices, {"worker": "http://w"})
+        self.recorder.record(pending, choices, {"worker": "http://w"})
         return self.session.turns[before:]
 
     def turn(self, messages: Sequence[Message], reply: str | Message = "ok", **options: Any) -> Turn:
         """A request and its answer; `options` of `ask` and `generated`."""
         of_answer = ("sampled", "stop", "finish", "versions")
-        asked = self.ask(messages, **{name: value for name, value in options.items() if name not in of_answer})
-        generated = self.generated(asked, reply, **{name: options[name] for name in of_answer if name in options})
+        pending = self.ask(messages, **{name: value for name, value in options.items() if name not in of_answer})
+        choice = self.generated(pending, reply, **{name: options[name] for name in of_answer if name in options})
         self.time += 1
-        (turn,) = self.record(asked, generated)
+        (turn,) = self.record(pending, choice)
         return turn
 
     def choices(self, messages: Sequence[Message], *replies: str, **options: Any) -> list[Turn]:
         """A request with several choices."""
-        asked = self.ask(messages, n=len(replies), **options)
+        pending = self.ask(messages, n=len(replies), **options)
         self.time += 1
-        return self.record(asked, *(self.generated(asked, reply, index=i) for i, reply in enumerate(replies)))
+        return self.record(pending, *(self.generated(pending, reply, index=i) for i, reply in enumerate(replies)))
 
     def follow(self, turn: Turn, *appended: Message, **options: Any) -> Turn:
         """The next turn behind one, its whole history sent along."""

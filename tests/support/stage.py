@@ -18,9 +18,6 @@ from tests.support.running_router import RunningRouter, running_router
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.waiting import until
 
-#: Seconds in which a router must have given everything back after its client has gone or has its answer.
-WITHIN = 1.0
-
 
 class Stage:
     """`stage.worker()`, `stage.router(...)`, `stage.client()`; ended and searched for leaks by the fixture."""
@@ -52,7 +49,7 @@ class Stage:
 
     async def nothing_under_way(self) -> float:
         """Every lease is back, every request's task has ended, no worker is busy. Says how long that took."""
-        return await until(lambda: not self._under_way(), f"nothing under way: {self._under_way()}", deadline=WITHIN)
+        return await until(lambda: not self._under_way(), f"nothing under way: {self._under_way()}")
 
     def _under_way(self) -> list[str]:
         left = [each for router in self.routers for each in router.leftovers()]
@@ -61,7 +58,7 @@ class Stage:
 
 @asynccontextmanager
 async def staged() -> AsyncIterator[Stage]:
-    """A stage; at the end requests must be over within a second, and every task and socket gone."""
+    """A stage; at the end requests must be over, and every task and socket gone."""
     tasks, sockets = _tasks(), _sockets()
     defects = _Defects()
     logging.getLogger().addHandler(defects)

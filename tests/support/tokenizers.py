@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import shutil
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from miles_router.middlewares.checkpoint import load_tokenizer
+from miles_router.settings.config import RouterConfig
 from tests.sglang.environment import built, cache_root
 from tests.sglang.make_model import TOKENIZER_FILES, TOKENIZER_PACKAGE
 
@@ -50,3 +57,25 @@ def tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tokenizer_directory(name))
+
+
+@contextlib.contextmanager
+def loaded_once() -> Iterator[None]:
+    """Within it routers share what they load from files that stay the same: reading one takes half a second."""
+    loaded: dict[tuple[object, ...], Any] = {}
+
+    def load(config: RouterConfig) -> Any:
+        files = sorted(Path(config.hf_checkpoint or "").glob("*")) if config.hf_checkpoint else []
+        key = (config.hf_checkpoint, config.chat_template_path, *((file, file.stat().st_mtime_ns) for file in files))
+        if not files or config.chat_template_path or key not in loaded:
+            loaded[key] = load_tokenizer(config)
+        return copy.copy(loaded[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("miles_router.middlewares.router.load_tokenizer", load)
+        yield
+
+
+if __name__ == "__main__":
+    for name in {**PACKAGES, **CHAT_PACKAGES}:
+        print(f"{name:12} {tokenizer_directory(name)}")

@@ -1,16 +1,24 @@
-"""Polling with a deadline, for what no event announces."""
+"""Waiting for what must happen, with one bound for all tests.
+
+No test that passes waits for it in full, so it costs nothing. It is long enough for a machine that does ten other
+things at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
-DEADLINE = 5.0  # seconds; generous, because the machine may be busy, and never waited for in full by a test that passes
+#: Seconds.
+PATIENCE = 60.0
 STEP = 0.005
 
+Result = TypeVar("Result")
 
-async def until(condition: Callable[[], object], what: str, *, deadline: float = DEADLINE) -> float:
+
+async def until(condition: Callable[[], object], what: str, *, deadline: float = PATIENCE) -> float:
     """Wait until `condition()` is true and say how many seconds that took.
 
     Raises:
@@ -22,3 +30,12 @@ async def until(condition: Callable[[], object], what: str, *, deadline: float =
             raise AssertionError(f"after {deadline:g} s still not: {what}")
         await asyncio.sleep(STEP)
     return time.monotonic() - start
+
+
+async def soon(awaitable: Awaitable[Result]) -> Result:
+    """What it gives.
+
+    Raises:
+        TimeoutError: not within `PATIENCE`; it is cancelled then.
+    """
+    return await asyncio.wait_for(awaitable, PATIENCE)

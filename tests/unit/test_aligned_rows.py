@@ -9,7 +9,7 @@ from weakref import ref
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.trajectory import InvalidTrajectory
@@ -215,7 +215,6 @@ def test_no_rows_at_all_have_the_width_of_their_line() -> None:
     assert third.array(3, 3).shape == (0, 0), "nobody knows it any more"
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_any_tree_reads_as_the_rows_that_its_branches_were_made_of(data: st.DataObject) -> None:
     made: list[tuple[AlignedRows, list[int]]] = []  # and which generation each of its rows is from

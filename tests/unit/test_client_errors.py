@@ -13,12 +13,16 @@ from miles_router.client import errors
 from miles_router.client.errors import (
     ErrorReply,
     FanOutFailed,
+    InvalidReply,
     InvalidSample,
     NotFound,
     RouterClientError,
     SessionExists,
     read_error,
+    reading,
 )
+from miles_router.trajectory import InvalidTrajectory
+from miles_router.trajectory.sample import read_json
 
 CLASSES = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, RouterClientError)]
 
@@ -119,6 +123,15 @@ def test_a_refused_sample_names_its_invariant() -> None:
     error = read_error(422, {}, own("invalid_sample", "versions_cover_the_loss: a position has none"))
     assert isinstance(error, InvalidSample)
     assert (error.invariant, error.status) == ("versions_cover_the_loss", 422)
+
+
+def test_a_reply_that_cannot_be_read_is_told_from_one_that_must_not_be_trained_on() -> None:
+    with pytest.raises(InvalidReply, match="no answer of /x: no samples in JSON"), reading("/x"):
+        read_json(b"{}")
+    with pytest.raises(InvalidSample) as caught, reading("/x"):
+        raise InvalidTrajectory("aligned", "3 tokens, 2 logprobs")
+    assert (caught.value.invariant, caught.value.status) == ("aligned", 0)
+    assert str(caught.value) == "aligned: 3 tokens, 2 logprobs"
 
 
 @pytest.mark.parametrize("value", ["", "soon", "-1", "1.5", "Wed, 21 Oct 2026 07:28:00 GMT", "²"])

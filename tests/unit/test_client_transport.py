@@ -11,7 +11,7 @@ from miles_router.client import Retries, RouterClient
 from miles_router.client.router_client import _generate_body
 
 LISTED = "import sys, {}; print(*sorted(name for name in sys.modules if '.' not in name or 'miles_router.' in name))"
-SHARED = {"miles_router.engines", "miles_router.tasks", "miles_router.version", "miles_router.trajectory"}
+SHARED = {f"miles_router.{name}" for name in ("dialects", "engines", "tasks", "trajectory", "version")}
 SERVER = {"starlette", "uvicorn", "uvloop", "httptools", "prometheus_client", "yaml", "transformers", "middleware_hub"}
 
 

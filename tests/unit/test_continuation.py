@@ -9,30 +9,31 @@ import orjson
 import pytest
 
 from miles_router.asgi.exchange import Exchange
+from miles_router.engines.generate import GenerateRequest
 from miles_router.middlewares.router import Router
-from miles_router.partial_rollouts.continuation import ALSO_STATEFUL, PENALTIES, STATEFUL, check_prompt, continuation
-from miles_router.partial_rollouts.engine import CannotResume, Engine, Known
-from miles_router.partial_rollouts.parts import Part, split
+from miles_router.partial_rollouts.continuation import ALSO_STATEFUL, PENALTIES, STATEFUL, continuation
+from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration, generations_of
+from miles_router.partial_rollouts.questions import EngineQuestions
 
 
-class Tokenizing(Engine):
+class Tokenizing(EngineQuestions):
     """A worker whose tokens are the characters' numbers."""
 
     def __init__(self) -> None:
-        super().__init__(cast(Router, None), Known(), Exchange("it"), [])
+        super().__init__(cast(Router, None), Exchange("it"), [])
 
     async def tokenize(self, text: str) -> list[int]:
         return list(map(ord, text))
 
 
-def cut(body: dict[str, Any], sampled: Sequence[int], **meta: Any) -> Part:
-    (part,) = split(body)
-    part.answer = {"text": "", "output_ids": list(sampled), "meta_info": {"prompt_tokens": 2, **meta}}
-    return part
+def cut(body: dict[str, Any], sampled: Sequence[int], **meta: Any) -> ResumableGeneration:
+    (generation,) = generations_of(GenerateRequest.read(body))
+    generation.answer = {"text": "", "output_ids": list(sampled), "meta_info": {"prompt_tokens": 2, **meta}}
+    return generation
 
 
-async def asked(part: Part) -> dict[str, Any]:
-    found: dict[str, Any] = orjson.loads(await continuation(part, Tokenizing()))
+async def asked(generation: ResumableGeneration) -> dict[str, Any]:
+    found: dict[str, Any] = orjson.loads(await continuation(generation, Tokenizing()))
     return found
 
 
@@ -54,21 +55,21 @@ async def asked(part: Part) -> dict[str, Any]:
     ],
 )
 async def test_what_was_sampled_is_prompt_now_and_the_budget_less(given: dict[str, Any], left: dict[str, Any]) -> None:
-    part = cut({"input_ids": [1, 2], "sampling_params": given}, [7, 8, 9])
-    assert await asked(part) == {"input_ids": [1, 2, 7, 8, 9], "sampling_params": left}
+    generation = cut({"input_ids": [1, 2], "sampling_params": given}, [7, 8, 9])
+    assert await asked(generation) == {"input_ids": [1, 2, 7, 8, 9], "sampling_params": left}
 
 
 async def test_what_is_said_of_the_prompt_is_not_asked_again_and_everything_else_is() -> None:
     kept = {"rid": "r", "stream": True, "return_logprob": True, "top_logprobs_num": 2, "lora_path": "l", "other": {}}
-    part = cut({"text": "ab", "logprob_start_len": 0, **kept}, [7])
-    assert await asked(part) == {"input_ids": [97, 98, 7], "sampling_params": {"max_new_tokens": 127}, **kept}
+    generation = cut({"text": "ab", "logprob_start_len": 0, **kept}, [7])
+    assert await asked(generation) == {"input_ids": [97, 98, 7], "sampling_params": {"max_new_tokens": 127}, **kept}
 
 
 async def test_rows_of_experts_are_asked_for_from_the_first_that_is_missing() -> None:
-    part = cut({"input_ids": [1, 2], "return_routed_experts": True, "routed_experts_start_len": 1}, [7])
-    assert (await asked(part))["routed_experts_start_len"] == 1
-    part.experts_from = 2
-    assert (await asked(part))["routed_experts_start_len"] == 2
+    generation = cut({"input_ids": [1, 2], "return_routed_experts": True, "routed_experts_start_len": 1}, [7])
+    assert (await asked(generation))["routed_experts_start_len"] == 1
+    generation.experts_from = 2
+    assert (await asked(generation))["routed_experts_start_len"] == 2
 
 
 @pytest.mark.parametrize("field", [*STATEFUL, *PENALTIES])
@@ -88,11 +89,3 @@ async def test_nor_is_a_request_whose_answers_cannot_be_joined(field: str) -> No
 async def test_a_tokenizer_that_gives_another_prompt_is_not_believed() -> None:
     with pytest.raises(CannotResume, match="tokenizer"):
         await asked(cut({"text": "abc"}, [7]))
-
-
-def test_an_answer_to_another_prompt_is_none() -> None:
-    part = cut({"input_ids": [1, 2]}, [7])
-    for told in ({"prompt_tokens": 3}, {}):
-        check_prompt(part, {"meta_info": told})
-    with pytest.raises(CannotResume, match="prompt"):
-        check_prompt(part, {"meta_info": {"prompt_tokens": 2}})

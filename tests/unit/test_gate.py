@@ -14,8 +14,9 @@ from miles_router.fleet.gate import Gate, generates
 class Who:
     """A request, as far as the gate looks at it."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         self.aborted = False
+        self.number = number
 
 
 def made(*, max_held: int = 10, timeout: float = 0.0) -> Gate:
@@ -138,6 +139,21 @@ async def test_those_who_wait_go_in_the_order_they_came() -> None:
     gate.resume()
     await asyncio.gather(*tasks)
     assert (gate.held, went) == (0, [0, 1, 2, 3, 4])
+
+
+async def test_who_comes_back_to_it_goes_before_those_who_came_later() -> None:
+    gate, went = made(), list[int]()
+
+    async def one(number: int) -> None:
+        await gate.wait(Who(number))
+        went.append(number)
+
+    gate.pause("abort")
+    tasks = [asyncio.ensure_future(one(number)) for number in (3, 1, 4, 2)]
+    await settled()
+    gate.resume()
+    await asyncio.gather(*tasks)
+    assert went == [1, 2, 3, 4]
 
 
 async def test_one_request_may_wait_for_several_of_its_generations() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import orjson
 import pytest
 
@@ -61,6 +63,45 @@ def test_an_abort_finds_an_id_however_it_is_spelled(body: bytes) -> None:
     entered(in_flight, b'{"text": "caf\\u00e9/1", "rid": "caf\\u00e9/2"}')
     meant = entered(in_flight, body)
     assert in_flight.abort("café/1") == [meant]
+
+
+def test_an_abort_finds_a_prompt_of_a_list_by_the_id_that_the_engine_gives_it() -> None:
+    in_flight = InFlight()
+    batch = entered(in_flight, {"input_tokens": [[1], [2]], "rid": "r"})
+    samples = entered(in_flight, {"text": ["a", "b"], "rid": "r", "sampling_params": {"n": 2}})
+    chat = entered(in_flight, {"messages": [], "rid": "chat"})
+    assert in_flight.abort("r_1") == [batch]
+    assert in_flight.abort("r") == in_flight.abort("r_2") == []
+    assert in_flight.abort("chat") == [chat]
+    assert not samples.flight.aborted
+
+
+ODD_BODIES = {
+    "lists that never end": lambda size: b'{"rid":[' * (size // 8),
+    "texts that never end": lambda size: b'{"rid":"' * (size // 8),
+    "objects in objects": lambda size: b'{"rid":' * (size // 7),
+    "lists in lists": lambda size: b'{"rid":' + b"[" * size,
+    "a long list": lambda size: b'{"rid":[' + b'"a",' * (size // 4),
+    "a long text": lambda size: b'{"rid":"' + b'\\"' * (size // 2),
+    "one number": lambda size: b'{"rid":' + b"1" * size,
+    "names without values": lambda size: b'"rid" ' * (size // 6),
+    "spaces": lambda size: b'{"rid"' + b" " * size,
+    "an escape behind it all": lambda size: b'{"rid":["a"' * (size // 11) + b'"\\u0061"',
+}
+
+
+@pytest.mark.parametrize("odd", ODD_BODIES)
+def test_the_time_of_an_abort_grows_no_faster_than_the_bodies_in_flight(odd: str) -> None:
+    def seconds(size: int) -> float:
+        in_flight, best = InFlight(), 1.0
+        entered(in_flight, ODD_BODIES[odd](size))
+        for _ in range(10):
+            began = time.process_time()
+            assert in_flight.abort("zz") == []
+            best = min(best, time.process_time() - began)
+        return best
+
+    assert seconds(1 << 17) / seconds(1 << 14) < 24, "8 times as long is in order, 64 times is not"
 
 
 @pytest.mark.parametrize("text", ["Hi", "made"])

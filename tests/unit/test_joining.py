@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.partial_rollouts.joining import cut, forming, join, join_base64, join_spans, straddling
@@ -66,7 +66,6 @@ def wholes(draw: st.DrawFn) -> Whole:
     return Whole(pieces, versions, draw(st.integers(1, 9)), draw(st.integers(0, PROMPT - 1)))
 
 
-@settings(deadline=None)
 @given(wholes(), st.data())
 def test_joining_any_cut_gives_the_uncut_answer(whole: Whole, data: st.DataObject) -> None:
     end = len(whole.pieces)
@@ -82,7 +81,6 @@ def test_joining_any_cut_gives_the_uncut_answer(whole: Whole, data: st.DataObjec
     assert joined == expected
 
 
-@settings(deadline=None)
 @given(wholes(), st.data())
 def test_a_cut_answer_is_what_the_engine_would_have_said_had_it_stopped_there(
     whole: Whole, data: st.DataObject
@@ -125,7 +123,6 @@ def test_what_adds_up_is_added_and_what_is_absent_stays_absent() -> None:
     assert joined["meta_info"] == {"num_retractions": 3, "e2e_latency": 0.75, "finish_reason": ABORT, "resumed": 1}
 
 
-@settings(deadline=None)
 @given(st.lists(st.binary(max_size=7), max_size=5))
 def test_base64_is_joined_whatever_its_padding(parts: list[bytes]) -> None:
     joined = ""
@@ -135,7 +132,6 @@ def test_base64_is_joined_whatever_its_padding(parts: list[bytes]) -> None:
     assert joined == base64.b64encode(b"".join(parts)).decode()
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from("ab"), max_size=4), max_size=5))
 def test_spans_cover_without_gap_and_neighbours_differ(parts: list[list[str]]) -> None:
     joined: list[dict[str, Any]] = []
@@ -168,7 +164,6 @@ def test_a_stop_string_across_the_cut_is_found_and_no_other(
     assert straddling(text, boundary, stops) == found
 
 
-@settings(deadline=None)
 @given(
     st.text("ab", max_size=8), st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 )
@@ -183,7 +178,6 @@ def test_straddling_agrees_with_a_search_of_every_place(first: str, second: str,
     assert straddling(text, boundary, stops) == min(places, default=None)
 
 
-@settings(deadline=None)
 @given(
     st.text("ab", max_size=8), st.text("ab", max_size=8), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)
 )

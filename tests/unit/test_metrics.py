@@ -11,20 +11,21 @@ from prometheus_client.registry import Collector
 
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import WorkerPool
 from miles_router.metrics import GateStatistics, Metrics, Statistics, counter, gauge, histogram
 from miles_router.metrics.metrics import route_class
 from miles_router.metrics.statistics import BUCKETS, Histogram
+from tests.support.quiet_fleet import quiet_fleet
 
 URL = "http://a:1"
 
 
 def made() -> tuple[Metrics, WorkerPool]:
-    pool = WorkerPool(failure_threshold=1)
-    metrics = Metrics(pool)
-    pool.add(parse_worker_url(URL))
-    return metrics, pool
+    fleet = quiet_fleet()
+    metrics = Metrics(fleet)
+    fleet.pool.add(parse_worker_url(URL))
+    return metrics, fleet.pool
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -167,7 +168,7 @@ def shown(statistics: Statistics) -> dict[tuple[str, tuple[tuple[str, str], ...]
     """What Prometheus is given, but for buckets."""
     families = list(statistics.collect())
     assert [(each.name, each.documentation) for each in families] == [
-        (each.name.removesuffix("_total"), each.help) for each in type(statistics).described()
+        (each.name.removesuffix("_total"), each.help) for each in type(statistics).descriptions()
     ]
     return {
         (sample.name, tuple(sample.labels.items())): sample.value

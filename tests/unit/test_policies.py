@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from miles_router.fleet.policies import KeyAffinity, LeastInFlight
+from miles_router.fleet.pool import Lease, WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import Lease, Worker, WorkerPool
+from miles_router.fleet.workers import Worker
 
 
 def pool_of(count: int) -> WorkerPool:

@@ -218,6 +218,30 @@ async def test_pieces_may_be_held_back_and_the_head_with_them(same_length: bool)
     assert client.length == (b"4" if same_length else None)
 
 
+@pytest.mark.parametrize("kind", [JSON, EVENTS])
+async def test_a_layer_that_only_looks_on_does_not_hold_the_head(kind: bytes) -> None:
+    class Copying(Pieces):
+        holds_head = False
+
+        async def piece(self, data: bytes, *, more: bool) -> bytes:
+            self.waiting += data
+            return data
+
+    client = Client()
+    tap = Copying(client, same_length=True)
+    await through(tap, head(kind, content_length="2"))
+    assert (len(client.messages), client.length) == (1, b"2")
+    await through(tap, body(b"a", more=True), body(b"b"))
+    assert (client.body, client.complete, tap.waiting) == (b"ab", True, b"ab")
+
+
+async def test_whoever_wants_bytes_alone_gets_those_of_any_reply() -> None:
+    client = Client()
+    tap = Pieces(client, same_length=True)
+    await through(tap, head(TEXT, content_encoding="gzip"), body(b"x"))
+    assert (client.body, client.unread) == (b"x", [])
+
+
 async def test_a_layer_that_has_seen_enough_lets_the_rest_pass() -> None:
     class Peeking(Shouting):
         async def piece(self, data: bytes, *, more: bool) -> bytes:
@@ -293,6 +317,23 @@ async def test_a_layer_learns_of_a_reply_s_begin_before_anything_of_it_goes_on_a
     assert tap.seen == []
 
 
+async def test_a_layer_sees_what_has_come_and_answers_behind_the_end_with_another_length() -> None:
+    class Later(Shouting):
+        async def whole(self, body: bytes) -> None:
+            return None
+
+    client = Client()
+    tap = Later(client)
+    await through(tap, head(content_length="4"), body(b"{", more=True), body(b" ", more=True))
+    assert (tap.collected, tap.passing) == (b"{ ", False)
+    await through(tap, body(b" }"))
+    assert (tap.collected, client.messages) == (b"", [])
+    await tap.answer(b"{...}")
+    assert (client.body, client.length, client.complete) == (b"{...}", b"5", True)
+    await through(passed := Later(Client()), head(status=500))
+    assert passed.passing
+
+
 async def test_a_collected_reply_is_kept_whole_whatever_it_is() -> None:
     for start, is_json in ((head(), True), (head(status=500), False), (head(content_encoding="gzip"), False)):
         reply, client = Collected(), Client()
@@ -300,6 +341,9 @@ async def test_a_collected_reply_is_kept_whole_whatever_it_is() -> None:
         assert (reply.status, reply.body, reply.is_json, reply.parse()) == (start["status"], b"{}", is_json, {})
         await reply.give_to(client.send)
         assert client.messages == [start, body(b"{}")]
+        other = Client()
+        await reply.give_to(other.send, b"other")
+        assert (other.body, other.length, other.messages[0]["status"]) == (b"other", b"5", start["status"])
     assert reply.kind is Kind.JSON
 
 

@@ -12,7 +12,7 @@ from weakref import ref
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from middleware_hub.routed_experts import decoding
@@ -72,7 +72,6 @@ def test_a_cut_at_any_place_loses_nothing(count: int) -> None:
 chunked = st.lists(st.integers(0, 400), max_size=12)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 65535) | st.integers(0, 255), max_size=120), chunked)
 @example([0] * 3, [QUANTUM])
 @example([255, 256, 255], [1, 15, 16])
@@ -87,7 +86,6 @@ def test_any_pieces_give_what_numpy_makes_of_the_whole(ids: list[int], places: l
     assert flat.dtype == (np.uint16 if decoder.largest > 255 else np.uint8)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 64).map(lambda quanta: quanta * QUANTUM), st.integers(0, 600), st.integers(0, 600))
 def test_what_is_decoded_at_once_may_be_of_any_size(at_once: int, count: int, wide: int) -> None:
     ids = [place % 256 for place in range(count)]
@@ -126,7 +124,6 @@ def test_what_is_decoded_holds_no_more_memory_than_its_ids_take(count: int, wide
     assert sum(block.nbytes for block in blocks) == made.nbytes == count * (2 if wide and count else 1)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(0, 300), st.integers(0, 300), st.integers(1, 200))
 def test_blocks_follow_each_other_as_ids_come(block: int, count: int, wide: int, size: int) -> None:
     ids = [place % 256 for place in range(count)]
@@ -200,7 +197,6 @@ def test_what_is_no_base64_of_whole_ids_is_refused(broken: int, size: int) -> No
         assert refusal(every(data, size)) == "experts_are_rows"
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=80), chunked)
 def test_bytes_of_any_kind_give_ids_or_a_refusal_by_name(data: bytes, places: list[int]) -> None:
     data = data.replace(b'"', b"*")
@@ -219,7 +215,6 @@ def test_bytes_of_any_kind_give_ids_or_a_refusal_by_name(data: bytes, places: li
         assert decoder.finish().flat.tolist() == expected
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 255), max_size=40), st.binary(max_size=40), st.integers(0, 60), chunked)
 def test_a_quotation_mark_ends_what_is_read_wherever_it_stands(
     ids: list[int], behind: bytes, garbage: int, places: list[int]
@@ -264,7 +259,6 @@ def test_of_what_is_longer_than_the_limit_nothing_is_kept() -> None:
     assert (decoder._full, decoder._block.nbytes) == ([], 0)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 6), st.integers(1, 5), st.integers(1, 4), st.booleans(), st.data())
 def test_what_is_encoded_is_what_the_engine_sends(
     rows: int, layers: int, top_k: int, wide: bool, data: st.DataObject

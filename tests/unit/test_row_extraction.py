@@ -19,6 +19,7 @@ from middleware_hub.routed_experts.extraction import Extractor
 from miles_router.engines.events import EventReader
 from miles_router.engines.rows import EXPERT_FIELDS
 from miles_router.trajectory.rows import ROUTED_EXPERTS
+from tests.support.tiers import examples
 
 FIELD = "routed_experts"
 IDS = [1, 2, 3, 255, 0]
@@ -298,7 +299,7 @@ EXACT = ("compact", "ascii", "orjson")
 places = st.lists(st.integers(0, 2000), max_size=10)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(documents, st.sampled_from(sorted(WRITERS)), places)
 @example({"a": "\\", FIELD: Ids(IDS)}, "compact", [5, 6])
 @example({f'"{FIELD}': sent(IDS), "a": f'"{FIELD}":0'}, "odd", [3])
@@ -313,7 +314,6 @@ def test_any_document_loses_the_field_and_nothing_else(tree: Any, writer: str, p
     assert through(singly(document)) == (remains, found)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(documents, max_size=4), places, st.booleans())
 def test_any_stream_of_events_loses_the_field_and_nothing_else(trees: list[Any], places: list[int], done: bool) -> None:
     end = b"data: [DONE]\n\n" if done else b""
@@ -330,7 +330,6 @@ def test_any_stream_of_events_loses_the_field_and_nothing_else(trees: list[Any],
 
 
 @given(st.binary(max_size=60) | st.text(alphabet='"\\:,routed_experts {}\n', max_size=60).map(str.encode), places)
-@settings(deadline=None)
 def test_bytes_without_the_field_pass_as_they_are(data: bytes, places: list[int]) -> None:
     extractor = extractor_of_experts()
     passed = [extractor.feed(piece) for piece in cut(data, places)]

@@ -143,6 +143,18 @@ async def test_the_string_of_ids_is_never_collected(kind: type[RowReply], stream
     assert (given == len(data)) == (kind is VerbatimReply)
 
 
+@pytest.mark.parametrize("kind", [StrippedReply, VerbatimReply])
+async def test_a_stream_s_head_goes_on_at_once_and_that_of_an_answer_when_it_is_clear_that_it_has_rows(
+    kind: type[RowReply],
+) -> None:
+    for content_type, at_once in ((EVENTS, True), (JSON, False)):
+        client, keeper = Client(), Keeper()
+        reply = keeper.reply(client.send, client, kind)
+        await reply.send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]})
+        await reply.send({"type": "http.response.body", "body": b'{"text":', "more_body": True})
+        assert len(client.messages) == at_once
+
+
 async def test_an_error_never_stands_within_an_event_that_the_client_has_some_of() -> None:
     """Rows in a place where nobody looks for them: that none are where they belong is only clear at the event's end."""
     odd = {"index": 0, "odd": {"routed_experts": told([[1]])}, **answer(2)}

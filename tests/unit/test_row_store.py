@@ -17,6 +17,7 @@ from middleware_hub.routed_experts import store as storing
 from middleware_hub.routed_experts.store import RowStore
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import ROUTED_EXPERTS, AlignedRows
+from tests.support.tiers import examples
 
 WIDTH = 10
 
@@ -365,7 +366,7 @@ class Holders(RuleBasedStateMachine):
             stack.close()
 
 
-Holders.TestCase.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+Holders.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=60)
 TestHolders = Holders.TestCase
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.engines.answers import finish_reasons
+from miles_router.engines.answers import finish_reasons, index_of
 from miles_router.engines.scan import Field, Incomplete, value_at
 
 NAMES = ("finish_reason", "index", "weight_version")
@@ -117,9 +117,46 @@ def test_the_one_value_of_a_field_and_no_other() -> None:
             Field("index").only(data)
 
 
+@given(st.dictionaries(names, documents, max_size=4), spacings, st.sampled_from([None, 1]))
+def test_the_value_of_the_last_field_needs_no_look_at_the_others(
+    document: dict[str, Any], spacing: tuple[str, str], indent: int | None
+) -> None:
+    data = written(document, spacing, escape=False, indent=indent)
+    for name in NAMES:
+        if next(reversed(document), None) == name and not isinstance(document[name], (str, list, dict)):
+            assert Field(name).last(data) == document[name]
+        else:
+            with suppress(Incomplete):
+                assert Field(name).last(data) == document[name]
+                assert next(reversed(document)) == name
+
+
+@pytest.mark.parametrize(
+    ("event", "index"),
+    [
+        (b'{"meta_info": {"index": 7}, "index" : 3 }\n', 3),
+        (b'{"index":3,"text":"x"}', 3),
+        (b'{"index":3,"meta_info":{"index":7}}', None),
+        (b'{"text":"\\"index\\":7","index":3', None),
+        (b'{"text":"x"}', None),
+        (b'{"index":"3"}', None),
+        (b'{"index":true}', None),
+    ],
+)
+def test_which_generation_an_event_is_about(event: bytes, index: int | None) -> None:
+    assert index_of(event) == index
+
+
 def test_a_long_value_is_read_to_its_end() -> None:
     text = "é" * 5000
     assert value_at(json.dumps({"a": text}, ensure_ascii=False).encode(), 6) == text
+    assert value_at(b"[%b]" % (b"1" * 600), 1) == int("1" * 600)
+
+
+@pytest.mark.parametrize("value", [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000 + b",", b"tru", b"-", b'"\n"', b""])
+def test_what_cannot_be_read_is_said_to_be_incomplete(value: bytes) -> None:
+    with pytest.raises(Incomplete):
+        value_at(b'{"a":' + value, 5)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +173,7 @@ def test_a_long_value_is_read_to_its_end() -> None:
         (b'[{"finish_reason":null},{"finish_reason":{"type":"abort"}}]', 2, False, [None, {"type": "abort"}]),
         (b'[{"finish_reason":null},{"finish_reason":null}]', 1, False, None),
         (b'[{"finish_reason":null},{"finish_reason":nu', 1, True, [None]),
+        (b'{"finish_reason" : null, "text": "', 1, True, [None]),
         (b'[{"finish_reason":null},{"finish_reason":{"type":"ab', 2, True, None),
         (b'{"choices":[{"finish_reason": "abort"}]}', 1, False, ["abort"]),
     ],

@@ -11,6 +11,7 @@ import pytest
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, NotAppendOnly, build
 from middleware_hub.openai_session.continuing.families import ROLES
+from middleware_hub.openai_session.sessions.prompting import Context
 from tests.support.chat import (
     CHATML,
     TOOLS,
@@ -22,6 +23,8 @@ from tests.support.chat import (
     results,
     with_template,
 )
+from tests.support.chat import whole as whole_of
+from tests.support.tiers import examples
 
 LIBRARY = (
     *("qwen3", "qwen35", "qwennext", "glm47", "kimi25", "kimi26", "minimax_m25", "minimax_m27"),
@@ -113,7 +116,7 @@ def test_joins_as_the_library_does(family: str, thinking: bool, tmp_path: Path) 
     deepseek = family.startswith("deepseek")
     settings = {"thinking": thinking} if deepseek else {} if thinking else {"enable_thinking": False}
     rng = random.Random(family)
-    for _ in range(40):
+    for _ in range(examples(40)):
         history = conversation(rng, rng.randint(0, 3), tools=True)
         calls = rng.randint(1 if roles == ("tool",) else 0, 3)
         message = answer(rng, calls=calls, turn=9)
@@ -406,11 +409,11 @@ def test_ids_behind_a_special_token_are_those_of_the_whole_text() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "qwen35", "glm47", "kimi25", "minimax_m25", "nemotron3", OSS])
 def test_given_text_is_the_end_of_the_whole_conversations(family: str) -> None:
     made, rng = continuation(family), random.Random(family)
-    for _ in range(20):
+    for _ in range(examples(20)):
         history = conversation(rng, rng.randint(0, 3), tools=family != OSS)
         message = answer(rng, calls=rng.randint(0, family != OSS), turn=9)
         appended = results(rng, message) if message.get("tool_calls") else [user(rng.choice(("More", "  é\n")))]
-        whole = made.whole([*history, message, *appended], TOOLS, {})
+        whole = whole_of(made.renderer, [*history, message, *appended], Context(TOOLS, {}))
         extension = made.after(held_end(message, None, ended=False), appended, TOOLS, {})
         assert whole[-len(extension.ids) :] == extension.ids
 
@@ -418,7 +421,7 @@ def test_given_text_is_the_end_of_the_whole_conversations(family: str) -> None:
 def test_a_long_list_of_tools_is_rendered_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     made = build(with_template(CHATML), None)
     rendered: list[object] = []
-    renderer = made._renderer
+    renderer = made.renderer
     render = renderer.render
     monkeypatch.setattr(renderer, "render", lambda *a, **k: rendered.append(a[1]) or render(*a, **k))  # type: ignore[func-returns-value]
     for turn in range(3):

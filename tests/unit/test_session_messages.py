@@ -12,7 +12,6 @@ from middleware_hub.openai_session.sessions.messages import (
     EQUALITIES,
     Message,
     checked,
-    contexts_of,
     equality,
     message_bytes,
     only_text,
@@ -227,37 +226,6 @@ def test_parts_that_ids_alone_do_not_carry_are_told_from_text() -> None:
     assert only_text([user("a"), {"role": "user", "content": text}, {"role": "assistant"}, tool("1")])
     for part in ({"type": "image_url", "image_url": {"url": "x"}}, {"type": "input_audio"}, {}, 3):
         assert not only_text([user("a"), {"role": "user", "content": [*text, part]}])
-
-
-def test_a_context_is_tools_and_template_settings_however_they_are_ordered() -> None:
-    parsed = {"messages": [user("a")], "tools": TOOLS, "chat_template_kwargs": {"a": 1, "b": 2}}
-    (context,) = contexts_of(parsed)
-    assert contexts_of({**parsed, "chat_template_kwargs": {"b": 2, "a": 1}, "temperature": 0, "n": 2}) == (context,)
-    for change in ({"tools": TOOLS[:1]}, {"chat_template_kwargs": {"a": 1}}, {"reasoning_effort": "low"}):
-        assert context not in contexts_of({**parsed, **change})
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"tools": []}, {"tools": [], "tool_choice": "none"}, {"tools": None, "tool_choice": "none"}],
-)
-def test_without_tools_and_settings_there_is_one_empty_context(fields: Mapping[str, Any]) -> None:
-    assert contexts_of({"messages": [user("a")], **fields}) == (b"",)
-
-
-def test_tools_that_the_choice_does_not_allow_are_not_shown_by_the_engine() -> None:
-    named = {"type": "function", "function": {"name": "sub"}}
-    every, one, none = (contexts_of({"tools": tools})[0] for tools in (TOOLS, TOOLS[1:], None))
-    assert contexts_of({"tools": TOOLS, "tool_choice": "required"}) == (every,)
-    assert contexts_of({"tools": TOOLS, "tool_choice": "none"}) == (none, every)
-    assert contexts_of({"tools": TOOLS, "tool_choice": named}) == (one, every)
-    assert contexts_of({"tools": TOOLS[1:], "tool_choice": named}) == (one,)
-
-
-@pytest.mark.parametrize("tools", ["add", 3, [1], [{"function": "add"}], {"a": 1}])
-@pytest.mark.parametrize("choice", [{}, {"function": "add"}, {"function": {"name": "add"}}, 3])
-def test_tools_that_are_none_are_left_for_the_engine_to_refuse(tools: object, choice: object) -> None:
-    assert contexts_of({"tools": tools, "tool_choice": choice})
 
 
 def test_the_memory_of_a_message_is_that_of_its_text() -> None:

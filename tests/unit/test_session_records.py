@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import orjson
 
-from middleware_hub.openai_session.export.records import described, record, summary, turn_span
+from middleware_hub.openai_session.export.records import describe, record, summary, turn_span
 from tests.support.sessions import SYSTEM, Scene, assistant, user
 
 START = [SYSTEM, user("Add.")]
@@ -56,14 +56,14 @@ def test_spans_are_positions_in_the_tokens_of_any_leaf_behind() -> None:
         assert tokens[start : end - dropped] == sampled[: len(sampled) - dropped]
 
 
-def test_a_session_is_described_with_its_tree() -> None:
+def test_a_session_is_describe_with_its_tree() -> None:
     scene = Scene()
     scene.session.metadata["task"] = "sum"
     first = scene.turn(START)
     scene.follow(first, user("b"))
     scene.turn([user("else")])
     scene.recorder.pass_by("/v1/messages", scene.session, "not traced", "r")
-    found = described(scene.session)
+    found = describe(scene.session)
     assert found["session_id"] == "s"
     assert [each["turn"] for each in found["records"]] == [0, 1, 2]
     metadata = found["metadata"]
@@ -75,8 +75,8 @@ def test_a_session_is_described_with_its_tree() -> None:
     orjson.dumps(found)
 
 
-def test_an_empty_session_is_described_too() -> None:
-    found = described(Scene().session)
+def test_an_empty_session_is_describe_too() -> None:
+    found = describe(Scene().session)
     assert (found["records"], found["metadata"]["roots"], found["metadata"]["leaves"]) == ([], [], [])
 
 

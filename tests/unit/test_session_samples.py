@@ -9,22 +9,16 @@ import numpy as np
 import orjson
 import pytest
 
-from middleware_hub.openai_session.errors import InvalidSample
-from middleware_hub.openai_session.export.samples import (
-    Making,
-    Sample,
-    Wanted,
-    as_json,
-    as_safetensors,
-    samples,
-    wanted,
-)
+from middleware_hub.openai_session.errors import UnusableSample
+from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest, write_samples
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
 from miles_router.middlewares.rows import RowChannel
+from miles_router.trajectory import Sample, Trajectory, from_arrays
 from miles_router.trajectory.rows import ROUTED_EXPERTS
-from miles_router.trajectory.wire import from_json, unpack
+from miles_router.trajectory.safetensors import unpack
+from miles_router.trajectory.sample import READERS, Format
 from tests.support.sessions import SYSTEM, Scene, user
 
 START = [SYSTEM, user("Add.")]
@@ -36,12 +30,18 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def collected(scene: Scene, **request: Any) -> list[Sample]:
-    return samples(scene.session, wanted(request), Making(Selection(()), decode, RowChannel(ROUTED_EXPERTS)))
+    return SampleMaker(Selection(()), decode, RowChannel(ROUTED_EXPERTS)).make(
+        scene.session, SampleRequest.read(request)
+    )
 
 
 def one(scene: Scene, **request: Any) -> Sample:
     (sample,) = collected(scene, **request)
     return sample
+
+
+def trajectory(sample: Sample) -> Trajectory:
+    return from_arrays(sample.tokens, sample.logprobs, sample.loss_mask, sample.weight_versions)
 
 
 def two_turns(scene: Scene, **options: Any) -> Turn:
@@ -54,12 +54,12 @@ def two_turns(scene: Scene, **options: Any) -> Turn:
 
 
 def test_a_request_for_samples_may_leave_everything_out() -> None:
-    assert wanted({}) == Wanted("json", None, "all", {}, None)
+    assert SampleRequest.read({}) == SampleRequest("json", None, "all", {}, {})
 
 
 def test_a_request_for_samples_says_what_it_wants() -> None:
     request = {"format": "safetensors", "max_seq_len": 1, "branches": "last", "reward": None, "metadata": {"a": 1}}
-    assert wanted(request) == Wanted("safetensors", 1, "last", {"reward": None}, {"a": 1})
+    assert SampleRequest.read(request) == SampleRequest("safetensors", 1, "last", {"reward": None}, {"a": 1})
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_request_for_samples_says_what_it_wants() -> None:
 )
 def test_a_request_that_is_not_understood_is_refused(request_: object, reason: str) -> None:
     with pytest.raises(BadRequest, match=reason):
-        wanted(request_)
+        SampleRequest.read(request_)
 
 
 def test_a_policy_that_there_is_not_is_refused() -> None:
@@ -93,20 +93,17 @@ def test_a_sample_is_the_line_of_its_leaf() -> None:
     scene = Scene()
     leaf = two_turns(scene)
     sample = one(scene)
-    assert sample.trajectory == leaf.trajectory()
-    assert sample.trajectory.loss_mask.tolist() == [0] * 3 + [1] * 3 + [0] * 5 + [1] * 2
-    assert sample.rest["weight_versions"] == [
-        {"version": "1", "start": 3, "end": 6},
-        {"version": "1", "start": 11, "end": 13},
-    ]
-    assert sample.rest["response"] == decode(leaf.trajectory().tokens[PROMPT:].tolist())
-    assert sample.rest["response_length"] == 10
+    assert trajectory(sample) == leaf.trajectory()
+    assert sample.loss_mask.tolist() == [0] * 3 + [1] * 3 + [0] * 5 + [1] * 2
+    assert sample.weight_versions == (("1", 3, 6), ("1", 11, 13))
+    assert sample.response == decode(leaf.trajectory().tokens[PROMPT:].tolist())
+    assert sample.response_length == 10
 
 
 def test_a_sample_says_where_its_turns_are() -> None:
     scene = Scene()
     two_turns(scene)
-    metadata = one(scene).rest["metadata"]
+    metadata = one(scene).metadata
     assert [(turn["turn"], turn["start"], turn["end"]) for turn in metadata["turns"]] == [(0, 3, 6), (1, 11, 13)]
     assert (metadata["session_id"], metadata["leaf"], metadata["untrained_turns"]) == ("s", 1, [])
     assert (metadata["reason"], metadata["untraced"]) == (None, 0)
@@ -119,25 +116,28 @@ def test_a_sample_says_where_its_turns_are() -> None:
 def test_the_status_is_how_the_last_turn_ended(finish: str, status: str) -> None:
     scene = Scene()
     two_turns(scene, finish=finish)
-    assert one(scene).rest["status"] == status
+    assert one(scene).status == status
 
 
 def test_what_is_given_at_collection_is_carried() -> None:
     scene = Scene()
     scene.session.metadata.update(task="sum", source="session")
     scene.turn(START)
-    rest = one(scene, reward=0.5, label=[1], metadata={"source": "collection"}).rest
-    assert (rest["reward"], rest["label"]) == (0.5, [1])
-    assert (rest["metadata"]["task"], rest["metadata"]["source"]) == ("sum", "collection")
-    assert not {"reward", "label"} & one(scene).rest.keys()
+    sample = one(scene, reward=0.5, label=[1], metadata={"source": "collection"})
+    assert (sample.reward, sample.label) == (0.5, [1])
+    assert (sample.metadata["task"], sample.metadata["source"]) == ("sum", "collection")
+    (plain,) = orjson.loads(write_samples(scene.session, [one(scene)], SampleRequest()))["samples"]
+    assert not {"reward", "label"} & plain.keys()
+    (null,) = orjson.loads(write_samples(scene.session, [one(scene)], SampleRequest.read({"label": None})))["samples"]
+    assert (null["label"], "reward" in null) == (None, False)
 
 
 def test_nobody_s_metadata_hides_what_the_router_says() -> None:
     scene = Scene()
     scene.session.metadata["leaf"] = "mine"
     scene.turn(START)
-    assert one(scene, metadata={"session_id": "mine", "turns": 3}).rest["metadata"]["leaf"] == 0
-    assert one(scene, metadata={"session_id": "mine", "turns": 3}).rest["metadata"]["session_id"] == "s"
+    assert one(scene, metadata={"session_id": "mine", "turns": 3}).metadata["leaf"] == 0
+    assert one(scene, metadata={"session_id": "mine", "turns": 3}).metadata["session_id"] == "s"
 
 
 # Branches
@@ -148,14 +148,12 @@ def test_each_leaf_gives_a_sample_and_a_shared_turn_is_trained_once() -> None:
     first = scene.turn(START, sampled=2)
     leaves = [scene.follow(first, user(text), given=1, sampled=2) for text in "bc"]
     one, other = collected(scene)
-    assert [sample.trajectory.tokens.tolist() for sample in (one, other)] == [
-        leaf.trajectory().tokens.tolist() for leaf in leaves
-    ]
-    assert one.trajectory.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 1]
-    assert other.trajectory.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
-    assert other.trajectory.logprobs.tolist()[3:5] == one.trajectory.logprobs.tolist()[3:5] != [0.0, 0.0]
-    assert [sample.rest["metadata"]["untrained_turns"] for sample in (one, other)] == [[], [0]]
-    assert [sample.rest["metadata"]["reason"] for sample in (one, other)] == [None, "edited_history"]
+    assert [sample.tokens.tolist() for sample in (one, other)] == [leaf.trajectory().tokens.tolist() for leaf in leaves]
+    assert one.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 1]
+    assert other.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+    assert other.logprobs.tolist()[3:5] == one.logprobs.tolist()[3:5] != [0.0, 0.0]
+    assert [sample.metadata["untrained_turns"] for sample in (one, other)] == [[], [0]]
+    assert [sample.metadata["reason"] for sample in (one, other)] == [None, "edited_history"]
 
 
 def test_alone_a_branch_trains_all_of_its_turns() -> None:
@@ -163,7 +161,7 @@ def test_alone_a_branch_trains_all_of_its_turns() -> None:
     first = scene.turn(START, sampled=2)
     for text in "bc":
         scene.follow(first, user(text), given=1, sampled=2)
-    assert one(scene, branches="last").trajectory.loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 1]
+    assert one(scene, branches="last").loss_mask.tolist() == [0, 0, 0, 1, 1, 0, 1, 1]
 
 
 def test_a_stop_token_that_one_line_dropped_is_trained_in_the_other() -> None:
@@ -172,9 +170,9 @@ def test_a_stop_token_that_one_line_dropped_is_trained_in_the_other() -> None:
     scene.follow(first, user("b"), given=1, dropped=1, sampled=1)
     scene.follow(first, user("c"), given=1, sampled=1)
     one, other = collected(scene)
-    assert one.trajectory.loss_mask.tolist() == [0, 0, 0, 1, 0, 1]
-    assert other.trajectory.loss_mask.tolist() == [0, 0, 0, 0, 1, 0, 1]
-    assert other.rest["metadata"]["untrained_turns"] == []
+    assert one.loss_mask.tolist() == [0, 0, 0, 1, 0, 1]
+    assert other.loss_mask.tolist() == [0, 0, 0, 0, 1, 0, 1]
+    assert other.metadata["untrained_turns"] == []
 
 
 def test_the_reason_of_a_sample_is_the_first_along_its_line() -> None:
@@ -183,18 +181,16 @@ def test_the_reason_of_a_sample_is_the_first_along_its_line() -> None:
     helper = scene.turn([user("else")])
     scene.follow(helper, user("b"))
     scene.follow(helper, user("c"))
-    assert [sample.rest["metadata"]["reason"] for sample in collected(scene)] == [None, "sub_agent", "sub_agent"]
+    assert [sample.metadata["reason"] for sample in collected(scene)] == [None, "sub_agent", "sub_agent"]
 
 
 def test_a_session_without_turns_gives_no_samples() -> None:
     scene = Scene()
     assert collected(scene) == []
-    assert orjson.loads(as_json(scene.session, [])) == {
+    assert orjson.loads(write_samples(scene.session, [], SampleRequest())) == {
         "samples": [],
         "metadata": {"session_id": "s", "turns": 0, "segments": 0, "untraced": []},
     }
-    arrays, metadata = unpack(as_safetensors(scene.session, []))
-    assert (arrays, orjson.loads(metadata["samples"])) == ({}, [])
 
 
 def test_a_turn_that_was_aborted_before_its_first_token_gives_no_sample() -> None:
@@ -204,8 +200,8 @@ def test_a_turn_that_was_aborted_before_its_first_token_gives_no_sample() -> Non
     again = scene.turn(START, sampled=2)
     scene.follow(again, user("b"), given=1, sampled=0, stop=False, finish="abort", versions=[])
     sample = one(scene)
-    assert (len(sample.trajectory), sample.rest["status"]) == (6, "aborted")
-    assert [turn["turn"] for turn in sample.rest["metadata"]["turns"]] == [1]
+    assert (len(sample), sample.status) == (6, "aborted")
+    assert [turn["turn"] for turn in sample.metadata["turns"]] == [1]
 
 
 # Cut at a length
@@ -216,27 +212,27 @@ def test_a_sample_is_cut_anywhere_behind_its_prompt(length: int) -> None:
     scene = Scene()
     whole = two_turns(scene).trajectory()
     sample = one(scene, max_seq_len=length)
-    assert sample.trajectory == whole[:length]
-    assert sample.rest["status"] == ("truncated" if length < 13 else "completed")
-    assert sample.rest["response_length"] == min(length, 13) - PROMPT
-    assert sample.rest["response"] == decode(whole.tokens[PROMPT:length].tolist())
-    spans = [(turn["start"], turn["end"]) for turn in sample.rest["metadata"]["turns"]]
+    assert trajectory(sample) == whole[:length]
+    assert sample.status == ("truncated" if length < 13 else "completed")
+    assert sample.response_length == min(length, 13) - PROMPT
+    assert sample.response == decode(whole.tokens[PROMPT:length].tolist())
+    spans = [(turn["start"], turn["end"]) for turn in sample.metadata["turns"]]
     assert spans == [(start, min(end, length)) for start, end in ((3, 6), (11, 13)) if start < length]
-    assert all(run["end"] <= length for run in sample.rest["weight_versions"])
+    assert all(run.end <= length for run in sample.weight_versions)
 
 
 def test_a_sample_that_was_aborted_exactly_at_the_length_is_not_cut() -> None:
     scene = Scene()
     two_turns(scene, finish="abort")
-    assert one(scene, max_seq_len=13).rest["status"] == "aborted"
-    assert one(scene, max_seq_len=12).rest["status"] == "truncated"
+    assert one(scene, max_seq_len=13).status == "aborted"
+    assert one(scene, max_seq_len=12).status == "truncated"
 
 
 @pytest.mark.parametrize("length", range(1, PROMPT + 1))
 def test_a_sample_of_a_prompt_alone_is_refused(length: int) -> None:
     scene = Scene()
     two_turns(scene)
-    with pytest.raises(InvalidSample, match="has_a_response: turn 1: the first prompt alone has 3 tokens") as refused:
+    with pytest.raises(UnusableSample, match="has_a_response: turn 1: the first prompt alone has 3 tokens") as refused:
         collected(scene, max_seq_len=length)
     assert (refused.value.status, refused.value.invariant) == (422, "has_a_response")
 
@@ -245,7 +241,7 @@ def test_a_sample_whose_versions_are_told_in_part_is_refused() -> None:
     scene = Scene()
     first = scene.turn(START)
     scene.follow(first, user("b"), versions=[])
-    with pytest.raises(InvalidSample, match="versions_cover_the_loss") as refused:
+    with pytest.raises(UnusableSample, match="versions_cover_the_loss") as refused:
         collected(scene)
     assert refused.value.invariant == "versions_cover_the_loss"
 
@@ -253,7 +249,7 @@ def test_a_sample_whose_versions_are_told_in_part_is_refused() -> None:
 def test_a_sample_whose_engine_tells_no_versions_has_none() -> None:
     scene = Scene()
     scene.turn(START, versions=[])
-    assert one(scene).rest["weight_versions"] == []
+    assert one(scene).weight_versions == ()
 
 
 # On the wire
@@ -276,32 +272,21 @@ def bits(logprobs: Any) -> list[int]:
     return found
 
 
-def test_json_gives_every_array_exactly() -> None:
+@pytest.mark.parametrize("form", ["json", "safetensors"])
+def test_every_form_gives_every_array_exactly(form: Format) -> None:
     scene = of_hard_logprobs()
     scene.turn([user("else")])
-    found = collected(scene, reward=1)
-    read = orjson.loads(as_json(scene.session, found))
-    assert [from_json(sample) for sample in read["samples"]] == [sample.trajectory for sample in found]
-    assert bits(read["samples"][0]["logprobs"][3:9]) == bits(LOGPROBS)
-    for sample, shown in zip(found, read["samples"], strict=True):
-        assert {name: shown[name] for name in sample.rest} == sample.rest
-    assert read["metadata"] == {"session_id": "s", "turns": 3, "segments": 2, "untraced": []}
+    found = collected(scene)
+    read = READERS[form](write_samples(scene.session, found, SampleRequest(form)))
+    assert [trajectory(sample) for sample in read] == [leaf.trajectory() for leaf in scene.session.leaves()]
+    assert bits(read[0].logprobs[3:9]) == bits(LOGPROBS)
+    assert [sample.metadata for sample in read] == [sample.metadata for sample in found]
 
 
-def test_safetensors_give_every_array_exactly() -> None:
+def test_beside_the_samples_stands_what_is_true_of_the_session() -> None:
     scene = of_hard_logprobs()
     scene.turn([user("else")])
-    found = collected(scene, label="x")
-    arrays, metadata = unpack(as_safetensors(scene.session, found))
-    for number, sample in enumerate(found):
-        assert arrays[f"{number}.tokens"].tolist() == sample.trajectory.tokens.tolist()
-        assert arrays[f"{number}.loss_mask"].tolist() == sample.trajectory.loss_mask.tolist()
-        assert bits(arrays[f"{number}.logprobs"]) == bits(sample.trajectory.logprobs)
-        assert {str(arrays[f"{number}.{name}"].dtype) for name in ("tokens", "logprobs", "loss_mask")} == {
-            "int32",
-            "float32",
-            "uint8",
-        }
-    assert len(arrays) == 3 * len(found)
-    assert orjson.loads(metadata["samples"]) == [sample.rest for sample in found]
-    assert orjson.loads(metadata["metadata"])["session_id"] == "s"
+    scene.session.metadata["task"] = 7
+    told = {"task": 7, "session_id": "s", "turns": 3, "segments": 2, "untraced": []}
+    assert orjson.loads(write_samples(scene.session, [], SampleRequest()))["metadata"] == told
+    assert orjson.loads(unpack(write_samples(scene.session, [], SampleRequest("safetensors")))[1]["metadata"]) == told

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from middleware_hub.openai_session.errors import InvalidSample
+from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.selection import Selection, trained_elsewhere
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.errors import BadRequest, ConfigError
@@ -98,7 +98,7 @@ def test_a_policy_that_cannot_be_loaded_stops_the_start() -> None:
 def test_a_policy_selects_turns_of_its_session_alone() -> None:
     scene = Scene()
     scene.turn(START)
-    with pytest.raises(InvalidSample, match="leaves_of_the_session"):
+    with pytest.raises(UnusableSample, match="leaves_of_the_session"):
         selected(scene, f"{HERE}.of_another_session", [f"{HERE}.of_another_session"])
 
 

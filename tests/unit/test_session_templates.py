@@ -11,7 +11,6 @@ import pytest
 
 from middleware_hub.openai_session.continuing.families import FAMILIES, LIBRARY, for_family
 from middleware_hub.openai_session.continuing.preparing import CannotRender, loops_over_parts, prepared, prepared_tool
-from middleware_hub.openai_session.continuing.prompting import settings_of, tools_of
 from middleware_hub.openai_session.continuing.templates import from_tokenizer
 from miles_router.errors import ConfigError
 from tests.support.chat import CHATML, GLM, TOOLS, checkpoint, family_tokenizer, with_template
@@ -130,55 +129,6 @@ def test_a_template_that_loops_over_contents_is_given_parts(template: str) -> No
 )
 def test_any_other_template_is_given_text(template: str) -> None:
     assert not loops_over_parts(template)
-
-
-# What stands beside the messages; `tests/contract/test_chat_templates.py` holds it against SGLang.
-
-
-def test_tools_are_those_that_may_be_called() -> None:
-    named = {"type": "function", "function": {"name": "add"}}
-    assert tools_of({"tools": TOOLS}) == TOOLS == tools_of({"tools": TOOLS, "tool_choice": "required"})
-    assert tools_of({"tools": TOOLS, "tool_choice": "none"}) is None
-    assert tools_of({"tools": TOOLS, "tool_choice": named}) == TOOLS[1:]
-    assert tools_of({"tools": [*TOOLS, "x"], "tool_choice": {"function": {"name": "none such"}}}) is None
-    assert tools_of({"tools": "all", "tool_choice": named}) is None
-    assert tools_of({"tools": []}) is tools_of({}) is None
-
-
-@pytest.mark.parametrize(
-    ("request_fields", "expected"),
-    [
-        ({}, {}),
-        ({"chat_template_kwargs": None}, {}),
-        ({"chat_template_kwargs": [1]}, {}),
-        ({"chat_template_kwargs": {"a": 1}}, {"a": 1}),
-        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "thinking": False, "enable_thinking": False}),
-        (
-            {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": False, "reasoning_effort": "x"}},
-            {"reasoning_effort": "x", "thinking": False, "enable_thinking": True},
-        ),
-        (
-            {"reasoning": {"effort": "0.5"}, "reasoning_effort": "low"},
-            {"reasoning_effort": 0.5, "thinking": True, "enable_thinking": True},
-        ),
-        (
-            {"reasoning": {"reasoning_effort": "max"}},
-            {"reasoning_effort": "max", "thinking": True, "enable_thinking": True},
-        ),
-        ({"reasoning": {"enabled": " ON "}}, {"thinking": True, "enable_thinking": True}),
-        ({"reasoning": {"enable": True}}, {"thinking": True, "enable_thinking": True}),
-        ({"reasoning": {"enabled": False, "enable": True}}, {}),
-        ({"reasoning": "high"}, {}),
-        ({"reasoning": {"effort": "enormous"}}, {}),
-        ({"reasoning": {"effort": ["low"]}}, {}),
-        ({"reasoning_effort": "1"}, {"reasoning_effort": 1.0, "thinking": True, "enable_thinking": True}),
-        ({"reasoning_effort": 0}, {"reasoning_effort": 0.0, "thinking": True, "enable_thinking": True}),
-    ],
-)
-def test_settings_are_what_the_engine_makes_of_a_request(
-    request_fields: dict[str, Any], expected: dict[str, Any]
-) -> None:
-    assert settings_of(request_fields) == expected
 
 
 # Rendering.

@@ -341,9 +341,9 @@ def test_a_cleared_session_s_turns_are_gone_without_the_garbage_collector() -> N
     gone = [weakref.ref(turn) for turn in (first, second)]
     gc.disable()
     try:
-        scene.session.answers["t"] = None
+        scene.session.replies["t"] = None
         scene.session.clear()
-        assert (scene.session.turns, scene.session.roots, scene.session.answers) == ([], [], {})
+        assert (scene.session.turns, scene.session.roots, scene.session.replies) == ([], [], {})
         everything = Place(None, tuple(copied(START)), b"")
         assert scene.session.hold(everything) == Session("new", now=0.0).hold(everything)
         assert second.parent is first, "a request in flight keeps what it extends"

@@ -30,6 +30,14 @@ def flat(trajectory: Trajectory) -> tuple[Any, ...]:
     return trajectory.tokens.tolist(), trajectory.logprobs.tolist(), trajectory.loss_mask.tolist(), runs
 
 
+def joined(*parts: Trajectory) -> Trajectory:
+    return Trajectory(piece for part in parts for piece in part.pieces)
+
+
+def untrained(trajectory: Trajectory) -> Trajectory:
+    return Trajectory(piece.untrained() for piece in trajectory.pieces)
+
+
 def test_arrays_are_aligned_and_compact() -> None:
     assert flat(TURN) == (TOKENS, LOGPROBS, MASK, VERSIONS)
     assert [str(each.dtype) for each in (TURN.tokens, TURN.logprobs, TURN.loss_mask)] == ["int32", "float32", "uint8"]
@@ -38,8 +46,8 @@ def test_arrays_are_aligned_and_compact() -> None:
 
 
 def test_neighbours_of_one_version_are_one_run() -> None:
-    joined = Trajectory([Piece.sampled([1], [-1.0], "1")]) + Trajectory([Piece.sampled([2], [-1.0], "1")])
-    assert joined.weight_versions == [VersionRun("1", 0, 2)]
+    trajectory = Trajectory([Piece.sampled([1], [-1.0], "1"), Piece.sampled([2], [-1.0], "1")])
+    assert trajectory.weight_versions == [VersionRun("1", 0, 2)]
 
 
 @pytest.mark.parametrize("start", range(10))
@@ -52,7 +60,7 @@ def test_a_slice_is_the_slice_of_every_array(start: int, stop: int) -> None:
     assert [v for v, a, b in flat(part)[3] for _ in range(a, b)] == [
         spread[i] for i in range(start, min(stop, 9)) if i in spread
     ]
-    assert TURN[:start] + TURN[start:] == TURN
+    assert joined(TURN[:start], TURN[start:]) == TURN
 
 
 def test_negative_slices_count_from_the_end_and_steps_are_refused() -> None:
@@ -75,7 +83,7 @@ def test_nothing_can_be_written_through_a_piece() -> None:
 
 
 def test_equality_looks_at_positions_and_not_at_pieces() -> None:
-    cut = TURN[:4] + TURN[4:8] + TURN[8:]
+    cut = joined(TURN[:4], TURN[4:8], TURN[8:])
     assert len(cut.pieces) > len(TURN.pieces)
     assert cut == TURN
     assert TURN[:8] != TURN
@@ -86,10 +94,10 @@ def test_equality_looks_at_positions_and_not_at_pieces() -> None:
     ("change", "agree"),
     [
         (Trajectory([Piece.given([1, 2, 9])]), 2),
-        (TURN[:3] + Trajectory([Piece.sampled([4, 5], [-0.5, -0.125], "1")]), 4),
-        (TURN[:3] + Trajectory([Piece.sampled([4, 5], [-0.5, -0.25], "7")]), 3),
-        (TURN[:3] + Trajectory([Piece.given([4, 5])]), 3),
-        (TURN[:5].untrained() + TURN[5:], 3),
+        (TURN[:3].append(Piece.sampled([4, 5], [-0.5, -0.125], "1")), 4),
+        (TURN[:3].append(Piece.sampled([4, 5], [-0.5, -0.25], "7")), 3),
+        (TURN[:3].append(Piece.given([4, 5])), 3),
+        (joined(untrained(TURN[:5]), TURN[5:]), 3),
         (TURN.append(Piece.given([1])), 9),
         (Trajectory(), 0),
     ],
@@ -99,7 +107,7 @@ def test_common_prefixes_end_where_token_logprob_version_or_origin_part(change: 
 
 
 def test_what_another_sample_trains_keeps_its_logprobs_and_leaves_the_loss() -> None:
-    taken = TURN.untrained()
+    taken = untrained(TURN)
     assert taken.loss_mask.sum() == 0
     assert taken.logprobs.tolist() == LOGPROBS
     assert flat(taken)[3] == VERSIONS
@@ -116,12 +124,16 @@ def test_arrays_make_a_trajectory_and_come_back() -> None:
         ("tokens_are_ids", {"tokens": [-1, 2, 3], "logprobs": [0, 0], "mask": [0, 7, 0]}),
         ("tokens_are_ids", {"tokens": [1, 2**31, 3]}),
         ("tokens_are_ids", {"tokens": [1, "two", 3]}),
+        ("tokens_are_ids", {"tokens": [1, 2.7, 3]}),
+        ("tokens_are_ids", {"tokens": [1, 2**64, 3]}),
+        ("tokens_are_ids", {"tokens": [1, [2], 3]}),
         ("tokens_are_ids", {"tokens": [[1], [2], [3]]}),
         ("aligned", {"logprobs": [0, 0], "mask": [0, 7]}),
         ("aligned", {"mask": [0, 1, 1, 1]}),
         ("mask_is_binary", {"mask": [0, 2, 1], "logprobs": [0, 5.0, 0]}),
         ("logprobs_are_logprobs", {"logprobs": [0, 0.5, -1], "versions": [("1", 9, 3)]}),
         ("logprobs_are_logprobs", {"logprobs": [0, float("nan"), -1]}),
+        ("logprobs_are_logprobs", {"logprobs": [0, float("-inf"), -1]}),
         ("versions_in_order", {"versions": [("1", 1, 3), ("2", 2, 3)]}),
         ("versions_in_order", {"versions": [("1", 2, 4)]}),
         ("versions_in_order", {"versions": [("1", 2, 2)]}),
@@ -141,6 +153,7 @@ def test_the_first_broken_invariant_is_named(broken: str, changed: dict[str, Any
     [
         ("tokens_are_ids", lambda: Piece.given([-3])),
         ("aligned", lambda: Piece.sampled([1, 2], [-1.0], "1")),
+        ("aligned", lambda: Trajectory([Piece(TURN.tokens, np.array([-1], dtype=np.float32))]).logprobs),
         ("logprobs_are_logprobs", lambda: Piece.sampled([1], [2.0], "1")),
         ("logprobs_are_logprobs", lambda: Piece.sampled([1], ["x"], "1")),  # type: ignore[list-item]
     ],

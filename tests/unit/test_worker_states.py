@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from miles_router.fleet.pool import ReadmitPolicy, WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import ReadmitPolicy, Transition, Worker, WorkerPool, WorkerState
+from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
 
 READY, OUTDATED, PAUSED = WorkerState.READY, WorkerState.OUTDATED, WorkerState.PAUSED
 QUARANTINED, DRAINING = WorkerState.QUARANTINED, WorkerState.DRAINING
@@ -157,7 +160,5 @@ def test_these_workers_can_be_drained_and_removed(state: WorkerState) -> None:
 
 
 class _TakeLast:
-    def choose(self, candidates: object, key: str | None) -> Worker:
-        assert isinstance(candidates, list)
-        worker: Worker = candidates[-1]
-        return worker
+    def choose(self, candidates: Sequence[Unit], key: str | None) -> Unit:
+        return candidates[-1]

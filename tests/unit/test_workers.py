@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
 
 from miles_router.errors import NotFound, NoWorkerAvailable
 from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.pool import Lease, ReadmitPolicy, WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import Lease, ReadmitPolicy, Transition, Worker, WorkerPool, WorkerState
+from miles_router.fleet.workers import Transition, Worker, WorkerState
 
 READY, QUARANTINED, DRAINING = WorkerState.READY, WorkerState.QUARANTINED, WorkerState.DRAINING
 POLICY = LeastInFlight()
@@ -160,11 +162,40 @@ def test_without_a_routable_worker_the_reason_is_told(names: str, quarantined: s
 def test_releasing_more_than_was_leased_is_a_defect() -> None:
     scene = Scene.of("a")
     lease = scene.pool.lease(POLICY)
-    twin = Lease(scene.pool, scene["a"])
-    scene["a"].in_flight -= 1  # as a defect would
+    twin = Lease(scene.pool, lease.unit)
+    lease.unit.in_flight -= 1  # as a defect would
     lease.release()
     with pytest.raises(AssertionError, match="released more often"):
         twin.release()
+
+
+# What is published
+
+
+def test_every_change_publishes_a_new_snapshot_with_a_higher_number_and_leaves_the_old_one_as_it_was() -> None:
+    scene = Scene.of("ab")
+    seen = [scene.pool.snapshot]
+    changes: list[Callable[[], None]] = [
+        lambda: scene.pool.set_paused(scene["b"], "because"),
+        lambda: scene.pool.set_unpaused(scene["b"]),
+        lambda: scene.pool.remove(scene["a"]),
+    ]
+    for change in changes:
+        change()
+        seen.append(scene.pool.snapshot)
+    assert [each.number for each in seen] == sorted({each.number for each in seen})
+    hosts = [
+        ["".join(unit.worker.address.host for unit in units) for units in (each.routable, each.paused)] for each in seen
+    ]
+    assert hosts == [["ab", ""], ["a", "b"], ["ab", ""], ["b", ""]]
+
+
+def test_a_lease_is_on_a_unit_of_the_snapshot() -> None:
+    scene = Scene.of("a")
+    lease = scene.pool.lease(POLICY)
+    assert (lease.unit, lease.worker) == (scene.pool.snapshot.routable[0], scene["a"])
+    assert (lease.unit.in_flight, lease.worker.in_flight) == (1, 1)
+    lease.release()
 
 
 # Removal and drain

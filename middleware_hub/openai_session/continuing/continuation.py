@@ -16,19 +16,18 @@ is proved at the start, and for shapes and settings not seen before when they fi
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import orjson
-
-from middleware_hub.openai_session.continuing.endings import Answer, Context, Ending, NotAppendOnly, behind, shared
+from middleware_hub.openai_session.continuing.endings import AnswerShape, Ending, NotAppendOnly, behind, shared
 from middleware_hub.openai_session.continuing.families import for_family
 from middleware_hub.openai_session.continuing.probes import shape_of
-from middleware_hub.openai_session.continuing.proof import Proof, prove
+from middleware_hub.openai_session.continuing.proof import AT_THE_START, Proof, prove
+from middleware_hub.openai_session.continuing.proof_file import ProofFile
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer, from_tokenizer
 from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.prompting import Context
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 
 __all__ = ["Continuation", "Extension", "HeldEnd", "NotAppendOnly", "build"]
@@ -55,33 +54,15 @@ class Extension(NamedTuple):
     ids: list[int]
 
 
-class _Key:
-    """A context by what it says, so that a long list of tools is rendered once and not compared."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-        said = orjson.dumps([context.tools, context.template_kwargs])
-        self._digest = hashlib.blake2b(said, digest_size=16).digest()
-
-    def __hash__(self) -> int:
-        return hash(self._digest)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and self._digest == other._digest
-
-
 class Continuation:
     """The ids behind held turns, for one model."""
 
     def __init__(self, renderer: Renderer, proof: Proof) -> None:
         self.proof = proof
         self.is_special = renderer.is_special
-        self._renderer = renderer
+        self.renderer = renderer
         self._endings = proof.endings
-        self._ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._measured)
-
-    def _measured(self, answer: Answer, key: _Key) -> Ending:
-        return self._endings.measure(answer, key.context)
+        self._ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._endings.measure)
 
     def after(
         self,
@@ -95,36 +76,28 @@ class Continuation:
         Raises:
             NotAppendOnly: it cannot be given exactly.
         """
-        answer = Answer(turn.tool_calls, turn.reasoning)
+        answer = AnswerShape(turn.tool_calls, turn.reasoning)
         context = Context(tools, template_kwargs)
         try:
-            appended = self._renderer.as_taken(appended)
+            appended = self.renderer.as_taken(appended)
             self.proof.require(shape_of(answer, appended, tools), template_kwargs)
             tail = self._endings.tail(answer, appended, context)
             given = self._given(turn, answer, tail, context)
-            return Extension(given.drop, self._renderer.encode_behind(given.text, given.token))
+            return Extension(given.drop, self.renderer.encode_behind(given.text, given.token))
         except (CannotRender, InexactTokenizer) as error:
             raise NotAppendOnly(str(error)) from None
 
-    def whole(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
-    ) -> list[int]:
-        """The ids of a whole conversation: what the engine makes of a root, if it has the same template.
-
-        Raises:
-            CannotRender: the template refuses it.
-        """
-        return self._renderer.whole(messages, tools, template_kwargs)
-
-    def _given(self, turn: HeldEnd, answer: Answer, tail: str, context: Context) -> Given:
-        alike = Answer(tuple((f"call_{place}", "function") for place in range(len(answer.calls))), answer.reasoning)
+    def _given(self, turn: HeldEnd, answer: AnswerShape, tail: str, context: Context) -> Given:
+        alike = AnswerShape(
+            tuple((f"call_{place}", "function") for place in range(len(answer.calls))), answer.reasoning
+        )
         try:
-            return given_behind(tail, self._ending(alike, _Key(context)), turn, self._renderer)
+            return given_behind(tail, self._ending(alike, context), turn, self.renderer)
         except NotAppendOnly:
             if not answer.calls:
                 raise
         # What the template writes behind a call's arguments may repeat its id or name.
-        return given_behind(tail, self._endings.measure(answer, context), turn, self._renderer)
+        return given_behind(tail, self._endings.measure(answer, context), turn, self.renderer)
 
 
 class Given(NamedTuple):
@@ -166,6 +139,10 @@ def build(tokenizer: Any, tito_model: str | None) -> Continuation:
         ConfigError: there is no chat template or no such family, or not even a user's message can be appended.
     """
     renderer = for_family(tokenizer, tito_model) if tito_model else from_tokenizer(tokenizer)
-    proof = prove(renderer)
-    logger.info("continuation_proved", extra={"fields": proof.describe()})
+    file = ProofFile(renderer.subject)
+    known = file.read(len(AT_THE_START))
+    proof = prove(renderer, known)
+    if known is None:
+        file.write(list(proof.refusals.values()))
+    logger.info("continuation_proved", extra={"fields": {**proof.describe(), "before": known is not None}})
     return Continuation(renderer, proof)

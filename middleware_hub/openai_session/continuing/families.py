@@ -103,7 +103,8 @@ def _deepseek(tokenizer: Any, families: tuple[str, ...]) -> Renderer:
         except failures as error:
             raise CannotRender(f"the encoder fails with {type(error).__name__}") from None
 
-    return Renderer(tokenizer, write, origin=f"the encoder of miles-tito-tokenizers ({family})", json=True)
+    origin = f"the encoder of miles-tito-tokenizers ({family})"
+    return Renderer(tokenizer, write, origin=origin, subject={"encoder": family}, json=True)
 
 
 def _thinking(kwargs: Mapping[str, Any]) -> str:

@@ -8,8 +8,8 @@ settings:
 - in longer conversations, with tool calls, reasoning and several questions before, the tail is the same text;
 - nothing of the history moves into the tail, and nothing but answers is left out of the history.
 
-The shapes of every agent are proved at the start; others when they first come. Ids are compared as well, and where
-joining differs from encoding the whole text, a note says so.
+The shapes of every agent are proved at the start, or were at an earlier one (proof_file.py); others when they first
+come. Ids are compared as well, and where joining differs from encoding the whole text, a note says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.continuing.endings import MARKER, Context, Endings, NotAppendOnly, behind
+from middleware_hub.openai_session.continuing.endings import MARKER, Endings, NotAppendOnly, behind
 from middleware_hub.openai_session.continuing.probes import (
     BESIDE,
     STANDARD,
@@ -31,22 +31,29 @@ from middleware_hub.openai_session.continuing.probes import (
     histories,
     probe_of,
 )
+from middleware_hub.openai_session.continuing.proof_file import Refusals
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer
 from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.prompting import Context
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.errors import ConfigError
 
 #: Shapes and settings whose proofs are kept.
 MAX_PROOFS = 512
+AT_THE_START = [shape._replace(reasoning=reasoning) for shape in STANDARD.values() for reasoning in (False, True)]
 
 
 class Proof:
-    """What was proved of one renderer, and what was refused."""
+    """What was proved of one renderer, and what was refused. `known` are the refusals of `AT_THE_START` where they were
+    proved before."""
 
-    def __init__(self, renderer: Renderer, endings: Endings) -> None:
+    def __init__(self, renderer: Renderer, endings: Endings, known: Refusals | None = None) -> None:
         self.endings = endings
         self._renderer = renderer
         self._refusal = functools.lru_cache(maxsize=MAX_PROOFS)(self._proved)
+        found = known if known is not None else [self._proved(shape, b"{}") for shape in AT_THE_START]
+        #: Those that every agent comes with.
+        self.refusals = dict(zip(AT_THE_START, found, strict=True))
         self.exact: list[str] = []
         self.refused: dict[str, str] = {}
         self.notes: list[str] = []
@@ -54,8 +61,7 @@ class Proof:
             self._try(name, shape)
 
     def _try(self, name: str, shape: Shape) -> None:
-        refusals = [self.refusal(shape._replace(reasoning=reasoning), {}) for reasoning in (False, True)]
-        refusal = refusals[0] or refusals[1]
+        refusal = self.refusals[shape] or self.refusals[shape._replace(reasoning=True)]
         if refusal is not None:
             self.refused[name] = refusal
             return
@@ -66,6 +72,8 @@ class Proof:
 
     def refusal(self, shape: Shape, template_kwargs: Mapping[str, Any]) -> str | None:
         """Why a shape cannot be continued exactly under these settings; None if it can."""
+        if not template_kwargs and shape in self.refusals:
+            return self.refusals[shape]
         return self._refusal(shape, orjson.dumps(template_kwargs, option=orjson.OPT_SORT_KEYS))
 
     def require(self, shape: Shape, template_kwargs: Mapping[str, Any]) -> None:
@@ -148,14 +156,14 @@ def _require_all(text: str, appended: Sequence[Message]) -> None:
             raise NotAppendOnly(f"the template does not write what a {message['role']} says here")
 
 
-def prove(renderer: Renderer) -> Proof:
-    """The proof of a renderer's standard shapes.
+def prove(renderer: Renderer, known: Refusals | None = None) -> Proof:
+    """The proof of a renderer's standard shapes, with the refusals that are `known` of them.
 
     Raises:
         ConfigError: not even what a user or a tool says can be appended.
     """
     try:
-        proof = Proof(renderer, Endings(renderer, Context(None, {})))
+        proof = Proof(renderer, Endings(renderer, Context(None, {})), known)
     except CannotRender as reason:
         raise ConfigError(f"openai_session_middleware: {renderer.origin} cannot be continued: {reason}") from None
     needed = ["user", "tool"] if _takes_tools(proof.endings) else ["user"]

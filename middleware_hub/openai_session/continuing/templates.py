@@ -34,10 +34,20 @@ FAILURES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError,
 
 
 class Renderer:
-    """One way to write messages. `origin` names it in words."""
+    """One way to write messages. `origin` names it in words; `subject` is all that it depends on beside code."""
 
-    def __init__(self, tokenizer: Any, write: Write, *, origin: str, parts: bool = False, json: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        write: Write,
+        *,
+        origin: str,
+        subject: Mapping[str, object],
+        parts: bool = False,
+        json: bool = False,
+    ) -> None:
         self.origin = origin
+        self.subject = {"origin": origin, "tokenizer": str(type(tokenizer)), **subject}
         self._encoder = TextEncoder(tokenizer)
         self._backend = tokenizer.backend_tokenizer
         self._write = write
@@ -66,17 +76,6 @@ class Renderer:
         prepared = [self._prepared(message) for message in messages]
         written = [prepared_tool(tool) for tool in tools] if tools else None
         return self._write(prepared, written, generation_prompt, template_kwargs)
-
-    def whole(
-        self, messages: Sequence[Message], tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
-    ) -> list[int]:
-        """The ids of a conversation that an answer is due to.
-
-        Raises:
-            CannotRender: the template refuses it.
-        """
-        taken = self.as_taken(messages)
-        return self.encode(self.render(taken, tools, generation_prompt=True, template_kwargs=template_kwargs))
 
     def as_taken(self, appended: Sequence[Message]) -> Sequence[Message]:
         """SGLang makes a user's message of an assistant's that comes last, so that there is something to answer."""
@@ -164,7 +163,13 @@ def from_tokenizer(
         except (TemplateError, *FAILURES) as error:
             raise CannotRender(_reason(error, source)) from None
 
-    return Renderer(tokenizer, write, origin=origin or "the tokenizer's chat template", parts=loops_over_parts(source))
+    return Renderer(
+        tokenizer,
+        write,
+        origin=origin or "the tokenizer's chat template",
+        subject={"template": own, "settings": settings, "special tokens": tokenizer.special_tokens_map},
+        parts=loops_over_parts(source),
+    )
 
 
 def _reason(error: Exception, source: str) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from middleware_hub.openai_session.sessions.tree import Session, Turn
-from miles_router.middlewares.rows import TrajectoryRows
-from miles_router.trajectory import Trajectory, VersionRun
+from miles_router.middlewares import TrajectoryRows
+from miles_router.trajectory import Trajectory
 
 
-def described(session: Session) -> dict[str, Any]:
+def describe(session: Session) -> dict[str, Any]:
     """The answer to `GET /sessions/{id}`."""
     return {
         "session_id": session.id,
@@ -60,7 +60,7 @@ def record(turn: Turn) -> dict[str, Any]:
         "dropped_tokens": turn.dropped,
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": turn.tokens - turn.prompt_tokens,
-        "weight_versions": [span(run, turn.prompt_tokens) for run in _runs(turn)],
+        "weight_versions": _weight_versions(turn),
         **turn.facts,
         **({} if turn.experts is None else {"routed_experts": _experts(turn.experts)}),
     }
@@ -74,13 +74,13 @@ def _experts(taken: TrajectoryRows) -> dict[str, Any]:
     return {"rows": len(rows)} if rows.complete() else {"rows": 0, "reason": "evicted"}
 
 
-def span(run: VersionRun, shift: int = 0) -> dict[str, Any]:
-    """A weight version's run of positions."""
-    return {"version": run.version, "start": run.start + shift, "end": run.end + shift}
-
-
-def _runs(turn: Turn) -> list[VersionRun]:
-    return Trajectory(turn.sampled).weight_versions
+def _weight_versions(turn: Turn) -> list[dict[str, Any]]:
+    """The runs over what a turn sampled, by their positions in the trajectory of any leaf behind it."""
+    shift = turn.prompt_tokens
+    return [
+        {"version": run.version, "start": run.start + shift, "end": run.end + shift}
+        for run in Trajectory(turn.sampled).weight_versions
+    ]
 
 
 def turn_span(turn: Turn, end: int) -> Mapping[str, Any]:

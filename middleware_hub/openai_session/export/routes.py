@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -11,13 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from middleware_hub.openai_session.export.records import described, summary
-from middleware_hub.openai_session.export.samples import Making, as_json, as_safetensors, samples, wanted
+from middleware_hub.openai_session.export.records import describe, summary
+from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest, write_samples
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router import Exchange
 from miles_router.errors import BadRequest
-from miles_router.middlewares.rows import RowMatch, TrajectoryRows
+from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows
 
 SAFETENSORS, JSON = "application/octet-stream", "application/json"
 #: Samples with more bytes of routed experts are written in a thread.
@@ -27,9 +27,9 @@ OFF_LOOP = 1 << 20
 class SessionRoutes:
     """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`."""
 
-    def __init__(self, store: SessionStore, making: Making) -> None:
+    def __init__(self, store: SessionStore, maker: SampleMaker) -> None:
         self.store = store
-        self.making = making
+        self.maker = maker
 
     def routes(self) -> Sequence[BaseRoute]:
         """In the order in which they are looked up."""
@@ -57,7 +57,7 @@ class SessionRoutes:
         return as_response({"sessions": [summary(session) for session in self.store]})
 
     async def _read(self, request: Request) -> Response:
-        return as_response(described(self._session(request)))
+        return as_response(describe(self._session(request)))
 
     async def _delete(self, request: Request) -> Response:
         self.store.delete(self._session(request))
@@ -65,12 +65,12 @@ class SessionRoutes:
 
     async def _samples(self, request: Request) -> Response:
         session = self._session(request)
-        want = wanted(await read_object(request))
-        found = samples(session, want, self.making)
-        write, kind = (as_safetensors, SAFETENSORS) if want.format == "safetensors" else (as_json, JSON)
-        large = sum(sample.experts.nbytes for sample in found if sample.experts is not None) > OFF_LOOP
-        body = await asyncio.to_thread(write, session, found) if large else write(session, found)
-        return Response(body, media_type=kind)
+        sample_request = SampleRequest.read(await read_object(request))
+        samples = self.maker.make(session, sample_request)
+        write = partial(write_samples, session, samples, sample_request)
+        large = sum(each.routed_experts.nbytes for each in samples if each.routed_experts is not None) > OFF_LOOP
+        body = await asyncio.to_thread(write) if large else write()
+        return Response(body, media_type=SAFETENSORS if sample_request.format == "safetensors" else JSON)
 
     def experts(self, asked: Mapping[str, Any]) -> RowMatch:
         """The routed experts of one sample, by its session and, where that has several, its leaf.

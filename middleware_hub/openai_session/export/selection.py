@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from middleware_hub.openai_session.errors import InvalidSample
+from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.sessions.messages import load_function
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
 from miles_router.errors import BadRequest
@@ -48,14 +48,14 @@ class Selection:
 
         Raises:
             BadRequest: no such policy may be named.
-            InvalidSample: a policy of the operator's gives something else than turns of this session.
+            UnusableSample: a policy of the operator's gives something else than turns of this session.
         """
         select = self._policies.get(policy) if isinstance(policy, str) else None
         if select is None:
             raise BadRequest(f"branches must be one of {', '.join(self._policies)}")
         leaves, turns = select(session), set(session.turns)
         if any(leaf not in turns for leaf in leaves):
-            raise InvalidSample("leaves_of_the_session", f"the policy {policy!r} selected what is no turn of it")
+            raise UnusableSample("leaves_of_the_session", f"the policy {policy!r} selected what is no turn of it")
         return leaves
 
 

@@ -1,62 +1,62 @@
-"""`/v1/completions` within a session: text or ids in, text out; the engine tells the ids of both in its own fields.
+"""`/v1/completions` within a session: text or ids in, text out.
 
 A prompt of ids that begins with all tokens of a held turn extends that turn; any other prompt is a root.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any
 
 import numpy as np
 import orjson
 
-from middleware_hub.openai_session.errors import UnusableAnswer
-from middleware_hub.openai_session.faces.answers import MALFORMED, Generated, Spans, spans_of
-from middleware_hub.openai_session.faces.streams import Stream, Versions
+from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
-from middleware_hub.openai_session.turns.asking import Asked
+from miles_router.engines.completions import CompletionsEndpoint
 from miles_router.errors import BadRequest
 from miles_router.trajectory import InvalidTrajectory, Piece
 from miles_router.trajectory.pieces import Tokens
 
-COMPLETIONS = "/v1/completions"
 CONTEXT = b"completions"
 
 
-def ask(session: Session, parsed: object, *, now: float) -> Asked:
-    """Place a completion request in its session.
+class CompletionsFace(Face):
+    """OpenAI's older API."""
 
-    Raises:
-        BadRequest: it is none.
-    """
-    if not isinstance(parsed, Mapping):
-        raise BadRequest("the request body must be a JSON object")
-    prompt = parsed.get("prompt")
-    if not isinstance(prompt, (str, list)):
-        raise BadRequest("prompt must be a string, token ids, or a list of either")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, str) or _are_ids(prompt):
-        asked = Asked(session, COMPLETIONS, parsed, _root(prompt), now)
-        _extend(asked, prompt)
-    else:
-        batch = [_root(each) for each in prompt]
-        asked = Asked(session, COMPLETIONS, parsed, batch[0], now, batch=batch, segment="batch")
-    return asked
+    path = CompletionsEndpoint.path
+    endpoint = CompletionsEndpoint()
 
+    def untraceable(self, request: object) -> str | None:
+        """With `echo` an answer's ids are not those that were sampled."""
+        if isinstance(request, Mapping) and request.get("echo"):
+            return "with echo, text and logprobs are the prompt's as well"
+        return None
 
-def untraceable(parsed: object) -> str | None:
-    """Why a completion cannot be recorded, if it cannot."""
-    if isinstance(parsed, Mapping) and parsed.get("echo"):
-        return "with echo, text and logprobs are the prompt's as well"
-    return None
+    def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+        """Place each prompt of a request.
 
-
-def _are_ids(prompt: object) -> bool:
-    return isinstance(prompt, list) and all(type(each) is int for each in prompt)
+        Raises:
+            BadRequest: it is none.
+        """
+        if not isinstance(request, Mapping):
+            raise BadRequest("the request body must be a JSON object")
+        prompt = request.get("prompt")
+        if not isinstance(prompt, (str, list)):
+            raise BadRequest("prompt must be a string, token ids, or a list of either")
+        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+            prompt = prompt[0]
+        if isinstance(prompt, list) and not all(type(each) is int for each in prompt):
+            places = [_root(each) for each in prompt]
+            return PendingTurn(session, self.path, request, places, now, segment="batch")
+        turn = PendingTurn(session, self.path, request, (_root(prompt),), now)
+        if isinstance(prompt, list):
+            _extend(turn, prompt)
+        elif _continues(prompt, session):
+            turn.segment = "text_prompt"
+        return turn
 
 
 def _root(prompt: object) -> Place:
@@ -71,18 +71,16 @@ def _message(prompt: object) -> Message:
     return {"role": "prompt", "content": prompt}
 
 
-def _extend(asked: Asked, prompt: str | list[Any]) -> None:
-    if isinstance(prompt, str):
-        asked.segment = "text_prompt" if _continues(prompt, asked.session) else None
-        return
+def _extend(turn: PendingTurn, prompt: list[int]) -> None:
+    """Place a prompt of ids behind the deepest turn that it begins with."""
     try:
         ids = Piece.given(prompt).tokens
     except InvalidTrajectory:
         return  # the engine says what is wrong with it
-    turn = _deepest(ids, asked.session)
-    if turn is not None:
-        asked.place = Place(turn, (_message(prompt[turn.tokens :]),), turn.context)
-        asked.held, asked.given = ids[: turn.tokens], Piece.given(ids[turn.tokens :])
+    parent = _deepest(ids, turn.session)
+    if parent is not None:
+        turn.places = (Place(parent, (_message(prompt[parent.tokens :]),), parent.context),)
+        turn.prompt = TokenPrompt(ids[: parent.tokens], Piece.given(ids[parent.tokens :]))
 
 
 def _continues(prompt: str, session: Session) -> bool:
@@ -115,129 +113,3 @@ def _goes_on(ids: Tokens, turn: Turn) -> bool:
             return False
         begin += len(piece)
     return True
-
-
-def body(asked: Asked) -> bytes:
-    """The request for the engine."""
-    fields = {**asked.parsed, "return_token_ids": True}
-    if fields.get("logprobs") is None:
-        fields["logprobs"] = 0
-    return orjson.dumps(fields)
-
-
-def wants_logprobs(asked: Asked) -> bool:
-    """Whether the client asked for logprobs; 0 asks too."""
-    return asked.parsed.get("logprobs") is not None
-
-
-def generated(answer: Mapping[str, Any]) -> list[Generated]:
-    """What was sampled, choice by choice.
-
-    Raises:
-        UnusableAnswer: the answer has not what recording needs.
-    """
-    versions, one = answer.get("metadata") or {}, len(answer["choices"]) == 1
-    try:
-        choices = [_Choice(answer.get("id") if one else None) for _ in answer["choices"]]
-        for choice, each in zip(choices, answer["choices"], strict=True):
-            choice.take(each, None)
-        told = versions if one else _uniform(versions)
-        # Several are told the spans of the first alone.
-        source = "engine" if one else "engine_first_choice"
-        return [
-            choice.generated(index, spans_of(told, len(choice.ids)), source) for index, choice in enumerate(choices)
-        ]
-    except MALFORMED as error:
-        raise UnusableAnswer(f"the worker's answer lacks what recording needs: {error!r}") from None
-
-
-def _uniform(versions: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An answer of several choices tells the spans of its first alone; they hold for all if they are one."""
-    told = {span["version"] for span in versions.get("weight_versions") or ()} or {versions.get("weight_version")}
-    if len(told) > 1:
-        raise UnusableAnswer("the weights changed under an answer of several choices, which tells the first's alone")
-    return {"weight_version": told.pop()}
-
-
-def shown(answer: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
-    """The answer, or a chunk of it, with what the client asked for itself."""
-    kept = {**answer, "choices": [_shown_choice(choice, asked) for choice in answer["choices"]]}
-    if kept.get("sglext") == {}:  # its routed experts were taken out
-        del kept["sglext"]
-    return kept
-
-
-def _shown_choice(choice: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
-    kept = dict(choice)
-    if not wants_logprobs(asked):
-        kept["logprobs"] = None
-    if not asked.wants("return_token_ids"):
-        kept.pop("token_ids", None)
-        kept.pop("prompt_token_ids", None)
-    return kept
-
-
-class _Choice:
-    """One choice, whole or as it grows."""
-
-    def __init__(self, rid: str | None) -> None:
-        self.rid = rid
-        self.text: list[str] = []
-        self.ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.prompt: list[int] | None = None
-        self.finish_reason: str | None = None
-        self.matched: int | str | None = None
-        self.versions = Versions()
-
-    def take(self, choice: Mapping[str, Any], version: str | None) -> bool:
-        ids = choice.get("token_ids") or ()
-        self.text.append(choice.get("text") or "")
-        self.ids += ids
-        self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or ()
-        self.prompt = self.prompt or choice.get("prompt_token_ids")
-        self.versions.reach(len(self.ids), version)
-        if choice.get("finish_reason") is not None:
-            self.finish_reason, self.matched = choice["finish_reason"], choice.get("matched_stop")
-        return bool(ids)
-
-    def generated(self, index: int, versions: Spans, source: str, first_token_at: float | None = None) -> Generated:
-        if self.finish_reason is None:
-            raise UnusableAnswer("the worker's answer has no finish reason")
-        return Generated(
-            index=index,
-            message={"role": "assistant", "content": "".join(self.text)},
-            finish_reason=self.finish_reason,
-            matched=self.matched,
-            ids=self.ids,
-            logprobs=self.logprobs,
-            versions=versions,
-            prompt=self.prompt,
-            facts={"rid": self.rid, "first_token_at": first_token_at, "versions": source},
-        )
-
-
-class StreamedCompletion(Stream):
-    """A completion: ids come with each chunk."""
-
-    def __init__(self, asked: Asked, version: Callable[[], str | None]) -> None:
-        super().__init__(asked, version)
-        self._choices: dict[int, _Choice] = {}
-
-    def _take(self, chunk: Mapping[str, Any], version: str | None) -> bool:
-        tokens = False
-        for choice in chunk["choices"]:
-            known = self._choices.setdefault(choice["index"], _Choice(chunk.get("id")))
-            tokens = known.take(choice, version) or tokens
-        return tokens
-
-    def _shown(self, chunk: dict[str, Any]) -> Mapping[str, Any] | None:
-        kept = shown(chunk, self._asked)
-        emptied = "sglext" in chunk and not (kept["choices"] or kept.get("usage") or "sglext" in kept)
-        return None if emptied else kept
-
-    def _generated(self) -> list[Generated]:
-        return [
-            choice.generated(index, choice.versions.spans, "router", self.first_token_at)
-            for index, choice in sorted(self._choices.items())
-        ]

@@ -22,8 +22,6 @@ Equality = Callable[[Message, Message], bool]
 TEXT_PARTS = ("text", "input_text", "output_text")
 #: What chat templates read of a message as it is, beside its content, reasoning and calls.
 READ_AS_IT_IS = ("role", "tool_call_id", "name", "tools")
-#: Request fields beside the messages and tools that the prompt is made of.
-OF_THE_PROMPT = ("chat_template_kwargs", "reasoning_effort", "reasoning")
 
 
 def checked(parsed: object) -> tuple[Message, ...]:
@@ -51,33 +49,6 @@ def only_text(messages: Sequence[Message]) -> bool:
         if isinstance(message.get("content"), list)
         for part in message["content"]
     )
-
-
-def contexts_of(parsed: Mapping[str, Any]) -> tuple[bytes, ...]:
-    """What a prompt is made of beside its messages, comparable: tools and template settings.
-
-    The first is what the engine's template is given for this request. It leaves out tools that `tool_choice` does not
-    allow; where all of them were shown before, the request goes on there as well, and that is the second.
-    """
-    tools = parsed.get("tools") or None
-    shown = _shown(tools, parsed.get("tool_choice"))
-    own = _context(parsed, shown)
-    return (own,) if shown == tools else (own, _context(parsed, tools))
-
-
-def _shown(tools: Any, choice: object) -> Any:
-    if choice == "none":
-        return None
-    if isinstance(choice, Mapping) and isinstance(tools, list):
-        return [tool for tool in tools if _function(tool).get("name") == _function(choice).get("name")]
-    return tools
-
-
-def _context(parsed: Mapping[str, Any], tools: Any) -> bytes:
-    parts = {name: parsed[name] for name in OF_THE_PROMPT if parsed.get(name)}
-    if tools:
-        parts["tools"] = tools
-    return orjson.dumps(parts, option=orjson.OPT_SORT_KEYS) if parts else b""
 
 
 def message_bytes(message: object) -> int:

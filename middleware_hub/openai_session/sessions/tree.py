@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.messages import Equality, Message, message_bytes
-from miles_router.middlewares.rows import RowPrefix, TrajectoryRows, first_prefix
+from miles_router.middlewares import RowPrefix, TrajectoryRows, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 
 
@@ -138,7 +138,7 @@ class Session:
         self.roots: list[Turn] = []
         self.untraced: list[dict[str, Any]] = []  # requests that passed through without being recorded
         self.in_flight = 0
-        self.answers: dict[str, Any] = {}  # by turn id, those under way included
+        self.replies: dict[str, Any] = {}  # by turn id, those under way included (turns/idempotency.py)
         self.deleted = False
         self.finalized: Mapping[str, Any] | None = None  # what it was finalized with: no further turns
         self.nbytes = 0  # arrays and messages
@@ -236,7 +236,7 @@ class Session:
             turn.children.clear()
         self.turns.clear()
         self.roots.clear()
-        self.answers.clear()
+        self.replies.clear()
         self._messages.clear()
         self._contexts.clear()
 

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from miles_router import Router, Statistics, counter
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
-from miles_router.errors import UpstreamUnreachable
+from miles_router.errors import RouterError, UpstreamUnreachable
 from miles_router.middlewares.contract import ASGIApp
 
 
@@ -184,6 +184,20 @@ class Asking:
             in_flight = forwarded.worker.in_flight
             answer = await forwarded.reply.read_all(1 << 20)
         return JSONResponse({"status": forwarded.reply.status, "answer": answer.decode(), "in_flight": in_flight})
+
+
+class CannotGoOn(RouterError):
+    """A layer's own control flow; it has no answer of its own."""
+
+
+class Leaking:
+    """Does not catch what it raises for itself."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise CannotGoOn("control flow with a secret in its message")
 
 
 class Failing:

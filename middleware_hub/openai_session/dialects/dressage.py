@@ -1,0 +1,213 @@
+"""Dressage's dialect: the same sessions for clients that name them in headers and never make them.
+
+POST /v1/chat/completions   with X-Session-Id, X-Instance-Id, X-Turn-Id: a turn; the session is made at its first
+POST /session/finalize      no further turns; it can be read
+POST /trajectory/read       the samples of one finalized session, or of all; `drain` forgets them
+GET  /trajectory/stats
+POST /v1/rollout/pause, /v1/rollout/resume;  GET /v1/rollout/pause_state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from middleware_hub.openai_session.dialects.dialect import TakesTurn
+from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
+from middleware_hub.openai_session.export.samples import SampleRequest, write_samples
+from middleware_hub.openai_session.sessions.tree import Session
+from miles_router.engines import paths
+from miles_router.errors import BadRequest
+from miles_router.middlewares import (
+    CONTINUE,
+    PAUSE,
+    UPDATE_VERSION,
+    Exchange,
+    Key,
+    Receive,
+    Router,
+    Row,
+    Scope,
+    Send,
+    first,
+)
+
+SESSION, INSTANCE, TURN, ROUTING = b"x-session-id", b"x-instance-id", b"x-turn-id", b"x-smg-routing-key"
+ROLLOUT = "/v1/rollout/"
+#: The dialect's own word for a pause that loses nothing.
+MODES = {"preempt": "retract", "abort": "abort", "retract": "retract", "in_place": "in_place"}
+REWRITTEN = ("edited_history", "compaction")
+
+
+class DressageDialect:
+    """Answers what the dialect adds."""
+
+    def __init__(self, router: Router, sessions: SessionRoutes, turn: TakesTurn) -> None:
+        self._router = router
+        self._sessions = sessions
+        self._turn = turn
+        # The data plane's key was asked for before; one of administration comes as `X-Api-Key` beside it.
+        config = router.config
+        self._admin = Key(config.effective_admin_key if config.effective_admin_key != config.api_key else None)
+
+    def routes(self) -> Sequence[BaseRoute]:
+        """Those under path segments of their own."""
+        return [
+            Route("/session/finalize", self._finalize, methods=["POST"]),
+            Route("/trajectory/read", self._read, methods=["POST"]),
+            Route("/trajectory/stats", self._stats, methods=["GET"]),
+        ]
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Answer a request under `/v1` if it speaks the dialect; False if it does not."""
+        path, method = scope["path"], scope["method"]
+        if path == paths.CHAT and method == "POST":
+            name = _session_id(scope)
+            if name is None:
+                return False
+            session = self._sessions.store.get_or_create(name)
+            instance = first(scope["headers"], INSTANCE)
+            if instance is not None:
+                session.metadata.setdefault("instance_id", instance.decode("latin-1"))
+            await self._turn(session, scope, receive, send)
+            return True
+        if not path.startswith(ROLLOUT) or (method, path) not in self._orders():
+            return False
+        self._admin.check(scope)
+        response = await self._orders()[method, path](Request(scope, receive))
+        await response(scope, receive, send)
+        return True
+
+    def _orders(self) -> Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]]:
+        return {
+            ("POST", "/v1/rollout/pause"): self._pause,
+            ("POST", "/v1/rollout/resume"): self._resume,
+            ("GET", "/v1/rollout/pause_state"): self._pause_state,
+        }
+
+    async def _finalize(self, request: Request) -> Response:
+        parsed = await read_object(request)
+        session = self._sessions.store.get(_named(parsed))
+        if not session.turns:
+            raise BadRequest("the session has no turns")
+        if parsed.get("instance_id") is not None:
+            session.metadata["instance_id"] = parsed["instance_id"]
+        session.finalized = {name: parsed[name] for name in ("label", "reward") if name in parsed}
+        return as_response(
+            {
+                "success": True,
+                "session_id": session.id,
+                "trajectory_id": session.id,
+                "instance_id": session.metadata.get("instance_id"),
+                "num_steps": len(session.turns),
+                "num_turns": len({turn.facts.get("turn_id") or turn.number for turn in session.turns}),
+                "num_segments": len(session.leaves()),
+                "history_rewritten": any(turn.reason in REWRITTEN for turn in session.turns),
+            }
+        )
+
+    async def _read(self, request: Request) -> Response:
+        parsed = await read_object(request)
+        drain = bool(parsed.get("drain", False))
+        if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
+            session = self._sessions.store.get(_named(parsed))
+            found, mode = [session] if session.finalized is not None else [], "trajectory"
+        else:
+            found, mode = self._batch(parsed.get("instance_id"), parsed.get("max_groups")), "batch"
+        data = [segment for session in found for segment in self._segments(session)]
+        if drain:
+            for session in found:
+                self._sessions.store.delete(session)
+        told = {"success": bool(data), "mode": mode, "data": data, "meta_info": self._counts(), "drained": drain}
+        return as_response(told)
+
+    def _batch(self, instance_id: object, max_groups: object) -> list[Session]:
+        """Finalized sessions, whole groups of them, oldest first."""
+        if max_groups is not None and (type(max_groups) is not int or max_groups < 1):
+            raise BadRequest("max_groups must be a whole number from 1")
+        groups: dict[object, list[Session]] = {}
+        for session in self._sessions.store:
+            group = session.metadata.get("instance_id", session.id)
+            if session.finalized is not None and (instance_id is None or group == instance_id):
+                groups.setdefault(group, []).append(session)
+        return [session for group in list(groups.values())[:max_groups] for session in group]
+
+    def _segments(self, session: Session) -> list[dict[str, Any]]:
+        request = SampleRequest.read(session.finalized)
+        samples = self._sessions.maker.make(session, request)
+        segments = orjson.loads(write_samples(session, samples, request))["samples"]
+        about = {"trajectory_id": session.id, "instance_id": session.metadata.get("instance_id")}
+        return [
+            {**about, "segment_index": index, "segment_count": len(segments), **segment}
+            for index, segment in enumerate(segments)
+        ]
+
+    async def _stats(self, request: Request) -> Response:
+        return as_response(self._counts())
+
+    def _counts(self) -> dict[str, object]:
+        store = self._sessions.store
+        finalized = [session for session in store if session.finalized is not None]
+        return {
+            "trajectories": len(finalized),
+            "groups": len({session.metadata.get("instance_id", session.id) for session in finalized}),
+            "active_sessions": len(store) - len(finalized),
+            "bytes": store.nbytes,
+        }
+
+    async def _pause(self, request: Request) -> Response:
+        mode = MODES.get((await read_object(request)).get("mode", "preempt"))
+        if mode is None:
+            raise BadRequest(f"mode must be one of {', '.join(MODES)}")
+        return await self._order(PAUSE, request, mode=mode)
+
+    async def _resume(self, request: Request) -> Response:
+        version = (await read_object(request)).get("version")
+        if version is not None and str(version) != self._router.pool.weight_version:
+            updated = await self._order(UPDATE_VERSION, request, new_version=str(version), abort_all_requests=False)
+            if updated.status_code != 200:
+                return updated
+        return await self._order(CONTINUE, request)
+
+    async def _order(self, row: Row, request: Request, **fields: object) -> Response:
+        """A control request to the whole fleet, and the state of the rollout after it."""
+        answer = await self._router.control.order(row, Exchange.of(request.scope).request_id, **fields)
+        if answer.status != 200:
+            return Response(answer.body, answer.status, media_type="application/json")
+        return as_response({"status": "ok", **self._state()})
+
+    async def _pause_state(self, request: Request) -> Response:
+        return as_response(self._state())
+
+    def _state(self) -> dict[str, object]:
+        gate, pool = self._router.gate, self._router.pool
+        return {
+            "paused": gate.closed,
+            "mode": gate.mode,
+            "paused_since": gate.paused_since,
+            "waiting": gate.held,
+            "in_flight": pool.in_flight,
+            "version": pool.weight_version,
+        }
+
+
+def _session_id(scope: Scope) -> str | None:
+    """The session that the headers name. A routing key alone is affinity, and a session only beside the dialect's own
+    headers."""
+    headers = scope["headers"]
+    name = first(headers, SESSION)
+    if name is None and (first(headers, INSTANCE) is not None or first(headers, TURN) is not None):
+        name = first(headers, ROUTING)
+    return name.decode("latin-1") if name else None
+
+
+def _named(parsed: Mapping[str, Any]) -> str:
+    name = parsed.get("session_id", parsed.get("trajectory_id"))
+    if not isinstance(name, str):
+        raise BadRequest("session_id must be a string")
+    return name

@@ -1,0 +1,86 @@
+"""`/v1/chat/completions`: messages, tools and settings, as the engine's own endpoint takes them.
+
+An API that is translated to chat extends this face: it gives `fields` and a `writer` of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
+from middleware_hub.openai_session.faces.face import Face
+from middleware_hub.openai_session.sessions.messages import checked, only_text
+from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
+from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
+from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
+from miles_router.engines.chat import ChatEndpoint
+from miles_router.trajectory import Piece
+
+
+class ChatFace(Face):
+    """OpenAI's chat API."""
+
+    path = ChatEndpoint.path
+    endpoint = ChatEndpoint()
+
+    def fields(self, request: object) -> Mapping[str, Any]:
+        """The chat request that a request means. Its messages are what the session holds.
+
+        Raises:
+            BadRequest: it is none.
+        """
+        checked(request)
+        assert isinstance(request, Mapping)
+        return request
+
+    def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+        """Place a request behind the deepest turn whose messages it begins with.
+
+        Raises:
+            BadRequest: it is none.
+        """
+        fields = self.fields(request)
+        messages = tuple(fields["messages"])
+        contexts = contexts_of(fields)
+        place = session.place(messages, [context.key for context in contexts], self._equal)
+        if place.parent is None:
+            return PendingTurn(session, self.path, fields, (place,), now)
+        try:
+            context = next(each for each in contexts if each.key == place.context)
+            prompt = self._prompt(fields, context, place, place.parent)
+        except NotAppendOnly as reason:
+            root = Place(None, messages, contexts[0].key)
+            return PendingTurn(session, self.path, fields, (root,), now, segment=str(reason))
+        return PendingTurn(session, self.path, fields, (place,), now, prompt)
+
+    def _prompt(self, fields: Mapping[str, Any], context: Context, place: Place, parent: Turn) -> TokenPrompt:
+        """The ids behind a held turn.
+
+        Raises:
+            NotAppendOnly: they cannot be given exactly.
+        """
+        obstacle = _obstacle(fields)
+        if obstacle is not None:
+            raise NotAppendOnly(obstacle)
+        calls = parent.answer.get("tool_calls") or ()
+        end = HeldEnd(
+            last_id=parent.last_id,
+            ended=parent.ended_itself,
+            tool_calls=tuple((call.get("id"), call["function"]["name"]) for call in calls),
+            reasoning=bool(parent.answer.get("reasoning_content")),
+        )
+        extension = self._continuation.after(end, place.appended, context.tools, context.template_kwargs)
+        tokens = parent.trajectory().tokens
+        return TokenPrompt(tokens[: len(tokens) - extension.drop], Piece.given(extension.ids), extension.drop)
+
+
+def _obstacle(fields: Mapping[str, Any]) -> str | None:
+    """What a request asks for that ids in place of messages cannot do."""
+    if fields.get("input_ids") is not None:
+        return "own_input_ids"
+    if not isinstance(fields.get("chat_template_kwargs") or {}, Mapping):
+        return "invalid_chat_template_kwargs"  # the engine refuses them in its own words
+    if fields.get("continue_final_message"):
+        return "continue_final_message"
+    return None if only_text(fields["messages"]) else "not_text"

@@ -1,0 +1,70 @@
+"""A face: an API that agents speak, over one of the engine's endpoints.
+
+    agent's request  ──  turn()    ──►  the engine's request, its place in the tree, the ids it is given
+    agent's answer   ◄──  writer() ──   the engine's answer, once it is recorded
+
+Everything else is the same for every API and stands in `turns/`. Another API is a file in this folder and a line in
+the table of `faces/__init__.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from middleware_hub.openai_session.continuing.continuation import Continuation
+from middleware_hub.openai_session.sessions.messages import Equality
+from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.tree import Session
+from miles_router.engines.choices import OpenAIEndpoint
+from miles_router.middlewares import Event, write_event
+
+
+class ReplyWriter:
+    """Writes one reply in a face's own API. What it is given is the engine's, less what was asked for only to record.
+    By default an agent is given just that."""
+
+    def whole(self, answer: dict[str, Any]) -> object:
+        """The API's object for a whole answer."""
+        return answer
+
+    def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
+        """The API's events for one chunk of a stream; `name` is that of the engine's event."""
+        return write_event(chunk, name)
+
+    def other(self, event: Event) -> bytes:
+        """What the agent gets for an event that is no chunk: the stream's end (`[DONE]`), an error, a comment."""
+        return event.raw
+
+    def refusal(self, body: bytes) -> bytes:
+        """What the agent gets for an error that the engine answers with. It may be no JSON."""
+        return body
+
+
+class Face(ABC):
+    """One API. There is one object of it for each router."""
+
+    #: Where agents ask, within a session.
+    path: ClassVar[str]
+    #: Where the engine is asked.
+    endpoint: ClassVar[OpenAIEndpoint]
+
+    def __init__(self, continuation: Continuation, equal: Equality) -> None:
+        self._continuation = continuation
+        self._equal = equal
+
+    def untraceable(self, request: object) -> str | None:
+        """Why a request cannot be recorded and passes as it is; None if it can."""
+        return None
+
+    @abstractmethod
+    def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+        """Read a parsed request and place it in its session.
+
+        Raises:
+            BadRequest: it is none.
+        """
+
+    def writer(self, turn: PendingTurn) -> ReplyWriter:
+        """What the reply is written with."""
+        return ReplyWriter()

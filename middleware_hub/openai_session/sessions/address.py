@@ -1,0 +1,29 @@
+"""Where a session is on the wire: `/sessions/{id}/...`."""
+
+from __future__ import annotations
+
+from urllib.parse import unquote_to_bytes
+
+from middleware_hub.openai_session.errors import SessionNotFound
+from middleware_hub.openai_session.sessions.store import SessionStore
+from middleware_hub.openai_session.sessions.tree import Session
+from miles_router.middlewares import Scope
+
+PREFIX = "/sessions/"
+
+
+def addressed(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
+    """The session that a path names, and the scope of the request within it, which keeps its affinity.
+
+    Raises:
+        SessionNotFound: it names none.
+    """
+    name, _, rest = scope["path"][len(PREFIX) :].partition("/")
+    session = store.get(name)
+    raw = scope["raw_path"].split(b"/", 3)
+    # A slash that is percent-encoded is part of a name, and of none we give.
+    if len(raw) < 4 or unquote_to_bytes(raw[2]) != name.encode():
+        raise SessionNotFound(f"no session at {scope['path']!r}")
+    headers = [pair for pair in scope["headers"] if pair[0] != b"x-session-id"]
+    headers.append((b"x-session-id", session.id.encode("ascii")))
+    return session, {**scope, "path": f"/{rest}", "raw_path": b"/" + raw[3], "headers": headers}

@@ -1,0 +1,81 @@
+"""Where requests within a session come in: a turn is taken by the face of its path, anything else passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from middleware_hub.openai_session.errors import SessionFinalized
+from middleware_hub.openai_session.faces.face import Face
+from middleware_hub.openai_session.sessions.store import SessionStore
+from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.turns.idempotency import once, turn_id_of
+from middleware_hub.openai_session.turns.recorder import TurnRecorder
+from middleware_hub.openai_session.turns.runner import TurnRunner
+from miles_router.engines import paths
+from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, replay
+
+#: Paths that generate, and that are not recorded where no face answers them.
+UNTRACED = frozenset({paths.MESSAGES, paths.RESPONSES, paths.GENERATE})
+
+
+class TurnDoor:
+    """Takes the requests of all sessions."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        faces: Iterable[Face],
+        store: SessionStore,
+        recorder: TurnRecorder,
+        runner: TurnRunner,
+        now: Callable[[], float],
+    ) -> None:
+        self._app = app
+        self._faces = {face.path: face for face in faces}
+        self._store = store
+        self._recorder = recorder
+        self._runner = runner
+        self._now = now
+
+    async def request(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
+        """Any request within a session."""
+        if scope["method"] == "POST" and scope["path"] in self._faces:
+            await self.turn(session, scope, receive, send)
+            return
+        if scope["method"] == "POST" and scope["path"] in UNTRACED:
+            request_id = Exchange.of(scope).request_id
+            self._recorder.pass_by(scope["path"], session, "this endpoint is not traced", request_id)
+        with self._store.in_use(session):
+            await self._app(scope, receive, send)
+
+    async def turn(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
+        """One turn of a session.
+
+        Raises:
+            BadRequest: the request is none, or the session has no room or is finalized.
+            UnusableAnswer: the worker's answer cannot be recorded.
+        """
+        face = self._faces[scope["path"]]
+        exchange = Exchange.of(scope)
+        body = await exchange.read(receive)
+        parsed = exchange.loads(body)
+        turn_id = turn_id_of(scope)
+
+        async def run(send: Send) -> None:
+            # Here, so that the recorded answer of a turn is given even where there is no room for another.
+            if session.finalized is not None:
+                raise SessionFinalized(f"session {session.id!r} is finalized")
+            self._store.check_room(session)
+            turn = face.turn(session, parsed, now=self._now())
+            turn.turn_id = turn_id
+            await self._runner.run(face, turn, scope, receive, send)
+
+        with self._store.in_use(session):
+            untraceable = face.untraceable(parsed)
+            if untraceable is not None:
+                self._recorder.pass_by(face.path, session, untraceable, exchange.request_id)
+                await self._app(scope, replay(body, receive), send)
+            elif turn_id is None:
+                await run(send)
+            else:
+                await once(session, turn_id, send, run, lambda nbytes: self._store.account(session, nbytes))

@@ -1,0 +1,94 @@
+"""A turn that is asked for again under the same `X-Turn-Id` gets the answer that was recorded, not a second one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from middleware_hub.openai_session.sessions.tree import Session
+from miles_router.errors import BadRequest
+from miles_router.middlewares import LAST_EVENT, OK, RawHeaders, Scope, Send, Tap, first
+
+MAX_TURN_ID = 256
+
+
+def turn_id_of(scope: Scope) -> str | None:
+    """The agent's name for a turn.
+
+    Raises:
+        BadRequest: it is too long.
+    """
+    value = first(scope["headers"], b"x-turn-id")
+    if value is not None and len(value) > MAX_TURN_ID:
+        raise BadRequest(f"X-Turn-Id is longer than {MAX_TURN_ID} bytes")
+    return value.decode("latin-1") if value else None
+
+
+@dataclass(frozen=True)
+class RecordedReply:
+    """A reply as the agent was given it."""
+
+    headers: RawHeaders
+    body: bytes
+
+    async def give_to(self, send: Send) -> None:
+        """Give it again."""
+        await send({"type": "http.response.start", "status": OK, "headers": list(self.headers)})
+        await send({"type": "http.response.body", "body": self.body})
+
+
+async def once(
+    session: Session,
+    turn_id: str,
+    send: Send,
+    run: Callable[[Send], Awaitable[None]],
+    account: Callable[[int], None],
+) -> None:
+    """Run a turn, unless it ran already; if it runs at this moment, wait for its answer. A turn that failed, or that
+    was not recorded, may be tried again."""
+    while (known := session.replies.get(turn_id)) is not None:
+        recorded = await asyncio.shield(known)
+        if recorded is not None:
+            await recorded.give_to(send)
+            return
+    future: asyncio.Future[RecordedReply | None] = asyncio.get_running_loop().create_future()
+    session.replies[turn_id] = future
+    copy, before = ReplyCopy(send), len(session.turns)
+    try:
+        await run(copy.send)
+    finally:
+        held = any(turn.facts.get("turn_id") == turn_id for turn in session.turns[before:])
+        reply = copy.reply if held or session.deleted else None
+        if reply is None:
+            session.replies.pop(turn_id, None)
+        else:
+            account(len(reply.body))
+        future.set_result(reply)
+
+
+class ReplyCopy(Tap):
+    """Gives a reply on and keeps it."""
+
+    layer = "openai_sessions"
+    same_length = True
+    holds_head = False
+
+    def __init__(self, send: Send) -> None:
+        super().__init__(send)
+        self._pieces: list[bytes] = []
+        self._complete = False
+
+    async def piece(self, data: bytes, *, more: bool) -> bytes:
+        """Keep it. Whoever has read the last event may leave before the empty piece behind it."""
+        self._pieces.append(data)
+        self._complete = self._complete or not more or data.endswith(LAST_EVENT)
+        return data
+
+    @property
+    def reply(self) -> RecordedReply | None:
+        """The reply, if it is a whole answer."""
+        if not self._complete:
+            return None
+        headers = [pair for pair in self.start["headers"] if pair[0] != b"x-request-id"]
+        return RecordedReply(headers, b"".join(self._pieces))

@@ -1,0 +1,187 @@
+"""Finished turns, hung into their session's tree."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from middleware_hub.openai_session.errors import UnusableAnswer
+from middleware_hub.openai_session.sessions.messages import Equality, message_bytes
+from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.store import SessionStore
+from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
+from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.choices import Choice
+from miles_router.trajectory import InvalidTrajectory, Piece, Trajectory
+
+logger = logging.getLogger(__name__)
+
+MAX_UNTRACED = 1000  # of one session; the log has the rest
+TURN_BYTES = 2048  # what a turn takes beside its arrays and messages, about
+
+
+class TurnRecorder:
+    """Turns answers into turns."""
+
+    def __init__(
+        self, store: SessionStore, equal: Equality, is_special: Callable[[int], bool], now: Callable[[], float]
+    ) -> None:
+        self.statistics = store.statistics
+        self._store = store
+        self._equal = equal
+        self._is_special = is_special
+        self._now = now
+
+    def record(self, pending: PendingTurn, choices: Sequence[Choice], facts: Mapping[str, Any]) -> None:
+        """Hold all choices of an answer, or none.
+
+        Raises:
+            UnusableAnswer: it cannot be held exactly.
+        """
+        prompts = _Prompts(pending)
+        parts = [(choice, prompts.given(choice), _pieces(choice)) for choice in choices]
+        places = _places(pending, choices)
+        session = pending.session
+        if session.deleted:
+            return
+        nbytes = prompts.nbytes
+        held: dict[int, Place] = {}
+        for place in places:
+            if id(place) not in held:
+                held[id(place)], new = session.hold(place)
+                nbytes += new
+        for (choice, given, sampled), place in zip(parts, places, strict=True):
+            turn = self._turn(pending, held[id(place)], given, sampled, choice, facts)
+            if pending.experts is not None:
+                turn.experts = pending.experts.take(choice.index, turn.tokens, choice.facts.get("rid"))
+            session.grow(turn, self._equal)
+            self.statistics.turns += 1
+            self.statistics.sampled_tokens += sum(map(len, sampled))
+            nbytes += Trajectory(sampled).nbytes + message_bytes(turn.answer) + TURN_BYTES
+        self._store.account(session, nbytes)
+        self.statistics.given_tokens += prompts.tokens
+        self.statistics.reused_tokens += len(pending.prompt.held) if pending.prompt is not None else 0
+
+    def _turn(
+        self,
+        pending: PendingTurn,
+        place: Place,
+        given: Piece,
+        sampled: tuple[Piece, ...],
+        choice: Choice,
+        facts: Mapping[str, Any],
+    ) -> Turn:
+        return Turn(
+            path=pending.path,
+            parent=place.parent,
+            appended=place.appended,
+            context=place.context,
+            answer=choice.message,
+            given=given,
+            dropped=pending.prompt.dropped if pending.prompt is not None else 0,
+            sampled=sampled,
+            finish_reason=choice.finish,
+            ended_itself=self._ended_itself(choice, sampled),
+            choice=choice.index,
+            segment=pending.segment,
+            facts={
+                **facts,
+                **choice.facts,
+                "matched": choice.matched,
+                "asked_at": pending.asked_at,
+                "answered_at": self._now(),
+                "turn_id": pending.turn_id,
+                "streamed": pending.stream,
+            },
+        )
+
+    def _ended_itself(self, choice: Choice, sampled: Sequence[Piece]) -> bool:
+        """Whether the last token is the model's own end of turn. With tool calls the engine does not say what
+        matched."""
+        if not sampled:
+            return False
+        last = int(sampled[-1].tokens[-1])
+        if choice.finish == "tool_calls":
+            return self._is_special(last)
+        return choice.finish == "stop" and choice.matched == last
+
+    def pass_by(self, path: str, session: Session, reason: str, request_id: str) -> None:
+        """A request in a session that is not recorded; the session says so."""
+        self.statistics.untraced += 1
+        if len(session.untraced) < MAX_UNTRACED:
+            session.untraced.append({"path": path, "reason": reason, "request_id": request_id, "at": self._now()})
+        fields = {"session_id": session.id, "path": path, "reason": reason, "request_id": request_id}
+        logger.warning("turn_not_traced", extra={"fields": fields})
+
+
+def _pieces(choice: Choice) -> tuple[Piece, ...]:
+    """The sampled tokens.
+
+    Raises:
+        UnusableAnswer: the parts do not fit each other.
+    """
+    try:
+        return choice.pieces()
+    except (InvalidTrajectory, UnreadableAnswer) as error:
+        raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
+
+
+def _places(pending: PendingTurn, choices: Sequence[Choice]) -> list[Place]:
+    """Where each choice will hang. A batch of prompts is answered prompt by prompt, each with all of its choices.
+
+    Raises:
+        UnusableAnswer: it has not the same number of choices for each prompt.
+    """
+    places = pending.places
+    if len(places) == 1:
+        return [places[0]] * len(choices)
+    each, rest = divmod(len(choices), len(places))
+    if rest or not all(0 <= choice.index < len(choices) for choice in choices):
+        raise UnusableAnswer(f"the worker's answer has {len(choices)} choices for {len(places)} prompts")
+    return [places[choice.index // each] for choice in choices]
+
+
+class _Prompts:
+    """What the choices of one answer were given: one piece for all that share a prompt."""
+
+    def __init__(self, pending: PendingTurn) -> None:
+        self._prompt = pending.prompt
+        self._pieces: list[tuple[Sequence[int], Piece]] = []
+
+    @property
+    def tokens(self) -> int:
+        """Tokens given, each prompt counted once."""
+        return len(self._given())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens given."""
+        return self._given().nbytes
+
+    def _given(self) -> Trajectory:
+        return Trajectory([self._prompt.given] if self._prompt is not None else [piece for _, piece in self._pieces])
+
+    def given(self, choice: Choice) -> Piece:
+        """What this choice was given behind its parent's tokens.
+
+        Raises:
+            UnusableAnswer: the engine does not tell, or tells other ids than it was sent.
+        """
+        if self._prompt is not None:
+            if choice.prompt is not None and not np.array_equal(np.asarray(choice.prompt), self._prompt.ids()):
+                raise UnusableAnswer("the worker says that it was given other ids than it was sent")
+            return self._prompt.given
+        if not choice.prompt:
+            raise UnusableAnswer("the worker does not tell the ids of the prompt")
+        for ids, piece in self._pieces:
+            if ids is choice.prompt or ids == choice.prompt:
+                return piece
+        try:
+            piece = Piece.given(choice.prompt)
+        except InvalidTrajectory as error:
+            raise UnusableAnswer(f"the worker's prompt ids are none: {error}") from None
+        self._pieces.append((choice.prompt, piece))
+        return piece

@@ -1,0 +1,192 @@
+"""A turn on its way through: asked for, relayed, recorded, given to the agent."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.errors import UnusableAnswer
+from middleware_hub.openai_session.faces.face import Face, ReplyWriter
+from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.turns.recorder import TurnRecorder
+from middleware_hub.openai_session.turns.shortfalls import StreamFacts
+from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
+from miles_router.engines.answers import UnreadableAnswer, is_abort
+from miles_router.engines.choices import Choice, StreamShortfall
+from miles_router.middlewares import (
+    LAST_EVENT,
+    OK,
+    ASGIApp,
+    Collected,
+    Event,
+    Exchange,
+    Handover,
+    Receive,
+    Router,
+    Scope,
+    Send,
+    replay,
+    with_body,
+    with_length,
+)
+from miles_router.trajectory.rows import ROUTED_EXPERTS
+
+EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
+
+
+class TurnRunner:
+    """Runs turns through the layers inside."""
+
+    def __init__(self, app: ASGIApp, router: Router, recorder: TurnRecorder) -> None:
+        self._app = app
+        self._router = router
+        self._recorder = recorder
+        self._stream_facts = StreamFacts(router)
+
+    async def run(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
+        """One turn.
+
+        Raises:
+            UnusableAnswer: the worker's answer cannot be recorded, or not read; the agent gets none.
+        """
+        if not self._router.rows[ROUTED_EXPERTS].captures:
+            await self._run(face, turn, scope, receive, send)
+            return
+        missing = face.endpoint.experts_missing if turn.several else None
+        turn.experts = Handover(ROUTED_EXPERTS, [turn.held_experts], per_prompt=sys.maxsize, missing=missing)
+        if missing is not None and turn.stream:  # it does not say whose they are
+            await self._run(face, turn, scope, receive, send)
+            return
+        with turn.experts.left_on(Exchange.of(scope)):
+            await self._run(face, turn, scope, receive, send)
+
+    async def _run(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
+        if turn.stream and not await self._buffered(face, turn):
+            await self._streamed(face, turn, scope, receive, send)
+        else:
+            await self._whole(face, turn, scope, receive, send)
+
+    async def _buffered(self, face: Face, turn: PendingTurn) -> bool:
+        """Whether a streamed turn is generated whole, and given as a stream afterwards."""
+        if face.endpoint.chunks is None:
+            return False
+        # A stream of several choices tells the routed experts of one alone.
+        if turn.several and turn.experts is not None:
+            return True
+        return await self._stream_facts.fall_short(turn, face.endpoint)
+
+    # Streams
+
+    async def _streamed(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = face.writer(turn)
+        stream = TurnStream(turn, face.endpoint, writer, self._version_of(scope))
+        tap = TurnTap(send, stream, writer, lambda: self._end_of_stream(face, turn, stream, scope))
+        body = _body(face, turn, stream=True)
+        await tap.call(self._app, _inner(face, scope, body), replay(body, receive))
+
+    def _version_of(self, scope: Scope) -> Callable[[], str | None]:
+        """The weight version of the worker that answers, as the router knows it at that moment."""
+        flight, pool = Exchange.of(scope).flight, self._router.pool
+
+        def version() -> str | None:
+            worker = pool.find(flight.worker_url or "")
+            return worker.weight_version if worker is not None else None
+
+        return version
+
+    async def _end_of_stream(self, face: Face, turn: PendingTurn, stream: TurnStream, scope: Scope) -> None:
+        if not stream.began:
+            return  # the engine refused, and says so itself
+        exchange = Exchange.of(scope)
+        try:
+            self._record(turn, stream.choices(), scope)
+        except UnusableAnswer as error:
+            self._recorder.pass_by(turn.path, turn.session, str(error), exchange.request_id)
+        except UnreadableAnswer as error:
+            url = exchange.flight.worker_url
+            if isinstance(error, StreamShortfall) and url is not None:
+                await self._stream_facts.learn(url, face.endpoint.path, str(error))
+            reason = f"the worker's stream cannot be recorded: {error}"
+            self._recorder.pass_by(turn.path, turn.session, reason, exchange.request_id)
+
+    # Whole answers
+
+    async def _whole(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = face.writer(turn)
+        collected = await self._collected(_body(face, turn, stream=False), face, scope, receive)
+        if collected.status != OK:
+            await collected.give_to(send, writer.refusal(collected.body))
+            return
+        answer = _answer(collected)
+        try:
+            choices = face.endpoint.choices(answer)
+        except UnreadableAnswer as error:
+            raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
+        self._record(turn, choices, scope)
+        seen = face.endpoint.as_asked(answer, turn.fields)
+        if not turn.stream:
+            await collected.give_to(send, orjson.dumps(writer.whole(seen)))
+            return
+        body = _as_stream(face, turn, seen, writer)
+        await send(with_length({"type": "http.response.start", "status": OK, "headers": EVENT_STREAM}, body))
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _collected(self, body: bytes, face: Face, scope: Scope, receive: Receive) -> Collected:
+        """A whole reply. Under `--partial-rollout resume` one that a pause cut off is asked for again: what parsers
+        made of half an answer cannot be joined to the other half."""
+        gate, again = self._router.gate, self._router.config.partial_rollout == "resume"
+        while True:
+            pauses = gate.pauses
+            collected = Collected()
+            await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
+            cut = again and gate.pauses != pauses and not Exchange.of(scope).flight.aborted
+            if not cut or not collected.is_json or not _was_aborted(_answer(collected)):
+                return collected
+
+    def _record(self, turn: PendingTurn, choices: Sequence[Choice], scope: Scope) -> None:
+        exchange = Exchange.of(scope)
+        facts: Mapping[str, Any] = {"worker": exchange.flight.worker_url, "request_id": exchange.request_id}
+        self._recorder.record(turn, choices, facts)
+
+
+def _body(face: Face, turn: PendingTurn, *, stream: bool) -> bytes:
+    ids = turn.prompt.ids() if turn.prompt is not None else None
+    return face.endpoint.request(turn.fields, stream=stream, ids=ids)
+
+
+def _inner(face: Face, scope: Scope, body: bytes) -> Scope:
+    """The scope of the engine's request: a face that is translated asks another path than its agent."""
+    inner = with_body(scope, body)
+    if face.path != face.endpoint.path:
+        path = face.endpoint.path
+        inner = {**inner, "path": path, "raw_path": path.encode("ascii"), "query_string": b""}
+    return inner
+
+
+def _answer(collected: Collected) -> dict[str, Any]:
+    """The engine's answer.
+
+    Raises:
+        UnusableAnswer: it is none.
+    """
+    answer = collected.parse() if collected.is_json else None
+    if not isinstance(answer, dict):
+        raise UnusableAnswer("the worker's answer is no JSON that can be read")
+    if not isinstance(answer.get("choices"), list) or not answer["choices"]:
+        raise UnusableAnswer("the worker's answer has no choices")
+    return answer
+
+
+def _was_aborted(answer: Mapping[str, Any]) -> bool:
+    """Whether some choice was cut off."""
+    return any(isinstance(choice, dict) and is_abort(choice.get("finish_reason")) for choice in answer["choices"])
+
+
+def _as_stream(face: Face, turn: PendingTurn, answer: Mapping[str, Any], writer: ReplyWriter) -> bytes:
+    """A whole answer as the stream that the agent asked for."""
+    assert face.endpoint.chunks is not None
+    events = [writer.chunk(chunk, b"") for chunk in face.endpoint.chunks(answer, turn.fields)]
+    return b"".join([*events, writer.other(Event.read(LAST_EVENT))])

@@ -1,0 +1,152 @@
+"""A turn whose answer is streamed: every chunk goes on as it comes, less what the agent did not ask for.
+
+What ends the answer for the agent (its finish reasons, and all behind the last of them) waits until the turn is
+recorded: an agent that knows that its turn has ended may ask for the next, or leave.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from middleware_hub.openai_session.errors import UnusableAnswer
+from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.sessions.pending import PendingTurn
+from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.choices import MALFORMED, Choice, OpenAIEndpoint
+from miles_router.middlewares import OK, Event, Kind, Message, Send, Tap
+
+
+class TurnStream:
+    """Reads a stream's events, gives what the agent is shown of them, and knows at the end what was sampled.
+
+    Args:
+        version: tells the weight version of the worker that answers, as the router knows it now; chunks do not say it.
+    """
+
+    def __init__(
+        self, turn: PendingTurn, endpoint: OpenAIEndpoint, writer: ReplyWriter, version: Callable[[], str | None]
+    ) -> None:
+        #: Whether something was generated.
+        self.began = False
+        self.first_token_at: float | None = None
+        self._fields = turn.fields
+        self._endpoint = endpoint
+        self._writer = writer
+        self._version = version
+        self._growing = endpoint.growing()
+        self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
+        self._held_back: list[bytes] = []
+
+    def feed(self, event: Event) -> bytes:
+        """What the agent is shown now of one event of the engine's; what ends its answer is kept for `release`."""
+        if event.is_last:
+            self._held_back.append(self._writer.other(event))
+            return b""
+        if event.data and event.name in self._endpoint.chunk_events:
+            try:
+                return self._chunk(event)
+            except UnreadableAnswer as error:
+                self._failure = self._failure or error
+        return self._in_order(self._writer.other(event))
+
+    def release(self) -> bytes:
+        """What was kept back."""
+        held, self._held_back = self._held_back, []
+        return b"".join(held)
+
+    def choices(self) -> list[Choice]:
+        """What was sampled.
+
+        Raises:
+            UnreadableAnswer: the stream did not tell it all.
+        """
+        if self._failure is not None:
+            raise self._failure
+        choices = self._growing.choices()
+        for choice in choices:
+            choice.facts |= {"first_token_at": self.first_token_at, "versions": "router"}
+        return choices
+
+    def _in_order(self, shown: bytes) -> bytes:
+        """What is no chunk, behind what is held back."""
+        if not self._held_back:
+            return shown
+        self._held_back.append(shown)
+        return b""
+
+    def _chunk(self, event: Event) -> bytes:
+        chunk = event.parse()
+        if not isinstance(chunk, dict):
+            raise UnreadableAnswer("incomplete", "a chunk that is none")
+        if "error" in chunk:
+            raise UnreadableAnswer("incomplete", "the stream ended with an error")
+        choices = chunk.get("choices") or ()
+        self.began = self.began or bool(choices)
+        if self._growing.add(chunk, self._version()) and self.first_token_at is None:
+            self.first_token_at = time.time()
+        ends = any(choice.get("finish_reason") is not None for choice in choices)
+        try:
+            seen = self._endpoint.chunk_as_asked(chunk, self._fields)
+        except MALFORMED as error:
+            raise UnreadableAnswer("incomplete", f"a chunk that is none: {error!r}") from error
+        if seen is None:
+            return b""
+        shown = self._writer.chunk(seen, event.name)
+        if ends or (self._held_back and not choices):
+            self._held_back.append(shown)
+            return b""
+        return shown
+
+
+class TurnTap(Tap):
+    """Relays the stream of a turn. `ended` is called once, before the agent learns of the end."""
+
+    layer = "openai_sessions"
+
+    def __init__(
+        self, send: Send, stream: TurnStream, writer: ReplyWriter, record: Callable[[], Awaitable[None]]
+    ) -> None:
+        super().__init__(send)
+        self._stream = stream
+        self._writer = writer
+        self._record = record
+        self._recorded = False
+
+    def passes(self, start: Message) -> bool:
+        """A refusal that is no JSON, which has no form of an API's."""
+        return start["status"] != OK and self.kind is not Kind.JSON
+
+    def unread(self, reason: str) -> None:
+        """An answer that cannot be read is not given either.
+
+        Raises:
+            UnusableAnswer: always, but for refusals.
+        """
+        if self.start["status"] == OK:
+            raise UnusableAnswer(f"the worker's answer cannot be read: {reason}")
+
+    async def whole(self, body: bytes) -> bytes:
+        """A refusal.
+
+        Raises:
+            UnusableAnswer: it is an answer, and no stream of events.
+        """
+        if self.start["status"] == OK:
+            raise UnusableAnswer("the worker's answer is no stream of events")
+        return self._writer.refusal(body)
+
+    async def event(self, event: Event) -> bytes:
+        """What the agent is shown of it."""
+        shown = self._stream.feed(event)
+        return shown + await self._end() if event.is_last else shown
+
+    async def ended(self) -> bytes:
+        """What is left of the answer."""
+        return await self._end()
+
+    async def _end(self) -> bytes:
+        if not self._recorded:
+            self._recorded = True
+            await self._record()
+        return self._stream.release()

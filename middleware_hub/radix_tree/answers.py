@@ -1,0 +1,135 @@
+"""The answers to one request, on their way to the client: each is recorded before the client has all of it, and given
+on without the logprobs that only the record asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+import orjson
+
+from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
+from middleware_hub.radix_tree.requests import wants_logprobs
+from miles_router.engines.answers import GenerateAnswer, Unreadable, UnreadableAnswer, without_logprobs
+from miles_router.engines.growing import GrowingAnswer
+from miles_router.middlewares import Event, Exchange, GenerateRequest, Handover, Router, Send, Tap, write_event
+from miles_router.trajectory import InvalidTrajectory
+
+logger = logging.getLogger(__name__)
+
+#: Why an answer is not recorded that `GenerateAnswer` does not refuse.
+AnswerReason = Literal["not_json", "answer_count", "incomplete", "invalid_tokens"]
+
+
+class AnswerTap(Tap):
+    """Records the answers to one request. An answer that cannot be recorded exactly is counted and logged, and its
+    client gets it all the same.
+
+    Args:
+        send: the client's side.
+        router: counts replies that cannot be read.
+        recorder: where the answers go.
+        exchange: the request's record, for the log.
+        request: as the client sent it.
+        prompts: what the engine is given for each of its prompts.
+        experts: where the answers' routed experts come from, if they are captured.
+    """
+
+    layer = "radix_tree"
+
+    def __init__(
+        self,
+        send: Send,
+        router: Router,
+        recorder: TextRecorder,
+        exchange: Exchange,
+        request: GenerateRequest,
+        prompts: Sequence[TokenizedText],
+        experts: Handover | None,
+    ) -> None:
+        super().__init__(send, router.metrics)
+        self._recorder = recorder
+        self._exchange = exchange
+        self._request = request
+        self._prompts = prompts
+        self._experts = experts
+        #: For each answer, whether its client asked for logprobs itself.
+        self._shows_logprobs = [wants_logprobs(request, generation) for generation in range(request.generations)]
+        self._growing = {generation: GrowingAnswer() for generation in range(request.generations)}  # not ended yet
+        self._failed = False  # the engine says itself that there is no answer
+        self._surplus = False  # events came of answers that nobody asked for
+
+    async def whole(self, body: bytes) -> bytes:
+        """Record the answers of a JSON reply."""
+        try:
+            reply = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            self._refuse("not_json", str(error))
+            return body
+        answers = reply if isinstance(reply, list) else [reply]
+        if len(answers) != self._request.generations:
+            self._refuse("answer_count", f"{len(answers)} answers to {self._request.generations} generations")
+            return body
+        for generation, answer in enumerate(answers):
+            await self._record(generation, answer)
+        if all(self._shows_logprobs):
+            return body
+        for generation, shows in enumerate(self._shows_logprobs):
+            if not shows:
+                answers[generation] = without_logprobs(answers[generation])
+        return orjson.dumps(answers if isinstance(reply, list) else answers[0])
+
+    async def event(self, event: Event) -> bytes:
+        """Take what an event says of its answer, and record the answer with the last one."""
+        answer = event.parse()
+        if not isinstance(answer, Mapping) or "output_ids" not in answer:
+            self._failed |= isinstance(answer, Mapping) and "error" in answer
+            return event.raw
+        generation = answer.get("index", 0 if self._request.generations == 1 else None)
+        if type(generation) is not int or generation not in range(self._request.generations):
+            if not self._surplus:
+                self._refuse("answer_count", f"an event of answer {generation!r}")
+            self._surplus = True
+            return event.raw
+        growing = self._growing.get(generation)
+        if growing is not None:
+            await self._grow(generation, growing, answer)
+        if self._shows_logprobs[generation]:
+            return event.raw
+        return write_event(without_logprobs(answer), event.name)
+
+    async def _grow(self, generation: int, growing: GrowingAnswer, answer: Mapping[str, object]) -> None:
+        try:
+            growing.skim(answer)
+        except UnreadableAnswer as error:
+            del self._growing[generation]
+            self._refuse(error.reason, str(error))
+            return
+        if growing.ended:
+            del self._growing[generation]
+            await self._record(generation, growing.with_versions())
+
+    async def ended(self) -> bytes:
+        """Count the answers that did not end, unless the engine has said why."""
+        for generation in () if self._failed else self._growing:
+            self._refuse("incomplete", f"the stream ended before answer {generation} did")
+        return b""
+
+    async def _record(self, generation: int, answer: object) -> None:
+        prompt = self._request.prompt_of(generation)
+        take = None if self._experts is None else partial(self._experts.take, generation)
+        try:
+            read = GenerateAnswer.read(answer)
+            await self._recorder.record(self._prompts[prompt], self._request.prompts[prompt].params, read, take)
+        except UnreadableAnswer as error:
+            self._refuse(error.reason, str(error))
+        except InvalidTrajectory as error:
+            self._refuse("invalid_tokens", str(error))
+
+    def _refuse(self, reason: AnswerReason | Unreadable, detail: str) -> None:
+        self._recorder.statistics.passed_through[reason] += 1
+        worker, request_id = self._exchange.flight.worker_url, self._exchange.request_id
+        fields = {"request_id": request_id, "worker": worker, "reason": reason, "detail": detail}
+        logger.warning("answer_not_recorded", extra={"fields": fields})

@@ -1,0 +1,49 @@
+"""Which requests of `/generate` are recorded, and what their clients want to see of the answers. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from miles_router.engines.generate import IDS, IDS_ALIAS, TEXT, GenerateRequest
+from miles_router.errors import BadRequest
+
+#: Fields that put something into the model's input which text and ids do not show.
+BEYOND_TEXT = ("input_embeds", "image_data", "video_data", "audio_data", "session_params")
+LOGPROBS = "return_logprob"
+
+RequestReason = Literal["beyond_text", "text_and_ids", "return_logprob"]
+
+
+class NotRecordable(ValueError):
+    """A request that goes to a worker as it came. `reason` is one of few words, which label metrics."""
+
+    def __init__(self, reason: RequestReason) -> None:
+        super().__init__(reason)
+        self.reason: RequestReason = reason
+
+
+def read_request(body: object) -> GenerateRequest:
+    """Read a parsed request whose prompts are texts or ids and nothing else.
+
+    Raises:
+        NotRecordable, UnknownShape: the request is another one; the engine may still know what to do with it.
+        BadRequest: a prompt is empty, over which a worker ends.
+    """
+    if isinstance(body, Mapping):
+        if any(body.get(name) is not None for name in BEYOND_TEXT):
+            raise NotRecordable("beyond_text")
+        if body.get(TEXT) is not None and any(body.get(name) is not None for name in (IDS, IDS_ALIAS)):
+            raise NotRecordable("text_and_ids")
+    request = GenerateRequest.read(body)
+    if not all(prompt.text or prompt.ids for prompt in request.prompts):
+        raise BadRequest("a prompt must not be empty: an engine ends over one")
+    wanted = request.body.get(LOGPROBS)
+    if request.batch and isinstance(wanted, list) and len(wanted) != len(request.prompts):
+        raise NotRecordable("return_logprob")
+    return request
+
+
+def wants_logprobs(request: GenerateRequest, generation: int) -> bool:
+    """Whether the client itself asked for the logprobs of this generation."""
+    return bool(request.field(LOGPROBS, request.prompt_of(generation)))

@@ -1,0 +1,82 @@
+"""Control of the fleet: a request to all workers, by its row of the table."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import orjson
+
+from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
+from miles_router.control.health import HealthMonitor
+from miles_router.control.row import Call, Row
+from miles_router.control.table import TABLE
+from miles_router.errors import BadRequest
+from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.inflight import InFlight
+from miles_router.forwarding.outgoing import Outgoing
+
+
+class Control:
+    """Runs control requests: one after the other, but for those that may run beside others."""
+
+    def __init__(
+        self, *, fleet: Fleet, fan_out: FanOut, in_flight: InFlight, health: HealthMonitor, extra: Iterable[str] = ()
+    ) -> None:
+        #: Every row by its path: those of the user's own, and those of the table.
+        self.rows = {row.path: row for row in (*map(Row, extra), *TABLE)}
+        self._fleet = fleet
+        self._fan_out = fan_out
+        self._in_flight = in_flight
+        self._health = health
+        self._one_at_a_time = asyncio.Lock()
+
+    async def send(self, path: str, request: Outgoing, request_id: str) -> FleetAnswer:
+        """One control request to every worker that it concerns.
+
+        Raises:
+            BadRequest: input that no worker could make sense of; none was asked.
+            NoWorkerAvailable: no worker is registered.
+        """
+        row = self.rows[path]
+        arguments = _object(request.body)
+        if problem := row.check(arguments):
+            raise BadRequest(problem)
+        call = Call(
+            row=row,
+            request=request,
+            arguments=arguments,
+            undo=None if row.undo is None else self.rows[row.undo],
+            fleet=self._fleet,
+            fan_out=self._fan_out,
+            in_flight=self._in_flight,
+            health=self._health,
+        )
+        async with (
+            nullcontext() if row.beside_others else self._one_at_a_time,
+            self._fleet.membership if row.holds_membership else nullcontext(),
+        ):
+            return one_answer(await row.effect(call), request_id)
+
+    async def order(self, row: Row, request_id: str, **fields: object) -> FleetAnswer:
+        """A control request of a layer's own. Raises as `send`."""
+        return await self.send(row.path, outgoing_order(row.order(**fields)), request_id)
+
+
+def _object(body: bytes) -> Mapping[str, Any]:
+    """The JSON object in a body; an empty one where there is none.
+
+    Raises:
+        BadRequest: it is something else.
+    """
+    if not body.strip():
+        return {}
+    try:
+        arguments = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(arguments, dict):
+        raise BadRequest("the request body must be a JSON object")
+    return arguments

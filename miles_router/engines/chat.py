@@ -1,0 +1,155 @@
+"""The chat endpoint: what it is asked so that a turn can be recorded exactly, and what it answers (SGLang 0.5.23,
+`serving_chat.py`). Pure.
+
+A whole answer tells ids, logprobs and weight versions in each choice's `meta_info`. A stream tells the logprobs with
+each chunk and the ids at its end in `sglext`; it does not tell weight versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from miles_router.engines import paths
+from miles_router.engines.answers import UnreadableAnswer, version_runs, without_logprobs
+from miles_router.engines.chat_stream import GrowingChat, chunks_of, named_calls
+from miles_router.engines.choices import MALFORMED, Choice, Chunks
+from miles_router.engines.facts import Facts
+from miles_router.trajectory.pieces import Tokens
+
+#: What a whole answer is asked for, and what a stream; a client gets those that it asked for itself.
+OF_WHOLE = ("logprobs", "return_meta_info")
+OF_STREAM = ("logprobs", "return_output_ids_in_sglext", "return_cached_tokens_details")
+PROMPT_OF_WHOLE, PROMPT_OF_STREAM = "return_prompt_token_ids", "return_input_ids_in_sglext"
+#: Of `sglext`, what is asked for to record, and the request's field for each.
+SGLEXT = {
+    "input_ids": PROMPT_OF_STREAM,
+    "output_ids": "return_output_ids_in_sglext",
+    "cached_tokens_details": "return_cached_tokens_details",
+}
+SCHEMA = "ChatCompletionRequest"
+#: Where a request has the header `X-SGLExt-Ids-Framed`, the ids come in an event of this name.
+FRAMED = b"sglext_ids"
+EMPTY: tuple[object, ...] = (None, "", [])
+
+
+class ChatEndpoint:
+    """`/v1/chat/completions`."""
+
+    path = paths.CHAT
+    experts_missing: str | None = None
+    chunk_events = frozenset({b"", FRAMED})
+
+    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Tokens | None = None) -> bytes:
+        """The request for the engine; without `ids`, it is asked which its template made of the messages."""
+        sent = {**fields, **dict.fromkeys(OF_STREAM if stream else OF_WHOLE, True)}
+        if not stream:
+            sent.pop("stream", None)
+            sent.pop("stream_options", None)
+        if ids is None:
+            sent[PROMPT_OF_STREAM if stream else PROMPT_OF_WHOLE] = True
+        else:
+            sent["input_ids"] = ids
+        return orjson.dumps(sent, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def choices(self, answer: Mapping[str, Any]) -> list[Choice]:
+        """What a whole answer says was sampled.
+
+        Raises:
+            UnreadableAnswer: it lacks something, or contradicts itself.
+        """
+        try:
+            return [_choice(each) for each in answer["choices"]]
+        except MALFORMED as error:
+            raise UnreadableAnswer("incomplete", repr(error)) from error
+
+    def growing(self) -> GrowingChat:
+        """For a stream's chunks."""
+        return GrowingChat()
+
+    def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole answer with what its client asked for itself."""
+        return {**answer, "choices": [_choice_as_asked(choice, fields) for choice in answer["choices"]]}
+
+    def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A chunk, changed to what its client asked for itself; None if it says nothing else."""
+        if chunk.get("sglext") is not None:
+            unwanted = {name for name, field in SGLEXT.items() if not fields.get(field)}
+            kept = {
+                name: value for name, value in chunk["sglext"].items() if value is not None and name not in unwanted
+            }
+            chunk["sglext"] = kept
+            if not kept:
+                del chunk["sglext"]
+                if not chunk["choices"] and chunk.get("usage") is None:
+                    return None
+        if fields.get("logprobs"):
+            return chunk
+        stripped = False
+        for choice in chunk["choices"]:
+            stripped = stripped or choice.get("logprobs") is not None
+            choice["logprobs"] = None
+        return None if stripped and all(map(_says_nothing, chunk["choices"])) else chunk
+
+    def shortfall(self, facts: Facts) -> str | None:
+        """By the engine's schema and parsers: without any parser, SGLang's chat streams leave out the logprobs of
+        tokens that show no text, a stop token's above all."""
+        field = SGLEXT["output_ids"]
+        if facts.takes_field(SCHEMA, field) is False:
+            return f"the engine has no field {field}"
+        if facts.tool_call_parser == facts.reasoning_parser == "":
+            return "the engine has neither tool_call_parser nor reasoning_parser: its streams leave out logprobs"
+        return None
+
+    @property
+    def chunks(self) -> Chunks:
+        """Gives a whole answer as the chunks of a stream."""
+        return chunks_of
+
+
+def _choice(choice: Mapping[str, Any]) -> Choice:
+    """One choice of a whole answer that was asked for with `OF_WHOLE`."""
+    meta, finish = choice["meta_info"], choice["finish_reason"]
+    if not isinstance(finish, str):
+        raise UnreadableAnswer("incomplete", "a choice has no finish reason")
+    triples = meta["output_token_logprobs"]
+    if len(triples) != meta["completion_tokens"]:
+        counts = f"{meta['completion_tokens']} tokens, {len(triples)} logprobs"
+        raise UnreadableAnswer("token_counts_disagree", counts)
+    reason = meta.get("finish_reason") or {}
+    return Choice(
+        index=choice["index"],
+        message=named_calls(choice["message"]),
+        finish=finish,
+        matched=reason.get("matched", choice.get("matched_stop")),
+        ids=[triple[1] for triple in triples],
+        logprobs=[triple[0] for triple in triples],
+        versions=version_runs(meta, len(triples)),
+        prompt=choice.get("prompt_token_ids"),
+        facts={
+            "rid": meta.get("id"),
+            "cached_tokens": meta.get("cached_tokens"),
+            "retractions": meta.get("num_retractions"),
+            "versions": "engine",
+        },
+    )
+
+
+def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    kept = dict(choice)
+    if not (fields.get("return_prompt_token_ids") or fields.get("return_token_ids")):
+        kept.pop("prompt_token_ids", None)
+    if not fields.get("logprobs"):
+        kept["logprobs"] = None
+    if not fields.get("return_meta_info"):
+        kept.pop("meta_info", None)
+    elif not fields.get("logprobs"):
+        kept = without_logprobs(kept)
+    return kept
+
+
+def _says_nothing(choice: Mapping[str, Any]) -> bool:
+    delta = choice.get("delta") or {}
+    return choice.get("finish_reason") is None and all(value in EMPTY for value in delta.values())

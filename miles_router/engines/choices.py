@@ -1,0 +1,211 @@
+"""What an engine's OpenAI endpoints sampled: choices of whole answers, and choices that grow with a stream's chunks, in
+one form for all endpoints. Pure.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from miles_router.engines.answers import UnreadableAnswer, check_runs
+from miles_router.engines.facts import Facts
+from miles_router.trajectory import Piece
+from miles_router.trajectory.pieces import Tokens, VersionRun
+
+#: What reading JSON of another form raises.
+MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
+
+
+class StreamShortfall(UnreadableAnswer):
+    """A stream that ended in order did not tell something, and no other stream of the same engine would."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("incomplete", detail)
+
+
+@dataclass
+class Choice:
+    """One choice of an answer.
+
+    Attributes:
+        message: the assistant's message.
+        finish: `stop`, `length`, `tool_calls` or `abort`.
+        matched: the token or string that stopped it, where the engine says.
+        ids: every id that was sampled; `logprobs` has one for each.
+        versions: runs over the ids; empty where no version is known.
+        prompt: the ids that it was given, where the engine was asked to tell them.
+        facts: what a record of the turn shows beside this; `rid` is the engine's name of the generation.
+    """
+
+    index: int
+    message: Mapping[str, Any]
+    finish: str
+    matched: int | str | None
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[VersionRun]
+    prompt: Sequence[int] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """The sampled tokens, one piece for each run of a weight version.
+
+        Raises:
+            InvalidTrajectory: ids or logprobs are none, or do not fit each other.
+            UnreadableAnswer: the versions do not cover the ids.
+        """
+        whole = Piece.sampled(self.ids, self.logprobs, None)
+        if not self.versions:
+            return (whole,) if len(whole) else ()
+        check_runs(self.versions, len(whole))
+        return tuple(
+            Piece(part.tokens, part.logprobs, run.version)
+            for run in self.versions
+            if len(part := whole.cut(run.start, run.end))
+        )
+
+
+class VersionTrack:
+    """Which weight versions sampled the tokens of one choice, as the router sees it while they come: a stream's chunks
+    do not say it. Where an update falls into a stream, the boundary is the one that the router saw."""
+
+    def __init__(self) -> None:
+        #: None at all if the version of the first tokens was not known.
+        self.runs: list[VersionRun] = []
+        self._reached = 0
+
+    def reach(self, end: int, version: str | None) -> None:
+        """The choice has `end` tokens now. None where the router knows no version, as of a worker just removed."""
+        begin, self._reached = self._reached, end
+        if end == begin or (begin and not self.runs):
+            return
+        last = self.runs[-1] if self.runs else None
+        if last is not None and version in (None, last.version):
+            self.runs[-1] = VersionRun(last.version, last.start, end)
+        elif version is not None:
+            self.runs.append(VersionRun(version, begin, end))
+
+
+class GrowingChoice(ABC):
+    """One choice as it grows."""
+
+    def __init__(self, rid: str | None) -> None:
+        self.rid = rid
+        self.logprobs: list[float] = []
+        self.finish: str | None = None
+        self.matched: int | str | None = None
+        self.versions = VersionTrack()
+
+    def add(self, choice: Mapping[str, Any], version: str | None) -> bool:
+        """Take what a chunk says of it; gives whether it brings tokens. Raises one of `MALFORMED`."""
+        before = self.tokens
+        self._add(choice)
+        self.versions.reach(self.tokens, version)
+        if choice.get("finish_reason") is not None:
+            self.finish, self.matched = choice["finish_reason"], choice.get("matched_stop")
+        return self.tokens > before
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """How many have come."""
+
+    @abstractmethod
+    def _add(self, choice: Mapping[str, Any]) -> None: ...
+
+
+Growing = TypeVar("Growing", bound=GrowingChoice)
+
+
+class GrowingChoices(ABC, Generic[Growing]):
+    """The choices of a streamed answer, put together from its chunks."""
+
+    def __init__(self) -> None:
+        self._growing: dict[int, Growing] = {}
+
+    def add(self, chunk: Mapping[str, Any], version: str | None) -> bool:
+        """Take a chunk that came while the worker had this weight version; gives whether it brings tokens.
+
+        Raises:
+            UnreadableAnswer: it is no chunk of this endpoint.
+        """
+        try:
+            tokens = False
+            for choice in chunk["choices"]:
+                # The last chunks of several choices all have the id of one of them.
+                growing = self._growing.setdefault(choice["index"], self._begin(chunk.get("id")))
+                tokens = growing.add(choice, version) or tokens
+            self._add(chunk)
+            return tokens
+        except MALFORMED as error:
+            raise UnreadableAnswer("incomplete", f"a chunk that is none: {error!r}") from error
+
+    def choices(self) -> list[Choice]:
+        """What was sampled, in the order of the choices; their versions are those that the router saw.
+
+        Raises:
+            UnreadableAnswer: the stream did not tell it all.
+        """
+        try:
+            return self._choices()
+        except MALFORMED as error:
+            raise UnreadableAnswer("incomplete", repr(error)) from error
+
+    @abstractmethod
+    def _begin(self, rid: str | None) -> Growing: ...
+
+    def _add(self, chunk: Mapping[str, Any]) -> None:
+        """What a chunk says beside its choices."""
+
+    @abstractmethod
+    def _choices(self) -> list[Choice]: ...
+
+
+#: `(answer, fields)`: a whole answer and the request's fields to chunks.
+Chunks = Callable[[Mapping[str, Any], Mapping[str, Any]], Iterator[dict[str, Any]]]
+
+
+class OpenAIEndpoint(Protocol):
+    """One endpoint of the engine: how it is asked so that its answers can be recorded, and how they are read."""
+
+    path: str
+    #: Why a whole answer of several choices does not tell the routed experts of each; None where it does.
+    experts_missing: str | None
+    #: The names of events that are chunks.
+    chunk_events: frozenset[bytes]
+
+    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Tokens | None = None) -> bytes:
+        """The request for the engine: a client's, with what recording needs. `ids` take the place of its messages."""
+        ...
+
+    def choices(self, answer: Mapping[str, Any]) -> list[Choice]:
+        """What a whole answer says was sampled.
+
+        Raises:
+            UnreadableAnswer: it lacks something, or contradicts itself.
+        """
+        ...
+
+    def growing(self) -> GrowingChoices[Any]:
+        """For a stream's chunks."""
+        ...
+
+    def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole answer with what its client asked for itself. Raises one of `MALFORMED`."""
+        ...
+
+    def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
+        """A chunk with what its client asked for itself; None if it says nothing else. Raises one of `MALFORMED`."""
+        ...
+
+    def shortfall(self, facts: Facts) -> str | None:
+        """What streams of an engine with these facts do not tell that recording needs; None where they tell all, or
+        where only a stream will show it."""
+        ...
+
+    @property
+    def chunks(self) -> Chunks | None:
+        """Gives a whole answer as the chunks of a stream, for engines whose streams fall short; None where none do."""
+        ...

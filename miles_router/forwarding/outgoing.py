@@ -1,0 +1,92 @@
+"""A request on its way to a worker: what is sent, what ties it to earlier ones, and sending it to one given worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
+from miles_router.fleet.gate import SESSION_PREFIX, generates
+from miles_router.fleet.workers import Worker
+from miles_router.forwarding.connection import Reply
+from miles_router.forwarding.upstream import Admit, Upstream
+
+AFFINITY_HEADERS = (b"x-smg-routing-key", b"x-session-id")
+MAX_KEY_LENGTH = 512
+DROPPED = REQUEST_DROPPED | {b"x-request-id"}
+
+
+class Outgoing:
+    """A request on its way to a worker: framing headers removed, the path as it was spelled. One that `generates` is
+    written only while the gate is open."""
+
+    __slots__ = ("body", "generates", "headers", "key", "method", "target", "tried")
+
+    def __init__(
+        self,
+        method: str,
+        target: bytes,
+        headers: RawHeaders,
+        body: bytes,
+        key: str | None = None,
+        *,
+        generates: bool = False,
+    ) -> None:
+        self.method = method
+        self.target = target
+        self.headers = headers
+        self.body = body
+        self.key = key
+        self.generates = generates
+        #: Workers that lost it before a reply began.
+        self.tried: tuple[Worker, ...] = ()
+
+
+def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing:
+    """The request that `scope` and `body` describe, with the request id every worker is told."""
+    headers = end_to_end(scope["headers"], DROPPED)
+    headers.append((b"x-request-id", request_id.encode("ascii")))
+    target = scope["raw_path"]
+    if scope["query_string"]:
+        target = b"%b?%b" % (target, scope["query_string"])
+    path = scope["path"]
+    return Outgoing(scope["method"], target, headers, body, affinity_key(path, headers), generates=generates(path))
+
+
+def affinity_key(path: str, headers: RawHeaders) -> str | None:
+    """What ties this request to earlier ones: a routing key, a session header, or the session in the path."""
+    found: bytes | None = None
+    for name, value in headers:
+        if name == AFFINITY_HEADERS[0]:
+            found = value
+            break
+        if name == AFFINITY_HEADERS[1]:
+            found = value
+    if found is not None:
+        return found[:MAX_KEY_LENGTH].decode("latin-1")
+    if path.startswith(SESSION_PREFIX):
+        return path[len(SESSION_PREFIX) :].partition("/")[0][:MAX_KEY_LENGTH] or None
+    return None
+
+
+async def send(
+    upstream: Upstream,
+    worker: Worker,
+    request: Outgoing,
+    *,
+    slot: bool = True,
+    admit: Admit | None = None,
+) -> Reply:
+    """Send `request` to one worker with that worker's key, without a lease. `slot` and `admit` are those of
+    `Upstream.open`. The caller closes the reply.
+
+    Raises:
+        UpstreamError, NotAdmitted: as `Upstream.open`.
+    """
+    headers = request.headers
+    if worker.api_key is not None:
+        headers = [pair for pair in headers if pair[0] != b"authorization"]
+        headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
+    return await upstream.open(
+        worker.address, request.method, request.target, headers, request.body, slot=slot, admit=admit
+    )

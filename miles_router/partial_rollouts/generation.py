@@ -1,0 +1,241 @@
+"""One generation of a `/generate` request: what was asked for, and what has come of it so far. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import orjson
+
+from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer, version_of
+from miles_router.engines.facts import Facts
+from miles_router.engines.generate import DEFAULT_MAX_NEW_TOKENS, PARAMS, RID, GenerateRequest
+from miles_router.engines.growing import GrowingAnswer
+from miles_router.partial_rollouts.joining import EXPERTS, RESUMED, UNFINISHED, join
+
+#: Fields of `meta_info` that joining needs beside those of the tokens, and their types where they are there.
+META_TYPES: Mapping[str, type] = {"finish_reason": dict, "prompt_tokens": int, EXPERTS: str}
+
+
+class CannotResume(Exception):
+    """A generation that cannot be carried on exactly; it is returned as it is. It has no answer of its own: it is no
+    `RouterError`."""
+
+
+@dataclass(eq=False)
+class ResumableGeneration:
+    """What is known of one generation between the legs in which it is sampled. A leg is one request to a worker.
+
+    Attributes:
+        index: its place among the generations of its request.
+        facts: those of the engine that sampled the last leg.
+        defaults: sampling parameters that the engine assumed which sampled the first token.
+        answer: the legs before this one, joined.
+        incremental: whether the client is told only what is new; None where no event has shown it.
+        done: it has ended, or nothing can be known of it any more.
+        abort: the `finish_reason` that a pause made.
+        prompt: the ids of the prompt, once they are known.
+        shown_ids, shown_text: how much of a stream its client has.
+        held_back: the ids that came may say more than the text.
+        halved: the text before the cut may end within a character.
+        forming: it may end within a stop string.
+        experts_from: the first token whose routed experts have not come.
+    """
+
+    asked: GenerateRequest
+    index: int
+    facts: Facts = field(default_factory=Facts)
+    defaults: Mapping[str, Any] | None = None
+    answer: dict[str, Any] | None = None
+    incremental: bool | None = None
+    done: bool = False
+    abort: dict[str, Any] | None = None
+    prompt: list[int] = field(default_factory=list)
+    shown_ids: int = 0
+    shown_text: int = 0
+    held_back: bool = False
+    halved: bool = False
+    forming: bool = False
+    experts_from: int = field(init=False)
+    _leg: GrowingAnswer = field(default_factory=GrowingAnswer)
+    _kept: list[tuple[object, bytes]] = field(default_factory=list)  # events of this leg, by their weight version
+
+    def __post_init__(self) -> None:
+        self.experts_from = self.asked.body.get("routed_experts_start_len") or 0
+
+    # What was asked for
+
+    @cached_property
+    def request(self) -> Mapping[str, Any]:
+        """The request for this generation alone."""
+        return self.asked.single(self.index)
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """Its sampling parameters."""
+        return {**(self.defaults or {}), **self.request[PARAMS]}
+
+    @property
+    def budget(self) -> int | None:
+        """The tokens it may sample at most; None: as many as fit."""
+        budget: int | None = self.params.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        return budget
+
+    @property
+    def stops(self) -> list[str]:
+        """Its stop strings. An empty one stops nothing."""
+        stop = self.params.get("stop") or []
+        return [stop] if isinstance(stop, str) else [each for each in stop if each]
+
+    @property
+    def rids(self) -> set[str]:
+        """What it is called: by its client, and by its workers."""
+        said = [each["meta_info"].get("id") for each in (self.answer, self.current) if each is not None]
+        return {each for each in [self.request.get(RID), *said] if isinstance(each, str)}
+
+    # What has come
+
+    @property
+    def current(self) -> dict[str, Any] | None:
+        """Everything that this leg has brought."""
+        return self._leg.answer
+
+    @property
+    def tokens(self) -> int:
+        """How many this leg has brought."""
+        return len(self.current["output_ids"]) if self.current is not None else 0
+
+    @property
+    def tells_only_what_is_new(self) -> bool:
+        """How its client is told of a stream: by SGLang's default, everything with each event."""
+        return bool(self.facts.incremental_streaming if self.incremental is None else self.incremental)
+
+    @property
+    def experts_lost(self) -> bool:
+        """Whether routed experts are wanted and not all that were used have come."""
+        answer = self.answer
+        if not self.request.get("return_routed_experts") or answer is None:
+            return False
+        tokens: int = answer["meta_info"].get("prompt_tokens", 0) + len(answer["output_ids"])
+        return self.experts_from < tokens - 1
+
+    def add(self, answer: object) -> dict[str, Any]:
+        """Take a leg's answer, or one event of it; gives its `meta_info`. A worker without a tokenizer gives no text.
+
+        Raises:
+            UnreadableAnswer: it is none, or contradicts itself. Nothing is taken then. So with the next.
+            CannotResume: it is to another prompt than was sent.
+        """
+        meta = answer.get("meta_info") if isinstance(answer, dict) else None
+        if not isinstance(answer, dict) or not isinstance(meta, dict):
+            raise UnreadableAnswer("incomplete", "meta_info")
+        for name, kind in META_TYPES.items():
+            if not isinstance(meta.get(name), (kind, type(None))):
+                raise UnreadableAnswer("incomplete", f"{name} has another type")
+        self._check_prompt(meta)
+        self._leg.add({"text": "", **answer})
+        # SGLang shows unfinished characters and stop strings in the making only where it ends a running generation,
+        # not where it aborts one in its queue. Such a one does not tell its prompt's length either.
+        self.held_back = meta.get("finish_reason") is None or "prompt_tokens" not in meta
+        if self.incremental is None:
+            self.incremental = self._leg.incremental
+        return meta
+
+    def _check_prompt(self, meta: Mapping[str, Any]) -> None:
+        """A leg's prompt is all that came before. A worker may be set to cut one that is too long."""
+        before = self.answer
+        if before is not None and before["output_ids"]:
+            expected = before["meta_info"].get("prompt_tokens", 0) + len(before["output_ids"])
+            if meta.get("prompt_tokens") not in (None, expected):
+                raise CannotResume("the worker did not take all that came before as its prompt")
+
+    def keep(self, event: bytes) -> None:
+        """Take the JSON of an event that says everything so far, to be read when somebody wants to know; of those that
+        name the same weight version the last will do."""
+        version = version_of(event)
+        if self._kept and self._kept[-1][0] == version:
+            self._kept.pop()
+        self._kept.append((version, event))
+
+    def read_kept(self) -> None:
+        """Add what was kept.
+
+        Raises:
+            UnreadableAnswer: as `add`.
+        """
+        kept, self._kept = self._kept, []
+        for _, event in kept:
+            try:
+                self.add(orjson.loads(event))
+            except orjson.JSONDecodeError as error:
+                raise UnreadableAnswer("incomplete", str(error)) from error
+
+    def all_shown(self) -> None:
+        """The client of a stream has everything."""
+        if self.current is not None:
+            self.shown_ids, self.shown_text = len(self.current["output_ids"]), len(self.current["text"])
+
+    def so_far(self) -> dict[str, Any] | None:
+        """Everything that has come, joined.
+
+        Raises:
+            UnreadableAnswer: this leg's answer and those before do not fit together.
+        """
+        if self.current is None:
+            return self.answer
+        current = self._leg.with_versions()
+        return dict(current) if self.answer is None else join(self.answer, current)
+
+    def next_leg(self) -> None:
+        """What has come becomes what was before. Routed experts that were lost with an answer's end are asked for
+        again: an engine has those of its prompt too.
+
+        Raises:
+            UnreadableAnswer: it contradicts itself, and cannot be carried on.
+        """
+        answer, current = self.so_far(), self.current
+        if answer is not None:
+            self.verify(answer)
+            self.halved = answer["text"].endswith(UNFINISHED)
+        if current is not None and current["output_ids"] and current["meta_info"].get(EXPERTS) is not None:
+            self.experts_from = current["meta_info"].get("prompt_tokens", 0) + len(current["output_ids"]) - 1
+        self.drop_leg()
+        self.answer = answer
+
+    def drop_leg(self) -> None:
+        """Forget what this leg has brought."""
+        self._leg = GrowingAnswer()
+
+    def end(self, answer: dict[str, Any]) -> None:
+        """It is over, with this answer."""
+        self.drop_leg()
+        self.answer, self.done = answer, True
+
+    def verify(self, answer: Mapping[str, Any]) -> None:
+        """See that an answer joined of legs has one logprob for each token, of that token, and versions without gaps.
+
+        Raises:
+            UnreadableAnswer: it has not.
+        """
+        meta = answer["meta_info"]
+        ended = {**meta, "finish_reason": meta.get("finish_reason") or {"type": ABORT}}
+        GenerateAnswer.read({**answer, "meta_info": ended}, logprobs=bool(self.request.get("return_logprob")))
+
+    def left(self) -> dict[str, Any] | None:
+        """What it has where it goes on no more: all of it that fits together. None where that is less than its client
+        was shown, or nothing."""
+        try:
+            answer = self.so_far()
+            if answer is not None and RESUMED in answer["meta_info"]:
+                self.verify(answer)
+        except UnreadableAnswer:
+            self.drop_leg()
+            answer = self.answer
+        return None if answer is None or len(answer["output_ids"]) < self.shown_ids else answer
+
+
+def generations_of(request: GenerateRequest) -> list[ResumableGeneration]:
+    """The generations a request asks for, in the order of their answers."""
+    return [ResumableGeneration(request, index) for index in range(request.generations)]

@@ -1,0 +1,222 @@
+"""What engines are asked beside the generation itself: tokens, texts, expert rows, end tokens, defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from miles_router.asgi.exchange import Exchange
+from miles_router.asgi.headers import RawHeaders
+from miles_router.asgi.replies import OK
+from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer
+from miles_router.engines.facts import Facts
+from miles_router.engines.paths import GENERATE
+from miles_router.middlewares.router import Router
+from miles_router.partial_rollouts.generation import CannotResume
+from miles_router.partial_rollouts.joining import EXPERTS
+
+logger = logging.getLogger(__name__)
+
+MAX_ANSWER = 1 << 30
+MAX_ID = 1 << 31
+GAP = 4096  # no tokenizer has this many tokens in a row that spell nothing
+PATIENCE = 60.0  # seconds for a question that is answered at once
+ATTEMPTS = 10  # at a generation of ours, which a pause may cut like any other
+CERTAIN = 10_000.0  # a `logit_bias` that leaves no other token a chance
+
+
+@dataclass
+class EndTokens:
+    """Tokens that an engine's model ends with, and others that it does not end with. No engine names them."""
+
+    ends: set[int] = field(default_factory=set)
+    others: set[int] = field(default_factory=set)
+
+
+@dataclass
+class VocabularyBounds:
+    """Ids before `size` are the tokenizer's; from `padding` on they are not. Between them it is unknown."""
+
+    size: int = 0
+    padding: int = MAX_ID
+
+
+class EngineQuestions:
+    """Asks the engine that sampled a generation, on its behalf and with its client's key; another, where that one takes
+    no requests. What is learned of an engine belongs to its facts.
+
+    Args:
+        exchange: of the generation, which may be aborted.
+        headers: of the client's request.
+    """
+
+    def __init__(self, router: Router, exchange: Exchange, headers: RawHeaders) -> None:
+        self.exchange = exchange
+        self._router = router
+        self._url: str | None = None  # of the engine that is asked,
+        self._facts = Facts()  # and what is known of it
+        self._headers = [(b"content-type", b"application/json")]
+        self._headers += [pair for pair in headers if pair[0] == b"authorization"]
+
+    def ask(self, url: str | None, facts: Facts) -> None:
+        """Ask the engine at this URL from now on, of which this is known."""
+        self._url, self._facts = url, facts
+
+    # Texts and tokens
+
+    async def tokenize(self, text: str) -> list[int]:
+        """A prompt's tokens, special ones added, as `/generate` gets them.
+
+        Raises:
+            CannotResume: the engine refuses, or answers something else. So with all of these.
+        """
+        return await self._list("/v1/tokenize", {"prompt": text}, "tokens", int)
+
+    async def detokenize(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
+        """The text of each, as `/generate` shows it. Ids behind the tokenizer's last, which a model with a padded
+        vocabulary samples, it shows as id 0 (SGLang 0.5.23, `DetokenizerManager._clamp_decode_ids`);
+        `/v1/detokenize` shows nothing of them."""
+        bounds = await self._learn_bounds({token for each in ids for token in each})
+        shown = [[token if token < bounds.size else 0 for token in each] for each in ids]
+        return await self._texts(shown, skip_special_tokens=skip_special_tokens)
+
+    async def spell(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """The text of each as the engine looks for stop strings in it: with special tokens."""
+        return await self._texts(ids, skip_special_tokens=False)
+
+    async def _learn_bounds(self, ids: Iterable[int]) -> VocabularyBounds:
+        """Know which of these are the tokenizer's: those that spell something, and those before them."""
+        bounds = self._facts.learned(VocabularyBounds)
+        while unknown := sorted(token for token in ids if bounds.size <= token < bounds.padding):
+            last = await self._last_spelled(unknown)
+            if last is None:
+                last = await self._last_spelled(range(unknown[0] + 1, unknown[0] + GAP))
+            bounds = self._facts.learned(VocabularyBounds)  # another engine may have answered
+            if last is None:
+                bounds.padding = unknown[0]
+            else:
+                bounds.size = last + 1
+        return bounds
+
+    async def _last_spelled(self, ids: Sequence[int]) -> int | None:
+        texts = await self._texts([[token] for token in ids], skip_special_tokens=False)
+        return max((token for token, text in zip(ids, texts, strict=True) if text), default=None)
+
+    async def _texts(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
+        body = {"tokens": list(ids), "skip_special_tokens": skip_special_tokens}
+        texts = await self._list("/v1/detokenize", body, "text", str)
+        if len(texts) != len(ids):
+            raise CannotResume("/v1/detokenize answered for another number of sequences")
+        return texts
+
+    async def _list(self, path: str, body: Mapping[str, Any], field: str, kind: type) -> list[Any]:
+        found = (await self._ask(path, body)).get(field)
+        if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
+            raise CannotResume(f"{path} answered without {field}")
+        return found
+
+    # The model
+
+    async def experts(self, ids: Sequence[int], start: int) -> str:
+        """The routed experts of a sequence from token `start` on: base64, as the engine spells them; empty if it has
+        none to give."""
+        sampling = {"max_new_tokens": 0, "ignore_eos": True}
+        request = {"input_ids": list(ids), "sampling_params": sampling, "return_routed_experts": True}
+        answer = await self._generate({**request, "routed_experts_start_len": start})
+        rows = answer["meta_info"].get(EXPERTS) or ""
+        if answer["meta_info"].get("prompt_tokens") != len(ids) or answer["output_ids"] or not isinstance(rows, str):
+            raise CannotResume("the worker gave the experts of other tokens than were asked for")
+        return rows
+
+    @property
+    def end_tokens(self) -> Collection[int]:
+        """Those that are known."""
+        return self._facts.learned(EndTokens).ends
+
+    async def is_end(self, token: int) -> bool:
+        """Whether the model ends with this token: the engine is made to sample it, once and for all."""
+        known = self._facts.learned(EndTokens)
+        if token not in known.ends and token not in known.others:
+            sampling = {"max_new_tokens": 1, "ignore_eos": False, "logit_bias": {str(token): CERTAIN}}
+            try:
+                answer = await self._generate({"input_ids": [token], "sampling_params": sampling})
+            except CannotResume as error:
+                logger.warning("end_token_unknown", extra={"fields": {"token": token, "reason": str(error)}})
+                return False
+            if answer["output_ids"] == [token]:
+                known = self._facts.learned(EndTokens)  # another engine may have answered
+                stopped = answer["meta_info"]["finish_reason"]["type"] == "stop"
+                (known.ends if stopped else known.others).add(token)
+        return token in known.ends
+
+    async def _generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        for _ in range(ATTEMPTS):
+            await self._router.gate.wait(self.exchange.flight)
+            answer = _object(GENERATE, *await self._send(GENERATE, request))
+            try:
+                read = GenerateAnswer.read({"text": "", **answer}, logprobs=False)
+            except UnreadableAnswer as error:
+                raise CannotResume(f"a worker's answer cannot be read: {error}") from error
+            if read.finish != ABORT:
+                return answer
+            if self.exchange.flight.aborted:
+                raise CannotResume("it was aborted")
+        raise CannotResume("no worker answers what has to be known for it")
+
+    # What engines say of themselves
+
+    async def incremental(self, facts: Facts) -> bool:
+        """Whether an engine streams only what is new. Where it does not say, what others of the fleet say counts; by
+        SGLang's default they do not."""
+        said = await self._said("incremental_streaming", facts)
+        if said is None:
+            logger.warning("incremental_streaming_unknown")
+        return bool(said)
+
+    async def defaults(self, facts: Facts) -> Mapping[str, Any]:
+        """The sampling parameters that an engine assumes where a request names none; where it does not say, what others
+        of the fleet say counts."""
+        return await self._said("preferred_sampling_params", facts) or {}
+
+    async def _said(self, name: str, facts: Facts) -> Any:
+        if getattr(facts, name) is None:
+            others = [getattr(each, name) for each in await self._router.fleet.all_facts()]
+            return next((each for each in others if each is not None), None)
+        return getattr(facts, name)
+
+    # The wire
+
+    async def _ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            return _object(path, *await asyncio.wait_for(self._send(path, body), PATIENCE))
+        except asyncio.TimeoutError:
+            raise CannotResume(f"{path} was not answered") from None
+
+    async def _send(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        data, flight = orjson.dumps(body), self.exchange.flight
+        async with self._router.forward("POST", path, headers=self._headers, body=data, flight=flight) as forwarded:
+            if forwarded.worker.url != self._url:
+                self.ask(forwarded.worker.url, await self._router.fleet.facts(forwarded.worker.url))
+            return forwarded.reply.status, await forwarded.reply.read_all(MAX_ANSWER)
+
+
+def _object(path: str, status: int, data: bytes) -> dict[str, Any]:
+    """What an answer says.
+
+    Raises:
+        CannotResume: it says no, or nothing that can be understood.
+    """
+    if status != OK:
+        raise CannotResume(f"{path} answered {status}")
+    try:
+        answer = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise CannotResume(f"{path} answered something that is no JSON object")
+    return answer

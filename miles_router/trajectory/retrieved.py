@@ -1,0 +1,130 @@
+"""`Retrieved`: the exact tokens of a text, and their two forms in answers of `/retrieve_from_text`.
+
+JSON          {"tokens", "loss_mask", "weight_versions", everything else, "rollout_logp"}
+safetensors   tensors tokens, logprobs, loss_mask; everything else as JSON under `facts` in the file's metadata. Of
+              several texts each tensor's name begins with its place (0.tokens), and `facts` is a list
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+import orjson
+
+from miles_router.trajectory.pieces import Logprobs, Malformed, Mask, Tokens, VersionRun
+from miles_router.trajectory.safetensors import pack, unpack
+from miles_router.trajectory.trajectory import Trajectory, from_arrays
+
+
+@dataclass(frozen=True, eq=False)
+class Retrieved:
+    """The exact tokens of a text.
+
+    Attributes:
+        trajectory: `tokens` int32 [n], `loss_mask` uint8 [n], `logprobs` float32 [n], `weight_versions` runs.
+        text: the text.
+        matched_tokens: how many of the tokens were recorded; n for a rollout, 0 for a text never seen.
+        candidates: the ids of generations with this text and different tokens, or of the one there is.
+        rid, finish_reason, finished: of the generation; None where the text is no rollout's.
+    """
+
+    trajectory: Trajectory
+    text: str
+    matched_tokens: int
+    candidates: tuple[str, ...] = ()
+    rid: str | None = None
+    finish_reason: str | None = None
+    finished: bool | None = None
+
+    def __len__(self) -> int:
+        return len(self.trajectory)
+
+    @property
+    def ambiguous(self) -> bool:
+        """Whether trajectories with other ids have this text too."""
+        return len(self.candidates) > 1
+
+    @property
+    def tokens(self) -> Tokens:
+        """Token ids, int32 [n]."""
+        return self.trajectory.tokens
+
+    @property
+    def loss_mask(self) -> Mask:
+        """Uint8 [n]; 1 = sampled by the engine."""
+        return self.trajectory.loss_mask
+
+    @property
+    def logprobs(self) -> Logprobs:
+        """Float32 [n]; 0.0 where not sampled."""
+        return self.trajectory.logprobs
+
+    @property
+    def weight_versions(self) -> list[VersionRun]:
+        """`(version, start, end)` over the sampled positions."""
+        return self.trajectory.weight_versions
+
+    def to_json(self, *, with_logprobs: bool = True) -> dict[str, Any]:
+        """The JSON answer, its arrays still numpy's, which orjson writes with `OPT_SERIALIZE_NUMPY`."""
+        return {
+            "tokens": self.tokens,
+            "loss_mask": self.loss_mask,
+            "weight_versions": self._runs(),
+            **self._facts(),
+            **({"rollout_logp": self.logprobs} if with_logprobs else {}),
+        }
+
+    def _runs(self) -> list[dict[str, Any]]:
+        return [run._asdict() for run in self.weight_versions]
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "response": self.text,
+            "token_length": len(self),
+            "loss_mask_length": len(self),
+            "matched_tokens": self.matched_tokens,
+            "ambiguous": self.ambiguous,
+            "candidates": list(self.candidates),
+            "rid": self.rid,
+            "finish_reason": self.finish_reason,
+            "finished": self.finished,
+        }
+
+
+def write_safetensors(found: Sequence[Retrieved], *, many: bool) -> bytes:
+    """One answer, or with `many` the list of them, as a safetensors file."""
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for place, each in enumerate(found):
+        prefix = f"{place}." if many else ""
+        arrays[f"{prefix}tokens"] = each.tokens
+        arrays[f"{prefix}logprobs"] = each.logprobs
+        arrays[f"{prefix}loss_mask"] = each.loss_mask
+    facts = [{**each._facts(), "weight_versions": each._runs()} for each in found]
+    return pack(arrays, {"facts": orjson.dumps(facts if many else facts[0]).decode()})
+
+
+def read_safetensors(data: bytes) -> Retrieved:
+    """The answer to one text.
+
+    Raises:
+        Malformed: it has another form.
+        InvalidTrajectory: arrays that no rollout can have.
+    """
+    arrays, metadata = unpack(data)
+    try:
+        facts = orjson.loads(metadata["facts"])
+        runs = [(run["version"], run["start"], run["end"]) for run in facts["weight_versions"]]
+        return Retrieved(
+            trajectory=from_arrays(arrays["tokens"], arrays["logprobs"], arrays["loss_mask"], runs),
+            text=facts["response"],
+            matched_tokens=facts["matched_tokens"],
+            candidates=tuple(facts["candidates"]),
+            rid=facts["rid"],
+            finish_reason=facts["finish_reason"],
+            finished=facts["finished"],
+        )
+    except (KeyError, TypeError, orjson.JSONDecodeError) as error:
+        raise Malformed(f"no answer of /retrieve_from_text: {error!r}") from None

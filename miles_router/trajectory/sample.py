@@ -1,0 +1,257 @@
+"""`Sample`: what a trainer consumes, checked when it is made, and its two forms on the wire.
+
+JSON          {"samples": [{"tokens", "loss_mask", "logprobs", everything else, "routed_experts"}, ...], "metadata"}
+safetensors   tensors 0.tokens, 0.loss_mask, 0.logprobs, 0.routed_experts, 1.tokens, ...; in the file's metadata, as
+              JSON, `samples` with everything else of each, and `metadata`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pybase64
+
+from miles_router.dialects import trainer_fields
+from miles_router.trajectory.pieces import InvalidTrajectory, Logprobs, Malformed, Mask, Tokens, VersionRun, frozen
+from miles_router.trajectory.safetensors import pack, unpack
+from miles_router.trajectory.trajectory import checked_arrays
+
+#: `completed`: the engine stopped by itself; `truncated`: something ran out; `aborted`: somebody cut it.
+Status = Literal["completed", "truncated", "aborted"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+BY_FINISH_REASON: Mapping[str | None, Status] = {
+    "stop": "completed",
+    "tool_calls": "completed",
+    "length": "truncated",
+    "abort": "aborted",
+}
+
+#: JSON, or all samples in one safetensors file, which is several times smaller and faster to read.
+Format = Literal["safetensors", "json"]
+RoutedExperts = npt.NDArray[np.integer[Any]]
+Reward = float | Mapping[str, Any] | None
+
+ARRAYS = ("tokens", "loss_mask", "logprobs")
+EXPERTS = "routed_experts"
+#: Fields that a sample has because somebody gave them.
+CARRIED = ("reward", "label")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Sample:
+    """The exact tokens of one rollout with everything aligned to them.
+
+    Arrays are read-only; `.copy()` gives one to write. `dataclasses.replace` gives a sample with another reward, say,
+    and checks it again.
+
+    Attributes:
+        tokens: int32 [n], what the engine was given and what it sampled.
+        loss_mask: uint8 [n], 1 = sampled by the engine and trained in this sample.
+        logprobs: float32 [n], 0.0 where not sampled.
+        weight_versions: `(version, start, end)` runs over sampled positions, in order.
+        response: the text behind the prompt.
+        response_length: how many of the last tokens are the response; nothing in front of them is in the loss.
+        status: `completed`, `truncated` or `aborted`.
+        reward, label: as they were given.
+        metadata: of a session's sample `session_id`, `turns` with their positions, `reason`; and what was given.
+        routed_experts: integers [n - 1, layers, top_k], where the router records them.
+
+    Raises:
+        InvalidTrajectory: naming the first broken invariant: those of `checked_arrays`, `status_is_known`,
+            `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`.
+    """
+
+    tokens: Tokens
+    loss_mask: Mask
+    logprobs: Logprobs
+    weight_versions: tuple[VersionRun, ...] = ()
+    response: str = ""
+    response_length: int
+    status: Status
+    reward: Reward = None
+    label: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    routed_experts: RoutedExperts | None = None
+
+    def __post_init__(self) -> None:
+        arrays = checked_arrays(self.tokens, self.logprobs, self.loss_mask, self.weight_versions)
+        for name, value in arrays._asdict().items():
+            object.__setattr__(self, name, value)
+        if self.status not in STATUSES:
+            raise InvalidTrajectory("status_is_known", f"{self.status!r} is none of {', '.join(STATUSES)}")
+        self._check_response()
+        if self.routed_experts is not None:
+            experts = _fitting_experts(np.asarray(self.routed_experts), len(self))
+            object.__setattr__(self, "routed_experts", experts)
+
+    def _check_response(self) -> None:
+        length = self.response_length
+        if not isinstance(length, int) or not 0 <= length <= len(self):
+            raise InvalidTrajectory("response_fits", f"{len(self)} tokens cannot have a response of {length!r}")
+        if self.loss_mask[: self.prompt_length].any():
+            raise InvalidTrajectory("loss_is_in_the_response", f"the loss has tokens in front of the last {length}")
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        trained = int(self.loss_mask.sum())
+        return f"<Sample of {len(self)} tokens, {trained} in the loss, {self.status}, reward {self.reward!r}>"
+
+    @property
+    def prompt_length(self) -> int:
+        """How many tokens stand in front of the response."""
+        return len(self) - self.response_length
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Sample:
+        """A sample as the router's JSON has it, and as `to_dict` gives it.
+
+        Raises:
+            InvalidTrajectory: `complete`: a field is missing or of the wrong kind; else as the class says.
+        """
+        experts = data.get(EXPERTS)
+        arrays = {name: data.get(name, ()) for name in ARRAYS}
+        return _from_parts(arrays, data, None if experts is None else _decoded_experts(experts))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that JSON takes, in the router's own form: `from_json` reads it back."""
+        made = _json_form(self, CARRIED)
+        return {**made, **{name: made[name].tolist() for name in ARRAYS}}
+
+    def trainer_fields(self) -> dict[str, Any]:
+        """What the sample of a training framework is updated with, in the framework's names and alignment:
+        `Sample.from_dict({**given.to_dict(), **sample.trainer_fields()})`. See `miles_router.dialects`."""
+        return trainer_fields(self)
+
+
+def write_json(samples: Iterable[Sample], metadata: Mapping[str, Any], carried: Collection[str] = CARRIED) -> bytes:
+    """Samples as JSON. `metadata` is about all of them; `carried` names which of reward and label they have."""
+    made = {"samples": [_json_form(sample, carried) for sample in samples], "metadata": metadata}
+    return orjson.dumps(made, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def write_safetensors(
+    samples: Sequence[Sample], metadata: Mapping[str, Any], carried: Collection[str] = CARRIED
+) -> bytes:
+    """Samples as one safetensors file. Arguments as of `write_json`.
+
+    Raises:
+        ValueError: routed experts are of a type that `safetensors.pack` does not write.
+    """
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for place, sample in enumerate(samples):
+        arrays.update({f"{place}.{name}": getattr(sample, name) for name in ARRAYS})
+        if sample.routed_experts is not None:
+            arrays[f"{place}.{EXPERTS}"] = sample.routed_experts
+    facts = orjson.dumps([_facts(sample, carried) for sample in samples])
+    return pack(arrays, {"samples": facts.decode(), "metadata": orjson.dumps(metadata).decode()})
+
+
+def read_json(data: bytes) -> list[Sample]:
+    """The samples that `write_json` has written.
+
+    Raises:
+        Malformed: it has another form.
+        InvalidTrajectory: one of them breaks an invariant.
+    """
+    try:
+        given = orjson.loads(data)["samples"]
+    except (KeyError, TypeError, orjson.JSONDecodeError) as error:
+        raise Malformed(f"no samples in JSON: {error!r}") from None
+    return [Sample.from_json(each) for each in _objects(given)]
+
+
+def read_safetensors(data: bytes) -> list[Sample]:
+    """The samples that `write_safetensors` has written. Their routed experts are views of `data`. Raises as
+    `read_json`."""
+    arrays, metadata = unpack(data)
+    try:
+        given = _objects(orjson.loads(metadata["samples"]))
+        parts = [{name: arrays[f"{place}.{name}"] for name in ARRAYS} for place in range(len(given))]
+    except (KeyError, orjson.JSONDecodeError) as error:
+        raise Malformed(f"no samples in safetensors: {error!r}") from None
+    return [_from_parts(parts[place], facts, arrays.get(f"{place}.{EXPERTS}")) for place, facts in enumerate(given)]
+
+
+WRITERS: Mapping[Format, Callable[..., bytes]] = {"json": write_json, "safetensors": write_safetensors}
+READERS: Mapping[Format, Callable[[bytes], list[Sample]]] = {"json": read_json, "safetensors": read_safetensors}
+
+
+def _facts(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
+    """Everything but the arrays, as both forms have it."""
+    return {
+        "weight_versions": [run._asdict() for run in sample.weight_versions],
+        "response": sample.response,
+        "response_length": sample.response_length,
+        "status": sample.status,
+        **{name: getattr(sample, name) for name in CARRIED if name in carried},
+        "metadata": dict(sample.metadata),
+    }
+
+
+def _json_form(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
+    """A sample in JSON, its arrays still numpy's, which orjson writes with `OPT_SERIALIZE_NUMPY`."""
+    made = {**{name: getattr(sample, name) for name in ARRAYS}, **_facts(sample, carried)}
+    return made if sample.routed_experts is None else {**made, EXPERTS: _encoded_experts(sample.routed_experts)}
+
+
+def _from_parts(arrays: Mapping[str, Any], facts: Mapping[str, Any], experts: RoutedExperts | None) -> Sample:
+    """A sample from its arrays, or lists of their numbers, and everything else. Raises as `Sample.from_json`."""
+    try:
+        return Sample(
+            **arrays,
+            weight_versions=tuple(
+                VersionRun(run["version"], run["start"], run["end"]) for run in facts["weight_versions"]
+            ),
+            response=facts["response"],
+            response_length=facts["response_length"],
+            status=facts["status"],
+            reward=facts.get("reward"),
+            label=facts.get("label"),
+            metadata=facts.get("metadata") or {},
+            routed_experts=experts,
+        )
+    except (KeyError, TypeError) as error:
+        raise InvalidTrajectory("complete", f"a field is missing or of the wrong kind: {error!r}") from None
+
+
+def _objects(given: Any) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
+        raise Malformed("samples are a list of objects")
+    return given
+
+
+def _fitting_experts(experts: npt.NDArray[Any], tokens: int) -> RoutedExperts:
+    rows = max(tokens - 1, 0)
+    if experts.ndim != 3 or experts.shape[0] != rows or not np.issubdtype(experts.dtype, np.integer):
+        needed = f"{rows} rows of integers by layer and rank are needed"
+        raise InvalidTrajectory("routed_experts_fit", f"{needed}, not {experts.dtype} {list(experts.shape)}")
+    return frozen(experts)
+
+
+def _encoded_experts(experts: RoutedExperts) -> dict[str, Any]:
+    """`{"dtype", "shape", "data": base64}`, little-endian and row-major."""
+    whole = np.ascontiguousarray(experts, dtype=experts.dtype.newbyteorder("<"))
+    data = pybase64.b64encode_as_string(whole.reshape(-1).view(np.uint8).data)
+    return {"dtype": experts.dtype.name, "shape": list(experts.shape), "data": data}
+
+
+def _decoded_experts(data: Any) -> RoutedExperts:
+    """What `_encoded_experts` gave.
+
+    Raises:
+        InvalidTrajectory: it is something else, or the bytes do not fill the shape.
+    """
+    try:
+        raw = pybase64.b64decode(data["data"], validate=True)
+        dtype = np.dtype(data["dtype"]).newbyteorder("<")
+        experts: RoutedExperts = np.frombuffer(raw, dtype=dtype).reshape(data["shape"])
+        return experts
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidTrajectory("routed_experts_fit", repr(error)) from None

@@ -1,0 +1,167 @@
+"""An API that the package does not know: one class and a line in the table, and its turns are traced exactly, whole and
+streamed, continued in ids, and refused in its own words."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import orjson
+import pytest
+
+import middleware_hub.openai_session_middleware as middleware
+from middleware_hub.openai_session.faces import FACES
+from middleware_hub.openai_session.faces.chat import ChatFace
+from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.sessions.pending import PendingTurn
+from miles_router.engines.events import Event, write_event
+from miles_router.errors import BadRequest
+from tests.support.http import RawReply, request
+from tests.support.scripted_chat import JSON, able, chat_events, chat_reply, streamed
+from tests.support.scripted_worker import ScriptedWorker, reply, script
+from tests.support.session_trial import CHAT, SessionTrial, exactly, session_trial, simulated_sessions
+from tests.support.stage import Stage
+
+PATH = "/v1/questions"
+
+
+class QuestionWriter(ReplyWriter):
+    """`{"answer", "end"}`, or an event for each text and one for the end."""
+
+    def whole(self, answer: dict[str, Any]) -> object:
+        (choice,) = answer["choices"]
+        return {"answer": choice["message"]["content"], "end": choice["finish_reason"]}
+
+    def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
+        return b"".join(map(self._event, chunk["choices"]))
+
+    def _event(self, choice: Mapping[str, Any]) -> bytes:
+        text = choice["delta"].get("content")
+        said = write_event({"text": text}, b"text") if text else b""
+        return said + (write_event({"end": choice["finish_reason"]}, b"end") if choice["finish_reason"] else b"")
+
+    def other(self, event: Event) -> bytes:
+        return b"" if event.is_last else event.raw
+
+    def refusal(self, body: bytes) -> bytes:
+        return orjson.dumps({"refused": orjson.loads(body)["message"]})
+
+
+class QuestionFace(ChatFace):
+    """`{"talk": [question, answer, ..., question], "live"}`: texts that take turns."""
+
+    path = PATH
+
+    def fields(self, request: object) -> Mapping[str, Any]:
+        if not isinstance(request, Mapping) or not isinstance(request.get("talk"), list):
+            raise BadRequest("talk must be a list of texts")
+        roles = ("user", "assistant")
+        messages = [{"role": roles[place % 2], "content": text} for place, text in enumerate(request["talk"])]
+        return {"model": "m", "messages": messages, "max_tokens": 6, "stream": bool(request.get("live"))}
+
+    def writer(self, turn: PendingTurn) -> ReplyWriter:
+        return QuestionWriter()
+
+
+@pytest.fixture(autouse=True)
+def third_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(middleware, "FACES", (*FACES, QuestionFace))
+
+
+@pytest.fixture
+async def trial(stage: Stage) -> AsyncIterator[SessionTrial]:
+    async with simulated_sessions(stage) as made:
+        yield made
+
+
+async def question(trial: SessionTrial, session: str, *talk: str, **fields: Any) -> RawReply:
+    return await trial.ask("POST", f"/sessions/{session}{PATH}?beta=true", {"talk": talk, **fields})
+
+
+def events_of(body: bytes) -> list[tuple[bytes, Any]]:
+    """Name and content of each event."""
+    *raw, rest = body.split(b"\n\n")
+    assert rest == b""
+    return [(event.name, event.parse()) for event in map(Event.read, raw)]
+
+
+def text_of(body: bytes) -> str:
+    return "".join(content["text"] for name, content in events_of(body) if name == b"text")
+
+
+async def test_an_api_that_is_one_class_is_traced_exactly(trial: SessionTrial) -> None:
+    session = await trial.create()
+    first = (await question(trial, session, "Hi")).json()
+    assert (set(first), first["end"]) == ({"answer", "end"}, "length")
+    live = await question(trial, session, "Hi", first["answer"], "Go on", live=True)
+    assert live.value("content-type") == b"text/event-stream; charset=utf-8"
+    text = text_of(live.body)
+    last = (await question(trial, session, "Hi", first["answer"], "Go on", text, "And?")).json()
+    one, two, three = (exchange.generation for exchange in trial.door)
+    assert [one.text, two.text, three.text] == [first["answer"], text, last["answer"]]
+    assert ["input_ids" in exchange.json() for exchange in trial.door] == [False, True, True]
+    (sample,) = await trial.samples(session)
+    exactly(sample, one, two, three)
+    records = await trial.records(session)
+    assert [record["path"] for record in records] == [PATH] * 3
+    assert [record["versions"] for record in records] == ["engine", "router", "engine"]
+
+
+async def test_its_turns_are_those_of_every_api(trial: SessionTrial) -> None:
+    session = await trial.create()
+    answer = (await question(trial, session, "Hi")).json()["answer"]
+    history = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": answer}]
+    await trial.chat(session, [*history, {"role": "user", "content": "Go on"}])
+    assert [record["parent"] for record in await trial.records(session)] == [None, 0]
+    same = [("X-Turn-Id", "t")]
+    asked = {"talk": ["Hi"], "live": True}
+    replies = [await trial.ask("POST", f"/sessions/{session}{PATH}", asked, same) for _ in range(2)]
+    assert replies[0].body == replies[1].body
+    assert len(await trial.records(session)) == 3
+    assert (await question(trial, session)).status == 400
+    assert (await trial.ask("POST", f"/sessions/{session}{PATH}", {"talk": 3})).error_type == "invalid_request"
+
+
+async def test_the_agent_does_not_learn_of_the_end_before_the_turn_is_recorded(stage: Stage) -> None:
+    gate = asyncio.Event()
+    *before, finish, ids, done = chat_events([7, 8], ["Hel", "lo"])
+    worker = able(await stage.worker()).always(streamed(*before, finish, gate, ids, done))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    client = await stage.client(trial.router)
+    body = json.dumps({"talk": ["Hi"], "live": True}).encode()
+    await client.send(request("POST", f"/sessions/{session}{PATH}", JSON, body))
+    await client.read_head("POST")
+    seen = b""
+    while b'"lo"' not in seen:
+        seen += await client.read_part()
+    assert (b"end" in seen, await trial.records(session)) == (False, [])
+    gate.set()
+    while b"event: end" not in seen:
+        seen += await client.read_part()
+    assert len(await trial.records(session)) == 1
+    await client.read_body()
+    assert worker.requests[0].target == CHAT.encode(), "its own path and query are none of the engine's"
+
+
+async def test_an_engine_that_cannot_stream_ids_serves_it_by_a_buffered_stream(stage: Stage) -> None:
+    worker = able(await stage.worker(), "messages").always(script(chat_reply([7, 8], "Hello")))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    live = await question(trial, session, "Hi", live=True)
+    assert events_of(live.body) == [(b"text", {"text": "Hello"}), (b"end", {"end": "length"})]
+    assert len(await trial.records(session)) == 1
+
+
+@pytest.mark.parametrize("live", [False, True])
+async def test_what_the_engine_refuses_comes_in_the_api_s_own_words(stage: Stage, live: bool) -> None:
+    worker: ScriptedWorker = able(await stage.worker())
+    worker.always(script(reply(b'{"object":"error","message":"too long"}', 400, JSON)))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    refused = await question(trial, session, "Hi", live=live)
+    assert (refused.status, refused.json()) == (400, {"refused": "too long"})
+    found = await trial.read(session)
+    assert (found["records"], found["metadata"]["untraced"]) == ([], [])

@@ -1,0 +1,23 @@
+"""A fleet as the router has one, for tests that ask no worker anything."""
+
+from __future__ import annotations
+
+from miles_router.control.fan_out import FanOut
+from miles_router.control.probes import Probes
+from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.gate import Gate
+from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.pool import WorkerPool
+from miles_router.forwarding.upstream import Upstream
+
+
+def quiet_fleet(*, failure_threshold: int = 1) -> Fleet:
+    """Without workers."""
+    upstream = Upstream()
+    return Fleet(
+        pool=WorkerPool(failure_threshold=failure_threshold),
+        gate=Gate(max_held=10, timeout=0),
+        policy=LeastInFlight(),
+        questions=Probes(upstream, timeout=1.0),
+        orders=FanOut(upstream),
+    )
