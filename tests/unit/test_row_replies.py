@@ -176,15 +176,15 @@ async def test_an_event_that_a_stream_ends_within_shows_none_of_its_rows(cut: in
     assert len(keeper.store) == 0
 
 
+@pytest.mark.parametrize("kind", [StrippedReply, VerbatimReply])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_is_too_long_beside_its_rows_is_refused(
-    monkeypatch: pytest.MonkeyPatch, stream: bool
+    monkeypatch: pytest.MonkeyPatch, kind: type[RowReply], stream: bool
 ) -> None:
     monkeypatch.setattr(RowReply, "max_collected", 200)
     whole = compact(answer(3, routed_experts=told([[1, 2], [3, 4]]), long="x" * 200))
+    pieces = (b"data: " * stream + whole, b"\n\n")
     client, keeper = Client(), Keeper()
     with pytest.raises(UpstreamInvalidResponse, match="over 200 bytes"):
-        await through(
-            keeper.reply(client.send, client), EVENTS if stream else JSON, b"data: " * stream + whole, b"\n\n"
-        )
+        await through(keeper.reply(client.send, client, kind), EVENTS if stream else JSON, *pieces)
     assert client.body == b""
