@@ -20,6 +20,7 @@ from miles_router.testing.worker.generation import Generation
 from miles_router.testing.worker.moe import route
 from tests.support.chains import chain, check
 from tests.support.door import Door
+from tests.support.events import events_of
 from tests.support.http import RawReply, ask
 from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage, staged
@@ -202,11 +203,8 @@ def answers(plan: Plan, reply: RawReply, *, joined: bool = True) -> list[dict[st
         parsed = json.loads(reply.body)
         assert isinstance(parsed, list) is (plan.count > 1 or plan.prompt == "list of one")
         return parsed if isinstance(parsed, list) else [parsed]
-    *events, done = [event for event in reply.body.split(b"\n\n") if event]
-    assert done == b"data: [DONE]"
     found: dict[int, dict[str, Any]] = {}
-    for raw in events:
-        event = json.loads(raw.removeprefix(b"data: "))
+    for event in events_of(reply.body):
         before = found.get(event.get("index", 0))
         if before is not None:
             assert before["meta_info"]["finish_reason"] is None, "nothing comes behind the end"
