@@ -169,13 +169,16 @@ async def test_requests_at_once_are_branches_and_none_is_lost(trial: SessionTria
     session = await trial.create()
     history = await episode(trial, session, 1)
     questions = [[*history, user(f"Question {number}")] for number in range(12)]
-    answers = await asyncio.gather(
+    asked = asyncio.gather(
         *(
             trial.chat(session, each) if number % 2 else trial.stream(session, each)
             for number, each in enumerate(questions)
         )
     )
-    assert len(answers) == 12
+    trial.worker.engine.pause("in_place")  # until all are there
+    await until(lambda: len(trial.door) == 1 + 12, "all have come to the worker")
+    trial.worker.engine.resume()
+    assert len(await asked) == 12
     assert await parents(trial, session) == [None, *[0] * 12]
     assert sorted(map(str, await trial.reasons(session))) == ["None", "None", *["parallel"] * 11]
     assert (await trial.read(session))["metadata"]["in_flight"] == 0

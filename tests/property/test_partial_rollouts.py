@@ -25,6 +25,7 @@ from tests.support.http import RawReply, ask
 from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage, staged
 from tests.support.tiers import examples
+from tests.support.waiting import soon
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # a plan is short as it is; shrinking it takes minutes
 JSON = [("Content-Type", "application/json"), ("X-Request-Id", "it")]
@@ -264,8 +265,8 @@ async def play(stage: Stage, plan: Plan) -> None:
         data = json.dumps(body).encode()
         uncut = answers(plan, await ask(scene.reference.url, "POST", "/generate", JSON, data))
         asked = asyncio.ensure_future(scene.router.ask("POST", "/generate", JSON, data))
-        await asyncio.wait_for(disturb(scene, plan, asked), 5)
-        came = answers(plan, await asyncio.wait_for(asked, 10))
+        await soon(disturb(scene, plan, asked))
+        came = answers(plan, await soon(asked))
         await stage.nothing_under_way()
         # Where the router leaves a worker in the middle of its answer, that one's server may log a defect.
         stage.defects[:] = [defect for defect in stage.defects if not defect.startswith("aiohttp.server")]
