@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from miles_router.testing import SimulatedWorker
+from miles_router.testing.worker.engine import PauseMode
 from tests.support.http import RawReply
 from tests.support.scripted_chat import able, chat_events, chat_reply, streamed
 from tests.support.scripted_worker import ScriptedWorker, reply, script
@@ -175,7 +176,7 @@ async def test_requests_at_once_are_branches_and_none_is_lost(trial: SessionTria
             for number, each in enumerate(questions)
         )
     )
-    trial.worker.engine.pause("in_place")  # until all are there
+    trial.worker.engine.pause(PauseMode.IN_PLACE)  # until all are there
     await until(lambda: len(trial.door) == 1 + 12, "all have come to the worker")
     trial.worker.engine.resume()
     assert len(await asked) == 12
