@@ -169,7 +169,9 @@ def test_a_long_value_is_read_to_its_end() -> None:
     assert value_at(b"[%b]" % (b"1" * 600), 1) == int("1" * 600)
 
 
-@pytest.mark.parametrize("value", [b'"abc', b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000 + b",", b"tru", b"-", b'"\n"', b""])
+@pytest.mark.parametrize(
+    "value", [b'"abc', b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000 + b",", b"tru", b"-", b'"\n"', b""]
+)
 def test_what_cannot_be_read_is_said_to_be_incomplete(value: bytes) -> None:
     with pytest.raises(Incomplete):
         value_at(b'{"a":' + value, 5)
