@@ -62,10 +62,11 @@ class Event(NamedTuple):
 
     def parse(self) -> Any:
         """The JSON in its data; None for `[DONE]`, for an event without data, and for data that is no JSON."""
-        if not self.data or self.is_last:
+        data = self.data
+        if not data or data == DONE:
             return None
         try:
-            return orjson.loads(self.data)
+            return orjson.loads(data)
         except orjson.JSONDecodeError:
             return None
 
