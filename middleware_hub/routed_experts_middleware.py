@@ -92,7 +92,7 @@ class RoutedExpertsMiddleware:
         start = min((0 if each is None else each.count for each in prefixes), default=0)
         request = RowRequest.write(body, fields, start, parse=exchange.loads, client_may=native)
         capture = Capture(self._context, exchange, handover, start=request.start)
-        reader = GenerateRows(fields) if native else ChatRows(fields)
+        reader = GenerateRows() if native else ChatRows()
         reply = (VerbatimReply if request.by_client else StrippedReply)(capture, reader, send, self._metrics)
         with self.store.pinned(each.rows for each in prefixes if each is not None):
             await reply.call(self.app, with_body(scope, request.body), replay(request.body, receive))

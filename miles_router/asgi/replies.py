@@ -100,6 +100,9 @@ class Tap:
         """Whether this reply is none of the layer's business. By default refusals and errors are not."""
         return bool(start["status"] != OK)
 
+    async def begun(self) -> None:
+        """A reply has begun that the layer sees (`start`, `kind`); nothing of it has gone on yet."""
+
     async def piece(self, data: bytes, *, more: bool) -> bytes:
         """Bytes as they came; gives what the rest of the layer, or the client, gets of them."""
         return data
@@ -186,6 +189,7 @@ class Tap:
             self._passing = True
             await self._pass_on(start)
             return
+        await self.begun()
         self._collecting = self._collects()
         self._reading_events = self.kind is Kind.EVENTS and self._wants_events and not self._wants_pieces
         held = self._wants_pieces and self.holds_head
