@@ -192,11 +192,11 @@ class OpenAIEndpoint(Protocol):
         ...
 
     def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole answer with what its client asked for itself. Raises one of `MALFORMED`."""
+        """A whole answer whose choices were read, with what its client asked for itself."""
         ...
 
     def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A chunk with what its client asked for itself; None if it says nothing else. Raises one of `MALFORMED`."""
+        """A chunk that was added, with what its client asked for itself; None if it says nothing else."""
         ...
 
     def shortfall(self, facts: Facts) -> str | None:

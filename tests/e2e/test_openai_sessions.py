@@ -299,21 +299,29 @@ async def test_the_models_are_listed_within_a_session(simulated: SessionTrial) -
         assert [model.id async for model in client.models.list()] == ["simulated-model"]
 
 
-@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses", "/generate"])
+RAW = b'{"model": "m",   "max_tokens": 3}'
+
+
+@pytest.mark.parametrize(
+    ("path", "raw", "reason"),
+    [
+        *((path, RAW, "not traced") for path in ("/v1/messages", "/v1/responses", "/generate")),
+        ("/v1/completions", b'{"prompt":   "a", "echo": true}', "with echo"),
+    ],
+)
 async def test_what_generates_and_is_not_traced_is_passed_and_said_so(
-    stage: Stage, worker: ScriptedWorker, path: str, caplog: pytest.LogCaptureFixture
+    stage: Stage, worker: ScriptedWorker, path: str, raw: bytes, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.always(script(reply(b'{"odd":   1}')))
     trial = await session_trial(stage, worker)
     session = await trial.create()
-    raw = b'{"model": "m",   "max_tokens": 3}'
     answer = await trial.ask("POST", f"/sessions/{session}{path}", raw, [("X-Request-Id", "r-7")])
     assert (answer.status, answer.body) == (200, b'{"odd":   1}')
     assert (worker.requests[-1].path, worker.requests[-1].body) == (path, raw)
     found = await trial.read(session)
     (said,) = found["metadata"]["untraced"]
     assert (said["path"], said["request_id"]) == (path, "r-7")
-    assert "not traced" in said["reason"]
+    assert reason in said["reason"]
     assert found["records"] == []
     assert trial.statistics()["untraced"] == 1
     assert [each.getMessage() for each in caplog.records if "traced" in each.getMessage()] == ["turn_not_traced"]

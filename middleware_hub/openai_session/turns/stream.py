@@ -14,7 +14,7 @@ from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.choices import MALFORMED, Choice, OpenAIEndpoint
+from miles_router.engines.choices import Choice, OpenAIEndpoint
 from miles_router.middlewares import OK, Event, Kind, Message, Send, Tap
 
 
@@ -81,10 +81,7 @@ class TurnStream:
         self.began = self.began or bool(choices)
         if self._growing.add(chunk, self._version()) and self.first_token_at is None:
             self.first_token_at = time.time()
-        try:
-            seen = self._endpoint.chunk_as_asked(chunk, self._fields)
-        except MALFORMED as error:
-            raise UnreadableAnswer("incomplete", f"a chunk that is none: {error!r}") from error
+        seen = self._endpoint.chunk_as_asked(chunk, self._fields)
         if seen is None:
             return b""
         shown = self._writer.chunk(seen, event.name)
