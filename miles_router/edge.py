@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -14,9 +13,9 @@ import orjson
 from starlette.routing import Match
 from starlette.routing import Router as Routes
 
-from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Message, Receive, Scope, Send, request_id
-from miles_router.asgi.headers import first
+from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
 from miles_router.asgi.keys import Key
+from miles_router.asgi.outlet import Outlet
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
@@ -65,33 +64,30 @@ class RouterApp:
         started_at = time.perf_counter()
         exchange = Exchange(request_id(scope), max_body_bytes=self._max_body_bytes)
         scope[SCOPE_KEY] = exchange
-        status = 0
-
-        def send_with_id(message: Message) -> Awaitable[None]:  # no coroutine of its own: it runs for every chunk
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                headers = [pair for pair in message.get("headers", ()) if pair[0] != b"x-request-id"]
-                headers.append((b"x-request-id", exchange.request_id.encode("ascii")))
-                message = {**message, "headers": headers}
-            return send(message)
-
+        outlet = Outlet(send, scope, exchange.request_id)
+        refused = 0
         try:
-            await self._dispatch(scope, receive, send_with_id)
+            await self._door(scope)(scope, receive, outlet)
         except Exception as error:  # the edge: a defect is logged whole and answered, never hidden
             if isinstance(error, RouterError) and error.type != RouterError.type:
-                self._report(error, exchange, scope, began=status != 0)
-                if status == 0 and not isinstance(error, ClientDisconnected):
-                    await _answer(error, exchange, send_with_id, close=first(scope["headers"], b"expect") is not None)
-                status = status or error.status
+                self._report(error, exchange, scope, began=outlet.status != 0)
+                if outlet.status == 0 and not isinstance(error, ClientDisconnected):
+                    await _answer(error, exchange, outlet)
+                refused = error.status
             else:  # one that has no type was made for control flow, and somebody has let it out
                 logger.error("internal_error", exc_info=error, extra={"fields": _fields(exchange, scope)})
-                if status == 0:
-                    await _answer(RouterError("the router failed; its log has the details"), exchange, send_with_id)
+                if outlet.status == 0:
+                    await _answer(RouterError("the router failed; its log has the details"), exchange, outlet)
         finally:
-            self._finished(scope, exchange, status, started_at)
+            self._finished(scope, exchange, outlet.status or refused, started_at)
 
-    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _door(self, scope: Scope) -> ASGIApp:
+        """Who answers, once its key was shown.
+
+        Raises:
+            Unauthorized: it was not.
+            BodyTooLarge: the request announces more than anybody here takes.
+        """
         path: str = scope["path"]
         end = path.find("/", 1)
         door = self._doors.get(path)
@@ -103,7 +99,7 @@ class RouterApp:
         if key.required:
             key.check(scope)
         scope[SCOPE_KEY].check_announced_size(scope)
-        await (self._stack if door is None else self._routes)(scope, receive, send)
+        return self._stack if door is None else self._routes
 
     def _is_own(self, scope: Scope) -> bool:
         return any(route.matches(scope)[0] is Match.FULL for route in self._routes.routes)
@@ -134,12 +130,9 @@ def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:
     return fields if exchange.flight.worker_url is None else {**fields, "worker": exchange.flight.worker_url}
 
 
-async def _answer(error: RouterError, exchange: Exchange, send: Send, *, close: bool = False) -> None:
-    """`close` where a client may have been told no before it was asked for its body: what it would send next is either
-    that body or another request, and nobody could tell which (RFC 9110 section 10.1.1)."""
+async def _answer(error: RouterError, exchange: Exchange, send: Send) -> None:
     body = orjson.dumps(error.body(exchange.request_id))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode("ascii"))]
     headers += [(name.lower().encode("ascii"), value.encode("ascii")) for name, value in error.headers.items()]
-    headers += [(b"connection", b"close")] * close
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -49,16 +49,9 @@ def _shown(value: object) -> str:
     return text if text and all(c.isprintable() and c not in ' "=' for c in text) else orjson.dumps(text).decode()
 
 
-def _not_a_second_report(record: logging.LogRecord) -> bool:
-    """uvicorn's word for a reply that was broken off on purpose; the edge has logged the reason already."""
-    return "without completing response" not in record.getMessage()
-
-
 def configure(level: str, log_format: LogFormat) -> None:
     """Send all logs to standard error in one format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    uvicorn = logging.getLogger("uvicorn.error")
-    uvicorn.setLevel(max(logging.WARNING, logging.getLogger().level))
-    uvicorn.addFilter(_not_a_second_report)
+    logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, logging.getLogger().level))

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextvars import copy_context
 from types import TracebackType
 
 from miles_router import tasks
+from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Receive
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamTimeout
 
@@ -23,7 +25,7 @@ class Watch:
     """`with Watch(receive, timeout):` raises, from whatever the block awaits, `ClientDisconnected` when the client is
     gone and `UpstreamTimeout` after `timeout` seconds (0: never). The request body must have been read before."""
 
-    __slots__ = ("_deadline", "_reason", "_receive", "_start", "_task", "_timeout", "_watcher")
+    __slots__ = ("_context", "_deadline", "_patience", "_reason", "_receive", "_task", "_timeout", "_watcher")
 
     def __init__(self, receive: Receive, timeout: float) -> None:
         self._receive = receive
@@ -35,13 +37,15 @@ class Watch:
     def __enter__(self) -> Watch:
         loop = asyncio.get_running_loop()
         self._task = asyncio.current_task(loop)
-        self._start = loop.call_later(PATIENCE, self._begin)
+        self._context = copy_context()
+        self._patience = _patience if _patience is not None and _patience.loop is loop else _new_patience(loop)
+        self._patience.start(self)
         if self._timeout:
             self._deadline = loop.call_later(self._timeout, self._time_is_up)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._start.cancel()
+        self._patience.stop(self)
         if self._watcher is not None:
             self._watcher.cancel()
         if self._deadline is not None:
@@ -50,6 +54,9 @@ class Watch:
             if sys.version_info >= (3, 11) and self._task is not None:
                 self._task.uncancel()
             raise self._reason from None
+
+    def _patience_is_up(self) -> None:
+        self._context.run(self._begin)  # `receive` may be a layer's, which has its request's context variables
 
     def _begin(self) -> None:
         self._watcher = tasks.spawn(self._until_gone(), name="watch client")
@@ -66,3 +73,13 @@ class Watch:
         if self._reason is None and self._task is not None:
             self._reason = reason
             self._task.cancel()
+
+
+def _new_patience(loop: asyncio.AbstractEventLoop) -> Deadlines[Watch]:
+    global _patience
+    _patience = Deadlines(PATIENCE, Watch._patience_is_up, loop)
+    return _patience
+
+
+#: Of the event loop in which a watch began last. A process has one; where it has several, each watch knows its own.
+_patience: Deadlines[Watch] | None = None

@@ -190,12 +190,6 @@ def finish_reasons(data: bytes, answers: int, *, beginning: bool = False) -> lis
     return found if len(found) == answers else None
 
 
-def goes_on(data: bytes) -> bool:
-    """Whether an event says that its generation goes on: its one finish reason is null. The rest is not parsed."""
-    found = FINISH_REASON.find(data)
-    return found is not None and data.startswith(b"null", found[1]) and FINISH_REASON.find(data, found[1]) is None
-
-
 def finish_of(answer: object) -> object:
     """The finish reason of anything that was parsed; None where it has none."""
     meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
@@ -220,6 +214,12 @@ def version_of(event: bytes) -> object:
         return next(VERSION_NAMED.values(event), None)
     except Incomplete:
         return None
+
+
+def goes_on(data: bytes) -> bool:
+    """Whether an event says that its generation goes on: its one finish reason is null. The rest is not parsed."""
+    found = FINISH_REASON.find(data)
+    return found is not None and data.startswith(b"null", found[1]) and FINISH_REASON.find(data, found[1]) is None
 
 
 def is_abort(finish: object) -> bool:

@@ -14,17 +14,26 @@ from typing import Any, Protocol, cast
 import httptools
 
 from miles_router.asgi.headers import RawHeaders
+from miles_router.asgi.outlet import Sink
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
+from miles_router.forwarding.framing import (
+    CHUNKED,
+    INLINE_BODY,
+    MAX_REPLY_HEAD,
+    MAX_STATUS,
+    NO_BODY,
+    UNTIL_CLOSE,
+    Excess,
+    InvalidFraming,
+    reply_body,
+)
+from miles_router.metrics import Metrics
 
 #: A reader this far behind (bytes) stops the worker from sending more, and lets it go on at half.
 HIGH_WATER = 2 * 1024 * 1024
 #: Chunks that piled up are handed over as one up to this size: fewer writes, and never a second copy of a big body.
 JOIN_LIMIT = 64 * 1024
-#: A reply head larger than this (bytes) is not one.
-MAX_HEAD_BYTES = 256 * 1024
-#: Request bodies up to this size share one write with their head.
-INLINE_BODY = 64 * 1024
 #: A worker whose machine loses its power says nothing more. The kernel asks after 30 s of silence, and gives up the
 #: connection, and with it the request, a minute later.
 KEEPALIVE = (
@@ -33,8 +42,6 @@ KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 6),
 )
-BODILESS = frozenset({204, 304})
-MAX_STATUS = 599
 
 
 class Home(Protocol):
@@ -69,6 +76,8 @@ class Reply:
         "_connection",
         "_error",
         "_loop",
+        "_metrics",
+        "_sink",
         "_waiter",
         "complete",
         "head_seen",
@@ -77,7 +86,7 @@ class Reply:
         "status",
     )
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
         self.status = 0
         self.headers: RawHeaders = []
         self.head_seen = False
@@ -88,7 +97,8 @@ class Reply:
         self._buffered = 0
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
-        self._loop = asyncio.get_running_loop()
+        self._sink: Sink | None = None
+        self._loop = loop
 
     @property
     def exhausted(self) -> bool:
@@ -117,18 +127,41 @@ class Reply:
             await self._more()
         return self.take()
 
+    async def pour(self, sink: Sink, metrics: Metrics) -> None:
+        """Write the body to `sink` as it arrives, without waking anybody for it; what arrives together with its end is
+        left to `read`.
+
+        Raises:
+            UpstreamBroken: the connection was lost inside the body.
+        """
+        assert self._connection is not None
+        self._sink, self._metrics = sink, metrics
+        try:
+            self._flow()
+            self._connection.resume()  # from now on only the client's pace counts
+            sink.fed_by(self._connection)
+            while not self.complete:
+                await self._more()
+        finally:
+            self._sink = None
+            sink.fed_by(None)
+
     def take(self) -> bytes:
         """The bytes that have arrived and were not read yet, without waiting; b"" if there are none."""
         if not self._chunks:
             return b""
+        chunk = self._next()
+        if self._connection is not None:
+            self._connection.reader_caught_up(self._buffered)
+        return chunk
+
+    def _next(self) -> bytes:
         if len(self._chunks) > 1 and self._buffered <= JOIN_LIMIT:
             chunk = b"".join(self._chunks)
             self._chunks.clear()
         else:
             chunk = self._chunks.popleft()
         self._buffered -= len(chunk)
-        if self._connection is not None:
-            self._connection.reader_caught_up(self._buffered)
         return chunk
 
     async def read_all(self, limit: int) -> bytes:
@@ -153,14 +186,19 @@ class Reply:
         if connection is not None:
             connection.done_with(self)
 
-    async def _more(self) -> None:
+    def _more(self) -> asyncio.Future[None]:
+        """What to await for more of the reply, its end or its failure; one reader waits at a time."""
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
+
+    def _flow(self) -> None:
+        """Give the sink what has arrived."""
+        while self._chunks and self._sink is not None:
+            data = self._next()
+            self._metrics.bytes_out += len(data)
+            self._sink.write(data)
 
     # What the connection calls
 
@@ -170,6 +208,10 @@ class Reply:
         return self._buffered
 
     def _wake(self) -> None:
+        if self._sink is not None and not self.complete:
+            self._flow()
+            if self._error is None:
+                return
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -185,14 +227,18 @@ class Connection(asyncio.BufferedProtocol):
         self._pool = pool
         self._address = address
         self._transport: asyncio.Transport | None = None
+        self._loop: asyncio.AbstractEventLoop
         self._parser: Any = None
         self._reply: Reply | None = None
         self._headers: RawHeaders = []
         self._head_bytes = 0
-        self._remaining: int | None = None  # bytes of a Content-Length body still to come
+        self._to_head = False  # the request was HEAD
+        self._body = NO_BODY
+        self._remaining = 0  # bytes of a Content-Length body still to come
         self._raw = False  # past the parser: the rest of a Content-Length body is passed on untouched
-        self._until_close = False
-        self._expect_no_body = False
+        self._excess: Excess | None = None  # of a chunked body
+        self._body_bytes = 0  # in the data that is being parsed
+        self._body_pieces = 0
         self._reusable = False
         self._reading_paused = False
         self.idle_since = 0.0
@@ -210,16 +256,15 @@ class Connection(asyncio.BufferedProtocol):
         assert self._reply is None
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
-        self._reply = Reply(self)
+        self._reply = Reply(self, self._loop)
         self._headers, self._head_bytes = [], 0
-        self._remaining, self._raw = None, False
-        self._until_close, self._reusable = False, False
-        self._expect_no_body = head_request
+        self._to_head = head_request
+        self._body, self._remaining, self._raw, self._excess = NO_BODY, 0, False, None
+        self._reusable = False
         if len(body) <= INLINE_BODY:
             self._transport.write(head + body)
         else:
-            self._transport.write(head)
-            self._transport.write(body)
+            self._transport.writelines((head, body))
         return self._reply
 
     def done_with(self, reply: Reply) -> None:
@@ -227,7 +272,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._reply is reply:
             self._reply = None
             if reply.complete and self._reusable and not self._unsent():
-                self._resume_reading()
+                self.resume()
                 self._pool.keep(self._address, self)
             else:
                 self.abort()
@@ -251,9 +296,16 @@ class Connection(asyncio.BufferedProtocol):
     def reader_caught_up(self, buffered: int) -> None:
         """The reader took bytes; let the worker go on once half the high-water mark is free."""
         if self._reading_paused and buffered <= HIGH_WATER // 2:
-            self._resume_reading()
+            self.resume()
 
-    def _resume_reading(self) -> None:
+    def pause(self) -> None:
+        """Let the worker wait: nothing is read until `resume`."""
+        if not self._reading_paused and self._transport is not None:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read on."""
         if self._reading_paused and self._transport is not None and not self._transport.is_closing():
             self._reading_paused = False
             self._transport.resume_reading()
@@ -262,6 +314,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
+        self._loop = asyncio.get_running_loop()
         sock = transport.get_extra_info("socket")
         for level, option, value in KEEPALIVE:
             sock.setsockopt(level, option, value)
@@ -271,16 +324,16 @@ class Connection(asyncio.BufferedProtocol):
         return self._pool.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        data = bytes(self._pool.read_buffer[:nbytes])
         reply = self._reply
         if reply is None:  # nobody asked: whatever this is, the connection can no longer be trusted
             self.abort()
-        elif self._raw:
-            self._raw_body(reply, data)
+            return
+        data = self._pool.read_buffer[:nbytes]
+        if self._raw:
+            self._raw_body(reply, bytes(data))
         else:
             self._parse(reply, data)
-        if reply is not None:
-            reply._wake()
+        reply._wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -290,7 +343,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         if not reply.head_seen:
             reply._fail(UpstreamUnreachable(f"{self._address.url} closed the connection before it replied"))
-        elif self._until_close and exc is None:
+        elif self._body == UNTIL_CLOSE and exc is None:
             reply.complete = True
             reply._wake()
         else:
@@ -298,19 +351,23 @@ class Connection(asyncio.BufferedProtocol):
 
     # Framing
 
-    def _parse(self, reply: Reply, data: bytes) -> None:
+    def _parse(self, reply: Reply, data: memoryview) -> None:
+        excess = self._excess
+        self._body_bytes = self._body_pieces = 0
         try:
             self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if excess is not None:
+                excess.add(len(data), self._body_bytes, self._body_pieces)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade, InvalidFraming) as error:
             if not reply.complete:
-                self._invalid(reply, f"{self._address.url} sent no valid HTTP: {error}")
+                self._invalid(reply, f"{self._address.url} sent no valid HTTP: {error.__context__ or error}")
             self._reusable = False
             return
         if not reply.head_seen:
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self._invalid(reply, f"{self._address.url} sent a reply head of more than {MAX_HEAD_BYTES} bytes")
-        elif self._expect_no_body:
+            if self._head_bytes > MAX_REPLY_HEAD:
+                self._invalid(reply, f"{self._address.url} sent a reply head of more than {MAX_REPLY_HEAD} bytes")
+        elif self._to_head:
             if not reply.complete:
                 # The parser waits for a body that HEAD replies announce and never send.
                 reply.complete, self._parser = True, None
@@ -322,7 +379,6 @@ class Connection(asyncio.BufferedProtocol):
         self.abort()
 
     def _raw_body(self, reply: Reply, data: bytes) -> None:
-        assert self._remaining is not None
         if len(data) > self._remaining:
             data = data[: self._remaining]
             self._reusable = False
@@ -333,9 +389,8 @@ class Connection(asyncio.BufferedProtocol):
             reply.complete = True
 
     def _deliver(self, reply: Reply, data: bytes) -> None:
-        if reply._add(data) > HIGH_WATER and not self._reading_paused and self._transport is not None:
-            self._reading_paused = True
-            self._transport.pause_reading()
+        if reply._add(data) > HIGH_WATER:
+            self.pause()
 
     # httptools callbacks
 
@@ -356,27 +411,22 @@ class Connection(asyncio.BufferedProtocol):
             self._headers = []
             return
         if status > MAX_STATUS:
-            self._invalid(reply, f"{self._address.url} answered with the status {status}, which is none")
-            return
-        reply.status, reply.headers, reply.head_seen = status, self._headers, True
+            raise InvalidFraming(f"{status} is no status of a reply")
+        self._body = reply_body(status, self._headers, to_head=self._to_head)
+        self._remaining = max(0, self._body)
+        self._excess = Excess() if self._body == CHUNKED else None
         self._reusable = self._parser.should_keep_alive()
-        chunked = False
-        for name, value in self._headers:
-            if name == b"content-length":
-                self._remaining = int(value)
-            elif name == b"transfer-encoding":
-                chunked = True
-        self._expect_no_body = self._expect_no_body or status in BODILESS
-        if chunked:
-            self._remaining = None
-        self._until_close = not chunked and self._remaining is None and not self._expect_no_body
+        reply.status, reply.headers, reply.head_seen = status, self._headers, True
 
     def on_body(self, data: bytes) -> None:
         reply = self._reply
-        if reply is None or reply.complete or self._expect_no_body:
+        if reply is None or reply.complete or self._body == NO_BODY:
             return
-        if self._remaining is not None:
-            self._remaining -= len(data)
+        size = len(data)
+        self._body_bytes += size
+        self._body_pieces += 1
+        if self._remaining:
+            self._remaining -= size
         self._deliver(reply, data)
 
     def on_message_complete(self) -> None:

@@ -9,6 +9,7 @@ import time
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end
+from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.watch import Watch
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.paths import GENERATE
@@ -99,6 +100,8 @@ class Proxy:
                 "headers": _reply_headers(reply.status, reply.headers),
             }
         )
+        if isinstance(send, Outlet) and send.sink is not None and not reply.complete:
+            await reply.pour(send.sink, self._metrics)
         more = True
         while more:
             chunk = reply.take() or await reply.read()

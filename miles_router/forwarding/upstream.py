@@ -16,6 +16,7 @@ from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.forwarding.connection import Connection, Reply
+from miles_router.forwarding.framing import request_head
 from miles_router.forwarding.processes import Processes
 
 #: Bytes taken from a socket at once. Measured on 16 MB replies: 256 kB, the event loop's own size, costs 1.4 times the
@@ -65,7 +66,7 @@ class Upstream:
             UpstreamInvalidResponse: the worker does not speak HTTP.
             NotAdmitted: `admit` said no. The connection is kept.
         """
-        head = _head(address, method, target, headers, body)
+        head = request_head(method, address.prefix + target, address.authority, headers, len(body))
         if self._slots is None or not slot:
             return await self._exchange(address, method, head, body, admit)
         await self._slots.acquire()
@@ -92,8 +93,8 @@ class Upstream:
             raise UpstreamTimeout(f"{address.url}{path} did not answer within {timeout:g} s") from None
 
     async def _fetch(self, address: WorkerUrl, path: str, headers: RawHeaders, limit: int) -> tuple[int, bytes]:
-        target = path.encode()
-        reply = await self._exchange(address, "GET", _head(address, "GET", target, headers, b""), b"")
+        head = request_head("GET", address.prefix + path.encode(), address.authority, headers, 0)
+        reply = await self._exchange(address, "GET", head, b"")
         try:
             return reply.status, await reply.read_all(limit)
         finally:
@@ -218,13 +219,3 @@ def _abandon(task: asyncio.Task[Connection | OSError]) -> None:
 def _drop_made(task: asyncio.Task[Connection | OSError]) -> None:
     if not task.cancelled() and isinstance(made := task.result(), Connection):
         made.abort()
-
-
-def _head(address: WorkerUrl, method: str, target: bytes, headers: RawHeaders, body: bytes) -> bytes:
-    parts = [method.encode("ascii"), b" ", address.prefix, target, b" HTTP/1.1\r\nhost: ", address.authority, b"\r\n"]
-    for name, value in headers:
-        parts += (name, b": ", value, b"\r\n")
-    if body or method not in ("GET", "HEAD", "OPTIONS", "DELETE", "TRACE"):
-        parts += (b"content-length: ", str(len(body)).encode("ascii"), b"\r\n")
-    parts.append(b"\r\n")
-    return b"".join(parts)

@@ -42,7 +42,8 @@ class ResumableStream(ResumableRequest):
                 await opening.leg.ask(opening, self.scope, self.receive, body)
             except UpstreamBroken:
                 running = [each for each in self.generations if not each.done and each.abort is None]
-                if opening.passing or (running and not self.context.resume_lost):
+                unknown = any(each.opaque for each in running)
+                if opening.passing or (running and not self.context.resume_lost) or unknown:
                     raise
                 self._lose(running, opening.leg)
                 lost = True
@@ -92,7 +93,7 @@ class ResumableStream(ResumableRequest):
             shown |= {"text": text[generation.shown_text :], "output_ids": ids, "meta_info": meta}
         generation.shown_ids = len(answer["output_ids"])
         generation.shown_text = max(generation.shown_text, len(text))
-        if generation.asked.indexed:
+        if self.indexed:
             shown["index"] = generation.index
         await self.opening.give(write_event(shown))
 
@@ -133,7 +134,7 @@ class _OpeningStream(Tap):
         """Whether the event that is still coming is the last of the only generation, which was not cut. The expert ids
         of a long rollout may stand in it: nobody has to collect them here."""
         generation = self._generations[0]
-        if self.passing or generation.done or generation.asked.indexed:
+        if self.passing or generation.done or self._request.indexed:
             return False
         (finish,) = finish_reasons(self.events.rest, 1, beginning=True) or (None,)
         generation.done = finish is not None and not is_abort(finish)
@@ -143,9 +144,10 @@ class _OpeningStream(Tap):
         """What a cut brought is shown with what follows it, and so is the stream's end."""
         if event.is_last:
             return b"" if self.is_cut else event.raw
-        generation = self._generation(index_of(event.data))
+        generation = self._generation(index_of(event.data) if self._request.indexed else 0)
         ends = finish_reasons(event.data, 1, beginning=True)
-        if generation is not None and generation.done:
+        if generation is not None and generation.opaque:
+            generation.done = generation.done or (ends is not None and ends[0] is not None)
             return event.raw
         if generation is None or ends is None or is_abort(ends[0]):
             return b"" if await self._read(event) else event.raw
@@ -162,20 +164,17 @@ class _OpeningStream(Tap):
 
     def _generation(self, index: object) -> ResumableGeneration | None:
         """The one that an event is about."""
-        if not self._generations[0].asked.indexed:
-            return self._generations[0]
         return self._generations[index] if isinstance(index, int) and index in range(len(self._generations)) else None
 
     async def _read(self, event: Event) -> bool:
         """Read an event; whether a cut brought it."""
-        answer = event.parse()
-        generation = (
-            self._generation(answer.get("index")) if isinstance(answer, dict) and "output_ids" in answer else None
-        )
+        answer, generation = event.parse(), None
+        if isinstance(answer, dict) and "output_ids" in answer:
+            generation = self._generation(answer.get("index") if self._request.indexed else 0)
         if generation is None:
             if event.data:  # an error, say: what follows is nothing that can be carried on
                 for each in self._generations:
-                    each.done = each.done or each.abort is None
+                    each.opaque = True
             return False
         finish = finish_of(answer)
         try:
@@ -185,7 +184,7 @@ class _OpeningStream(Tap):
                 generation.all_shown()
             generation.add(answer)
         except UnreadableAnswer as error:
-            generation.done = True
+            generation.opaque, generation.done = True, finish is not None
             if await self.leg.was_cut(finish):
                 self._request.give_up(error)
             else:

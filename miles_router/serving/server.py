@@ -11,12 +11,13 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import cast
 
 import uvicorn
 
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
-from miles_router.serving.http_protocol import RouterProtocol
+from miles_router.serving.client_connection import ClientConnections
 from miles_router.settings.config import RouterConfig
 from miles_router.version import __version__
 
@@ -67,20 +68,17 @@ def serve(app: RouterApp) -> None:
 
 
 def uvicorn_config(app: RouterApp) -> uvicorn.Config:
-    """How uvicorn serves the router: nothing added to replies, heads bounded, SIGTERM bounded."""
+    """How uvicorn hosts our own protocol: its event loop, its lifespan, a bounded SIGTERM."""
     return uvicorn.Config(
         app,
-        http=RouterProtocol,
+        http=cast(type[asyncio.Protocol], ClientConnections(app, idle_seconds=KEEP_ALIVE)),
         ws="none",
         loop="uvloop",
         lifespan="on",
         log_config=None,
         access_log=False,
         proxy_headers=False,
-        server_header=False,
-        date_header=False,
         backlog=BACKLOG,
-        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=max(1, round(app.router.config.shutdown_timeout)),
     )
 

@@ -1,9 +1,10 @@
 """The router's passthrough against its peers, in front of the same fast worker, in one interleaved run.
 
     python tests/benchmarks/passthrough.py [--quick] [--repeat 3] [--only PEER ...] [--loads LOAD ...]
+        [--against CHECKOUT]
 
-Needs nginx and wrk; uses 127.0.0.1 alone. Absolute figures hold for one machine and one hour: read the ratios.
-A row with a single failed or altered answer is reported as failed, so that errors cannot look fast.
+`make bench` installs what it needs: nginx, wrk, and sglang-router in an environment of its own. Uses 127.0.0.1 alone.
+Absolute figures hold for one machine and one hour: read the ratios. A row with a single failed or altered answer is reported as failed, so that errors cannot look fast.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from tests.benchmarks.backend import Backend, running_backend
 from tests.benchmarks.load import LOADS, Load, Sample, measure
-from tests.benchmarks.peers import PEERS, Peer, running_peer
+from tests.benchmarks.peers import BEFORE, PEERS, Peer, other_checkout, running_peer
 from tests.benchmarks.process import PeerError
 from tests.benchmarks.report import environment, plot, render, write_json
 
@@ -38,6 +39,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", nargs="+", choices=list(PEERS), default=list(PEERS), metavar="PEER")
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS), metavar="LOAD")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help=f"measure this one too, as {BEFORE}")
     parser.add_argument("--markdown", action="store_true", help="print the tables as GitHub markdown")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write medians and every repetition")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the CPU time per request")
@@ -82,6 +84,8 @@ def progress(step: str, load: Load, peer: Peer, sample: Sample) -> None:
 def run(options: argparse.Namespace) -> Results:
     loads = [LOADS[name] for name in options.loads]
     peers = [PEERS[name] for name in options.only]
+    if options.against is not None:
+        peers.append(other_checkout(options.against))
     results: Results = {load.name: {peer.name: [] for peer in peers} for load in loads}
     steps = list(schedule(loads, peers, options.repeat))
     with tempfile.TemporaryDirectory(prefix="passthrough-") as folder:

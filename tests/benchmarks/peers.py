@@ -15,6 +15,8 @@ from tests.benchmarks.process import HOST, free_port, started
 REPO = Path(__file__).resolve().parents[2]
 NOOP = "tests.benchmarks.noop.NoOp"
 NOOP_LAYERS = 10
+#: Names the interpreter of the environment that has `sglang-router`; `make bench` builds one beside our own.
+PEERS_PYTHON = "BENCH_PEERS_PYTHON"
 
 NGINX_PROXY = """
     upstream workers {{
@@ -45,11 +47,15 @@ NGINX_PROXY = """
 
 @dataclass(frozen=True)
 class Peer:
-    """A proxy, or none (`command` is None): `command(port, worker_port, root)` gives the command line."""
+    """A proxy, or none (`command` is None): `command(port, worker_port, root)` gives the command line.
+
+    `source` is the checkout whose packages it imports.
+    """
 
     name: str
     command: Callable[[int, int, Path], list[str]] | None
     ready_path: str = "/"
+    source: Path = REPO
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ def _nginx(port: int, worker_port: int, root: Path) -> list[str]:
 
 def _sglang_router(port: int, worker_port: int, root: Path) -> list[str]:
     return [
-        sys.executable, "-m", "sglang_router.launch_router",
+        os.environ.get(PEERS_PYTHON, sys.executable), "-m", "sglang_router.launch_router",
         "--host", HOST, "--port", str(port), "--worker-urls", f"http://{HOST}:{worker_port}",
         "--policy", "round_robin", "--log-level", "warn", "--worker-startup-check-interval", "1",
         "--prometheus-host", HOST, "--prometheus-port", str(free_port()), "--shutdown-grace-period-secs", "1",
@@ -85,6 +91,8 @@ def _miles_router_noop(port: int, worker_port: int, root: Path) -> list[str]:
     return [*_miles_router(port, worker_port, root), "--middleware-paths", *[NOOP] * NOOP_LAYERS]
 
 
+#: What `passthrough.py --against DIRECTORY` measures beside this checkout.
+BEFORE = "miles-router-before"
 PEERS = {
     peer.name: peer
     for peer in (
@@ -97,6 +105,11 @@ PEERS = {
 }
 
 
+def other_checkout(source: Path) -> Peer:
+    """The router as it is in another checkout, run with the packages of this environment."""
+    return Peer(BEFORE, _miles_router, "/readiness", source.resolve())
+
+
 @contextlib.contextmanager
 def running_peer(peer: Peer, worker_port: int, root: Path) -> Iterator[Running]:
     """A fresh process in front of the worker, so that its peak memory is that of one load alone."""
@@ -105,7 +118,7 @@ def running_peer(peer: Peer, worker_port: int, root: Path) -> Iterator[Running]:
         return
     port = free_port()
     root.mkdir(exist_ok=True)
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    env = {**os.environ, "PYTHONPATH": str(peer.source)}
     log = root / f"{peer.name}.log"
-    with started(peer.command(port, worker_port, root), port, peer.ready_path, log, env) as pid:
+    with started(peer.command(port, worker_port, root), port, peer.ready_path, log, env, peer.source) as pid:
         yield Running(port, pid)

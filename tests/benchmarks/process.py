@@ -65,12 +65,23 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def started(
-    command: Sequence[str], port: int, ready_path: str, log: Path, env: Mapping[str, str] | None = None
+    command: Sequence[str],
+    port: int,
+    ready_path: str,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    directory: Path | None = None,
 ) -> Iterator[int]:
     """Run `command` until the block ends; yields its process id once `GET ready_path` answers 200."""
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=env, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=sink,
+            stderr=sink,
+            env=env,
+            cwd=directory,
+            start_new_session=True,
         )
     try:
         _wait_ready(process, command, port, ready_path, log)

@@ -26,6 +26,7 @@ GARBAGE = {
     "no status": script(b"HTTP/1.1 OK\r\n\r\n", HANG),
     "two different lengths": script(head(200, [("Content-Length", "2"), ("Content-Length", "3")]) + b"abc", HANG),
     "length and chunks": script(head(200, [("Content-Length", "2"), ("Transfer-Encoding", "chunked")]), HANG),
+    "an encoding that is not understood": script(head(200, [("Transfer-Encoding", "gzip")]) + b"packed", CLOSE),
     "a length that is no number": script(head(200, [("Content-Length", "two")]) + b"ab", HANG),
     "a control character in a header": script(b"HTTP/1.1 200 OK\r\nX-A: a\x01b\r\nContent-Length: 0\r\n\r\n", HANG),
     "no token as a header's name": script(b"HTTP/1.1 200 OK\r\nX(A): a\r\nContent-Length: 0\r\n\r\n", HANG),
@@ -36,8 +37,10 @@ GARBAGE = {
     ),
 }
 BROKEN_CHUNKS = {
-    "no size": chunked_head() + chunk(b"good") + b"zz\r\nbad\r\n",
-    "more than announced": chunked_head() + chunk(b"good") + b"2\r\ntoo much\r\n",
+    "no size": [b"zz\r\nbad\r\n"],
+    "more than announced": [b"2\r\ntoo much\r\n"],
+    "an extension without end": [b"2;", *[b"x" * 8000] * 50],
+    "trailers without end": [b"0\r\n", *[b"X-Pad: " + b"x" * 8000 + b"\r\n"] * 50],
 }
 
 
@@ -58,8 +61,8 @@ async def test_garbage_is_not_tried_on_another_worker(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("stream", [*BROKEN_CHUNKS.values()], ids=[*BROKEN_CHUNKS])
-async def test_chunks_that_are_no_chunks_break_the_client_off(stage: Stage, stream: bytes) -> None:
-    worker = (await stage.worker()).always(script(stream, HANG))
+async def test_chunks_that_are_no_chunks_break_the_client_off(stage: Stage, stream: list[bytes]) -> None:
+    worker = (await stage.worker()).always(script(chunked_head() + chunk(b"good"), *stream, HANG))
     router = await stage.router(worker)
     client = await stage.client(router)
     with pytest.raises(CutReply):

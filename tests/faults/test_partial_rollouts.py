@@ -12,6 +12,7 @@ import orjson
 import pytest
 
 from tests.support.fleet import post
+from tests.support.http import CutReply
 from tests.support.resuming import (
     ABORT,
     DONE,
@@ -36,7 +37,7 @@ from tests.support.resuming import (
     told,
 )
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import Behaviour, chunk, chunked_head, reply, script
+from tests.support.scripted_worker import RESET, Behaviour, chunk, chunked_head, reply, script
 from tests.support.stage import Stage
 
 
@@ -231,6 +232,18 @@ async def test_a_joined_stream_that_comes_to_contradict_itself_ends_with_what_it
     assert [token for _, token, _ in last["meta_info"]["output_token_logprobs"]] == [5, 6, 7]
     assert last["meta_info"]["weight_versions"] == spans(("1", 0, 2), ("2", 2, 3))
     assert resumed(router) == (0, 1)
+
+
+@pytest.mark.parametrize("middle", [answer([6, 7]), {"error": {"message": "no"}}], ids=["contradiction", "error"])
+async def test_a_stream_that_could_not_be_read_and_is_lost_never_looks_complete(
+    stage: Stage, middle: dict[str, Any]
+) -> None:
+    one = await engine(stage)
+    router = await stage.router(one.worker, resume_on_worker_loss=True)
+    one.goes.append(script(EVENTS, event(answer([5])), event(middle), RESET))
+    with pytest.raises(CutReply):
+        await generate(router, stream=True)
+    assert len(one.asked) == 1
 
 
 # What engines answer to questions

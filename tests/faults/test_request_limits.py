@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -12,6 +13,13 @@ from tests.support.stage import Stage
 
 LIMIT = 1000
 CHUNKED = [("Transfer-Encoding", "chunked")]
+PADDING = b"x" * 1000
+#: More than the router reads at once of what is no part of any body.
+WITHOUT_END = {
+    "chunk extensions": b"5;" + PADDING * 400,
+    "trailers": b"5\r\nhello\r\n0\r\n" + (b"X-Late: " + PADDING + b"\r\n") * 400,
+    "one trailer": b"5\r\nhello\r\n0\r\nX-Late: " + PADDING * 400,
+}
 
 
 async def test_an_announced_body_over_the_limit_is_refused_before_a_byte_of_it_is_read(stage: Stage) -> None:
@@ -79,6 +87,51 @@ async def test_a_body_of_exactly_the_limit_is_forwarded(stage: Stage, framing: s
         await client.send(request("POST", "/generate", CHUNKED) + chunked(body))
     assert (await client.read("POST")).status == 200
     assert worker.requests[0].body == body
+
+
+async def test_a_head_over_the_limit_is_refused_also_where_it_comes_whole(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    await client.send(request("GET", "/x", [(f"X-{number}", "x" * 1000) for number in range(70)]))
+    answer = await client.read()
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert worker.requests == []
+
+
+@pytest.mark.parametrize("endless", [*WITHOUT_END.values()], ids=[*WITHOUT_END])
+async def test_what_a_client_sends_around_a_chunked_body_has_a_bound(stage: Stage, endless: bytes) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", CHUNKED))
+    with contextlib.suppress(ConnectionError):  # it is told no while it still sends
+        await client.send(endless)
+    answer = await client.read("POST")
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert "chunk extensions or trailers" in answer.json()["error"]["message"]
+    assert worker.requests == []
+
+
+async def test_a_body_in_an_encoding_that_is_not_understood_is_refused(stage: Stage) -> None:
+    """Its bytes would reach the worker with nothing that says what they are."""
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", [("Transfer-Encoding", "gzip, chunked")]) + chunked(b"packed"))
+    answer = await client.read("POST")
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert worker.requests == []
+
+
+async def test_a_body_that_breaks_in_the_middle_is_told_so(stage: Stage) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    client = await stage.client(router)
+    await client.send(request("POST", "/generate", CHUNKED) + b"5\r\nhello\r\nno size\r\n")
+    answer = await client.read("POST")
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert worker.requests == []
 
 
 async def test_administration_takes_no_big_bodies_whatever_the_limit(stage: Stage) -> None:

@@ -35,7 +35,7 @@ COMMAND = Path(sys.executable).with_name("miles-router")
 #: Longer than any test: probes run once, at registration, unless a test wants more.
 QUIET = 3600.0
 QUIETLY = {"port": 0, "health_check_interval": QUIET}
-REQUEST_TASKS = ("watch client", "connect ", "probe ")
+REQUEST_TASKS = ("request", "watch client", "connect ", "probe ")
 
 
 class _Server(uvicorn.Server):
@@ -102,7 +102,6 @@ class RunningRouter:
         """What a router without requests must not have: leases, request tasks, client connections in a request."""
         left = [f"{worker!r}" for worker in self.ever if worker.in_flight]
         left += [f"pool.in_flight is {self.pool.in_flight}"] if self.pool.in_flight else []
-        left += [f"request task {task!r}" for task in self._server.server_state.tasks]
         left += [f"task {t.get_name()}" for t in asyncio.all_tasks() if t.get_name().startswith(REQUEST_TASKS)]
         return left
 

@@ -98,3 +98,11 @@ def test_a_module_fits_one_idea(path: Path) -> None:
 def test_few_modules_stand_beside_the_folders() -> None:
     beside = [path.name for path in ROUTER.glob("*.py") if not path.name.startswith("__")]
     assert len(beside) <= MAX_MODULES_BESIDE_FOLDERS, beside
+
+
+def test_the_glossary_has_classes_that_there_are() -> None:
+    glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([A-Z]\w+)`", glossary))
+    classes = {node.name for path in PRODUCT for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)}
+    assert named, "the glossary names no class"
+    assert named - classes == set()
