@@ -89,6 +89,7 @@ class Tap:
         self._passing = False  # all that comes goes on as it is
         self._finished = False  # the client has the reply's end; what still comes is dropped
         self._collecting = False
+        self._reading_events = False  # and no pieces
         self._parts: list[bytes] = []
         self._size = 0
         self._shown: list[bytes] = []  # of the events of this piece, not given yet
@@ -176,6 +177,8 @@ class Tap:
             return
         elif self._passing:
             await self._pass_on(message)
+        elif self._reading_events:  # the way of each event is short
+            await self._take_events(message.get("body", b""), more=message.get("more_body", False))
         else:
             await self._take(message.get("body", b""), more=message.get("more_body", False))
 
@@ -188,6 +191,7 @@ class Tap:
             return
         await self.begun()
         self._collecting = self._collects()
+        self._reading_events = self.kind is Kind.EVENTS and self._wants_events and not self._wants_pieces
         held = self._wants_pieces and self.holds_head
         if not self._collecting and not held:  # a stream's head does not wait for its first event
             await self._give_start()
@@ -264,7 +268,9 @@ class Tap:
         if self._finished:
             return
         if self._shown:
-            data, self._shown = b"".join((*self._shown, data)), []
+            if data:
+                self._shown.append(data)
+            data, self._shown = b"".join(self._shown), []  # which copies nothing where it is one
         if not self._started:
             await self._give_start()
         self._finished = not more

@@ -87,11 +87,12 @@ class ChatEndpoint:
                     return None
         if fields.get("logprobs"):
             return chunk
-        stripped = False
+        emptied = False
         for choice in chunk["choices"]:
-            stripped = stripped or choice.get("logprobs") is not None
+            if choice.get("logprobs") is not None:
+                emptied = True
             choice["logprobs"] = None
-        return None if stripped and all(map(_says_nothing, chunk["choices"])) else chunk
+        return None if emptied and all(map(_says_nothing, chunk["choices"])) else chunk
 
     def shortfall(self, facts: Facts) -> str | None:
         """By the engine's schema and parsers: without any parser, SGLang's chat streams leave out the logprobs of
@@ -107,6 +108,15 @@ class ChatEndpoint:
     def chunks(self) -> Chunks:
         """Gives a whole answer as the chunks of a stream."""
         return chunks_of
+
+
+def ids_obstacle(fields: Mapping[str, Any]) -> str | None:
+    """What a request asks for that cannot be had with ids in place of its messages, in a word; None if nothing."""
+    if fields.get("input_ids") is not None:
+        return "own_input_ids"
+    if not isinstance(fields.get("chat_template_kwargs") or {}, Mapping):
+        return "invalid_chat_template_kwargs"  # the engine refuses them in its own words
+    return "continue_final_message" if fields.get("continue_final_message") else None
 
 
 def _choice(choice: Mapping[str, Any]) -> Choice:
@@ -151,5 +161,5 @@ def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> di
 
 
 def _says_nothing(choice: Mapping[str, Any]) -> bool:
-    delta = choice.get("delta") or {}
-    return choice.get("finish_reason") is None and all(value in EMPTY for value in delta.values())
+    values = (choice.get("delta") or {}).values()
+    return choice.get("finish_reason") is None and not any(values) and all(value in EMPTY for value in values)

@@ -71,14 +71,14 @@ class _GrowingChatChoice(GrowingChoice):
         super().__init__(rid)
         self.message = GrowingMessage()
 
-    @property
-    def tokens(self) -> int:
-        return len(self.logprobs)
-
-    def _add(self, choice: Mapping[str, Any]) -> None:
+    def _add(self, choice: Mapping[str, Any]) -> int:
         self.message.add(choice.get("delta") or {})
-        entries = (choice.get("logprobs") or {}).get("content") or ()
+        logprobs = choice.get("logprobs")
+        entries = logprobs.get("content") if logprobs else None
+        if not entries:
+            return 0
         self.logprobs += [entry["logprob"] for entry in entries]
+        return len(entries)
 
 
 class GrowingChat(GrowingChoices[_GrowingChatChoice]):
@@ -94,7 +94,9 @@ class GrowingChat(GrowingChoices[_GrowingChatChoice]):
         return _GrowingChatChoice(rid)
 
     def _add(self, chunk: Mapping[str, Any]) -> None:
-        extra = chunk.get("sglext") or {}
+        extra = chunk.get("sglext")
+        if not extra:
+            return
         if extra.get("output_ids"):
             self._ids = [list(ids) for ids in extra["output_ids"]]
         self._prompt = extra.get("input_ids") or self._prompt

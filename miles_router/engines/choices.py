@@ -93,6 +93,7 @@ class GrowingChoice(ABC):
 
     def __init__(self, rid: str | None) -> None:
         self.rid = rid
+        self.tokens = 0
         self.logprobs: list[float] = []
         self.finish: str | None = None
         self.matched: int | str | None = None
@@ -100,20 +101,17 @@ class GrowingChoice(ABC):
 
     def add(self, choice: Mapping[str, Any], version: str | None) -> bool:
         """Take what a chunk says of it; gives whether it brings tokens. Raises one of `MALFORMED`."""
-        before = self.tokens
-        self._add(choice)
-        self.versions.reach(self.tokens, version)
+        new = self._add(choice)
+        if new:
+            self.tokens += new
+            self.versions.reach(self.tokens, version)
         if choice.get("finish_reason") is not None:
             self.finish, self.matched = choice["finish_reason"], choice.get("matched_stop")
-        return self.tokens > before
-
-    @property
-    @abstractmethod
-    def tokens(self) -> int:
-        """How many have come."""
+        return new > 0
 
     @abstractmethod
-    def _add(self, choice: Mapping[str, Any]) -> None: ...
+    def _add(self, choice: Mapping[str, Any]) -> int:
+        """How many tokens it brings."""
 
 
 Growing = TypeVar("Growing", bound=GrowingChoice)
@@ -134,8 +132,9 @@ class GrowingChoices(ABC, Generic[Growing]):
         try:
             tokens = False
             for choice in chunk["choices"]:
-                # The last chunks of several choices all have the id of one of them.
-                growing = self._growing.setdefault(choice["index"], self._begin(chunk.get("id")))
+                growing = self._growing.get(choice["index"])
+                if growing is None:  # the last chunks of several choices all have the id of one of them
+                    growing = self._growing[choice["index"]] = self._begin(chunk.get("id"))
                 tokens = growing.add(choice, version) or tokens
             self._add(chunk)
             return tokens

@@ -108,15 +108,13 @@ class _GrowingCompletion(GrowingChoice):
         self._ids: list[int] = []
         self._prompt: list[int] | None = None
 
-    @property
-    def tokens(self) -> int:
-        return len(self._ids)
-
-    def _add(self, choice: Mapping[str, Any]) -> None:
+    def _add(self, choice: Mapping[str, Any]) -> int:
+        ids = choice.get("token_ids") or ()
         self._text.append(choice.get("text") or "")
-        self._ids += choice.get("token_ids") or ()
+        self._ids += ids
         self.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or ()
         self._prompt = self._prompt or choice.get("prompt_token_ids")
+        return len(ids)
 
     def choice(self, index: int, versions: list[VersionRun], facts: dict[str, Any]) -> Choice:
         if self.finish is None:

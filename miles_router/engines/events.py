@@ -62,10 +62,11 @@ class Event(NamedTuple):
 
     def parse(self) -> Any:
         """The JSON in its data; None for `[DONE]`, for an event without data, and for data that is no JSON."""
-        if not self.data or self.is_last:
+        data = self.data
+        if not data or data == DONE:
             return None
         try:
-            return orjson.loads(self.data)
+            return orjson.loads(data)
         except orjson.JSONDecodeError:
             return None
 
@@ -134,13 +135,3 @@ class EventReader:
     def rest(self) -> bytes:
         """What came behind the last complete event, and was not let go."""
         return b"" if self.within else bytes(self._rest)
-
-
-# To be replaced by `Event` and `write_event` wherever they still stand.
-event = write_event
-
-
-def payload(raw: bytes) -> dict[str, Any] | None:
-    """The answer of `/generate` in an event; None for anything else."""
-    parsed = Event.read(raw).parse()
-    return parsed if isinstance(parsed, dict) and "output_ids" in parsed else None

@@ -116,15 +116,16 @@ class DressageDialect:
         drain = bool(parsed.get("drain", False))
         if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
             session = self._sessions.store.get(_named(parsed))
-            found, mode = [session] if session.finalized is not None else [], "trajectory"
+            sessions, mode = [session] if session.finalized is not None else [], "trajectory"
         else:
-            found, mode = self._batch(parsed.get("instance_id"), parsed.get("max_groups")), "batch"
-        data = [segment for session in found for segment in self._segments(session)]
+            sessions, mode = self._batch(parsed.get("instance_id"), parsed.get("max_groups")), "batch"
+        data = [segment for session in sessions for segment in self._segments(session)]
         if drain:
-            for session in found:
+            for session in sessions:
                 self._sessions.store.delete(session)
-        told = {"success": bool(data), "mode": mode, "data": data, "meta_info": self._counts(), "drained": drain}
-        return as_response(told)
+        return as_response(
+            {"success": bool(data), "mode": mode, "data": data, "meta_info": self._counts(), "drained": drain}
+        )
 
     def _batch(self, instance_id: object, max_groups: object) -> list[Session]:
         """Finalized sessions, whole groups of them, oldest first."""

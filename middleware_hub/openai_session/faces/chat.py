@@ -14,7 +14,7 @@ from middleware_hub.openai_session.sessions.messages import checked, only_text
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
-from miles_router.engines.chat import ChatEndpoint
+from miles_router.engines.chat import ChatEndpoint, ids_obstacle
 from miles_router.trajectory import Piece
 
 
@@ -60,7 +60,7 @@ class ChatFace(Face):
         Raises:
             NotAppendOnly: they cannot be given exactly.
         """
-        obstacle = _obstacle(fields)
+        obstacle = ids_obstacle(fields) or ("not_text" if not only_text(fields["messages"]) else None)
         if obstacle is not None:
             raise NotAppendOnly(obstacle)
         calls = parent.answer.get("tool_calls") or ()
@@ -73,14 +73,3 @@ class ChatFace(Face):
         extension = self._continuation.after(end, place.appended, context.tools, context.template_kwargs)
         tokens = parent.trajectory().tokens
         return TokenPrompt(tokens[: len(tokens) - extension.drop], Piece.given(extension.ids), extension.drop)
-
-
-def _obstacle(fields: Mapping[str, Any]) -> str | None:
-    """What a request asks for that ids in place of messages cannot do."""
-    if fields.get("input_ids") is not None:
-        return "own_input_ids"
-    if not isinstance(fields.get("chat_template_kwargs") or {}, Mapping):
-        return "invalid_chat_template_kwargs"  # the engine refuses them in its own words
-    if fields.get("continue_final_message"):
-        return "continue_final_message"
-    return None if only_text(fields["messages"]) else "not_text"

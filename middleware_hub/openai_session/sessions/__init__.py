@@ -1,1 +1,1 @@
-"""Sessions: the tree of turns, the messages in it, and where all sessions are kept."""
+"""Sessions: the tree of turns, the messages in it, turns under way, and where all sessions are kept."""

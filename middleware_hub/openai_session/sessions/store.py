@@ -1,4 +1,4 @@
-"""All sessions: made, found, expired, bounded. Pure; time comes from outside."""
+"""All sessions: their creation, lookup, expiry and bounds. Pure; time comes from outside."""
 
 from __future__ import annotations
 

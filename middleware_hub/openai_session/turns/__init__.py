@@ -1,1 +1,1 @@
-"""A turn on its way: asked for, relayed, recorded, repeated."""
+"""A turn on its way: taken in, relayed, recorded, given again."""

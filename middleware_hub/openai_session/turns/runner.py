@@ -1,4 +1,4 @@
-"""A turn on its way through: asked for, relayed, recorded, given to the agent."""
+"""A turn on its way through: the engine is asked, its answer is recorded, and then the agent gets it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TurnRunner:
         self._stream_facts = StreamFacts(router)
 
     async def run(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
-        """One turn.
+        """Run one turn.
 
         Raises:
             UnusableAnswer: the worker's answer cannot be recorded, or not read; the agent gets none.

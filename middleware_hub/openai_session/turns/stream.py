@@ -7,7 +7,8 @@ recorded: an agent that knows that its turn has ended may ask for the next, or l
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
@@ -32,6 +33,7 @@ class TurnStream:
         self.first_token_at: float | None = None
         self._fields = turn.fields
         self._endpoint = endpoint
+        self._chunk_events = endpoint.chunk_events
         self._writer = writer
         self._version = version
         self._growing = endpoint.growing()
@@ -40,15 +42,16 @@ class TurnStream:
 
     def feed(self, event: Event) -> bytes:
         """What the agent is shown now of one event of the engine's; what ends its answer is kept for `release`."""
-        if event.is_last:
-            self._held_back.append(self._writer.other(event))
-            return b""
-        if event.data and event.name in self._endpoint.chunk_events:
+        if event.data and event.name in self._chunk_events and not event.is_last:
             try:
                 return self._chunk(event)
             except UnreadableAnswer as error:
                 self._failure = self._failure or error
-        return self._in_order(self._writer.other(event))
+        shown = self._writer.other(event)
+        if not self._held_back and not event.is_last:
+            return shown
+        self._held_back.append(shown)
+        return b""
 
     def release(self) -> bytes:
         """What was kept back."""
@@ -68,13 +71,6 @@ class TurnStream:
             choice.facts |= {"first_token_at": self.first_token_at, "versions": "router"}
         return choices
 
-    def _in_order(self, shown: bytes) -> bytes:
-        """What is no chunk, behind what is held back."""
-        if not self._held_back:
-            return shown
-        self._held_back.append(shown)
-        return b""
-
     def _chunk(self, event: Event) -> bytes:
         chunk = event.parse()
         if not isinstance(chunk, dict):
@@ -85,7 +81,6 @@ class TurnStream:
         self.began = self.began or bool(choices)
         if self._growing.add(chunk, self._version()) and self.first_token_at is None:
             self.first_token_at = time.time()
-        ends = any(choice.get("finish_reason") is not None for choice in choices)
         try:
             seen = self._endpoint.chunk_as_asked(chunk, self._fields)
         except MALFORMED as error:
@@ -93,14 +88,21 @@ class TurnStream:
         if seen is None:
             return b""
         shown = self._writer.chunk(seen, event.name)
-        if ends or (self._held_back and not choices):
+        if self._ends(choices):
             self._held_back.append(shown)
             return b""
         return shown
 
+    def _ends(self, choices: Sequence[Any]) -> bool:
+        """Whether a chunk is part of an answer's end."""
+        for choice in choices:
+            if choice.get("finish_reason") is not None:
+                return True
+        return bool(self._held_back) and not choices
+
 
 class TurnTap(Tap):
-    """Relays the stream of a turn. `ended` is called once, before the agent learns of the end."""
+    """Relays the stream of a turn. `record` is called once, before the agent learns of the end."""
 
     layer = "openai_sessions"
 
