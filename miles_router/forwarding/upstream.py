@@ -90,23 +90,24 @@ class Upstream:
 
     async def _exchange(self, address: WorkerUrl, method: str, head: bytes, body: bytes) -> Reply:
         connection = self._take_idle(address)
-        if connection is not None:
+        while True:
+            kept = connection is not None
+            connection = connection or await self._connect(address)
             try:
-                return await self._first_bytes(connection, method, head, body)
+                reply = connection.send(head, body, head_request=method == "HEAD")
+                await reply.head()
             except UpstreamUnreachable:
+                connection.abort()
+                if not kept:
+                    raise
                 # A kept connection that dies before its reply was most likely closed by the worker while idle; only a
                 # new connection can tell that from a dead worker.
-                pass
-        return await self._first_bytes(await self._connect(address), method, head, body)
-
-    async def _first_bytes(self, connection: Connection, method: str, head: bytes, body: bytes) -> Reply:
-        reply = connection.send(head, body, head_request=method == "HEAD")
-        try:
-            await reply.head()
-        except BaseException:
-            connection.abort()
-            raise
-        return reply
+                connection = None
+            except BaseException:
+                connection.abort()
+                raise
+            else:
+                return reply
 
     async def _connect(self, address: WorkerUrl) -> Connection:
         if self._closed:
