@@ -162,25 +162,23 @@ class ClientRequest:
         """
         if self._line.write_paused and not self._gone:
             return self._send_later(message)
-        self._send(message)
-        return self._line.sent
-
-    async def _send_later(self, message: Message) -> None:
-        await self._line.writable()
-        self._send(message)
-
-    def _send(self, message: Message) -> None:
-        if message["type"] == "http.response.body":
+        kind = message["type"]
+        if kind == "http.response.body":
             if not self._begun or self.ended:
                 raise RuntimeError("a part of a reply came before its start, or after its end")
             if not self._gone:
-                self._write(message.get("body", b""), last=not message.get("more_body", False))
-        elif message["type"] == "http.response.start":
+                self._write(message.get("body", b""), not message.get("more_body", False))
+        elif kind == "http.response.start":
             if self._begun:
                 raise RuntimeError("a reply was begun a second time")
             self._begin(message)
         else:
-            raise RuntimeError(f"an HTTP reply has no message {message['type']!r}")
+            raise RuntimeError(f"an HTTP reply has no message {kind!r}")
+        return self._line.sent
+
+    async def _send_later(self, message: Message) -> None:
+        await self._line.writable()
+        await self.send(message)
 
     def _begin(self, message: Message) -> None:
         # A client that was not told to go on may send the body or another request; nobody could tell which it is (RFC
@@ -196,7 +194,7 @@ class ClientRequest:
         self._begun, self._awaits_continue = True, False
         self._line.flush_soon(self)
 
-    def _write(self, data: bytes, *, last: bool) -> None:
+    def _write(self, data: bytes, last: bool) -> None:
         head, self._head = self._head, None
         pieces = [] if head is None else [head]
         if self._body == CHUNKED:
@@ -226,7 +224,7 @@ class ClientRequest:
     def write(self, data: bytes) -> None:
         """The next bytes of the reply's body, past `send`."""
         if not self._gone:
-            self._write(data, last=False)
+            self._write(data, False)
 
     def fed_by(self, source: Source | None) -> None:
         """Who is told when the client reads slowly."""
@@ -280,4 +278,3 @@ class ClientRequest:
         self._parts.clear()
         if self._news is not None:
             self._news.set()
-        self.slowed(False)

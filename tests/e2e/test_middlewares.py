@@ -162,3 +162,18 @@ async def test_router_info_shows_the_stack(stage: Stage) -> None:
         {"name": "tagging", "path": f"{WORKING}.Tagging", "options": {"tag": "q"}},
         {"name": "plain", "path": f"{WORKING}.Plain", "options": {}},
     ]
+
+
+async def test_one_that_answers_nothing_is_a_500(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), middlewares=stack("Silent"))
+    answer = await router.ask("POST", "/generate", body=b"{}")
+    assert (answer.status, answer.error_type) == (500, "internal_error")
+    assert "no_reply" in stage.defects.pop()
+
+
+async def test_a_header_that_would_split_the_reply_is_never_written(stage: Stage) -> None:
+    """Response splitting (CWE-113)."""
+    router = await stage.router(await stage.worker(), middlewares=stack("Splitting"))
+    answer = await router.ask("POST", "/generate", body=b"a\r\nset-cookie: b=c")
+    assert (answer.status, answer.error_type, answer.values("set-cookie")) == (500, "internal_error", [])
+    assert "control character" in stage.defects.pop()
