@@ -30,7 +30,8 @@ class RowReply(Tap):
         self._extractor = Extractor(capture.fields.rows, capture.decoder)
 
     async def begun(self) -> None:
-        """A worker has begun its answer."""
+        """A worker has begun its answer. A stream's head goes on at once."""
+        self.holds_head = self.kind is Kind.JSON
         await self._capture.begin()
 
     def unread(self, reason: str) -> None:
@@ -121,6 +122,7 @@ class VerbatimReply(RowReply):
     def __init__(self, capture: Capture, reader: RowReader, send: Send, metrics: UnreadCounter) -> None:
         super().__init__(capture, reader, send, metrics)
         self._remains: list[bytes] = []
+        self._length = 0  # of what remains
         self._waiting: list[bytes] = []  # of what the client gets
         self._clear = False  # rows are taken out of the event that has begun
 
@@ -145,6 +147,8 @@ class VerbatimReply(RowReply):
             except ExpertsMissing as error:
                 await self._fail(error, raw)
                 return b""
+        if self.events.pending > self.max_collected:
+            self.unread("too_long")
         if len(self._extractor.decoders) > strings and not self._clear:
             self._clear = self._extractor.has_marks(self.events.rest)
         # An event is not begun before it is clear that it can be ended: ids are taken out of it, or it is whole.
@@ -153,6 +157,9 @@ class VerbatimReply(RowReply):
     def _whole_piece(self, remains: bytes, *, more: bool) -> bytes:
         """Nothing goes on before it is clear that this worker has rows."""
         self._remains.append(remains)
+        self._length += len(remains)
+        if self._length > self.max_collected:
+            self.unread("too_long")
         if not more:
             self._take_answers(b"".join(self._remains))
         return self._release() if self._extractor.decoders or not more else b""

@@ -66,7 +66,7 @@ class Tap:
     #: Whether `piece` reads what it sees, and is not content with bytes of any kind.
     reads_pieces: ClassVar[bool] = False
     #: Whether the reply's head waits for what `piece` gives first. A layer that only looks on does not need that.
-    holds_head: ClassVar[bool] = True
+    holds_head = True
     _wants_pieces: ClassVar[bool] = False
     _wants_whole: ClassVar[bool] = False
     _wants_events: ClassVar[bool] = False

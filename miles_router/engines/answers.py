@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.trajectory.pieces import VersionRun
@@ -208,10 +208,22 @@ def index_of(event: bytes) -> int | None:
     return index if type(index) is int else None
 
 
-def version_of(event: bytes) -> object:
-    """The weight version that an event names, without parsing the rest; None where that cannot be seen."""
+class Progress(NamedTuple):
+    """What an event of a stream says of its answer: how it ends (None: it goes on), and the weight version that it
+    names."""
+
+    finish: object
+    version: object
+
+
+def progress_of(event: bytes) -> Progress | None:
+    """What an event says of its answer, without parsing the rest; None where that cannot be seen."""
     try:
-        return next(VERSION_NAMED.values(event), None)
+        finish = FINISH_REASON.find(event)
+        if finish is None:
+            return None
+        version = VERSION_NAMED.find(event, finish[1]) or VERSION_NAMED.find(event)  # SGLang writes it behind
+        return Progress(value_at(event, finish[1]), None if version is None else value_at(event, version[1]))
     except Incomplete:
         return None
 

@@ -135,13 +135,3 @@ class EventReader:
     def rest(self) -> bytes:
         """What came behind the last complete event, and was not let go."""
         return b"" if self.within else bytes(self._rest)
-
-
-# To be replaced by `Event` and `write_event` wherever they still stand.
-event = write_event
-
-
-def payload(raw: bytes) -> dict[str, Any] | None:
-    """The answer of `/generate` in an event; None for anything else."""
-    parsed = Event.read(raw).parse()
-    return parsed if isinstance(parsed, dict) and "output_ids" in parsed else None

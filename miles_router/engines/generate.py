@@ -155,10 +155,11 @@ def _sources(body: Mapping[str, Any]) -> tuple[list[Any], bool, bool]:
     if ids is None and text is None:
         ids = body.get(IDS_ALIAS)
     if ids is not None:
-        rows = [ids] if _are_ids(ids) else ids
-        if not isinstance(rows, list) or not rows or not all(map(_are_ids, rows)):
+        if _are_ids(ids):
+            return [ids], False, False
+        if not isinstance(ids, list) or not all(map(_are_ids, ids)):
             raise UnknownShape("input_ids")
-        return rows, rows is ids, False
+        return ids, True, False
     if text is None:
         raise UnknownShape("no_prompt")
     texts = [text] if isinstance(text, str) else text

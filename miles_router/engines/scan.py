@@ -15,6 +15,7 @@ from json import JSONDecoder
 
 _SPACE = b" \t\r\n"
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
+_PLAIN_TEXT = re.compile(rb'"([\w./: -]*)"')  # which is what versions and most others are
 _NUMBER = re.compile(rb"-?\d[-+.\deE]*")
 _LITERALS = ((b"null", None), (b"true", True), (b"false", False))
 _ESCAPE = ord("\\")
@@ -125,6 +126,9 @@ def value_at(data: bytes, at: int) -> object:
     for spelled, value in _LITERALS:
         if data.startswith(spelled, at):
             return value
+    plain = _PLAIN_TEXT.match(data, at)
+    if plain is not None:
+        return plain[1].decode("ascii")
     number = _NUMBER.match(data, at)
     if number is not None and number.end() == len(data):
         raise Incomplete("the bytes end with a number, which may go on")

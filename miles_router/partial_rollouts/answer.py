@@ -96,7 +96,8 @@ class _OpeningAnswer(Tap):
     async def send(self, message: Message) -> None:
         await super().send(message)
         self._received += len(message.get("body", b""))
-        if self._received <= BEGINNING and not self.passing and not self._request.context.resume_lost:
+        unclear = message.get("more_body", False) and not self.passing and not self._request.context.resume_lost
+        if unclear and self._received <= BEGINNING:
             ends = finish_reasons(self.collected, len(self._request.generations), beginning=True)
             if ends is not None and not any(map(is_abort, ends)):
                 await self.let_go()

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer, version_of
+from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import DEFAULT_MAX_NEW_TOKENS, PARAMS, RID, GenerateRequest
 from miles_router.engines.growing import GrowingAnswer
@@ -153,10 +153,9 @@ class ResumableGeneration:
             if meta.get("prompt_tokens") not in (None, expected):
                 raise CannotResume("the worker did not take all that came before as its prompt")
 
-    def keep(self, event: bytes) -> None:
+    def keep(self, event: bytes, version: object) -> None:
         """Take the JSON of an event that says everything so far, to be read when somebody wants to know; of those that
         name the same weight version the last will do."""
-        version = version_of(event)
         if self._kept_events and self._kept_events[-1][0] == version:
             self._kept_events.pop()
         self._kept_events.append((version, event))

@@ -38,15 +38,15 @@ def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
         raise UnreadableAnswer("versions_leave_gaps", "only some of the joined answers name versions")
     meta = {**tail, **head}
     for name in OUTPUT_LISTS:
+        lists = (head.get(name) or (), tail.get(name) or ())
+        if any(lists) and [*map(len, lists)] != [len(first["output_ids"]), len(second["output_ids"])]:
+            raise UnreadableAnswer("token_counts_disagree", name)
         if head.get(name) is not None or tail.get(name) is not None:
-            meta[name] = [*(head.get(name) or ()), *(tail.get(name) or ())]
-            if meta[name] and len(head.get(name) or ()) != len(first["output_ids"]):
-                raise UnreadableAnswer("token_counts_disagree", name)
-            if meta[name] and len(tail.get(name) or ()) != len(second["output_ids"]):
-                raise UnreadableAnswer("token_counts_disagree", name)
+            meta[name] = [*lists[0], *lists[1]]
     for name in ADDED:
-        if isinstance(head.get(name), (int, float)) or isinstance(tail.get(name), (int, float)):
-            meta[name] = (head.get(name) or 0) + (tail.get(name) or 0)
+        numbers = [each for each in (head.get(name), tail.get(name)) if isinstance(each, (int, float))]
+        if numbers:
+            meta[name] = sum(numbers)
     for name in OF_THE_END:
         if name in tail:
             meta[name] = tail[name]

@@ -16,6 +16,7 @@ from miles_router.engines.answers import (
     finish_reasons,
     index_of,
     is_abort,
+    progress_of,
 )
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.errors import UpstreamBroken
@@ -145,16 +146,16 @@ class _OpeningStream(Tap):
         if event.is_last:
             return b"" if self.is_cut else event.raw
         generation = self._generation(index_of(event.data) if self._request.indexed else 0)
-        ends = finish_reasons(event.data, 1, beginning=True)
+        progress = progress_of(event.data)
         if generation is not None and generation.opaque:
-            generation.done = generation.done or (ends is not None and ends[0] is not None)
+            generation.done = generation.done or (progress is not None and progress.finish is not None)
             return event.raw
-        if generation is None or ends is None or is_abort(ends[0]):
+        if generation is None or progress is None or is_abort(progress.finish):
             return b"" if await self._read(event) else event.raw
-        if ends[0] is not None:
+        if progress.finish is not None:
             generation.done = True
         elif generation.incremental is False:
-            generation.keep(event.data)
+            generation.keep(event.data, progress.version)
         else:
             await self._read(event)
         return event.raw

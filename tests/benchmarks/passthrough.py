@@ -4,7 +4,8 @@
         [--against CHECKOUT]
 
 `make bench` installs what it needs: nginx, wrk, and sglang-router in an environment of its own. Uses 127.0.0.1 alone.
-Absolute figures hold for one machine and one hour: read the ratios. A row with a single failed or altered answer is reported as failed, so that errors cannot look fast.
+Absolute figures hold for one machine and one hour: read the ratios. A row with a single failed or altered answer is
+reported as failed, so that errors cannot look fast.
 """
 
 from __future__ import annotations

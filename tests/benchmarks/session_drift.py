@@ -27,8 +27,8 @@ from miles_router.settings.config import MiddlewareSpec
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker, real_workers
 from tests.support.agents import AGENTS, TURNS, Agents, Asked, Message
-from tests.support.chat_door import ChatGeneration, passed
-from tests.support.door import Door
+from tests.support.door import Door, chats_of
+from tests.support.generations import Generation
 from tests.support.oracle import common_length
 from tests.support.running_router import running_router
 from tests.support.session_proof import IM_END, Proved, Sample, check_session, line_of
@@ -90,7 +90,7 @@ async def measure(workers: list[RealWorker], agents: Agents, proved: Proved, dri
         await router.probed()
         agents.url = router.url
         await agents.run()
-        went = passed([one, other], version="default")
+        went = chats_of([one, other], version="default")
         for session in agents.sessions:
             async with http.post(f"/sessions/{session}/samples", json={}) as reply:
                 samples = (await reply.json())["samples"]
@@ -99,13 +99,11 @@ async def measure(workers: list[RealWorker], agents: Agents, proved: Proved, dri
             add(drift, samples, of_session, agents.log.asked)
 
 
-def add(
-    drift: SessionDrift, samples: Sequence[Sample], went: Sequence[ChatGeneration], asked: Mapping[str, Asked]
-) -> None:
+def add(drift: SessionDrift, samples: Sequence[Sample], went: Sequence[Generation], asked: Mapping[str, Asked]) -> None:
     """What rendering and encoding the conversations of one session changes."""
     by_rid = {each.rid: each for each in went}
-    before: dict[str, ChatGeneration] = {}
-    for first in (each for each in went if each.first):
+    before: dict[str, Generation] = {}
+    for first in (each for each in went if each.rendered):
         assert prompt(asked[first.request_id]) == first.given, "this is how the engine renders"
     for sample in samples:
         line = line_of(sample, by_rid)

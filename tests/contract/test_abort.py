@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from miles_router.tasks import cancelled, spawn
 from tests.contract.client import ENDLESS, WorkerClient, covers, unfinished
+from tests.support.waiting import soon
 
 A_WHILE = 0.3  # seconds, in which either worker would long have aborted
 FLUSHED = b"Cache flushed.\n"
@@ -18,7 +18,7 @@ FLUSHED = b"Cache flushed.\n"
 async def test_an_aborted_request_returns_what_was_sampled(worker: WorkerClient, which: dict[str, Any]) -> None:
     async with worker.in_flight("cut") as request:
         done = await worker.ask("POST", "/abort_request", which)
-        answer = await asyncio.wait_for(request, 5)
+        answer = await soon(request)
     assert (done.status, done.body) == (200, b"")
     meta = answer["meta_info"]
     assert meta["finish_reason"]["type"] == "abort"
@@ -49,7 +49,7 @@ async def test_a_rid_aborts_all_rids_that_begin_with_it(worker: WorkerClient) ->
     async with worker.in_flight("r1") as request, worker.in_flight("r10") as longer, worker.in_flight("r2") as other:
         await worker.ask("POST", "/abort_request", {"rid": "r1"})
         for aborted in (request, longer):
-            assert (await asyncio.wait_for(aborted, 5))["meta_info"]["finish_reason"]["type"] == "abort"
+            assert (await soon(aborted))["meta_info"]["finish_reason"]["type"] == "abort"
         assert await unfinished(other, A_WHILE)
 
 
@@ -67,7 +67,7 @@ async def test_the_rid_of_a_list_does_not_reach_its_prompts(worker: WorkerClient
     assert await unfinished(request, A_WHILE)
     for number in range(2):
         await worker.ask("POST", "/abort_request", {"rid": f"group_{number}"})
-    answers = await asyncio.wait_for(request, 5)
+    answers = await soon(request)
     assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["abort", "abort"]
 
 

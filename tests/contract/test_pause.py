@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from miles_router.tasks import cancelled, spawn
 from tests.contract.client import WorkerClient, covers, unfinished
+from tests.support.waiting import soon
 
 SHORT = {"max_new_tokens": 4, "ignore_eos": True}
 MODES = ["abort", "in_place", "retract"]
@@ -44,7 +44,7 @@ async def test_a_body_is_required(worker: WorkerClient, path: str) -> None:
 async def test_abort_returns_what_was_sampled(worker: WorkerClient, body: dict[str, Any]) -> None:
     async with worker.in_flight("cut") as request:
         await worker.post("/pause_generation", **body)
-        answer = await asyncio.wait_for(request, 5)
+        answer = await soon(request)
     meta, ids = answer["meta_info"], answer["output_ids"]
     assert meta["finish_reason"]["type"] == "abort"
     assert 0 < len(ids) < 4000
@@ -85,7 +85,7 @@ async def test_a_new_request_waits_for_continue(worker: WorkerClient, mode: str)
         request = spawn(worker.generate(text="One", sampling_params=SHORT), name="waiting")
         assert await unfinished(request, A_WHILE)
         await worker.set_version("after")
-    answer = await asyncio.wait_for(request, 5)
+    answer = await soon(request)
     assert len(answer["output_ids"]) == 4
     assert answer["meta_info"]["weight_version"] == "after"
     assert answer["meta_info"]["weight_versions"] == [{"version": "after", "start": 0, "end": 4}]
@@ -126,7 +126,7 @@ async def test_a_request_kept_in_place_that_is_aborted_comes_back_after_continue
         async with worker.paused("in_place"):
             await worker.ask("POST", "/abort_request", {"rid": "kept"})
             assert await unfinished(request, A_WHILE)
-        answer = await asyncio.wait_for(request, 5)
+        answer = await soon(request)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert answer["output_ids"]
 
@@ -136,7 +136,7 @@ async def test_a_retracted_request_that_is_aborted_comes_back_at_once_and_has_lo
 ) -> None:
     async with worker.in_flight("kept") as request, worker.paused("retract"):
         await worker.ask("POST", "/abort_request", {"rid": "kept"})
-        answer = await asyncio.wait_for(request, 5)
+        answer = await soon(request)
     assert answer["meta_info"]["finish_reason"] == {"type": "abort", "message": "Abort in waiting queue"}
     assert answer["output_ids"] == answer["meta_info"]["output_token_logprobs"] == []
 
@@ -158,5 +158,5 @@ async def test_a_request_that_came_during_the_pause_is_not_aborted(worker: Worke
         request = spawn(worker.generate(text="One", sampling_params=SHORT, rid="late"), name="late")
         assert await unfinished(request, A_WHILE / 2)
         await worker.ask("POST", "/abort_request", which)
-    answer = await asyncio.wait_for(request, 5)
+    answer = await soon(request)
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 4}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from tests.contract.client import CHAT, WorkerClient
+from tests.support.waiting import soon
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
 SHORT = {"max_new_tokens": 4, "ignore_eos": True}
@@ -85,7 +85,7 @@ async def test_a_stream_brings_them_with_its_last_event(moe_worker: WorkerClient
 
 async def test_an_aborted_request_has_the_rows_of_what_it_sampled(moe_worker: WorkerClient) -> None:
     async with moe_worker.in_flight("cut", **ON) as request, moe_worker.paused("abort"):
-        answer = await asyncio.wait_for(request, 5)
+        answer = await soon(request)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert rows(answer) == answer["meta_info"]["prompt_tokens"] + len(answer["output_ids"]) - 1
 

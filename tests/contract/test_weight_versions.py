@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from tests.contract.client import ENDLESS, Stream, WorkerClient, covers
+from tests.support.waiting import soon
 
 SHORT = {"max_new_tokens": 4, "ignore_eos": True}
 
@@ -60,7 +60,7 @@ async def test_an_update_needs_no_pause(worker: WorkerClient) -> None:
 async def test_unless_told_otherwise_an_update_aborts_what_runs(worker: WorkerClient) -> None:
     async with worker.in_flight("cut") as request:
         await worker.post("/update_weight_version", new_version="9")
-        answer = await asyncio.wait_for(request, 5)
+        answer = await soon(request)
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert answer["meta_info"]["weight_versions"][0]["version"] == "default"
 

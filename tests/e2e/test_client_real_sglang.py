@@ -13,8 +13,10 @@ from miles_router.client import RouterClient, Sample, group, multi_turn, single_
 from miles_router.settings.config import MiddlewareSpec
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
-from tests.support.door import Door, Generation
+from tests.support.door import Door
+from tests.support.generations import Generation
 from tests.support.running_router import RunningRouter, running_router
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.sglang
 
@@ -65,12 +67,12 @@ async def test_rollouts_hold_what_the_engines_were_given_and_sampled(router: Run
     async def environment(reply: str) -> str | None:
         return TOOL.format(next(said))
 
-    async with RouterClient(router.url, timeout=200) as client:
+    async with RouterClient(router.url, timeout=10 * PATIENCE) as client:
         single = await group(lambda: single_turn(client, PROMPT, SAMPLING), GROUP)
         several = await group(lambda: multi_turn(client, PROMPT, environment, SAMPLING, max_turns=TURNS), GROUP)
         events = [each async for each in client.generate_stream(PROMPT, sampling_params=SAMPLING)]
         streamed = await client.retrieve(PROMPT + events[-1].text, rid=events[-1].rid)
-    known = {rid: generation for door in doors for rid, generation in door.by_rid().items()}
+    known = {generation.rid: generation for door in doors for generation in door.generations}
     for sample in single:
         turn = known[sample.metadata["rid"]]
         assert check(sample, [turn]) == len(turn.sampled)

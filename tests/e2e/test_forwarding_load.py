@@ -23,9 +23,10 @@ from tests.support.scripted_worker import (
     script,
 )
 from tests.support.stage import Stage
+from tests.support.tiers import size
 from tests.support.waiting import until
 
-CONCURRENT = 1500
+CONCURRENT = size(heavy=5000, otherwise=1500)
 MEGABYTE = 2**20
 BLOCK = hashlib.sha512(b"block").digest() * (MEGABYTE // 64)
 BLOCKS = 200
@@ -55,6 +56,7 @@ def many_files() -> None:
         pytest.skip(f"this system allows only {hard} open files")
 
 
+@pytest.mark.storm
 @pytest.mark.usefixtures("many_files")
 async def test_many_requests_at_once_are_all_in_flight_and_each_gets_its_own_answer(
     worker: ScriptedWorker, router: RouterProcess

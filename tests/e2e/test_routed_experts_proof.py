@@ -28,12 +28,10 @@ from miles_router.tasks import together
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.agents import Agents
-from tests.support.chat_door import CHAT, passed
-from tests.support.door import Door
+from tests.support.door import Door, chats_of
 from tests.support.experts_proof import (
     CAPTURE,
     FRONT,
-    GENERATE,
     KNOWING,
     LAYERS,
     TOP_K,
@@ -41,15 +39,15 @@ from tests.support.experts_proof import (
     Share,
     TextRollouts,
     book,
-    chat_rows,
     check_lines,
     delivered,
-    generated,
     rows_of,
     sample_rows,
     told_clients,
     uninterrupted,
 )
+from tests.support.generations import CHAT, GENERATE
+from tests.support.rollouts import generate
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.tiers import size
 from tests.support.waiting import PATIENCE, until
@@ -174,7 +172,7 @@ async def _greedy_rollout(made: Stage, text: str, *, stream: bool) -> tuple[str,
     for turn, tokens in enumerate((9, 16, 60, 16)):
         body = {"text": text, "stream": stream, "sampling_params": {**GREEDY, "max_new_tokens": tokens}}
         arrived = len(made.doors[0].begun)
-        asking = asyncio.ensure_future(generated(made.http, body, "greedy"))
+        asking = asyncio.ensure_future(generate(made.http, body, "greedy"))
         if turn == 2:
             await until(partial(_under_way, made.doors[0], arrived, stream=stream), "it generates")
             await made.update("abort", FIRST_VERSION)
@@ -253,8 +251,9 @@ async def test_agents_samples_have_the_rows_that_their_workers_gave(
         twins = (await made.ask("POST", "/sessions", {}, status=201))["session_id"]
         await together([agents.run(), _twins(made, twins)], name="agents")
         ran = time.monotonic()
-        went, brought = passed(made.doors, version=FIRST_VERSION), chat_rows(made.doors)
-        assert brought.keys() == {each.rid for each in went.generations}
+        went = chats_of(made.doors, version=FIRST_VERSION)
+        brought = {each.rid: rows_of(each.experts) for each in went.generations if each.experts}
+        assert len(brought) == len(went.generations)
         samples = rows = tokens = 0
         remembered, fresh = Share(), Share()
         for session in (*agents.sessions, twins):
@@ -263,7 +262,7 @@ async def test_agents_samples_have_the_rows_that_their_workers_gave(
             told = (await made.ask("POST", f"/sessions/{session}/samples", {}))["samples"]
             read = [await client.session(session).collect(format=form) for form in ("json", "safetensors")]
             for sample, plain, binary in zip(told, *read, strict=True):
-                expected = sample_rows(sample, mine, brought)
+                expected = sample_rows(sample, mine)
                 said = sample["routed_experts"]
                 assert (said["dtype"], said["shape"]) == ("uint8", [len(sample["tokens"]) - 1, LAYERS, TOP_K])
                 assert base64.b64decode(said["data"]) == expected.astype(np.uint8).tobytes()
@@ -288,7 +287,7 @@ async def test_agents_samples_have_the_rows_that_their_workers_gave(
         replies = told_clients(made.router.app.router)
         statistics = made.statistics
     transferred = sum(map(len, brought.values()))
-    whole = sum(len(each.given) + len(each.sampled) - 1 for each in went.generations)
+    whole = sum(len(each.prompt) + len(each.sampled) - 1 for each in went.generations)
     with capsys.disabled():
         print(f"\n{len(agents.sessions)} agents, {len(went.generations)} turns, {samples} samples, {tokens} tokens")
         print(f"{rows} rows compared; {transferred} of {whole} transferred, {1 - transferred / whole:.1%} saved")
@@ -354,7 +353,7 @@ async def test_clients_of_the_cache_who_ask_for_the_field_get_what_they_asked_fo
     async with stage(sglang_moe_workers, CACHE, KNOWING) as made:
         text = "Once upon"
         for turn in range(2):
-            (answer,) = await generated(made.http, {"text": text, "stream": stream, **WANTED}, f"turn {turn}")
+            (answer,) = await generate(made.http, {"text": text, "stream": stream, **WANTED}, f"turn {turn}")
             meta = answer["meta_info"]
             (go,) = [go for door in made.doors for go in door.generations if go.rid == meta["id"]]
             assert meta["routed_experts"] == go.experts
@@ -411,7 +410,7 @@ async def test_such_a_worker_is_tolerated_where_experts_are_not_required(sglang_
             answer = (await made.ask("GET", f"/sessions/{session}"))["records"][-1]["response"]
             messages += [answer, {"role": "user", "content": "And?"}]
             text = {"text": f"Hi {stream}", "sampling_params": {"max_new_tokens": 4}, "stream": stream}
-            (one,) = await generated(made.http, text, "tolerated")
+            (one,) = await generate(made.http, text, "tolerated")
             assert "routed_experts" not in one["meta_info"]
             asked = {"text": text["text"] + one["text"]}
             refused = (await made.ask("POST", "/routed_experts", asked, status=404))["error"]

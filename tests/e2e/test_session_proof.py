@@ -16,8 +16,7 @@ from miles_router.tasks import together
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.agents import AGENTS, TURNS, Agents
-from tests.support.chat_door import passed
-from tests.support.door import Door
+from tests.support.door import Door, chats_of
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.session_proof import Proved, check_session
 from tests.support.tiers import size
@@ -87,7 +86,7 @@ async def test_every_position_of_every_sample_is_what_the_engine_was_given_or_sa
     async with aiohttp.ClientSession(router.url) as http:
         await together([agents.run(), update_weights(http, agents, doors)], name="agents and updates")
         ran = time.monotonic()
-        went = passed(doors, version=FIRST_VERSION)
+        went = chats_of(doors, version=FIRST_VERSION)
         proved = Proved()
         for session in agents.sessions:
             samples = (await ask(http, "POST", f"/sessions/{session}/samples", {}))["samples"]

@@ -24,7 +24,9 @@ from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.chains import Piece, chain, check, check_experts, spread
-from tests.support.door import Door, Generation
+from tests.support.door import Door
+from tests.support.events import events_of
+from tests.support.generations import Generation
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.tiers import size
 from tests.support.waiting import PATIENCE, until
@@ -56,9 +58,7 @@ class Rollout:
 
     def events(self) -> list[Any]:
         """Of a stream, which must be whole."""
-        *events, done = [event for event in self.raw.split(b"\n\n") if event]
-        assert done == b"data: [DONE]"
-        return [json.loads(event.removeprefix(b"data: ")) for event in events]
+        return events_of(self.raw)
 
     def answer(self) -> Any:
         """The whole answer; a stream is checked on the way."""

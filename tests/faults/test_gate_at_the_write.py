@@ -61,12 +61,9 @@ class SlowDial:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.dialling = 0
         self.go_on = asyncio.Event()
-        self.loop = asyncio.get_running_loop()
-        self.create = self.loop.create_connection
-        monkeypatch.setattr("miles_router.forwarding.upstream.asyncio.get_running_loop", lambda: self)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loop, name)
+        loop = asyncio.get_running_loop()
+        self.create = loop.create_connection
+        monkeypatch.setattr(loop, "create_connection", self.create_connection)
 
     async def create_connection(self, *arguments: Any, **named: Any) -> Any:
         made = await self.create(*arguments, **named)

@@ -11,7 +11,7 @@ from tests.support.http import Client, CutReply, RawReply, request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, LAST_CHUNK, RESET, ScriptedWorker, chunk, chunked_head, script
 from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.waiting import soon, until
 
 
 class Streaming:
@@ -101,7 +101,7 @@ async def test_draining_waits_for_the_stream_and_takes_nothing_new(stage: Stage)
     assert (await router.ask("GET", "/new")).status == 503
     assert not drained.done()
     await streaming.assert_finishes()
-    answer = await asyncio.wait_for(drained, 1)
+    answer = await soon(drained)
     assert (answer.status, answer.json()["worker_urls"], len(router.pool)) == (200, {}, 0)
 
 
@@ -111,7 +111,7 @@ async def test_draining_ends_when_the_client_of_the_last_stream_leaves(stage: St
     record = streaming.router.worker(streaming.worker)
     await until(lambda: record.state is WorkerState.DRAINING, "the worker is draining")
     streaming.client.abort()
-    assert (await asyncio.wait_for(drained, 1)).status == 200
+    assert (await soon(drained)).status == 200
 
 
 async def test_draining_ends_when_the_worker_dies(stage: Stage) -> None:
@@ -120,7 +120,7 @@ async def test_draining_ends_when_the_worker_dies(stage: Stage) -> None:
     record = streaming.router.worker(streaming.worker)
     await until(lambda: record.state is WorkerState.DRAINING, "the worker is draining")
     streaming.worker.kill()
-    assert (await asyncio.wait_for(drained, 1)).status == 200
+    assert (await soon(drained)).status == 200
     with pytest.raises(CutReply):
         await streaming.client.read_part()
 
@@ -131,7 +131,7 @@ async def test_two_drains_of_one_worker_are_both_answered(stage: Stage) -> None:
     record = streaming.router.worker(streaming.worker)
     await until(lambda: record.state is WorkerState.DRAINING, "the worker is draining")
     await streaming.assert_finishes()
-    assert [(await asyncio.wait_for(drained, 1)).status for drained in drains] == [200, 200]
+    assert [(await soon(drained)).status for drained in drains] == [200, 200]
 
 
 async def test_removing_a_draining_worker_at_once_answers_both(stage: Stage) -> None:
@@ -141,7 +141,7 @@ async def test_removing_a_draining_worker_at_once_answers_both(stage: Stage) -> 
     await until(lambda: record.state is WorkerState.DRAINING, "the worker is draining")
     assert (await remove(streaming.router, streaming.worker)).status == 200
     await streaming.assert_finishes()
-    assert (await asyncio.wait_for(drained, 1)).status == 200
+    assert (await soon(drained)).status == 200
 
 
 async def test_registering_a_draining_worker_again_answers_the_drain(stage: Stage) -> None:
@@ -153,7 +153,7 @@ async def test_registering_a_draining_worker_again_answers_the_drain(stage: Stag
     await router.ask("POST", f"/add_worker?url={streaming.worker.url}")
     assert record.state is WorkerState.READY
     await streaming.assert_finishes()
-    assert streaming.worker.url in (await asyncio.wait_for(drained, 1)).json()["worker_urls"]
+    assert streaming.worker.url in (await soon(drained)).json()["worker_urls"]
 
 
 async def test_a_drain_that_was_removed_and_registered_again_is_answered(stage: Stage) -> None:
@@ -165,7 +165,7 @@ async def test_a_drain_that_was_removed_and_registered_again_is_answered(stage: 
     await remove(router, streaming.worker)
     await router.ask("POST", f"/add_worker?url={streaming.worker.url}")
     await streaming.assert_finishes()
-    await asyncio.wait_for(drained, 1)
+    await soon(drained)
 
 
 async def test_a_request_that_loses_its_worker_while_that_is_removed_goes_to_another(stage: Stage) -> None:

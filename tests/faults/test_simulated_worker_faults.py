@@ -19,6 +19,7 @@ from aiohttp import web
 from yarl import URL
 
 from miles_router.testing import SimulatedWorker, worker_in_thread
+from tests.support.waiting import soon
 
 SHORT = {"text": "Hello", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
 LONG = {"text": "Hello", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
@@ -58,9 +59,9 @@ class Wire:
 
     async def answer(self) -> bytes:
         """The body of a whole answer with a length."""
-        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 5)
+        head = await soon(self.reader.readuntil(b"\r\n\r\n"))
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
-        body = await asyncio.wait_for(self.reader.readexactly(length), 5)
+        body = await soon(self.reader.readexactly(length))
         self.writer.transport.abort()
         return body
 
@@ -68,7 +69,7 @@ class Wire:
         """Everything received, and whether the connection was reset rather than closed."""
         received, was_reset = b"", False
         try:
-            while chunk := await asyncio.wait_for(self.reader.read(65536), 5):
+            while chunk := await soon(self.reader.read(65536)):
                 received += chunk
         except ConnectionResetError:
             was_reset = True
@@ -341,7 +342,7 @@ async def eventually(condition: Callable[[], bool]) -> None:
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
-    await asyncio.wait_for(until(), 10)
+    await soon(until())
 
 
 @contextlib.asynccontextmanager
@@ -366,7 +367,7 @@ async def command(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
 async def test_the_command_starts_workers_and_ends_well_at_sigterm(session: aiohttp.ClientSession) -> None:
     async with command("--count", "2", "--seed", "7", "--weight-version", "3", "--log-level", "warning") as process:
         assert process.stdout is not None
-        banners = [(await asyncio.wait_for(process.stdout.readline(), 20)).decode() for _ in range(2)]
+        banners = [(await soon(process.stdout.readline())).decode() for _ in range(2)]
         urls = [next(word for word in banner.split() if word.startswith("http")) for banner in banners]
         assert all("model=simulated-model" in banner and "seed=7" in banner for banner in banners)
         assert len(set(urls)) == 2
@@ -374,7 +375,7 @@ async def test_the_command_starts_workers_and_ends_well_at_sigterm(session: aioh
             async with session.get(url + "/model_info") as response:
                 assert (await response.json())["weight_version"] == "3"
         process.send_signal(signal.SIGTERM)
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        _, errors = await soon(process.communicate())
         assert (process.returncode, errors) == (0, b"")
 
 
@@ -388,6 +389,6 @@ async def test_the_command_starts_workers_and_ends_well_at_sigterm(session: aioh
 )
 async def test_the_command_refuses_what_it_cannot_use_in_one_line(arguments: list[str], complaint: str) -> None:
     async with command(*arguments) as process:
-        _, errors = await asyncio.wait_for(process.communicate(), 20)
+        _, errors = await soon(process.communicate())
         assert process.returncode == 2
         assert errors.decode().splitlines()[-1].endswith(f"error: {complaint}")

@@ -28,7 +28,7 @@ from tests.support.scripted_worker import (
 )
 from tests.support.stage import Stage, staged
 from tests.support.tiers import examples
-from tests.support.waiting import until
+from tests.support.waiting import soon, until
 
 BODY = b'{"text": "whole"}'
 LENGTH = head(200, [("Content-Length", str(len(BODY)))])
@@ -148,7 +148,7 @@ async def play(stage: Stage, plans: list[tuple[Conduct, str]], events: list[tupl
     await asyncio.wait(tasks, timeout=0.05)
     for client in clients:
         client.abort()
-    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    await soon(asyncio.gather(*tasks))
     await stage.nothing_under_way()
     assert [worker.in_flight for worker in router.ever] == [0] * len(router.ever)
     assert router.pool.in_flight == 0

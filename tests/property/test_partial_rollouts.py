@@ -20,10 +20,12 @@ from miles_router.testing.worker.generation import Generation
 from miles_router.testing.worker.moe import route
 from tests.support.chains import chain, check
 from tests.support.door import Door
+from tests.support.events import events_of
 from tests.support.http import RawReply, ask
 from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage, staged
 from tests.support.tiers import examples
+from tests.support.waiting import soon
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # a plan is short as it is; shrinking it takes minutes
 JSON = [("Content-Type", "application/json"), ("X-Request-Id", "it")]
@@ -202,11 +204,8 @@ def answers(plan: Plan, reply: RawReply, *, joined: bool = True) -> list[dict[st
         parsed = json.loads(reply.body)
         assert isinstance(parsed, list) is (plan.count > 1 or plan.prompt == "list of one")
         return parsed if isinstance(parsed, list) else [parsed]
-    *events, done = [event for event in reply.body.split(b"\n\n") if event]
-    assert done == b"data: [DONE]"
     found: dict[int, dict[str, Any]] = {}
-    for raw in events:
-        event = json.loads(raw.removeprefix(b"data: "))
+    for event in events_of(reply.body):
         before = found.get(event.get("index", 0))
         if before is not None:
             assert before["meta_info"]["finish_reason"] is None, "nothing comes behind the end"
@@ -266,8 +265,8 @@ async def play(stage: Stage, plan: Plan) -> None:
         data = json.dumps(body).encode()
         uncut = answers(plan, await ask(scene.reference.url, "POST", "/generate", JSON, data))
         asked = asyncio.ensure_future(scene.router.ask("POST", "/generate", JSON, data))
-        await asyncio.wait_for(disturb(scene, plan, asked), 5)
-        came = answers(plan, await asyncio.wait_for(asked, 10))
+        await soon(disturb(scene, plan, asked))
+        came = answers(plan, await soon(asked))
         await stage.nothing_under_way()
         # Where the router leaves a worker in the middle of its answer, that one's server may log a defect.
         stage.defects[:] = [defect for defect in stage.defects if not defect.startswith("aiohttp.server")]

@@ -4,7 +4,6 @@ for that a trajectory has already. The account is kept at the worker's door."""
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
 from miles_router.testing.worker.moe import route
 from miles_router.trajectory.safetensors import unpack
 from tests.support.cache_trial import CACHE, checkpoint
+from tests.support.events import answers_of
 from tests.support.http import RawReply
 from tests.support.session_trial import CHAT, SESSIONS, Message, SessionTrial, qwen3, user
 from tests.support.stage import staged
@@ -266,12 +266,7 @@ def read(reply: RawReply, *, stream: bool) -> list[Any]:
     if not stream:
         parsed = reply.json()
         return parsed if isinstance(parsed, list) else [parsed]
-    *events, last, rest = reply.body.split(b"\n\n")
-    assert (last, rest) == (b"data: [DONE]", b"")
-    found = {}
-    for event in map(json.loads, (event.removeprefix(b"data: ") for event in events)):
-        found[event.get("index", 0)] = event
-    return [found[index] for index in sorted(found)]
+    return answers_of(reply.body, stream=True)
 
 
 @settings(UNSHRUNK, max_examples=examples(80))

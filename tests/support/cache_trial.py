@@ -14,6 +14,7 @@ from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.tiny_tokenizer import build
 from miles_router.testing.worker.door import Exchange
+from tests.support.events import events_of
 from tests.support.http import RawReply, ask
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import ScriptedWorker
@@ -101,9 +102,7 @@ async def exactly_recorded(trial: Trial, answer: Any, given: list[int]) -> None:
 
 
 def events(body: bytes) -> list[Any]:
-    parts = [event.removeprefix(b"data: ") for event in body.split(b"\n\n") if event]
-    assert parts[-1] == b"[DONE]"
-    return [json.loads(part) for part in parts[:-1]]
+    return events_of(body)
 
 
 def event(ids: list[int], text: str, *, finish: bool = False) -> bytes:

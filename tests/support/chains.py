@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from tests.support.door import Door, Generation
+from tests.support.door import Door
+from tests.support.generations import Generation
 
 
 @dataclass

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
 import random
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -25,16 +24,15 @@ from miles_router.asgi.exchange import Message, Receive, Scope, Send
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.chains import Piece, chain, check
-from tests.support.chat_door import CHAT, ChatGeneration
-from tests.support.door import Door, Generation
-from tests.support.door import Exchange as Passed
+from tests.support.door import Door
+from tests.support.generations import CHAT, GENERATE, Generation
 from tests.support.oracle import common_length
-from tests.support.rollouts import request_body
+from tests.support.rollouts import generate, request_body
 from tests.support.session_proof import Sample, line_of
 from tests.support.waiting import PATIENCE
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2  # of the real MoE model
-GENERATE, DELIVER = "/generate", "/routed_experts"
+DELIVER = "/routed_experts"
 
 #: Expert ids, [rows, LAYERS, TOP_K].
 Rows = npt.NDArray[Any]
@@ -130,21 +128,6 @@ class Turn:
     whole: bool  # its prompt is all that the turn before gave, and more
 
 
-async def generated(http: aiohttp.ClientSession, body: Mapping[str, Any], request_id: str) -> list[dict[str, Any]]:
-    """The answers; of a stream (cumulative) the last events."""
-    async with http.post(GENERATE, json=body, headers={"X-Request-Id": request_id}) as reply:
-        data = await reply.read()
-        assert reply.status == 200, data
-    if not body.get("stream"):
-        answers = json.loads(data)
-        return answers if isinstance(answers, list) else [answers]
-    events = [json.loads(event[6:]) for event in data.split(b"\n\n") if event.startswith(b"data: {")]
-    last = {event.get("index", 0): event for event in events}
-    told = [(event.get("index"), len(event["output_ids"]), event["meta_info"]["completion_tokens"]) for event in events]
-    assert all(len(each["output_ids"]) == each["meta_info"]["completion_tokens"] for each in last.values()), told
-    return [last[index] for index in sorted(last)]
-
-
 @dataclass
 class TextRollouts:
     """`await TextRollouts(url).run()`: all at once, every second one streamed, every third with siblings, half of them
@@ -169,7 +152,7 @@ class TextRollouts:
         for turn in range(self.length):
             body = self._body(dice, text, number, calm=calm)
             request_id = f"rollout-{number}.{turn}"
-            answers = await generated(http, body, request_id)
+            answers = await generate(http, body, request_id)
             self.turns.append(Turn(request_id, text, body, answers, whole))
             answer = dice.choice(answers)
             whole, text = answer["meta_info"]["finish_reason"]["type"] == "length", text + answer["text"]
@@ -331,30 +314,7 @@ async def check_lines(http: aiohttp.ClientSession, made: Book) -> int:
 # Agents
 
 
-def chat_rows(doors: Iterable[Door]) -> dict[str, Rows]:
-    """The rows that each chat answer brought, by its id."""
-    found: dict[str, Rows] = {}
-    for door in doors:
-        for exchange in door.exchanges:
-            if exchange.path == CHAT and exchange.ended:
-                for rid, encoded in _experts_of(exchange):
-                    assert rid not in found
-                    found[rid] = rows_of(encoded)
-    return found
-
-
-def _experts_of(exchange: Passed) -> Iterator[tuple[str, str]]:
-    if json.loads(exchange.body).get("stream"):
-        for event in exchange.reply.split(b"\n\n"):
-            if b'"routed_experts"' in event:
-                chunk = json.loads(event.removeprefix(b"data: "))
-                yield chunk["id"], chunk["sglext"]["routed_experts"]
-    else:
-        for choice in json.loads(exchange.reply)["choices"]:
-            yield choice["meta_info"]["id"], choice["meta_info"]["routed_experts"]
-
-
-def sample_rows(sample: Sample, passed: Mapping[str, ChatGeneration], brought: Mapping[str, Rows]) -> Rows:
+def sample_rows(sample: Sample, passed: Mapping[str, Generation]) -> Rows:
     """The rows that a session's sample must have.
 
     Raises:
@@ -364,8 +324,8 @@ def sample_rows(sample: Sample, passed: Mapping[str, ChatGeneration], brought: M
     for turn in line_of(sample, passed):
         each = turn.generation
         start = each.body["routed_experts_start_len"]
-        assert start == max(0, min(common_length(tokens, each.given), len(tokens) - 1)), "the first that is missing"
-        rows, tokens = joined((rows[:start], brought[each.rid])), [*each.given, *each.sampled]
+        assert start == max(0, min(common_length(tokens, each.prompt), len(tokens) - 1)), "the first that is missing"
+        rows, tokens = joined((rows[:start], rows_of(each.experts))), [*each.prompt, *each.sampled]
         assert len(rows) == len(tokens) - 1
     assert sample["tokens"] == tokens
     return rows

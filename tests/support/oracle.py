@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tests.support.door import Generation
+from tests.support.generations import Generation
 from tests.support.plain_encoding import PlainEncoding, plain_encoding
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -64,7 +64,7 @@ def sampled_arrays(generation: Generation) -> Arrays:
     assert generation.logprob_ids == generation.sampled, "logprobs were asked for and are of these tokens"
     logprobs = [float(np.float32(value)) for value in generation.logprobs]
     count = len(generation.sampled)
-    return Arrays(list(generation.sampled), logprobs, [1] * count, list(generation.position_versions()))
+    return Arrays(list(generation.sampled), logprobs, [1] * count, [*generation.position_versions()])
 
 
 @dataclass

@@ -30,12 +30,14 @@ def free_ports(count: int) -> list[int]:
 
 def _taken(first: int) -> list[int]:
     """A block of ports; none where another process has it."""
-    with contextlib.suppress(OSError):
-        lock = (_directory() / str(first)).open("w")
+    lock = (_directory() / str(first)).open("w")
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _locks.append(lock)
-        return list(range(first, first + BLOCK))
-    return []
+    except OSError:
+        lock.close()
+        return []
+    _locks.append(lock)
+    return list(range(first, first + BLOCK))
 
 
 @functools.cache

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from tests.support.events import answers_of
+from tests.support.generations import GENERATE
 from tests.support.oracle import Visible
 from tests.support.tiers import size
 from tests.support.waiting import PATIENCE
@@ -136,14 +138,12 @@ def request_body(dice: random.Random, text: str) -> dict[str, Any]:
     return body
 
 
-async def generate(session: aiohttp.ClientSession, body: dict[str, Any]) -> list[dict[str, Any]]:
+async def generate(
+    session: aiohttp.ClientSession, body: Mapping[str, Any], request_id: str | None = None
+) -> list[dict[str, Any]]:
     """The answers, as a list whatever the request; of a stream (cumulative) the last events."""
-    async with session.post("/generate", json=body) as reply:
+    headers = {"X-Request-Id": request_id} if request_id is not None else {}
+    async with session.post(GENERATE, json=body, headers=headers) as reply:
         data = await reply.read()
         assert reply.status == 200, data
-    if not body.get("stream"):
-        answers = json.loads(data)
-        return answers if isinstance(answers, list) else [answers]
-    events = [json.loads(event[6:]) for event in data.split(b"\n\n") if event.startswith(b"data: {")]
-    last = {event.get("index", 0): event for event in events}
-    return [last[index] for index in sorted(last)]
+    return answers_of(data, stream=bool(body.get("stream")))

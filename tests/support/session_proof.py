@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tests.support.agents import Asked, Message
-from tests.support.chat_door import ChatGeneration
+from tests.support.generations import Generation
 from tests.support.oracle import Arrays, common_length, given_arrays, same
 
 IM_END = 151645
@@ -28,7 +28,7 @@ Sample = Mapping[str, Any]
 class Turn:
     """A turn in a sample: the generation, where it begins, and how many of its sampled tokens the sample has."""
 
-    generation: ChatGeneration
+    generation: Generation
     start: int
     kept: int
     trained: bool
@@ -65,7 +65,7 @@ class Proved:
 
 
 def check_session(
-    proved: Proved, samples: Sequence[Sample], passed: Sequence[ChatGeneration], asked: Mapping[str, Asked], plain: Any
+    proved: Proved, samples: Sequence[Sample], passed: Sequence[Generation], asked: Mapping[str, Asked], plain: Any
 ) -> None:
     """Everything that can be said of one session.
 
@@ -98,24 +98,24 @@ def check_session(
     proved.trained += trained.total()
 
 
-def _count(proved: Proved, passed: Sequence[ChatGeneration]) -> None:
+def _count(proved: Proved, passed: Sequence[Generation]) -> None:
     proved.turns += len(passed)
     proved.streamed += sum(each.streamed for each in passed)
-    proved.finishes.update(each.finish for each in passed)
+    proved.finishes.update(each.end["type"] for each in passed)
     changed = (each for each in passed if len(set().union(*each.versions)) > 1)
     proved.new_versions.update("streamed" if each.streamed else "whole" for each in changed)
 
 
-def line_of(sample: Sample, by_rid: Mapping[str, ChatGeneration]) -> list[Turn]:
+def line_of(sample: Sample, by_rid: Mapping[str, Generation]) -> list[Turn]:
     """The turns of a sample. Each must have been given all that the sample has in front of it."""
     turns = sample["metadata"]["turns"]
     line = [by_rid[turn["rid"]] for turn in turns]
-    whole = [*line[-1].given, *line[-1].sampled]
+    whole = [*line[-1].prompt, *line[-1].sampled]
     untrained = set(sample["metadata"]["untrained_turns"])
     found = []
     for generation, told in zip(line, turns, strict=True):
-        start = len(generation.given)
-        assert generation.given == whole[:start], "each turn continues the one before"
+        start = len(generation.prompt)
+        assert generation.prompt == whole[:start], "each turn continues the one before"
         kept = common_length(generation.sampled, whole[start:])
         assert (told["start"], told["end"]) == (start, start + kept)
         assert told["cached_tokens"] == (generation.cached or (None if generation.streamed else 0))
@@ -128,7 +128,7 @@ def _check_sample(sample: Sample, line: Sequence[Turn]) -> Counter[tuple[str, in
     """Every array of a sample; gives the positions that it trains, as the engine knows them."""
     last = line[-1].generation
     assert line[-1].kept == len(last.sampled)
-    expected, found = given_arrays([*last.given, *last.sampled]), arrays_of(sample)
+    expected, found = given_arrays([*last.prompt, *last.sampled]), arrays_of(sample)
     assert len(expected) == len(found)
     trained: Counter[tuple[str, int]] = Counter()
     for turn in line:
@@ -140,7 +140,7 @@ def _check_sample(sample: Sample, line: Sequence[Turn]) -> Counter[tuple[str, in
             expected.mask[at] = int(turn.trained)
             trained[generation.rid, offset] += turn.trained
     assert same(expected, found), _difference(expected, found)
-    assert sample["response_length"] == len(expected) - len(line[0].generation.given)
+    assert sample["response_length"] == len(expected) - len(line[0].generation.prompt)
     return +trained
 
 
@@ -163,26 +163,26 @@ def _difference(expected: Arrays, found: Arrays) -> str:
     return "\n".join(lines)
 
 
-def _check_dropped(turn: ChatGeneration, kept: int) -> None:
+def _check_dropped(turn: Generation, kept: int) -> None:
     """All that was sampled is in some sample, but for a stop token that the model's markup does not have there."""
-    lost = turn.sampled[kept:]
-    assert not lost or (lost == [turn.matched] and turn.matched in turn.body["stop_token_ids"])
+    lost, matched = turn.sampled[kept:], turn.end["matched"]
+    assert not lost or (lost == [matched] and matched in turn.body["stop_token_ids"])
 
 
 def _check_continuation(
-    proved: Proved, turn: ChatGeneration, parent: ChatGeneration | None, asked: Mapping[str, Asked], plain: Any
+    proved: Proved, turn: Generation, parent: Generation | None, asked: Mapping[str, Asked], plain: Any
 ) -> None:
     """What the engine was given, and had cached, of a turn that continues one."""
-    assert turn.first == (parent is None), "what continues a turn is sent as ids, and nothing else is"
+    assert turn.rendered == (parent is None), "what continues a turn is sent as ids, and nothing else is"
     if parent is None:
         return
-    held = common_length(turn.given, [*parent.given, *parent.sampled])
+    held = common_length(turn.prompt, [*parent.prompt, *parent.sampled])
     said = asked[turn.request_id].messages[len(asked[parent.request_id].messages) + 1 :]
-    text = ("" if turn.given[held - 1] == IM_END else "<|im_end|>") + "\n" + "".join(_markup(said))
-    assert turn.given[held:] == plain.encode(text), (plain.decode(turn.given[held:]), text)
+    text = ("" if turn.prompt[held - 1] == IM_END else "<|im_end|>") + "\n" + "".join(_markup(said))
+    assert turn.prompt[held:] == plain.encode(text), (plain.decode(turn.prompt[held:]), text)
     assert turn.cached >= held - 1 - PAGE, "all but the last sampled token, which it never read"
     proved.continued += 1
-    proved.prompts += len(turn.given)
+    proved.prompts += len(turn.prompt)
     proved.held += held
     proved.cached += turn.cached
 

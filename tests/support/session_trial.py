@@ -16,14 +16,15 @@ from miles_router.testing import SimulatedWorker, Tokenizer
 from miles_router.testing.worker.door import Exchange, GenerationRecord
 from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
 from tests.support.cache_trial import checkpoint
+from tests.support.events import events_of
 from tests.support.http import Pairs, RawReply
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
 
-SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
 CHAT = "/v1/chat/completions"
+SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
 JSON = [("Content-Type", "application/json")]
 #: Qwen3's own: the end of a message, and the text between an answer that ended and the next one.
 IM_END = 151645
@@ -159,9 +160,7 @@ async def simulated_sessions(
 
 def chunks_of(body: bytes) -> list[Any]:
     """The chunks of a stream that ended in order."""
-    *events, last, rest = body.split(b"\n\n")
-    assert (last, rest) == (b"data: [DONE]", b""), body[-200:]
-    return [json.loads(event.removeprefix(b"data: ")) for event in events]
+    return events_of(body)
 
 
 def text_of(chunks: Iterable[Any], choice: int = 0) -> str:

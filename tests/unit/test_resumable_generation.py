@@ -56,7 +56,7 @@ def test_events_of_either_kind_read_at_once_or_when_they_are_needed_say_the_same
         else:
             spans.append({"version": version, "start": before, "end": done})
         if lazily and made.incremental is False:
-            made.keep(orjson.dumps(said))
+            made.keep(orjson.dumps(said), version)
         else:
             made.add(said)
     made.read_kept()
@@ -73,14 +73,15 @@ def test_events_of_either_kind_read_at_once_or_when_they_are_needed_say_the_same
 def test_of_events_that_say_everything_one_is_kept_for_each_weight_version() -> None:
     made = generation()
     for count in range(1, 9):
-        made.keep(orjson.dumps(answer("x" * count, [7] * count, count, version="1" if count < 5 else "2")))
+        version = "1" if count < 5 else "2"
+        made.keep(orjson.dumps(answer("x" * count, [7] * count, count, version)), version)
     assert len(made._kept_events) == 2
 
 
 def test_kept_bytes_that_are_no_answer_are_refused() -> None:
     for kept in (b'{"weight_version":', b"{}"):
         made = generation()
-        made.keep(kept)
+        made.keep(kept, None)
         with pytest.raises(UnreadableAnswer, match="incomplete"):
             made.read_kept()
 

@@ -143,6 +143,18 @@ async def test_the_string_of_ids_is_never_collected(kind: type[RowReply], stream
     assert (given == len(data)) == (kind is VerbatimReply)
 
 
+@pytest.mark.parametrize("kind", [StrippedReply, VerbatimReply])
+async def test_a_stream_s_head_goes_on_at_once_and_that_of_an_answer_when_it_is_clear_that_it_has_rows(
+    kind: type[RowReply],
+) -> None:
+    for content_type, at_once in ((EVENTS, True), (JSON, False)):
+        client, keeper = Client(), Keeper()
+        reply = keeper.reply(client.send, client, kind)
+        await reply.send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", content_type)]})
+        await reply.send({"type": "http.response.body", "body": b'{"text":', "more_body": True})
+        assert len(client.messages) == at_once
+
+
 async def test_an_error_never_stands_within_an_event_that_the_client_has_some_of() -> None:
     """Rows in a place where nobody looks for them: that none are where they belong is only clear at the event's end."""
     odd = {"index": 0, "odd": {"routed_experts": told([[1]])}, **answer(2)}
@@ -164,15 +176,15 @@ async def test_an_event_that_a_stream_ends_within_shows_none_of_its_rows(cut: in
     assert len(keeper.store) == 0
 
 
+@pytest.mark.parametrize("kind", [StrippedReply, VerbatimReply])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_is_too_long_beside_its_rows_is_refused(
-    monkeypatch: pytest.MonkeyPatch, stream: bool
+    monkeypatch: pytest.MonkeyPatch, kind: type[RowReply], stream: bool
 ) -> None:
     monkeypatch.setattr(RowReply, "max_collected", 200)
     whole = compact(answer(3, routed_experts=told([[1, 2], [3, 4]]), long="x" * 200))
+    pieces = (b"data: " * stream + whole, b"\n\n")
     client, keeper = Client(), Keeper()
     with pytest.raises(UpstreamInvalidResponse, match="over 200 bytes"):
-        await through(
-            keeper.reply(client.send, client), EVENTS if stream else JSON, b"data: " * stream + whole, b"\n\n"
-        )
+        await through(keeper.reply(client.send, client, kind), EVENTS if stream else JSON, *pieces)
     assert client.body == b""

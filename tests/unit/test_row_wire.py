@@ -243,6 +243,12 @@ def test_a_chat_s_stream_tells_rows_in_its_extension_or_has_an_answer_without() 
         assert said(nothing) == [None, without]
 
 
+@pytest.mark.parametrize("odd", [[7], {"choices": [{"meta_info": {"routed_experts": "0"}}]}, {"sglext": ["0"]}])
+def test_rows_that_a_chat_s_stream_tells_elsewhere_are_refused(odd: Any) -> None:
+    with pytest.raises(UnreadableAnswer, match="not in the extension"):
+        ChatRows().event(event(odd), has_rows=True)
+
+
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
 def test_a_chat_s_stream_that_was_aborted_or_told_of_an_error_says_so(separators: tuple[str, str]) -> None:
     def spelled(content: Any) -> Event:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.engines.answers import finish_reasons, index_of
+from miles_router.engines.answers import Progress, finish_reasons, index_of, progress_of
 from miles_router.engines.scan import Field, Incomplete, value_at
 
 NAMES = ("finish_reason", "index", "weight_version")
@@ -147,13 +147,31 @@ def test_which_generation_an_event_is_about(event: bytes, index: int | None) -> 
     assert index_of(event) == index
 
 
+@pytest.mark.parametrize(
+    ("event", "progress"),
+    [
+        (b'{"text":"\\"finish_reason\\":1","meta_info":{"finish_reason" : null,"weight_version": "1"}}', (None, "1")),
+        (b'{"meta_info":{"weight_version":2,"finish_reason":{"type":"abort"}}}', ({"type": "abort"}, 2)),
+        (b'{"meta_info":{"finish_reason":null}}', (None, None)),
+        (b'{"meta_info":{"weight_version":"1"}}', None),
+        (b'{"meta_info":{"finish_reason":{"type"', None),
+        (b'{"meta_info":{"finish_reason":null,"weight_version":', None),
+        (b'{"error":{}}', None),
+    ],
+)
+def test_what_an_event_says_of_its_answer(event: bytes, progress: tuple[object, object] | None) -> None:
+    assert progress_of(event) == (None if progress is None else Progress(*progress))
+
+
 def test_a_long_value_is_read_to_its_end() -> None:
     text = "é" * 5000
     assert value_at(json.dumps({"a": text}, ensure_ascii=False).encode(), 6) == text
     assert value_at(b"[%b]" % (b"1" * 600), 1) == int("1" * 600)
 
 
-@pytest.mark.parametrize("value", [b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000 + b",", b"tru", b"-", b'"\n"', b""])
+@pytest.mark.parametrize(
+    "value", [b'"abc', b"[" * 100_000, b'{"a":' * 100_000, b"1" * 5000 + b",", b"tru", b"-", b'"\n"', b""]
+)
 def test_what_cannot_be_read_is_said_to_be_incomplete(value: bytes) -> None:
     with pytest.raises(Incomplete):
         value_at(b'{"a":' + value, 5)

@@ -14,7 +14,7 @@ import pytest
 from middleware_hub.openai_session.continuing.continuation import Continuation, build
 from middleware_hub.openai_session.continuing.probes import STANDARD, Shape
 from middleware_hub.openai_session.continuing.proof import Proof
-from middleware_hub.openai_session.continuing.proof_file import MAX_FILES, ProofFile, default_directory
+from middleware_hub.openai_session.continuing.proof_file import ProofFile, default_directory
 from middleware_hub.openai_session.continuing.templates import from_tokenizer
 from middleware_hub.openai_session.sessions.prompting import Context
 from tests.support.chat import CHATML, with_template
@@ -194,11 +194,12 @@ def test_the_place_is_the_user_s_cache(tmp_path: Path, monkeypatch: pytest.Monke
     assert default_directory() is None
 
 
-def test_only_so_many_files_are_kept(directory: Path) -> None:
-    for number in range(MAX_FILES + 9):
+def test_only_so_many_files_are_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("middleware_hub.openai_session.continuing.proof_file.MAX_FILES", 4)
+    for number in range(7):
         ProofFile({"number": number}).write([None])
-    assert len(list(directory.iterdir())) == MAX_FILES
-    assert ProofFile({"number": MAX_FILES + 8}).read(1) == [None]
+    assert len(list(directory.iterdir())) == 4
+    assert ProofFile({"number": 6}).read(1) == [None]
 
 
 def test_what_is_rendered_with_is_all_in_the_subject() -> None:

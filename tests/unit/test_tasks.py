@@ -9,6 +9,7 @@ import logging
 import pytest
 
 from miles_router.tasks import cancelled, spawn, together
+from tests.support.waiting import soon
 
 
 class Work:
@@ -44,7 +45,7 @@ async def test_it_ends_when_all_have(count: int) -> None:
         await settled()
         assert not all_of_them.done()
         work.go.set()
-    await asyncio.wait_for(all_of_them, 1)
+    await soon(all_of_them)
     assert {work.ended for work in works} <= {"done"}
 
 
@@ -55,7 +56,7 @@ async def test_the_first_failure_ends_the_others_and_is_raised(count: int) -> No
     await settled()
     works[-1].go.set()
     with pytest.raises(ValueError, match="first"):
-        await asyncio.wait_for(all_of_them, 1)
+        await soon(all_of_them)
     assert [work.ended for work in works] == ["cancelled"] * (count - 1) + ["failed"]
 
 
@@ -66,7 +67,7 @@ async def test_cancellation_ends_all(count: int) -> None:
     await settled()
     all_of_them.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(all_of_them, 1)
+        await soon(all_of_them)
     assert {work.ended for work in works} == {"cancelled"}
 
 
@@ -77,7 +78,7 @@ async def test_who_is_done_stays_done_when_another_fails() -> None:
     await settled()
     failing.go.set()
     with pytest.raises(ValueError, match="second"):
-        await asyncio.wait_for(all_of_them, 1)
+        await soon(all_of_them)
     assert (done.ended, waiting.ended) == ("done", "cancelled")
 
 

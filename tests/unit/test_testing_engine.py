@@ -1,8 +1,7 @@
 """The simulated engine: one generation's life, and what pause, abort and weight updates do to those that run."""
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +13,10 @@ from miles_router.testing.worker.moe import MoeShape, route
 from miles_router.testing.worker.prefix_cache import PrefixCache
 from miles_router.testing.worker.sampling_params import SamplingParams
 from miles_router.testing.worker.vocabulary import ToyTokenizer
+from tests.support.waiting import soon
 
 TOY = ToyTokenizer()
 END = TOY.token_id("<|im_end|>")
-T = TypeVar("T")
 
 
 def model(seed: int = 0, stop_probability: float = 0.0) -> Model:
@@ -40,10 +39,6 @@ def run(generation: Generation, version: str = "default") -> Generation:
         generation.step(version)
     generation.flush()
     return generation
-
-
-async def soon(awaitable: Awaitable[T]) -> T:
-    return await asyncio.wait_for(awaitable, 5)
 
 
 # One generation

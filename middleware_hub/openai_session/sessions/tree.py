@@ -170,7 +170,8 @@ class Session:
                 candidates.extend(turn.children)
 
     def hold(self, place: Place) -> tuple[Place, int]:
-        """`place` with the session's own object for each message and context that it has already; the bytes of the new.
+        """`place` with the session's own object for each message and context that it has already, and the bytes of
+        those that are new.
 
         Retries and new roots send again what other branches hold: it is stored once.
         """
