@@ -22,9 +22,10 @@ from typing import ClassVar
 
 from tests.sglang.environment import NURSERY, ensure
 from tests.support.ports import free_ports
+from tests.support.waiting import PATIENCE
 
-START_TIMEOUT = 240.0  # seconds; about 10 on an idle machine
-STOP_TIMEOUT = 20.0
+START_TIMEOUT = 10 * PATIENCE  # about 10 s on an idle machine
+STOP_TIMEOUT = PATIENCE
 FLAGS = (
     "--skip-server-warmup",  # readiness is a first answered request anyway
     "--sleep-on-idle",  # the scheduler polls otherwise: one core per idle worker
@@ -185,7 +186,7 @@ class RealWorker:
     def _call(self, path: str, body: object = None) -> None:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as response:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             response.read()
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,13 @@ class WorkerClient:
         """Every event of a stream, `[DONE]` checked and left out."""
         async with self.stream(path, **payload) as stream:
             return await stream.rest()
+
+    async def cut_off(self, stream: Stream, rid: str, when: Callable[[Any], bool]) -> Any:
+        """The last event of a stream, which is aborted once `when(event)`."""
+        while not when(await stream.next()):
+            pass
+        await self.ask("POST", "/abort_request", {"rid": rid})
+        return (await stream.rest())[-1]
 
     @contextlib.asynccontextmanager
     async def in_flight(self, rid: str, **payload: Any) -> AsyncIterator[asyncio.Task[Any]]:

@@ -6,23 +6,24 @@ from typing import Any
 
 import pytest
 
-from tests.contract.client import ENDLESS, Stream, WorkerClient, covers
+from tests.contract.client import ENDLESS, WorkerClient, covers
 from tests.support.waiting import soon
 
 SHORT = {"max_new_tokens": 4, "ignore_eos": True}
 
 
-async def goes_on(worker: WorkerClient, stream: Stream, version: str) -> Any:
-    """The last event of the request `long`, which is aborted when it has sampled something under a version."""
-    since: int | None = None
-    while True:
-        event = await stream.next()
-        if event["meta_info"]["weight_version"] == version:
-            since = len(event["output_ids"]) if since is None else since
-            if len(event["output_ids"]) > since:
-                break
-    await worker.ask("POST", "/abort_request", {"rid": "long"})
-    return (await stream.rest())[-1]
+class SampledUnder:
+    """Whether something was sampled under a version: events name the worker's, which changes before a token comes."""
+
+    def __init__(self, version: str) -> None:
+        self._version = version
+        self._since: int | None = None
+
+    def __call__(self, event: Any) -> bool:
+        if event["meta_info"]["weight_version"] != self._version:
+            return False
+        self._since = len(event["output_ids"]) if self._since is None else self._since
+        return len(event["output_ids"]) > self._since
 
 
 async def test_a_new_version_is_announced_everywhere(worker: WorkerClient) -> None:
@@ -40,7 +41,7 @@ async def test_a_request_paused_for_an_update_has_a_span_for_each_version(worker
         before = await stream.next()
         async with worker.paused(mode):
             await worker.set_version("8")
-        last = await goes_on(worker, stream, "8")
+        last = await worker.cut_off(stream, "long", SampledUnder("8"))
     meta = last["meta_info"]
     assert [span["version"] for span in meta["weight_versions"]] == ["default", "8"]
     assert covers(meta["weight_versions"], len(last["output_ids"]))
@@ -52,7 +53,7 @@ async def test_an_update_needs_no_pause(worker: WorkerClient) -> None:
     async with worker.stream("/generate", text="One", sampling_params=ENDLESS, rid="long") as stream:
         await stream.next()
         await worker.set_version("8")
-        last = await goes_on(worker, stream, "8")
+        last = await worker.cut_off(stream, "long", SampledUnder("8"))
     assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["default", "8"]
     assert covers(last["meta_info"]["weight_versions"], len(last["output_ids"]))
 

@@ -20,7 +20,8 @@ CPU_FLAGS = [
     *("--sampling-backend", "pytorch"),
     *("--cuda-graph-backend-decode", "disabled"),
     *("--cuda-graph-backend-prefill", "disabled"),
-    *("--mem-fraction-static", "0.1"),
+    # A worker does not start where others take more than this share of the free memory while it does; it is not taken.
+    *("--mem-fraction-static", "0.9"),
     *("--max-total-tokens", "65536"),  # 32 MB; an agent's whole session stays in the prefix cache
     *("--max-running-requests", "256"),  # each reserves a table as long as the context
 ]

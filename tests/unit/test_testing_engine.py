@@ -1,4 +1,4 @@
-"""The simulated engine: one generation's life, and what pause, abort and weight updates do to those that run."""
+"""The simulated engine: what `tests/contract` does not show of it beside a real one."""
 
 import asyncio
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from miles_router.testing.worker.detokenizer import IncrementalDetokenizer, printable_prefix
-from miles_router.testing.worker.engine import Engine, PauseMode
+from miles_router.testing.worker.engine import Engine
 from miles_router.testing.worker.generation import Generation, GenerationRequest, Model
 from miles_router.testing.worker.moe import MoeShape, route
 from miles_router.testing.worker.prefix_cache import PrefixCache
@@ -44,19 +44,6 @@ def run(generation: Generation, version: str = "default") -> Generation:
 # One generation
 
 
-def test_it_ends_at_its_budget() -> None:
-    done = run(Generation(model(), request()))
-    assert done.finish_reason == {"type": "length", "length": 8}
-    assert len(done.output_ids) == len(done.logprobs) == 8
-
-
-def test_a_budget_of_zero_gives_nothing_and_one_empty_span() -> None:
-    done = run(Generation(model(), request(max_new_tokens=0)))
-    assert done.output_ids == []
-    assert done.finish_reason == {"type": "length", "length": 0}
-    assert [(span.start, span.end) for span in done.spans] == [(0, 0)]
-
-
 def test_without_a_budget_the_context_is_the_limit() -> None:
     done = Generation(Model.seeded(TOY, 0, 0.0, 20), request(max_new_tokens=None))
     assert len(run(done).output_ids) == 20 - 3 - 2
@@ -77,38 +64,6 @@ def test_scoring_a_sampled_sequence_gives_its_logprobs_again() -> None:
     for token, logprob in zip(done.output_ids, done.logprobs, strict=True):
         assert shared.sampler.logprob(context, token) == logprob
         context = context_hash([token], context)
-
-
-def test_a_stop_id_stays_in_the_ids_and_leaves_the_text() -> None:
-    done = run(Generation(model(), scripted([72, 105, END, 33], ignore_eos=False)))
-    assert done.output_ids == [72, 105, END]
-    assert done.text == "Hi"
-    assert done.finish_reason == {"type": "stop", "matched": END}
-
-
-def test_an_ordinary_id_that_stops_leaves_the_text_too() -> None:
-    sampling: dict[str, Any] = {"ignore_eos": False, "stop_token_ids": [105]}
-    assert run(Generation(model(), scripted([72, 105], **sampling))).text == "H"
-    assert run(Generation(model(), scripted([72, 105], **sampling, no_stop_trim=True))).text == "Hi"
-
-
-def test_no_stop_trim_keeps_the_stop_id_in_the_text() -> None:
-    sampling = {"ignore_eos": False, "no_stop_trim": True, "skip_special_tokens": False}
-    assert run(Generation(model(), scripted([72, END], **sampling))).text == "H<|im_end|>"
-
-
-def test_ignore_eos_ignores_every_stop_id() -> None:
-    done = run(Generation(model(), scripted([72, END, 33], stop_token_ids=[72])))
-    assert done.output_ids == [72, END, 33]
-    assert done.text == "H!"
-
-
-def test_a_stop_string_cuts_the_text_but_not_the_ids() -> None:
-    ids = TOY.encode("one two three")
-    done = run(Generation(model(), scripted(ids, stop=["wo"])))
-    assert done.text == "one t"
-    assert done.output_ids == ids[: len(TOY.encode("one two"))]
-    assert done.finish_reason == {"type": "stop", "matched": "wo"}
 
 
 def test_a_stop_string_in_more_tokens_than_its_own_encoding_and_one_is_missed_as_in_sglang() -> None:
@@ -262,60 +217,6 @@ async def test_a_stream_shows_every_token_and_others_only_the_end() -> None:
         engine.end(generation)
 
 
-async def test_abort_pause_returns_partial_output_and_holds_new_requests() -> None:
-    engine = slow_engine()
-    task = await started(engine, request(max_new_tokens=2000))
-    engine.pause(PauseMode.ABORT)
-    partial = await soon(task)
-    await soon(engine.idle())
-    assert 0 < len(partial.output_ids) < 2000
-    assert (partial.finish_reason or {})["type"] == "abort"
-    held = asyncio.ensure_future(generate(engine, request("held")))
-    await asyncio.sleep(0.01)
-    assert engine.held == 1
-    engine.abort("held")
-    engine.abort_all()
-    await asyncio.sleep(0.01)
-    assert not held.done(), "what is held is out of abort's reach"
-    engine.resume()
-    assert len((await soon(held)).output_ids) == 8
-
-
-@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
-async def test_freezing_pauses_go_on_where_they_stood_with_the_new_version(mode: PauseMode) -> None:
-    engine = slow_engine()
-    task = await started(engine, request(max_new_tokens=40))
-    engine.pause(mode)
-    await asyncio.sleep(0.005)
-    frozen = len(engine.running["r"].output_ids)
-    engine.weight_version = "2"
-    await asyncio.sleep(0.005)
-    assert len(engine.running["r"].output_ids) == frozen
-    assert engine.can_flush() == (mode is PauseMode.RETRACT)
-    engine.resume()
-    done = await soon(task)
-    assert [(span.version, span.start, span.end) for span in done.spans] == [("default", 0, frozen), ("2", frozen, 40)]
-    assert done.retractions == (mode is PauseMode.RETRACT)
-
-
-async def test_an_abort_reaches_a_frozen_generation_after_the_pause_and_a_retracted_one_at_once() -> None:
-    engine = slow_engine()
-    task = await started(engine, request(max_new_tokens=2000))
-    engine.pause(PauseMode.IN_PLACE)
-    engine.abort("r")
-    await asyncio.sleep(0.005)
-    assert not task.done()
-    engine.resume()
-    assert (await soon(task)).output_ids
-
-    task = await started(engine, request(max_new_tokens=2000))
-    engine.pause(PauseMode.RETRACT)
-    engine.abort("r")
-    done = await soon(task)
-    assert done.finish_reason == {"type": "abort", "message": "Abort in waiting queue"}
-    assert done.output_ids == [], "what was not sent on before the retraction is lost, as in SGLang"
-
-
 async def test_a_cancelled_generation_leaves_nothing_behind() -> None:
     engine = slow_engine()
     task = await started(engine, request(max_new_tokens=2000))
@@ -323,15 +224,6 @@ async def test_a_cancelled_generation_leaves_nothing_behind() -> None:
     await asyncio.wait([task])
     assert engine.running == {}
     assert (await soon(generate(engine, request()))).output_ids
-
-
-async def test_a_rid_in_use_is_refused() -> None:
-    engine = slow_engine()
-    task = await started(engine, request("twice", max_new_tokens=2000))
-    with pytest.raises(ValueError, match="Duplicate request ID detected: twice"):
-        engine.reserve(["twice"])
-    engine.abort_all()
-    await soon(task)
 
 
 async def test_output_is_cached_but_for_its_last_token() -> None:
