@@ -292,7 +292,7 @@ async def test_generations_outlive_the_death_of_their_worker(sglang_moe_workers:
             assert counts["resumed"] == made.aborted() + len(streams)
             turn = json.loads(await chat)
             assert (turn["choices"][0]["finish_reason"], turn["usage"]["completion_tokens"]) == ("length", TURN)
-            assert OF_THE_TURN <= {span["version"] for span in turn["metadata"]["weight_versions"]}
+            assert {span["version"] for span in turn["metadata"]["weight_versions"]} >= OF_THE_TURN
             dead, living = made.router.pool
             assert [(each.worker, each.after and each.after.value) for each in made.transitions] == [
                 (dead, "quarantined")
