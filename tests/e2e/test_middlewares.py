@@ -153,8 +153,8 @@ async def test_router_info_shows_the_stack(stage: Stage) -> None:
 
 async def test_one_that_answers_nothing_is_a_500(stage: Stage) -> None:
     router = await stage.router(await stage.worker(), middlewares=stack("Silent"))
-    answer = await router.ask("POST", "/generate", body=b"{}")
-    assert (answer.status, answer.error_type) == (500, "internal_error")
+    answer = await router.ask("POST", "/generate", [("X-Request-Id", "mine")], b"{}")
+    assert (answer.status, answer.error_type, answer.value("x-request-id")) == (500, "internal_error", b"mine")
     assert "no_reply" in stage.defects.pop()
 
 
