@@ -199,10 +199,10 @@ class ClientConnection(asyncio.Protocol):
             logger.error("internal_error", exc_info=error)
             error = RouterError("the router failed; its log has the details")
         if self._current is None:
-            self.refuse(error)
+            self.refuse(error, request_id({"headers": self._headers}))
         elif self._current is self._receiving and not self._current.begun:
             self._current.lost()  # whoever reads its body learns that no more will come
-            self.refuse(error)
+            self.refuse(error, request_id({"headers": self._headers}))
         else:
             self.close()  # replies are owed: their bytes must not be mixed up
 
@@ -336,9 +336,8 @@ class ClientConnection(asyncio.Protocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         self.close()
 
-    def refuse(self, error: RouterError) -> None:
-        """Answer with `error` and close."""
-        name = request_id({"headers": self._headers})
+    def refuse(self, error: RouterError, name: str) -> None:
+        """Answer the request whose id is `name` with `error`, and close."""
         body = orjson.dumps(error.body(name))
         headers = [
             (b"content-type", b"application/json"),
@@ -346,8 +345,9 @@ class ClientConnection(asyncio.Protocol):
             (b"x-request-id", name.encode("ascii")),
         ]
         head, _, _ = reply_head(error.status, headers, method="", http_1_0=False, keep_alive=False)
-        self.transport.write(head + body)
-        self._linger()
+        if not self.transport.is_closing():
+            self.transport.write(head + body)
+            self._linger()
 
     def _linger(self) -> None:
         """The last reply was written, and the client may be sending still."""

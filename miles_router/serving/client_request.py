@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable
 from typing import Protocol
 
-from miles_router.asgi.exchange import Message, Scope
+from miles_router.asgi.exchange import Exchange, Message, Scope
 from miles_router.asgi.outlet import Source
 from miles_router.errors import RouterError
 from miles_router.forwarding.framing import (
@@ -64,8 +64,8 @@ class Line(Protocol):
         """Its reply will never be complete, and must not look so."""
         ...
 
-    def refuse(self, error: RouterError) -> None:
-        """Answer with `error` and close."""
+    def refuse(self, error: RouterError, name: str) -> None:
+        """Answer the request whose id is `name` with `error`, and close."""
         ...
 
 
@@ -119,12 +119,15 @@ class ClientRequest:
         try:
             await app(scope, self.receive, self.send)
             if not self._begun and not self._gone:
-                logger.error("no_reply", extra={"fields": {"method": self._method, "path": scope["path"]}})
-                self._line.refuse(RouterError("the router gave no answer"))
+                name = Exchange.of(scope).request_id
+                logger.error("no_reply", extra={"fields": {"request_id": name, "path": scope["path"]}})
+                self._line.refuse(RouterError("the router gave no answer"), name)
         except Exception as error:  # the app's own edge answers errors; this is a defect of that
             logger.error("internal_error", exc_info=error)
             if not self._begun and not self._gone:
-                self._line.refuse(RouterError("the router failed; its log has the details"))
+                self._line.refuse(
+                    RouterError("the router failed; its log has the details"), Exchange.of(scope).request_id
+                )
         finally:
             if not self.ended and not self._gone:
                 self._line.break_off(self)
@@ -238,6 +241,7 @@ class ClientRequest:
         """More of the body has come."""
         if self.ended:
             return
+        self._awaits_continue = False  # it did not wait
         self._parts.append(data)
         self._buffered += len(data)
         if self._news is not None:

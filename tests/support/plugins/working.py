@@ -221,6 +221,17 @@ class Silent:
         return None
 
 
+class Breaking:
+    """Begins a reply and has a defect then."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        raise ZeroDivisionError
+
+
 class Unread:
     """Answers without having read the request, when `router.state.answer` is set."""
 
