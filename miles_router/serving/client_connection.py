@@ -133,7 +133,8 @@ class ClientConnection(asyncio.Protocol):
             "scheme": "http",
             "root_path": "",
         }
-        # A bound on the time to a complete head belongs here and to `reply_ended`, beside `idle`.
+        # The time to a complete head has no bound. One would be another `Deadlines` in `Shared`, started here and at
+        # the first byte behind a reply, and stopped in `on_headers_complete`.
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(self)
