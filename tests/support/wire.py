@@ -64,6 +64,8 @@ class WorkerEnd:
         self.read_buffer[: len(data)] = data
         self.connection.buffer_updated(len(data))
 
+    def made(self, address: object, connection: Connection) -> None: ...
+
     def keep(self, address: object, connection: Connection) -> None:
         self.kept += 1
 
