@@ -83,6 +83,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport: asyncio.Transport
         self._reader: RequestReader
         self.sent = shared.sent
+        self.flush_soon = shared.flush_soon
         self.closing = False
         self.write_paused = False
         self._writable: asyncio.Event | None = None
@@ -112,7 +113,8 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(self)
-        self._not_idle()
+        if self._idle:
+            self._not_idle()
         self._shared.lingering.stop(self)
         self._deaf = True
         if self._current is not None:
@@ -139,7 +141,8 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
-        self._not_idle()
+        if self._idle:
+            self._not_idle()
         try:
             self._reader.feed(data)
         except RouterError as error:
@@ -208,10 +211,6 @@ class ClientConnection(asyncio.Protocol):
             self._reading_paused = False
             self.transport.resume_reading()
 
-    def flush_soon(self, request: ClientRequest) -> None:
-        """Call its `flush` at the end of this step of the event loop."""
-        self._shared.flush_soon(request)
-
     def reply_ended(self, request: ClientRequest) -> None:
         """The last byte of its reply was written: the next one's turn."""
         self._current = None
@@ -277,9 +276,8 @@ class ClientConnection(asyncio.Protocol):
         self._shared.idle.start(self)
 
     def _not_idle(self) -> None:
-        if self._idle:
-            self._idle = False
-            self._shared.idle.stop(self)
+        self._idle = False
+        self._shared.idle.stop(self)
 
 
 def _address(address: object) -> tuple[str, int] | None:
