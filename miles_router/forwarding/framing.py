@@ -162,18 +162,16 @@ def reply_head(
     lines = 2
     body = None
     for name, value in headers:
-        start = _LINE_STARTS.get(name)
-        if start is None:
-            start = _line_start(name)
-            if start == b"connection: ":
-                keep_alive = keep_alive and b"close" not in value.lower()
-                continue
-            if start == b"transfer-encoding: ":
-                continue  # how the bytes travel from here is not for the app to say
-            if start == b"content-length: ":
-                if body is not None:
-                    raise InvalidFraming("a reply has two lengths")
-                body = _length(value)
+        start = _LINE_STARTS.get(name) or _line_start(name)
+        if start is _LENGTH:
+            if body is not None:
+                raise InvalidFraming("a reply has two lengths")
+            body = _length(value)
+        elif start is _CONNECTION:
+            keep_alive = keep_alive and b"close" not in value.lower()
+            continue
+        elif start is _ENCODING:
+            continue  # how the bytes travel from here is not for the app to say
         parts += (start, value, CRLF)
         lines += 1
     if method == "HEAD" or status in BODILESS_STATUSES:
@@ -201,17 +199,17 @@ def _reason(status: int) -> str:
 _STATUS_LINES = {
     status: f"HTTP/1.1 {status} {_reason(status)}\r\n".encode("ascii") for status in range(200, MAX_STATUS + 1)
 }
-#: Names of headers, as they were given, that do not touch the framing -> the beginning of their line. Names repeat, and
-#: checking them costs.
-_LINE_STARTS: dict[bytes, bytes] = {}
+_LENGTH, _CONNECTION, _ENCODING = b"content-length: ", b"connection: ", b"transfer-encoding: "
+#: Names of headers, as they were given -> the beginning of their line. Names repeat, and checking them costs.
+_LINE_STARTS = {start[:-2]: start for start in (_LENGTH, _CONNECTION, _ENCODING)}
 
 
 def _line_start(name: bytes) -> bytes:
     if not _TOKEN.fullmatch(name):
         raise InvalidFraming(f"{name[:100].decode('latin-1')!r} is no name of a header")
     lower = name.lower()
-    start = lower + b": "
-    if lower not in FRAMING_FIELDS and len(_LINE_STARTS) < _NAMES_REMEMBERED:
+    start = _LINE_STARTS.get(lower) or lower + b": "
+    if len(_LINE_STARTS) < _NAMES_REMEMBERED:
         _LINE_STARTS[name] = start
     return start
 

@@ -1,4 +1,4 @@
-"""One connection of a client: HTTP/1.1 (RFC 9112) over `httptools`, one request after the other.
+"""One connection of a client: requests are answered one after the other, in the order in which they came.
 
 uvicorn is only the process around it: it calls the constructor, and `shutdown` at a graceful stop.
 """
@@ -6,35 +6,21 @@ uvicorn is only the process around it: it calls the constructor, and `shutdown` 
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import struct
-import urllib.parse
 from collections import deque
 from typing import Any, cast
 
-import httptools
 import orjson
 
 from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Scope, request_id
-from miles_router.asgi.headers import RawHeaders, first
 from miles_router.asgi.outlet import SINK
-from miles_router.errors import BadRequest, RouterError
-from miles_router.forwarding.framing import (
-    CHUNKED,
-    FRAMING_FIELDS,
-    MAX_REQUEST_HEAD,
-    NO_BODY,
-    Excess,
-    InvalidFraming,
-    reply_head,
-    request_body,
-)
+from miles_router.errors import RouterError
+from miles_router.forwarding.framing import reply_head
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.serving.client_request import ClientRequest
-
-logger = logging.getLogger(__name__)
+from miles_router.serving.request_reader import RequestReader
 
 #: Requests that wait behind the one that is answered before the client is held back.
 MAX_PIPELINED = 16
@@ -87,7 +73,7 @@ class Shared:
 
 
 class ClientConnection(asyncio.Protocol):
-    """Parses requests, lets the app answer them in their order, and bounds what the client can make us keep."""
+    """Lets the app answer a client's requests, each at the client's pace."""
 
     def __init__(self, shared: Shared, server_state: Any, app_state: dict[str, Any]) -> None:
         self._shared = shared
@@ -95,8 +81,9 @@ class ClientConnection(asyncio.Protocol):
         self._server_state = server_state
         self._app_state = app_state
         self.transport: asyncio.Transport
-        self._parser: Any = httptools.HttpRequestParser(self)
+        self._reader: RequestReader
         self.sent = shared.sent
+        self.flush_soon = shared.flush_soon
         self.closing = False
         self.write_paused = False
         self._writable: asyncio.Event | None = None
@@ -105,39 +92,29 @@ class ClientConnection(asyncio.Protocol):
         # What is being answered, and what waits for that
         self._current: ClientRequest | None = None
         self._waiting: deque[tuple[ClientRequest, Scope]] = deque()
-        # What is being read
-        self._receiving: ClientRequest | None = None
         self._deaf = False  # nothing that comes from now on is a request
-        self._received = 0  # bytes in the data that is being parsed
-        self._in_head = True
-        self._head_bytes = 0
-        self._head_is_split = False
-        self._message_ended = False  # in the data that is being parsed
-        self._url = b""
-        self._headers: RawHeaders = []
-        self._excess: Excess | None = None  # of a chunked body
-        self._upgrade = False  # the request offers one, and the parser takes what follows for another protocol
-        self._resumed = False  # a parser of our own making reads the head that stands for the one before
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
         self._server_state.connections.add(self)
-        self._template = {
+        template = {
             "type": "http",
             "asgi": ASGI,
-            "http_version": "1.1",
             "server": _address(transport.get_extra_info("sockname")),
             "client": _address(transport.get_extra_info("peername")),
             "scheme": "http",
             "root_path": "",
         }
-        # A bound on the time to a complete head belongs here and to `reply_ended`, beside `idle`.
+        self._reader = RequestReader(template, self._begin, self._end)
+        # The time to a complete head has no bound. One would be another `Deadlines` in `Shared`, started here and at
+        # the first byte behind a reply, and stopped in `_begin`.
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server_state.connections.discard(self)
-        self._not_idle()
+        if self._idle:
+            self._not_idle()
         self._shared.lingering.stop(self)
         self._deaf = True
         if self._current is not None:
@@ -145,7 +122,8 @@ class ClientConnection(asyncio.Protocol):
         for request, _ in self._waiting:
             request.lost()
         self.resume_writing()
-        self._parser = None  # it holds on to us
+        self._reader.close()
+        del self._reader  # which holds on to us
 
     def pause_writing(self) -> None:
         self.write_paused = True
@@ -163,126 +141,50 @@ class ClientConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf:
             return
-        self._not_idle()
-        self._received = len(data)
-        self._message_ended = False
-        excess = self._excess
+        if self._idle:
+            self._not_idle()
         try:
-            self._parser.feed_data(data)
-            if self._message_ended:
-                self._head_is_split = bool(self._url)
-            elif self._in_head:
-                self._bound_head(len(data))
-            elif excess is not None:
-                excess.received(len(data))
-        except httptools.HttpParserUpgrade as upgrade:
-            self._decline_upgrade(data[upgrade.args[0] :])
-        except httptools.HttpParserCallbackError as error:
-            self._refuse_message(error.__context__)
-        except httptools.HttpParserError:
-            self._refuse_message(BadRequest("this is no valid HTTP request"))
-        except (BadRequest, InvalidFraming) as error:
-            self._refuse_message(error)
+            self._reader.feed(data)
+        except RouterError as error:
+            if not self._deaf:  # else it came behind the last request
+                self._refuse_message(error)
 
-    def _bound_head(self, received: int) -> None:
-        self._head_is_split = True
-        self._head_bytes += received
-        if self._head_bytes > MAX_REQUEST_HEAD:
-            raise BadRequest(f"the request head is longer than {MAX_REQUEST_HEAD} bytes")
-
-    def _refuse_message(self, error: BaseException | None) -> None:
-        if self._deaf:  # it came behind the last request
-            return
-        if isinstance(error, InvalidFraming | httptools.HttpParserInvalidURLError):
-            error = BadRequest(str(error))
-        elif not isinstance(error, BadRequest):
-            logger.error("internal_error", exc_info=error)
-            error = RouterError("the router failed; its log has the details")
-        if self._current is None:
-            self.refuse(error, request_id({"headers": self._headers}))
-        elif self._current is self._receiving and not self._current.begun:
-            self._current.lost()  # whoever reads its body learns that no more will come
-            self.refuse(error, request_id({"headers": self._headers}))
+    def _refuse_message(self, error: RouterError) -> None:
+        current, reader = self._current, self._reader
+        if current is None or (current is reader.request and not current.begun):
+            if current is not None:
+                current.lost()  # whoever reads its body learns that no more will come
+            self.refuse(error, request_id({"headers": reader.headers}))
         else:
             self.close()  # replies are owed: their bytes must not be mixed up
 
-    def _decline_upgrade(self, rest: bytes) -> None:
-        """We stay with HTTP/1.1, so the offer's own body follows, and then the next request."""
-        lines = [b"%b: %b\r\n" % pair for pair in self._headers if pair[0] in FRAMING_FIELDS - {b"connection"}]
-        self._parser = httptools.HttpRequestParser(self)
-        self._upgrade, self._resumed = False, True
-        self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lines))
-        self._resumed = False
-        if rest:
-            self.data_received(rest)
+    # What the reader calls
 
-    # What the parser calls
-
-    def on_url(self, url: bytes) -> None:
-        if not self._resumed:
-            self._url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else it is a trailer, which is no header (RFC 9110 section 6.5.1)
-            self._headers.append((name.lower(), value))
-
-    def on_headers_complete(self) -> None:
-        if self._resumed:
-            return
-        self._in_head = False
-        headers, parser = self._headers, self._parser
-        if self._head_is_split or self._received > MAX_REQUEST_HEAD:
-            _bound_whole_head(self._url, headers)
-        body = request_body(headers)
-        self._excess = Excess() if body == CHUNKED else None
-        method = parser.get_method().decode("ascii")
-        version = parser.get_http_version()
-        http_1_0 = version == "1.0"
+    def _begin(self, scope: Scope, keep_alive: bool, awaits_continue: bool) -> ClientRequest:
+        http_1_0 = scope["http_version"] == "1.0"
         request = ClientRequest(
             self,
-            method,
+            scope["method"],
             http_1_0=http_1_0,
-            keep_alive=parser.should_keep_alive() and not http_1_0,
-            awaits_continue=body != NO_BODY and not http_1_0 and _expects_continue(headers),
+            keep_alive=keep_alive and not http_1_0,
+            awaits_continue=awaits_continue,
         )
-        raw_path, query = _target(self._url)
-        path = raw_path.decode("ascii")
-        scope = {
-            **self._template,
-            "method": method,
-            "path": urllib.parse.unquote(path) if "%" in path else path,
-            "raw_path": raw_path,
-            "query_string": query,
-            "headers": headers,
-            "state": self._app_state.copy(),
-            "extensions": {SINK: request},
-        }
-        if version != "1.1":
-            scope["http_version"] = version
-        self._upgrade = parser.should_upgrade()
-        self._receiving = request
+        scope["state"] = self._app_state.copy()
+        scope["extensions"] = {SINK: request}
         if self._current is None:
             self._start(request, scope)
         else:
             self._waiting.append((request, scope))
             if len(self._waiting) >= MAX_PIPELINED:
                 self.pause_reading()
+        return request
 
-    def on_body(self, data: bytes) -> None:
-        if self._excess is not None:
-            self._excess.piece(len(data))
-        if self._receiving is not None:
-            self._receiving.feed(data)
+    def _start(self, request: ClientRequest, scope: Scope) -> None:
+        self._current = request
+        # Not `tasks.spawn`: the request holds its task, and two callbacks for each would be a cost of their own.
+        request.task = asyncio.Task(request.run(self._shared.app, scope), loop=self._loop, name="request")
 
-    def on_message_complete(self) -> None:
-        request = self._receiving
-        if self._upgrade or request is None:
-            return
-        self._receiving = None
-        self._message_ended = self._in_head = True
-        self._head_bytes = 0
-        self._url, self._headers = b"", []
-        request.complete()
+    def _end(self, request: ClientRequest) -> None:
         if not request.keep_alive:
             self._deaf = True
         elif request.ended:
@@ -308,10 +210,6 @@ class ClientConnection(asyncio.Protocol):
         if self._reading_paused:
             self._reading_paused = False
             self.transport.resume_reading()
-
-    def flush_soon(self, request: ClientRequest) -> None:
-        """Call its `flush` at the end of this step of the event loop."""
-        self._shared.flush_soon(request)
 
     def reply_ended(self, request: ClientRequest) -> None:
         """The last byte of its reply was written: the next one's turn."""
@@ -373,47 +271,14 @@ class ClientConnection(asyncio.Protocol):
             self._server_state.tasks.add(task)
             task.add_done_callback(self._server_state.tasks.discard)
 
-    def _start(self, request: ClientRequest, scope: Scope) -> None:
-        self._current = request
-        # Not `tasks.spawn`: the request holds its task, and two callbacks for each would be a cost of their own.
-        request.task = asyncio.Task(request.run(self._shared.app, scope), loop=self._loop, name="request")
-
     def _wait_for_request(self) -> None:
         self._idle = True
         self._shared.idle.start(self)
 
     def _not_idle(self) -> None:
-        if self._idle:
-            self._idle = False
-            self._shared.idle.stop(self)
+        self._idle = False
+        self._shared.idle.stop(self)
 
 
 def _address(address: object) -> tuple[str, int] | None:
     return (str(address[0]), int(address[1])) if isinstance(address, tuple) else None
-
-
-def _bound_whole_head(url: bytes, headers: RawHeaders) -> None:
-    size = len(url) + sum(len(name) + len(value) + 4 for name, value in headers)
-    if size > MAX_REQUEST_HEAD:
-        raise BadRequest(f"the request head is longer than {MAX_REQUEST_HEAD} bytes")
-
-
-def _expects_continue(headers: RawHeaders) -> bool:
-    expected = first(headers, b"expect")
-    return expected is not None and expected.lower() == b"100-continue"
-
-
-def _target(url: bytes) -> tuple[bytes, bytes]:
-    """A request target's path as it was spelled, and its query. An empty query is not the same as none: it stays with
-    the path, since nothing else keeps it.
-
-    Raises:
-        httptools.HttpParserInvalidURLError: it has no path.
-    """
-    if url[:1] == b"/" and b"#" not in url:
-        path, mark, query = url.partition(b"?")
-    else:
-        parsed = httptools.parse_url(url)
-        path, query = parsed.path or b"/", parsed.query or b""
-        mark = b"?" if url.endswith(b"?") else b""
-    return (path, query) if query or not mark else (path + b"?", b"")

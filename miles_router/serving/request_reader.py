@@ -1,0 +1,192 @@
+"""A client's bytes read as requests (RFC 9112), over `httptools`, with bounds on all that is no body. No I/O."""
+
+from __future__ import annotations
+
+import logging
+import urllib.parse
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+
+from miles_router.asgi.exchange import Scope
+from miles_router.asgi.headers import RawHeaders, first
+from miles_router.errors import BadRequest, RouterError
+from miles_router.forwarding.framing import (
+    CHUNKED,
+    FRAMING_FIELDS,
+    MAX_REQUEST_HEAD,
+    NO_BODY,
+    Excess,
+    InvalidFraming,
+    request_body,
+)
+from miles_router.serving.client_request import ClientRequest
+
+logger = logging.getLogger(__name__)
+
+TOO_LONG = f"the request head is longer than {MAX_REQUEST_HEAD} bytes"
+#: Gives the request that its scope describes; then whether the client wants the connection to stay open, and whether it
+#: waits for `100 Continue`.
+Begin = Callable[[Scope, bool, bool], ClientRequest]
+
+
+class RequestReader:
+    """Feeds each request its body; calls `begin` at the end of its head and `end` at the end of its body.
+
+    `template` is what the scopes of one connection have in common.
+    """
+
+    def __init__(self, template: Scope, begin: Begin, end: Callable[[ClientRequest], None]) -> None:
+        self._template = template
+        self._begin = begin
+        self._end = end
+        self._parser: Any = httptools.HttpRequestParser(self)
+        #: Whose body is being read.
+        self.request: ClientRequest | None = None
+        #: Of the request whose head or body is being read.
+        self.headers: RawHeaders = []
+        self._url = b""
+        self._in_head = True
+        self._head_bytes = 0
+        self._head_is_split = False
+        self._excess: Excess | None = None  # of a chunked body
+        self._upgrade = False  # the request offers one, and the parser takes what follows for another protocol
+        self._resumed = False  # a parser of our own making reads the head that stands for the one before
+        self._received = 0  # bytes in the data that is being parsed
+        self._message_ended = False  # in that data
+
+    def feed(self, data: bytes) -> None:
+        """The next bytes.
+
+        Raises:
+            BadRequest: they are no HTTP, or a head, or what stands around a body, is too long.
+            RouterError: a defect of ours, which was logged.
+        """
+        self._received = len(data)
+        self._message_ended = False
+        excess = self._excess
+        try:
+            self._parser.feed_data(data)
+            if self._message_ended:
+                self._head_is_split = bool(self._url)
+            elif self._in_head:
+                self._bound_head(len(data))
+            elif excess is not None:
+                excess.received(len(data))
+        except httptools.HttpParserUpgrade as upgrade:
+            self._decline_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError as error:
+            raise _refusal(error.__context__) from error
+        except httptools.HttpParserError:
+            raise BadRequest("this is no valid HTTP request") from None
+        except InvalidFraming as error:
+            raise _refusal(error) from None
+
+    def close(self) -> None:
+        """Nothing more comes. The parser holds on to its reader."""
+        self._parser = None
+
+    def _bound_head(self, received: int) -> None:
+        self._head_is_split = True
+        self._head_bytes += received
+        if self._head_bytes > MAX_REQUEST_HEAD:
+            raise BadRequest(TOO_LONG)
+
+    def _bound_whole_head(self) -> None:
+        size = len(self._url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_REQUEST_HEAD:
+            raise BadRequest(TOO_LONG)
+
+    def _decline_upgrade(self, rest: bytes) -> None:
+        """We stay with HTTP/1.1, so the offer's own body follows, and then the next request."""
+        lines = [b"%b: %b\r\n" % pair for pair in self.headers if pair[0] in FRAMING_FIELDS - {b"connection"}]
+        self._parser = httptools.HttpRequestParser(self)
+        self._upgrade, self._resumed = False, True
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(lines))
+        self._resumed = False
+        if rest:
+            self.feed(rest)
+
+    # What the parser calls
+
+    def on_url(self, url: bytes) -> None:
+        if not self._resumed:
+            self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else it is a trailer, which is no header (RFC 9110 section 6.5.1)
+            self.headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._resumed:
+            return
+        self._in_head = False
+        if self._head_is_split or self._received > MAX_REQUEST_HEAD:
+            self._bound_whole_head()
+        headers, parser = self.headers, self._parser
+        body = request_body(headers)
+        self._excess = Excess() if body == CHUNKED else None
+        raw_path, query = _target(self._url)
+        path = raw_path.decode("ascii")
+        version = parser.get_http_version()
+        scope = {
+            **self._template,
+            "http_version": version,
+            "method": parser.get_method().decode("ascii"),
+            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": headers,
+        }
+        self._upgrade = parser.should_upgrade()
+        awaits_continue = body != NO_BODY and version != "1.0" and _expects_continue(headers)
+        self.request = self._begin(scope, parser.should_keep_alive(), awaits_continue)
+
+    def on_body(self, data: bytes) -> None:
+        if self._excess is not None:
+            self._excess.piece(len(data))
+        if self.request is not None:
+            self.request.feed(data)
+
+    def on_message_complete(self) -> None:
+        request = self.request
+        if self._upgrade or request is None:
+            return
+        self.request = None
+        self._message_ended = self._in_head = True
+        self._head_bytes = 0
+        self._url, self.headers = b"", []
+        request.complete()
+        self._end(request)
+
+
+def _refusal(error: BaseException | None) -> RouterError:
+    """What a client is told about an error that the parser, or one of its callbacks, met."""
+    if isinstance(error, BadRequest):
+        return error
+    if isinstance(error, InvalidFraming | httptools.HttpParserInvalidURLError):
+        return BadRequest(str(error))
+    logger.error("internal_error", exc_info=error)
+    return RouterError("the router failed; its log has the details")
+
+
+def _expects_continue(headers: RawHeaders) -> bool:
+    expected = first(headers, b"expect")
+    return expected is not None and expected.lower() == b"100-continue"
+
+
+def _target(url: bytes) -> tuple[bytes, bytes]:
+    """A request target's path as it was spelled, and its query. An empty query is not the same as none: it stays with
+    the path, since nothing else keeps it.
+
+    Raises:
+        httptools.HttpParserInvalidURLError: it has no path.
+    """
+    if url[:1] == b"/" and b"#" not in url:
+        path, mark, query = url.partition(b"?")
+    else:
+        parsed = httptools.parse_url(url)
+        path, query = parsed.path or b"/", parsed.query or b""
+        mark = b"?" if url.endswith(b"?") else b""
+    return (path, query) if query or not mark else (path + b"?", b"")
