@@ -5,7 +5,10 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKER ?= simulated
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off
+INSTALL := -m pip install --quiet --disable-pip-version-check --progress-bar off
+PIP := $(BIN)/python $(INSTALL)
+# What the benchmark compares with has an environment of its own: its requirements are no business of ours.
+PEERS := $(VENV)-peers
 DEMO := $(BIN)/python -m miles_router.testing.demo
 
 .DEFAULT_GOAL := help
@@ -13,9 +16,9 @@ DEMO := $(BIN)/python -m miles_router.testing.demo
 .DELETE_ON_ERROR:
 
 say = printf '\n==> %s\n' "$(1)"
-# Install a Debian package where we may; fail where we may not.
+# Install a Debian package where we may; fail where we may not. RUNLEVEL=1: a service that comes with it is not started.
 apt = { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && printf '==> apt-get install %s\n' "$(1)" \
-	&& export DEBIAN_FRONTEND=noninteractive && apt-get -qq update && apt-get -qq install -y $(1) >/dev/null; }
+	&& export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 && apt-get -qq update && apt-get -qq install -y $(1) >/dev/null; }
 
 # Tests start hundreds of interpreters; without bytecode each would compile everything anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -75,12 +78,12 @@ sglang: install npm ## the environment and the models of the real SGLang workers
 tokenizers: install npm
 	@$(BIN)/python -m tests.support.tokenizers >/dev/null
 
-bench: install ## overhead against direct, nginx and sglang-router (needs nginx and wrk)
-	@$(BIN)/python tests/benchmarks/passthrough.py
+bench: install $(PEERS)/.installed bench-tools ## overhead against direct, nginx and sglang-router; BENCH='--quick'
+	@BENCH_PEERS_PYTHON=$(abspath $(PEERS)/bin/python) $(BIN)/python tests/benchmarks/passthrough.py $(BENCH)
 
 # The parts of the above
 
-.PHONY: demo-simulated demo-sglang
+.PHONY: demo-simulated demo-sglang bench-tools
 
 demo-simulated:
 	@$(DEMO)
@@ -91,6 +94,10 @@ demo-sglang: npm
 	python=$$(echo "$$found" | sed -n 's/^python  *//p'); model=$$(echo "$$found" | sed -n 's/^dense model  *//p'); \
 	$(DEMO) --worker sglang --hf-checkpoint "$$model" --worker-command \
 	  "'$$python' tests/sglang/launch_worker.py --model-path '$$model' --skip-server-warmup --sleep-on-idle"
+
+bench-tools:
+	@{ command -v nginx && command -v wrk; } >/dev/null || $(call apt,nginx wrk) \
+	|| { echo "nginx or wrk is absent: install both (on Debian: apt-get install nginx wrk)."; exit 1; }
 
 npm:
 	@command -v npm >/dev/null || $(call apt,npm) || echo "npm is absent: tokenizers for tests come from it." \
@@ -103,10 +110,16 @@ $(BIN)/python:
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@$(call say,installing miles-router into $(VENV))
-	@$(PIP) -e '.[tito]'
+	@$(PIP) -e '.[testing,tito]'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
 	@$(call say,installing miles-router and its development tools into $(VENV))
 	@$(PIP) -e '.[dev]'
 	@touch $(VENV)/.installed $@
+
+$(PEERS)/.installed: tests/benchmarks/requirements.txt | $(BIN)/python
+	@$(call say,installing what the benchmark compares with into $(PEERS))
+	@$(BIN)/python -m venv --clear $(PEERS)
+	@$(PEERS)/bin/python $(INSTALL) -r $<
+	@touch $@

@@ -8,7 +8,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -20,7 +20,9 @@ from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.loading import find_class, load_middlewares
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing.middleware_contract import check_middleware
-from miles_router.testing.worker.simulated_worker import SimulatedWorker
+
+if TYPE_CHECKING:
+    from miles_router.testing.worker.simulated_worker import SimulatedWorker
 
 
 def check_path(path: str, config: RouterConfig) -> Iterator[tuple[str, str | None]]:
@@ -57,6 +59,8 @@ async def stage(
     Raises:
         MiddlewareLoadError: the class cannot be loaded, or an option does not fit.
     """
+    from miles_router.testing.worker.simulated_worker import SimulatedWorker  # needs the extra `testing`
+
     path = middleware if isinstance(middleware, str) else f"{middleware.__module__}.{middleware.__qualname__}"
     async with AsyncExitStack() as running:
         simulated = await running.enter_async_context(SimulatedWorker(**{"stop_probability": 0.0, **(worker or {})}))

@@ -53,14 +53,12 @@ class RouterApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry: HTTP and lifespan; anything else is refused."""
-        if scope["type"] == "http":
-            await self._http(scope, receive, send)
-        elif scope["type"] == "lifespan":
-            await self._routes(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1003})
-
-    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._routes(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1003})
+            return
         started_at = time.perf_counter()
         exchange = Exchange(request_id(scope), max_body_bytes=self._max_body_bytes)
         scope[SCOPE_KEY] = exchange

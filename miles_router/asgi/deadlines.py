@@ -39,15 +39,18 @@ class Deadlines(Generic[Item]):
         self._started.pop(item, None)
 
     def _look(self) -> None:
-        self._timer = None
         due = self._now() - self._seconds
-        while self._started:
-            item, started = next(iter(self._started.items()))
-            if started > due:
-                self._set_timer(started - due)
-                return
-            del self._started[item]
-            self._expired(item)
+        try:
+            while self._started:
+                item, started = next(iter(self._started.items()))
+                if started > due:
+                    break
+                del self._started[item]
+                self._expired(item)
+        finally:  # a defect in one call takes the others no turn
+            self._timer = None
+            if self._started:
+                self._set_timer(max(0.0, next(iter(self._started.values())) - due))
 
     def _set_timer(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self._look, context=self._context)

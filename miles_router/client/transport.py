@@ -10,9 +10,13 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
 import orjson
-from yarl import URL
+
+try:
+    import aiohttp
+    from yarl import URL
+except ModuleNotFoundError as error:
+    raise ImportError("miles_router.client needs aiohttp: pip install 'miles-router[client]'") from error
 
 from miles_router.client.errors import (
     ConnectionLost,

@@ -237,8 +237,6 @@ class Connection(asyncio.BufferedProtocol):
         self._remaining = 0  # bytes of a Content-Length body still to come
         self._raw = False  # past the parser: the rest of a Content-Length body is passed on untouched
         self._excess: Excess | None = None  # of a chunked body
-        self._body_bytes = 0  # in the data that is being parsed
-        self._body_pieces = 0
         self._reusable = False
         self._reading_paused = False
         self.idle_since = 0.0
@@ -353,11 +351,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def _parse(self, reply: Reply, data: memoryview) -> None:
         excess = self._excess
-        self._body_bytes = self._body_pieces = 0
         try:
             self._parser.feed_data(data)
             if excess is not None:
-                excess.add(len(data), self._body_bytes, self._body_pieces)
+                excess.received(len(data))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, InvalidFraming) as error:
             if not reply.complete:
                 self._invalid(reply, f"{self._address.url} sent no valid HTTP: {error.__context__ or error}")
@@ -422,11 +419,10 @@ class Connection(asyncio.BufferedProtocol):
         reply = self._reply
         if reply is None or reply.complete or self._body == NO_BODY:
             return
-        size = len(data)
-        self._body_bytes += size
-        self._body_pieces += 1
-        if self._remaining:
-            self._remaining -= size
+        if self._excess is not None:
+            self._excess.piece(len(data))
+        elif self._remaining:
+            self._remaining -= len(data)
         self._deliver(reply, data)
 
     def on_message_complete(self) -> None:

@@ -106,16 +106,21 @@ class Excess:
     def __init__(self) -> None:
         self._bytes = 0
 
-    def add(self, received: int, body: int, pieces: int) -> None:
-        """`received` bytes came and gave `pieces` of a body, together `body` bytes.
+    def piece(self, size: int) -> None:
+        """Of what comes next, `size` bytes are a piece of the body."""
+        self._bytes -= size + CHUNK_FRAME
+
+    def received(self, size: int) -> None:
+        """`size` bytes came, and all pieces in them were told.
 
         Raises:
-            InvalidFraming: more than `MAX_EXCESS` of them were no body.
+            InvalidFraming: more than `MAX_EXCESS` of what came so far was no body.
         """
-        excess = self._bytes + received - body - CHUNK_FRAME * pieces
-        if excess > MAX_EXCESS:
+        self._bytes += size
+        if self._bytes > MAX_EXCESS:
             raise InvalidFraming(f"more than {MAX_EXCESS} bytes of chunk extensions or trailers came")
-        self._bytes = excess if excess > 0 else 0
+        if self._bytes < 0:
+            self._bytes = 0
 
 
 # Messages that go out
@@ -157,15 +162,19 @@ def reply_head(
     lines = 2
     body = None
     for name, value in headers:
-        if name in FRAMING_FIELDS:
-            if name == b"connection":
+        start = _LINE_STARTS.get(name)
+        if start is None:
+            start = _line_start(name)
+            if start == b"connection: ":
                 keep_alive = keep_alive and b"close" not in value.lower()
-            if name != b"content-length":
+                continue
+            if start == b"transfer-encoding: ":
                 continue  # how the bytes travel from here is not for the app to say
-            if body is not None:
-                raise InvalidFraming("a reply has two lengths")
-            body = _length(value)
-        parts += (_LINE_STARTS.get(name) or _line_start(name), value, CRLF)
+            if start == b"content-length: ":
+                if body is not None:
+                    raise InvalidFraming("a reply has two lengths")
+                body = _length(value)
+        parts += (start, value, CRLF)
         lines += 1
     if method == "HEAD" or status in BODILESS_STATUSES:
         body = NO_BODY
@@ -192,15 +201,17 @@ def _reason(status: int) -> str:
 _STATUS_LINES = {
     status: f"HTTP/1.1 {status} {_reason(status)}\r\n".encode("ascii") for status in range(200, MAX_STATUS + 1)
 }
-#: Header names as they were given -> the beginning of their line. Names repeat; checking and joining them costs.
+#: Names of headers, as they were given, that do not touch the framing -> the beginning of their line. Names repeat, and
+#: checking them costs.
 _LINE_STARTS: dict[bytes, bytes] = {}
 
 
 def _line_start(name: bytes) -> bytes:
     if not _TOKEN.fullmatch(name):
         raise InvalidFraming(f"{name[:100].decode('latin-1')!r} is no name of a header")
-    start = name.lower() + b": "
-    if len(_LINE_STARTS) < _NAMES_REMEMBERED:
+    lower = name.lower()
+    start = lower + b": "
+    if lower not in FRAMING_FIELDS and len(_LINE_STARTS) < _NAMES_REMEMBERED:
         _LINE_STARTS[name] = start
     return start
 

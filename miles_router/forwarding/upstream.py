@@ -111,28 +111,27 @@ class Upstream:
         self, address: WorkerUrl, method: str, head: bytes, body: bytes, admit: Admit | None = None
     ) -> Reply:
         connection = self._take_idle(address)
-        if connection is not None:
+        while True:
+            kept = connection is not None
+            connection = connection or await self._connect(address)
+            if admit is not None and not admit():  # asked here, for nothing is awaited between this and the write
+                self.keep(address, connection)
+                raise NotAdmitted
             try:
-                return await self._first_bytes(address, connection, method, head, body, admit)
+                reply = connection.send(head, body, head_request=method == "HEAD")
+                await reply.head()
             except UpstreamUnreachable:
+                connection.abort()
+                if not kept:
+                    raise
                 # A kept connection that dies before its reply was most likely closed by the worker while idle; only a
                 # new connection can tell that from a dead worker.
-                pass
-        return await self._first_bytes(address, await self._connect(address), method, head, body, admit)
-
-    async def _first_bytes(
-        self, address: WorkerUrl, connection: Connection, method: str, head: bytes, body: bytes, admit: Admit | None
-    ) -> Reply:
-        if admit is not None and not admit():  # asked here, for nothing is awaited between this and the write
-            self.keep(address, connection)
-            raise NotAdmitted
-        reply = connection.send(head, body, head_request=method == "HEAD")
-        try:
-            await reply.head()
-        except BaseException:
-            connection.abort()
-            raise
-        return reply
+                connection = None
+            except BaseException:
+                connection.abort()
+                raise
+            else:
+                return reply
 
     async def _connect(self, address: WorkerUrl) -> Connection:
         if self._closed:

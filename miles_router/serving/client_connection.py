@@ -109,15 +109,13 @@ class ClientConnection(asyncio.Protocol):
         self._receiving: ClientRequest | None = None
         self._deaf = False  # nothing that comes from now on is a request
         self._received = 0  # bytes in the data that is being parsed
-        self._in_head = False
+        self._in_head = True
         self._head_bytes = 0
         self._head_is_split = False
         self._message_ended = False  # in the data that is being parsed
         self._url = b""
         self._headers: RawHeaders = []
         self._excess: Excess | None = None  # of a chunked body
-        self._body_bytes = 0  # in the data that is being parsed
-        self._body_pieces = 0
         self._upgrade = False  # the request offers one, and the parser takes what follows for another protocol
         self._resumed = False  # a parser of our own making reads the head that stands for the one before
 
@@ -166,14 +164,17 @@ class ClientConnection(asyncio.Protocol):
         if self._deaf:
             return
         self._not_idle()
-        self._received, self._message_ended, self._body_bytes, self._body_pieces = len(data), False, 0, 0
+        self._received = len(data)
+        self._message_ended = False
         excess = self._excess
         try:
             self._parser.feed_data(data)
-            if self._in_head:
+            if self._message_ended:
+                self._head_is_split = bool(self._url)
+            elif self._in_head:
                 self._bound_head(len(data))
             elif excess is not None:
-                excess.add(len(data), self._body_bytes, self._body_pieces)
+                excess.received(len(data))
         except httptools.HttpParserUpgrade as upgrade:
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError as error:
@@ -185,8 +186,7 @@ class ClientConnection(asyncio.Protocol):
 
     def _bound_head(self, received: int) -> None:
         self._head_is_split = True
-        if not self._message_ended:  # else most of it may be the body before
-            self._head_bytes += received
+        self._head_bytes += received
         if self._head_bytes > MAX_REQUEST_HEAD:
             raise BadRequest(f"the request head is longer than {MAX_REQUEST_HEAD} bytes")
 
@@ -199,10 +199,10 @@ class ClientConnection(asyncio.Protocol):
             logger.error("internal_error", exc_info=error)
             error = RouterError("the router failed; its log has the details")
         if self._current is None:
-            self.refuse(error)
+            self.refuse(error, request_id({"headers": self._headers}))
         elif self._current is self._receiving and not self._current.begun:
             self._current.lost()  # whoever reads its body learns that no more will come
-            self.refuse(error)
+            self.refuse(error, request_id({"headers": self._headers}))
         else:
             self.close()  # replies are owed: their bytes must not be mixed up
 
@@ -218,17 +218,12 @@ class ClientConnection(asyncio.Protocol):
 
     # What the parser calls
 
-    def on_message_begin(self) -> None:
-        if not self._resumed:
-            self._in_head, self._head_is_split, self._head_bytes = True, False, 0
-            self._url, self._headers = b"", []
-
     def on_url(self, url: bytes) -> None:
         if not self._resumed:
             self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # else a trailer, which is no header (RFC 9110 section 6.5.1)
+        if self._in_head:  # else it is a trailer, which is no header (RFC 9110 section 6.5.1)
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -274,17 +269,19 @@ class ClientConnection(asyncio.Protocol):
                 self.pause_reading()
 
     def on_body(self, data: bytes) -> None:
-        self._body_bytes += len(data)
-        self._body_pieces += 1
+        if self._excess is not None:
+            self._excess.piece(len(data))
         if self._receiving is not None:
             self._receiving.feed(data)
 
     def on_message_complete(self) -> None:
-        self._message_ended = True
         request = self._receiving
         if self._upgrade or request is None:
             return
         self._receiving = None
+        self._message_ended = self._in_head = True
+        self._head_bytes = 0
+        self._url, self._headers = b"", []
         request.complete()
         if not request.keep_alive:
             self._deaf = True
@@ -339,9 +336,8 @@ class ClientConnection(asyncio.Protocol):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         self.close()
 
-    def refuse(self, error: RouterError) -> None:
-        """Answer with `error` and close."""
-        name = request_id({"headers": self._headers})
+    def refuse(self, error: RouterError, name: str) -> None:
+        """Answer the request whose id is `name` with `error`, and close."""
         body = orjson.dumps(error.body(name))
         headers = [
             (b"content-type", b"application/json"),
@@ -349,8 +345,9 @@ class ClientConnection(asyncio.Protocol):
             (b"x-request-id", name.encode("ascii")),
         ]
         head, _, _ = reply_head(error.status, headers, method="", http_1_0=False, keep_alive=False)
-        self.transport.write(head + body)
-        self._linger()
+        if not self.transport.is_closing():
+            self.transport.write(head + body)
+            self._linger()
 
     def _linger(self) -> None:
         """The last reply was written, and the client may be sending still."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable
 from typing import Protocol
 
-from miles_router.asgi.exchange import Message, Scope
+from miles_router.asgi.exchange import Exchange, Message, Scope
 from miles_router.asgi.outlet import Source
 from miles_router.errors import RouterError
 from miles_router.forwarding.framing import (
@@ -64,8 +64,8 @@ class Line(Protocol):
         """Its reply will never be complete, and must not look so."""
         ...
 
-    def refuse(self, error: RouterError) -> None:
-        """Answer with `error` and close."""
+    def refuse(self, error: RouterError, name: str) -> None:
+        """Answer the request whose id is `name` with `error`, and close."""
         ...
 
 
@@ -119,12 +119,15 @@ class ClientRequest:
         try:
             await app(scope, self.receive, self.send)
             if not self._begun and not self._gone:
-                logger.error("no_reply", extra={"fields": {"method": self._method, "path": scope["path"]}})
-                self._line.refuse(RouterError("the router gave no answer"))
+                name = Exchange.of(scope).request_id
+                logger.error("no_reply", extra={"fields": {"request_id": name, "path": scope["path"]}})
+                self._line.refuse(RouterError("the router gave no answer"), name)
         except Exception as error:  # the app's own edge answers errors; this is a defect of that
             logger.error("internal_error", exc_info=error)
             if not self._begun and not self._gone:
-                self._line.refuse(RouterError("the router failed; its log has the details"))
+                self._line.refuse(
+                    RouterError("the router failed; its log has the details"), Exchange.of(scope).request_id
+                )
         finally:
             if not self.ended and not self._gone:
                 self._line.break_off(self)
@@ -162,25 +165,23 @@ class ClientRequest:
         """
         if self._line.write_paused and not self._gone:
             return self._send_later(message)
-        self._send(message)
-        return self._line.sent
-
-    async def _send_later(self, message: Message) -> None:
-        await self._line.writable()
-        self._send(message)
-
-    def _send(self, message: Message) -> None:
-        if message["type"] == "http.response.body":
+        kind = message["type"]
+        if kind == "http.response.body":
             if not self._begun or self.ended:
                 raise RuntimeError("a part of a reply came before its start, or after its end")
             if not self._gone:
-                self._write(message.get("body", b""), last=not message.get("more_body", False))
-        elif message["type"] == "http.response.start":
+                self._write(message.get("body", b""), not message.get("more_body", False))
+        elif kind == "http.response.start":
             if self._begun:
                 raise RuntimeError("a reply was begun a second time")
             self._begin(message)
         else:
-            raise RuntimeError(f"an HTTP reply has no message {message['type']!r}")
+            raise RuntimeError(f"an HTTP reply has no message {kind!r}")
+        return self._line.sent
+
+    async def _send_later(self, message: Message) -> None:
+        await self._line.writable()
+        await self.send(message)
 
     def _begin(self, message: Message) -> None:
         # A client that was not told to go on may send the body or another request; nobody could tell which it is (RFC
@@ -196,7 +197,7 @@ class ClientRequest:
         self._begun, self._awaits_continue = True, False
         self._line.flush_soon(self)
 
-    def _write(self, data: bytes, *, last: bool) -> None:
+    def _write(self, data: bytes, last: bool) -> None:
         head, self._head = self._head, None
         pieces = [] if head is None else [head]
         if self._body == CHUNKED:
@@ -226,7 +227,7 @@ class ClientRequest:
     def write(self, data: bytes) -> None:
         """The next bytes of the reply's body, past `send`."""
         if not self._gone:
-            self._write(data, last=False)
+            self._write(data, False)
 
     def fed_by(self, source: Source | None) -> None:
         """Who is told when the client reads slowly."""
@@ -240,6 +241,7 @@ class ClientRequest:
         """More of the body has come."""
         if self.ended:
             return
+        self._awaits_continue = False  # it did not wait
         self._parts.append(data)
         self._buffered += len(data)
         if self._news is not None:
@@ -280,4 +282,3 @@ class ClientRequest:
         self._parts.clear()
         if self._news is not None:
             self._news.set()
-        self.slowed(False)

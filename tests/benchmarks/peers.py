@@ -72,9 +72,14 @@ def _nginx(port: int, worker_port: int, root: Path) -> list[str]:
     return ["nginx", "-p", str(root), "-c", str(config)]
 
 
+def peers_python() -> str:
+    """The interpreter that has the peers' packages."""
+    return os.environ.get(PEERS_PYTHON, sys.executable)
+
+
 def _sglang_router(port: int, worker_port: int, root: Path) -> list[str]:
     return [
-        os.environ.get(PEERS_PYTHON, sys.executable), "-m", "sglang_router.launch_router",
+        peers_python(), "-m", "sglang_router.launch_router",
         "--host", HOST, "--port", str(port), "--worker-urls", f"http://{HOST}:{worker_port}",
         "--policy", "round_robin", "--log-level", "warn", "--worker-startup-check-interval", "1",
         "--prometheus-host", HOST, "--prometheus-port", str(free_port()), "--shutdown-grace-period-secs", "1",

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.benchmarks.load import LOADS, Load, Sample
-from tests.benchmarks.peers import NOOP_LAYERS, REPO
+from tests.benchmarks.peers import NOOP_LAYERS, REPO, peers_python
 
 REFERENCES = ("nginx", "sglang-router")
 
@@ -36,6 +36,12 @@ def _version(package: str) -> str:
         return "absent"
 
 
+def _peer_version(package: str) -> str:
+    """The version in the environment that the peers run in."""
+    code = f"from importlib.metadata import version; print(version({package!r}))"
+    return _first_line(peers_python(), "-c", code) or "absent"
+
+
 def _cpu_model() -> str:
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -52,7 +58,7 @@ def environment() -> dict[str, str]:
         "commit": commit + changed,
         "cpu": f"{_cpu_model()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start",
         "python": platform.python_version(),
-        "peers": f"miles-router {_version('miles-router')}, sglang-router {_version('sglang-router')}, "
+        "peers": f"miles-router {_version('miles-router')}, sglang-router {_peer_version('sglang-router')}, "
         f"{_first_line('nginx', '-v').removeprefix('nginx version: ')}",
     }
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from miles_router.settings.config import MiddlewareSpec
 from tests.support.http import Client, CutReply, request
 from tests.support.running_router import RouterProcess, router_process
 from tests.support.scripted_worker import (
@@ -22,7 +23,7 @@ from tests.support.scripted_worker import (
     reply,
     script,
 )
-from tests.support.stage import Stage
+from tests.support.stage import Stage, both_ways
 from tests.support.tiers import size
 from tests.support.waiting import until
 
@@ -172,7 +173,10 @@ async def _refuses(url: str) -> None:
     raise AssertionError("the router still takes connections")
 
 
-async def test_the_embedded_router_holds_a_slow_client_back_as_well(stage: Stage) -> None:
+@both_ways
+async def test_the_embedded_router_holds_a_slow_client_back_as_well(
+    stage: Stage, layers: tuple[MiddlewareSpec, ...]
+) -> None:
     sent = 0
 
     async def big(visit: Visit) -> None:
@@ -184,9 +188,9 @@ async def test_the_embedded_router_holds_a_slow_client_back_as_well(stage: Stage
             sent += 1
 
     worker = (await stage.worker()).always(big)
-    router = await stage.router(worker)
+    router = await stage.router(worker, middlewares=layers)
     client = await stage.client(router, receive_buffer=65536)
-    await client.send(request("GET", "/x"))
+    await client.send(request("POST", "/generate", body=b"{}"))
     await _stands_still(lambda: sent)
     assert sent < 25
     assert (await client.read()).body == BLOCK * 50

@@ -8,6 +8,7 @@ import hashlib
 
 import pytest
 
+from miles_router.settings.config import MiddlewareSpec
 from tests.support.http import Client, request
 from tests.support.scripted_worker import (
     CLOSE,
@@ -20,7 +21,7 @@ from tests.support.scripted_worker import (
     reply,
     script,
 )
-from tests.support.stage import Stage
+from tests.support.stage import Stage, both_ways
 from tests.support.waiting import until
 
 BINARY = bytes(range(256)) * 40
@@ -28,10 +29,12 @@ BIG = hashlib.sha512(b"reply").digest() * 2**19  # 32 MiB
 SSE = [("Content-Type", "text/event-stream; charset=utf-8"), ("Cache-Control", "no-cache")]
 
 
-async def pair(stage: Stage, *behaviours: Behaviour) -> tuple[ScriptedWorker, Client]:
+async def pair(
+    stage: Stage, *behaviours: Behaviour, layers: tuple[MiddlewareSpec, ...] = ()
+) -> tuple[ScriptedWorker, Client]:
     """A worker with its next replies, and the client of a router in front of it."""
     worker = (await stage.worker()).next(*behaviours)
-    return worker, await stage.client(await stage.router(worker))
+    return worker, await stage.client(await stage.router(worker, middlewares=layers))
 
 
 @pytest.mark.parametrize("framing", ["length", "chunked", "many small chunks", "until close"])
@@ -50,17 +53,21 @@ async def test_bodies_reach_the_client_byte_for_byte(stage: Stage, framing: str,
     assert (await client.ask("GET", "/again")).status == 200
 
 
-async def test_each_event_reaches_the_client_before_the_worker_sends_the_next(stage: Stage) -> None:
+@both_ways
+async def test_each_event_reaches_the_client_before_the_worker_sends_the_next(
+    stage: Stage, layers: tuple[MiddlewareSpec, ...]
+) -> None:
     gates = [asyncio.Event() for _ in range(5)]
     steps: list[bytes | asyncio.Event] = [chunked_head(SSE)]
     for number, gate in enumerate(gates):
         steps += [chunk(b'data: {"n": %d}\n\n' % number), gate]
-    _, client = await pair(stage, script(*steps, chunk(b"data: [DONE]\n\n"), LAST_CHUNK))
+    _, client = await pair(stage, script(*steps, chunk(b"data: [DONE]\n\n"), LAST_CHUNK), layers=layers)
     await client.send(request("POST", "/generate", body=b"{}"))
     answer = await client.read_head()
     assert answer.value("content-type") == b"text/event-stream; charset=utf-8"
     for number, gate in enumerate(gates):
         assert await client.read_part() == b'data: {"n": %d}\n\n' % number
+        assert stage.routers[0].app.router.metrics.bytes_out == 16 * (number + 1)
         gate.set()
     assert await client.read_part() == b"data: [DONE]\n\n"
     assert await client.read_part() == b""
@@ -75,10 +82,14 @@ async def test_the_head_reaches_the_client_before_the_worker_sends_a_body(stage:
     assert await client.read_part() == b"abc"
 
 
-async def test_parts_of_a_length_reply_are_passed_on_as_they_come(stage: Stage) -> None:
+@both_ways
+async def test_parts_of_a_length_reply_are_passed_on_as_they_come(
+    stage: Stage, layers: tuple[MiddlewareSpec, ...]
+) -> None:
     gate = asyncio.Event()
-    _, client = await pair(stage, script(head(200, [("Content-Length", "6")]) + b"abc", gate, b"def"))
-    await client.send(request("GET", "/x"))
+    parts = script(head(200, [("Content-Length", "6")]) + b"abc", gate, b"def")
+    _, client = await pair(stage, parts, layers=layers)
+    await client.send(request("POST", "/generate", body=b"{}"))
     await client.read_head()
     assert await client.read_part() == b"abc"
     gate.set()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from miles_router.settings.config import MiddlewareSpec
+from tests.support.http import CutReply
 from tests.support.scripted_worker import CLOSE, chunk, chunked_head, reply, script
 from tests.support.stage import Stage, staged
 
@@ -162,3 +165,26 @@ async def test_router_info_shows_the_stack(stage: Stage) -> None:
         {"name": "tagging", "path": f"{WORKING}.Tagging", "options": {"tag": "q"}},
         {"name": "plain", "path": f"{WORKING}.Plain", "options": {}},
     ]
+
+
+async def test_one_that_answers_nothing_is_a_500(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), middlewares=stack("Silent"))
+    answer = await router.ask("POST", "/generate", [("X-Request-Id", "mine")], b"{}")
+    assert (answer.status, answer.error_type, answer.value("x-request-id")) == (500, "internal_error", b"mine")
+    assert "no_reply" in stage.defects.pop()
+
+
+async def test_a_reply_that_it_began_and_did_not_end_is_broken_off(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), middlewares=stack("Breaking"))
+    with pytest.raises(CutReply) as cut:
+        await router.ask("POST", "/generate", body=b"{}")
+    assert cut.value.reply.status == 200
+    assert "internal_error" in stage.defects.pop()
+
+
+async def test_a_header_that_would_split_the_reply_is_never_written(stage: Stage) -> None:
+    """Response splitting (CWE-113)."""
+    router = await stage.router(await stage.worker(), middlewares=stack("Splitting"))
+    answer = await router.ask("POST", "/generate", body=b"a\r\nset-cookie: b=c")
+    assert (answer.status, answer.error_type, answer.values("set-cookie")) == (500, "internal_error", [])
+    assert "control character" in stage.defects.pop()

@@ -36,6 +36,9 @@ pytestmark = pytest.mark.sglang
 GENERATIONS, TOKENS = size(heavy=(64, 200), otherwise=(16, 100))
 SAMPLING = {"temperature": 1, "max_new_tokens": TOKENS, "ignore_eos": True}
 TURN = TOKENS * 2 // 5  # tokens of a chat request that is over before the first abort
+OF_THE_TURN = size(
+    heavy={"v0", "v1"}, otherwise={"v0"}
+)  # versions that it is certain to have: a short one may be quick
 CONTEXT = 5  # tokens of the prompt that SGLang decodes together with the output
 
 
@@ -289,7 +292,7 @@ async def test_generations_outlive_the_death_of_their_worker(sglang_moe_workers:
             assert counts["resumed"] == made.aborted() + len(streams)
             turn = json.loads(await chat)
             assert (turn["choices"][0]["finish_reason"], turn["usage"]["completion_tokens"]) == ("length", TURN)
-            assert {"v0", "v1"} <= {span["version"] for span in turn["metadata"]["weight_versions"]}
+            assert {span["version"] for span in turn["metadata"]["weight_versions"]} >= OF_THE_TURN
             dead, living = made.router.pool
             assert [(each.worker, each.after and each.after.value) for each in made.transitions] == [
                 (dead, "quarantined")

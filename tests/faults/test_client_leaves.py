@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
+from miles_router.settings.config import MiddlewareSpec
 from tests.support.http import Client, request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import HANG, RESET, Visit, chunk, chunked_head, head, reply, script
-from tests.support.stage import Stage
+from tests.support.stage import Stage, both_ways
 from tests.support.waiting import until
 
 Leave = Callable[[Client], None]
@@ -56,10 +57,11 @@ async def test_while_the_head_is_awaited_later(stage: Stage, leave: Leave) -> No
     await assert_given_up(stage, router)
 
 
+@both_ways
 @leaves
-async def test_in_the_middle_of_a_stream(stage: Stage, leave: Leave) -> None:
+async def test_in_the_middle_of_a_stream(stage: Stage, leave: Leave, layers: tuple[MiddlewareSpec, ...]) -> None:
     worker = (await stage.worker()).always(script(chunked_head(), chunk(EVENT), HANG))
-    router = await stage.router(worker)
+    router = await stage.router(worker, middlewares=layers)
     client = await stage.client(router)
     await client.send(request("POST", "/generate", body=b"{}"))
     await client.read_head()
@@ -68,7 +70,8 @@ async def test_in_the_middle_of_a_stream(stage: Stage, leave: Leave) -> None:
     await assert_given_up(stage, router)
 
 
-async def test_in_the_middle_of_a_stream_that_never_pauses(stage: Stage) -> None:
+@both_ways
+async def test_in_the_middle_of_a_stream_that_never_pauses(stage: Stage, layers: tuple[MiddlewareSpec, ...]) -> None:
     async def endless(visit: Visit) -> None:
         await visit.read_body()
         await visit.write(chunked_head())
@@ -76,7 +79,7 @@ async def test_in_the_middle_of_a_stream_that_never_pauses(stage: Stage) -> None
             await visit.write(chunk(EVENT * 100))
 
     worker = (await stage.worker()).always(endless)
-    router = await stage.router(worker)
+    router = await stage.router(worker, middlewares=layers)
     client = await stage.client(router)
     await client.send(request("POST", "/generate", body=b"{}"))
     await client.read_head()
@@ -86,9 +89,12 @@ async def test_in_the_middle_of_a_stream_that_never_pauses(stage: Stage) -> None
     await assert_given_up(stage, router)
 
 
+@both_ways
 @leaves
 @pytest.mark.parametrize("framing", ["chunked", "content-length"])
-async def test_while_it_reads_nothing_of_a_big_reply(stage: Stage, leave: Leave, framing: str) -> None:
+async def test_while_it_reads_nothing_of_a_big_reply(
+    stage: Stage, leave: Leave, framing: str, layers: tuple[MiddlewareSpec, ...]
+) -> None:
     """All buffers on the way are full and everybody waits for the client, which leaves."""
     written = 0
 
@@ -101,7 +107,7 @@ async def test_while_it_reads_nothing_of_a_big_reply(stage: Stage, leave: Leave,
             written += 1
 
     worker = (await stage.worker()).always(flood)
-    router = await stage.router(worker)
+    router = await stage.router(worker, middlewares=layers)
     client = await stage.client(router, receive_buffer=4096)
     await client.send(request("POST", "/generate", body=b"{}"))
     await _stalled(lambda: written)

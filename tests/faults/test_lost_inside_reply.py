@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from miles_router.settings.config import MiddlewareSpec
 from tests.support.http import CutReply, request
 from tests.support.scripted_worker import (
     CLOSE,
@@ -20,7 +21,7 @@ from tests.support.scripted_worker import (
     reply,
     script,
 )
-from tests.support.stage import Stage
+from tests.support.stage import Stage, both_ways
 
 SSE = [("Content-Type", "text/event-stream")]
 LENGTH = head(200, [("Content-Length", "100")])
@@ -62,14 +63,15 @@ async def test_a_cut_reply_is_cut_for_the_client_too(stage: Stage, beginning: tu
     await cut_reply(stage, script(beginning[0], end), beginning[1])
 
 
+@both_ways
 @pytest.mark.parametrize("beginning", [BEGINNINGS["content-length"], BEGINNINGS["chunked"], BEGINNINGS["sse"]])
 @ends
 async def test_what_came_before_the_cut_reaches_the_client_at_once(
-    stage: Stage, beginning: tuple[bytes, bytes], end: Action
+    stage: Stage, beginning: tuple[bytes, bytes], end: Action, layers: tuple[MiddlewareSpec, ...]
 ) -> None:
     gate = asyncio.Event()
     worker = (await stage.worker()).always(script(beginning[0], gate, end))
-    router = await stage.router(worker)
+    router = await stage.router(worker, middlewares=layers)
     client = await stage.client(router)
     await client.send(request("POST", "/generate", body=b"{}"))
     assert (await client.read_head()).status == 200

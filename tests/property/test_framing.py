@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,47 +16,12 @@ from hypothesis import strategies as st
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import ClientDisconnected, UpstreamError
-from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.forwarding.connection import Connection
 from miles_router.forwarding.framing import request_head
 from miles_router.serving.client_connection import ClientConnections
+from tests.support.wire import Wire, WorkerEnd
 
-WORKER = parse_worker_url("http://worker:1")
 TOKEN = "abcXYZ019!#$%&'*+-.^_`|~"
 FRAMING = {b"content-length", b"transfer-encoding", b"connection", b"upgrade", b"expect", b"host", b"te", b"trailer"}
-
-
-class Wire:
-    """A transport that keeps what is written."""
-
-    def __init__(self) -> None:
-        self.written = bytearray()
-        self.closed = False
-
-    def write(self, data: bytes) -> None:
-        if not self.closed:
-            self.written += data
-
-    def writelines(self, pieces: Sequence[bytes]) -> None:
-        self.write(b"".join(pieces))
-
-    def get_extra_info(self, name: str) -> Any:
-        return SimpleNamespace(setsockopt=lambda *_: None) if name == "socket" else ("127.0.0.1", 1)
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = write_eof = close
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def pause_reading(self) -> None: ...
-
-    def resume_reading(self) -> None: ...
 
 
 names = st.text(TOKEN, min_size=1, max_size=12).map(str.encode).filter(lambda name: name.lower() not in FRAMING)
@@ -149,35 +114,15 @@ def replies(draw: st.DrawFn) -> tuple[str, bytes]:
     return method, early + message(b"HTTP/1.1 %d Reason" % status, headers, body)
 
 
-@dataclass
-class Pool:
-    """Where a connection to a worker belongs."""
-
-    read_buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(1024)))
-    kept: bool = False
-
-    def made(self, address: object, connection: Connection) -> None: ...
-
-    def keep(self, address: object, connection: Connection) -> None:
-        self.kept = True
-
-    def forget(self, address: object, connection: Connection) -> None: ...
-
-    def slot_freed(self) -> None: ...
-
-
 async def by_connection(method: str, arrived: Sequence[bytes]) -> Seen | None:
     """What a `Connection` makes of a reply."""
-    pool = Pool()
-    connection, wire = Connection(pool, WORKER), Wire()
-    connection.connection_made(cast(asyncio.BaseTransport, wire))
-    reply = connection.send(b"the request", b"", head_request=method == "HEAD")
+    worker = WorkerEnd()
+    reply = worker.connection.send(b"the request", b"", head_request=method == "HEAD")
     for data in arrived:
-        if data and not wire.closed:
-            pool.read_buffer[: len(data)] = data
-            connection.buffer_updated(len(data))
+        if data and not worker.wire.closed:
+            worker.says(data)
     if not arrived[-1]:
-        connection.connection_lost(None)
+        worker.connection.connection_lost(None)
     if not reply.head_seen:
         return None
     seen = Seen((reply.status,), reply.headers)

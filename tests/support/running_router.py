@@ -82,6 +82,11 @@ class RunningRouter:
     def pool(self) -> WorkerPool:
         return self.app.router.pool
 
+    @property
+    def connections(self) -> tuple[Any, ...]:
+        """Its clients' connections, as the process host knows them."""
+        return tuple(self._server.server_state.connections)
+
     async def probed(self) -> None:
         """Until every worker has told its weight version."""
         known = lambda: all(worker.weight_version is not None for worker in self.pool)  # noqa: E731

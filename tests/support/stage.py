@@ -13,10 +13,18 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import pytest
+
+from miles_router.settings.config import MiddlewareSpec
 from tests.support.http import Client
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.waiting import until
+
+#: A reply's two ways: past layers that have not wrapped `send`, and through one that has, message by message.
+both_ways = pytest.mark.parametrize(
+    "layers", [(), (MiddlewareSpec("tests.support.plugins.working.Tagging"),)], ids=["past", "through"]
+)
 
 
 class Stage:

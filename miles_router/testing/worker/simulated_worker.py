@@ -11,8 +11,11 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
-import aiohttp
-from aiohttp import web
+try:
+    import aiohttp
+    from aiohttp import web
+except ModuleNotFoundError as error:
+    raise ImportError("the simulated worker needs aiohttp: pip install 'miles-router[testing]'") from error
 
 from miles_router.testing.worker.chat_routes import chat_completions
 from miles_router.testing.worker.completions_routes import completions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Literal
@@ -208,6 +209,52 @@ class Failing:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise ZeroDivisionError("a defect with a secret in its message")
+
+
+class Silent:
+    """Answers nothing."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        return None
+
+
+class Breaking:
+    """Begins a reply and has a defect then."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        raise ZeroDivisionError
+
+
+class Unread:
+    """Answers without having read the request, when `router.state.answer` is set."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.router = router
+        self.router.state.answer = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.router.state.answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+class Splitting:
+    """Puts what it was sent into a header of the reply, line ends included."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await Exchange.of(scope).read(receive)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"x-echo", body)]})
+        await send({"type": "http.response.body", "body": b"{}"})
 
 
 class Stealing:

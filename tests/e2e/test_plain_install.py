@@ -1,0 +1,143 @@
+"""What `pip install miles-router` brings is what the server needs, and no more; what needs an extra says which."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import distribution, packages_distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.support.http import ask
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+LISTENING = re.compile(r"listening +(http://\S+)")
+SETTINGS = """\
+port: 0
+worker_urls: [%s]
+middlewares:
+  - path: middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware
+    options: {moe_shape: 4x8x2}
+"""
+PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+WITHOUT = """
+import sys
+
+ABSENT = frozenset(%r)
+
+
+class Absent:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] in ABSENT:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+for name in [name for name in sys.modules if name.partition(".")[0] in ABSENT]:
+    del sys.modules[name]
+sys.meta_path.insert(0, Absent)
+"""
+SERVE = """
+import sys
+from miles_router.cli import main
+
+try:
+    main(sys.argv[1:])
+finally:
+    print("loaded:", *sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+
+
+def normal(name: str) -> str:
+    """A distribution's name as indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def direct() -> set[str]:
+    """The distributions that a plain install asks for."""
+    listed = PYPROJECT.read_text(encoding="utf-8").partition("\ndependencies = [")[2].partition("\n]")[0]
+    return {normal(Requirement(line).name) for line in re.findall('"(.+)"', listed)}
+
+
+def with_theirs(names: set[str]) -> Iterator[str]:
+    """Distributions, and what they require without extras."""
+    for name in names:
+        yield name
+        every = [Requirement(line) for line in distribution(name).requires or ()]
+        needed = [each for each in every if each.marker is None or each.marker.evaluate({"extra": ""})]
+        yield from with_theirs({normal(each.name) for each in needed})
+
+
+def modules_of(names: set[str]) -> set[str]:
+    """The top-level modules that only these distributions bring."""
+    return {module for module, theirs in packages_distributions().items() if {*map(normal, theirs)} <= names}
+
+
+def plain(code: str) -> list[str]:
+    """The command for `code` in an interpreter that has what a plain install has."""
+    installed = {normal(name) for names in packages_distributions().values() for name in names}
+    absent = modules_of(installed - {"miles-router", *with_theirs(direct())})
+    return [sys.executable, "-c", WITHOUT % (sorted(absent),) + code]
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(plain(code), capture_output=True, text=True, timeout=60, check=False)
+
+
+async def test_a_plain_install_has_what_the_server_needs_and_no_more(stage: Stage, tmp_path: Path) -> None:
+    worker = await stage.worker()
+    settings = tmp_path / "router.yaml"
+    settings.write_text(SETTINGS % worker.url, encoding="utf-8")
+    log = tmp_path / "log"
+
+    def shown() -> str:
+        return log.read_text(encoding="utf-8")
+
+    command = [*plain(SERVE), "--config", str(settings)]
+    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:  # noqa: ASYNC220
+        try:
+            await until(lambda: LISTENING.search(shown()) or process.poll() is not None, "a banner", deadline=60)
+            assert process.poll() is None, shown()
+            (url,) = LISTENING.findall(shown())
+            assert (await ask(url, "POST", "/generate", body=b"{}")).body == b"{}"
+            assert (await ask(url, "GET", "/metrics")).status == 200
+            process.send_signal(signal.SIGTERM)
+            await until(lambda: process.poll() is not None, "its end", deadline=20)
+        finally:
+            process.kill()
+    assert process.returncode == 0, shown()
+    loaded = set(shown().rpartition("loaded: ")[2].split())
+    assert {name for name in direct() if not modules_of({name}) & loaded} == set(), "required and not used"
+
+
+@pytest.mark.parametrize(
+    "module", ["miles_router.compat", "miles_router.check", "middleware_hub.radix_tree_middleware"]
+)
+def test_a_plain_install_has_what_the_other_ways_in_need(module: str) -> None:
+    done = run(f"import {module}")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("code", "extra"),
+    [
+        ("from miles_router.client import RouterClient", "client"),
+        ("from miles_router.testing import SimulatedWorker", "testing"),
+    ],
+)
+def test_what_needs_an_extra_says_which(code: str, extra: str) -> None:
+    done = run(code)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].endswith(f"needs aiohttp: pip install 'miles-router[{extra}]'")
+
+
+def test_the_simulated_workers_command_says_in_one_line_which_extra_it_needs() -> None:
+    done = run("import sys; from miles_router.testing.worker.cli import main; sys.exit(main(['--port', '0']))")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].endswith("needs aiohttp: pip install 'miles-router[testing]'")
