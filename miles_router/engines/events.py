@@ -73,8 +73,8 @@ class Event(NamedTuple):
 
 def write_event(content: object, name: bytes = b"") -> bytes:
     """JSON as an event."""
-    named = b"event: " + name + NEWLINE if name else b""
-    return named + DATA + orjson.dumps(content) + END
+    event = DATA + orjson.dumps(content) + END
+    return b"event: " + name + NEWLINE + event if name else event
 
 
 class EventReader:
