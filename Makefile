@@ -17,7 +17,13 @@ say = printf '\n==> %s\n' "$(1)"
 apt = { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && printf '==> apt-get install %s\n' "$(1)" \
 	&& export DEBIAN_FRONTEND=noninteractive && apt-get -qq update && apt-get -qq install -y $(1) >/dev/null; }
 
-.PHONY: help demo test install lint types imports unit sglang bench npm
+# Tests start hundreds of interpreters; without bytecode each would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
+# How many processes run tests: `auto` is one for each core and one for those that wait for SGLang.
+JOBS ?= auto
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+
+.PHONY: help demo test nightly heavy unit coverage install lint types imports sglang tokenizers bench npm
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -25,10 +31,27 @@ help: ## this list
 demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=sglang takes two real SGLang workers
 	@$(MAKE) --no-print-directory demo-$(WORKER)
 
-test: install lint types imports sglang ## everything that is checked, with real SGLang workers
-	@$(call say,tests)
-	@$(BIN)/pytest
-	@$(call say,all checks passed)
+test: install sglang tokenizers ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
+	@$(call say,tests and checks of the source)
+	@$(PYTEST)
+
+nightly: install tokenizers ## the tests without SGLang with many more and always other random cases
+	@$(call say,tests with many random cases)
+	@$(PYTEST) --tier nightly -m "not sglang and not static"
+
+heavy: install sglang tokenizers ## storms, and the proofs on real SGLang at full length
+	@$(call say,storms and long proofs)
+	@$(PYTEST) --tier heavy -m "sglang or storm"
+
+unit: install tokenizers ## the tests that need no SGLang
+	@$(PYTEST) -m "not sglang"
+
+coverage: install tokenizers ## which branches the tests without SGLang take, in the processes that they start too
+	@$(call say,tests under coverage)
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest -n $(JOBS) --dist loadgroup -m "not sglang and not static"
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
 
 install: $(VENV)/.installed-dev ## the virtual environment with the package and its development tools
 
@@ -45,12 +68,12 @@ imports: install ## who may import whom
 	@$(call say,import-linter)
 	@$(BIN)/lint-imports
 
-unit: install ## the tests that need no SGLang
-	@$(BIN)/pytest -m "not sglang"
-
 sglang: install npm ## the environment and the models of the real SGLang workers (1.6 GB, cached)
 	@$(call say,the SGLang environment)
 	@$(BIN)/python tests/sglang/environment.py
+
+tokenizers: install npm
+	@$(BIN)/python -m tests.support.tokenizers >/dev/null
 
 bench: install ## overhead against direct, nginx and sglang-router (needs nginx and wrk)
 	@$(BIN)/python tests/benchmarks/passthrough.py
@@ -70,8 +93,8 @@ demo-sglang: npm
 	  "'$$python' tests/sglang/launch_worker.py --model-path '$$model' --skip-server-warmup --sleep-on-idle"
 
 npm:
-	@command -v npm >/dev/null || $(call apt,npm) || echo "npm is absent: the SGLang workers' tokenizer comes from it." \
-	  "Install npm, or use 'make unit', unless the models are built already."
+	@command -v npm >/dev/null || $(call apt,npm) || echo "npm is absent: tokenizers for tests come from it." \
+	  "Install it, unless they were fetched before."
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "python3 must be 3.10 or later"; exit 1; }

@@ -24,10 +24,7 @@ from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
-from miles_router import Router
-from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.middlewares.contract import ASGIApp, HasRoutes
-from miles_router.middlewares.rows import RowSource
+from miles_router.middlewares import ASGIApp, HasRoutes, Receive, Router, RowSource, Scope, Send
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 NAME = "openai_sessions"

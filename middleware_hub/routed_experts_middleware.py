@@ -16,13 +16,21 @@ from middleware_hub.routed_experts.delivery import Delivery
 from middleware_hub.routed_experts.replies import StrippedReply, VerbatimReply
 from middleware_hub.routed_experts.shapes import ShapeCheck, configured_shape, parse_shape
 from middleware_hub.routed_experts.store import RowStore
-from miles_router import Exchange, Router, replay
-from miles_router.asgi.exchange import Receive, Scope, Send, with_body
 from miles_router.engines.paths import GENERATE
 from miles_router.engines.rows import EXPERT_FIELDS, ChatRows, GenerateRows, RowRequest
 from miles_router.errors import ConfigError
-from miles_router.middlewares.contract import ASGIApp, HasRoutes
-from miles_router.middlewares.rows import Handover
+from miles_router.middlewares import (
+    ASGIApp,
+    Exchange,
+    Handover,
+    HasRoutes,
+    Receive,
+    Router,
+    Scope,
+    Send,
+    replay,
+    with_body,
+)
 
 DELIVER = "/routed_experts"
 NAME = "routed_experts"
@@ -84,7 +92,7 @@ class RoutedExpertsMiddleware:
         start = min((0 if each is None else each.count for each in prefixes), default=0)
         request = RowRequest.write(body, fields, start, parse=exchange.loads, client_may=native)
         capture = Capture(self._context, exchange, handover, start=request.start)
-        reader = GenerateRows(fields) if native else ChatRows(fields)
+        reader = GenerateRows() if native else ChatRows()
         reply = (VerbatimReply if request.by_client else StrippedReply)(capture, reader, send, self._metrics)
         with self.store.pinned(each.rows for each in prefixes if each is not None):
             await reply.call(self.app, with_body(scope, request.body), replay(request.body, receive))

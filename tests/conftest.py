@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from typing import Any
 
@@ -55,6 +56,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return Groups(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """xdist gives its processes 10 s to end, which on a busy machine is too short to write what `coverage` measured."""
+    coverage = sys.modules.get("coverage")
+    measured = coverage.Coverage.current() if coverage is not None else None
+    if measured is not None:
+        measured.save()
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

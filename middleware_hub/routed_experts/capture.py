@@ -11,10 +11,9 @@ from middleware_hub.routed_experts.decoding import Decoder
 from middleware_hub.routed_experts.errors import ExpertsMissing
 from middleware_hub.routed_experts.shapes import RowWidth, RowWidths, ShapeCheck
 from middleware_hub.routed_experts.store import RowStore
-from miles_router import Exchange
 from miles_router.engines.facts import Facts
 from miles_router.engines.rows import RowFields
-from miles_router.middlewares.rows import Handover, RowPrefix
+from miles_router.middlewares import Exchange, Handover, RowPrefix
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import AlignedRows, Blocks, RowArray
 
@@ -34,7 +33,7 @@ class Aligner:
 
     def __init__(self, store: RowStore, check: ShapeCheck, *, start: int, keep: bool) -> None:
         #: What the worker that answers has shown of its rows; matters only where nobody has said the model's shape.
-        self.learned = RowWidth()
+        self.width = RowWidth()
         self._store = store
         self._check = check
         self._start = start
@@ -49,7 +48,7 @@ class Aligner:
         """
         statistics, start = self._store.statistics, self._start
         try:
-            own = self._check.rows(decoder.finish(), decoder.largest, start, tokens - 1 - start, self.learned)
+            own = self._check.rows(decoder.finish(), decoder.largest, start, tokens - 1 - start, self.width)
             node = self._hold(own, prefix, tokens, rid)
         except InvalidTrajectory as error:
             statistics.missing[error.invariant] += 1
@@ -135,7 +134,7 @@ class Capture:
         url = self.exchange.flight.worker_url
         if self._context.check.learns and url is not None:
             facts = await self._context.facts(url)
-            self._aligner.learned = facts.learned(RowWidths)[self.fields.kind]
+            self._aligner.width = facts.learned(RowWidths)[self.fields.kind]
 
     def decoder(self) -> Decoder:
         """For the next string of ids."""

@@ -15,9 +15,8 @@ from starlette.responses import Response
 from middleware_hub.routed_experts.decoding import encoded
 from middleware_hub.routed_experts.errors import ExpertsNotHeld
 from middleware_hub.routed_experts.store import RowStore
-from miles_router import Exchange
 from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares.rows import RowChannel, RowMatch, RowSource, TrajectoryRows
+from miles_router.middlewares import Exchange, RowChannel, RowMatch, RowSource, TrajectoryRows
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import RowArray
 from miles_router.trajectory.safetensors import pack

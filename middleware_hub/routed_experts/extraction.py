@@ -38,11 +38,13 @@ class Extractor:
         """Take bytes that came; gives what remains of them, as far as that is clear."""
         if self._withheld:
             data, self._withheld = self._withheld + data, b""
+        if not self._within and self._field.quoted not in data:
+            return self._without_a_beginning(data)
         remains: list[bytes] = []
         at = 0
         while at < len(data):
             at = self._through_a_string(data, at) if self._within else self._up_to_a_string(data, at, remains)
-        return remains[0] if len(remains) == 1 else b"".join(remains)
+        return b"".join(remains)
 
     def _through_a_string(self, data: bytes, at: int) -> int:
         end = at + self.decoders[-1].feed(memoryview(data)[at:])
@@ -64,12 +66,16 @@ class Extractor:
                 self._within = True
                 return value + 1
             found = self._field.find(data, value)
-        rest = data[at:] if at else data
-        end = self._field.beginning(rest)
-        self._withheld, rest = rest[end:], rest[:end]
-        self._before = rest[-1:] or self._before
-        remains.append(rest)
+        remains.append(self._without_a_beginning(data[at:]))
         return len(data)
+
+    def _without_a_beginning(self, data: bytes) -> bytes:
+        """Withhold what may be the beginning of the field's name and value."""
+        end = self._field.beginning(data)
+        if end < len(data):
+            data, self._withheld = data[:end], data[end:]
+        self._before = data[-1:] or self._before
+        return data
 
     @property
     def pending(self) -> int:
@@ -92,6 +98,8 @@ class Extractor:
 
     def without_marks(self, remains: bytes) -> bytes:
         """JSON without the fields whose strings were taken out."""
+        if not self.decoders:
+            return remains
         kept: list[bytes] = []
         begin = 0
         found = self._field.find(remains)

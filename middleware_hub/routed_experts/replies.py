@@ -11,13 +11,10 @@ import orjson
 from middleware_hub.routed_experts.capture import Capture
 from middleware_hub.routed_experts.errors import ExpertsMissing
 from middleware_hub.routed_experts.extraction import Extractor
-from miles_router.asgi.exchange import Message, Send
-from miles_router.asgi.headers import first
-from miles_router.asgi.replies import Kind, Tap, UnreadCounter
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.events import Event, write_event
 from miles_router.engines.rows import RowAnswer, RowReader
 from miles_router.errors import UpstreamInvalidResponse
+from miles_router.middlewares import Event, Kind, Send, Tap, UnreadCounter, first, write_event
 
 
 class RowReply(Tap):
@@ -32,11 +29,9 @@ class RowReply(Tap):
         self._reader = reader
         self._extractor = Extractor(capture.fields.rows, capture.decoder)
 
-    async def send(self, message: Message) -> None:
-        """One ASGI message of the reply."""
-        if message["type"] == "http.response.start" and not self.passes(message):
-            await self._capture.begin()
-        await super().send(message)
+    async def begun(self) -> None:
+        """A worker has begun its answer."""
+        await self._capture.begin()
 
     def unread(self, reason: str) -> None:
         """A reply that cannot be read.
@@ -71,10 +66,11 @@ class RowReply(Tap):
 
     def _take_event(self, event: Event) -> None:
         """Take the rows of an event, if there are some; raises as `_take_answers`."""
+        has_rows = self._extractor.has_marks(event.raw)
         try:
-            answer = self._reader.event(event)
+            answer = self._reader.event(event, has_rows=has_rows)
         except UnreadableAnswer as error:
-            if self._extractor.has_marks(event.raw):
+            if has_rows:
                 raise UpstreamInvalidResponse(f"the worker's event is none of the engine's: {error!r}") from None
             return
         if answer is not None and not self._take_rows(answer) and answer.ended:
@@ -128,9 +124,9 @@ class VerbatimReply(RowReply):
         self._waiting: list[bytes] = []  # of what the client gets
         self._clear = False  # rows are taken out of the event that has begun
 
-    async def send(self, message: Message) -> None:
-        """One ASGI message of the reply."""
-        await super().send(message)
+    async def begun(self) -> None:
+        """A worker has begun its answer."""
+        await super().begun()
         self.same_length = self.kind is Kind.JSON  # a stream may end with an error of ours
 
     async def piece(self, data: bytes, *, more: bool) -> bytes:

@@ -78,12 +78,12 @@ class ShapeCheck:
         """Whether the length of a row has to be learned."""
         return self._shape is None
 
-    def rows(self, flat: Blocks, largest: int, start: int, expected: int, learned: RowWidth) -> Blocks:
+    def rows(self, flat: Blocks, largest: int, start: int, expected: int, engine: RowWidth) -> Blocks:
         """Ids as rows: the `expected` ones from row `start` on.
 
         Args:
             largest: of the ids.
-            learned: of the engine that told them.
+            engine: what is known of the one that told them.
 
         Raises:
             InvalidTrajectory: with the kind's ids in front, `of_the_model`: ids or rows of another model;
@@ -92,7 +92,7 @@ class ShapeCheck:
         shape, invalid = self._shape, self._kind.invalid
         if shape is not None and shape.choices is not None and largest >= shape.choices:
             raise invalid("of_the_model", f"{largest} is none of the model's {shape.choices} {self._kind.ids}")
-        width = learned if shape is None else RowWidth(shape.width, certain=True)
+        width = engine if shape is None else RowWidth(shape.width, certain=True)
         if expected <= 0 or width.ids is None:
             return self._first(flat, start, expected, width)
         if not width.certain:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from miles_router.metrics.statistics import Statistics, counter, gauge
+from miles_router.middlewares import Statistics, counter, gauge
 
 
 class ExpertStatistics(Statistics, prefix="miles_router_routed_experts"):

@@ -66,7 +66,7 @@ class Tap:
     #: Whether `piece` reads what it sees, and is not content with bytes of any kind.
     reads_pieces: ClassVar[bool] = False
     #: Whether the reply's head waits for what `piece` gives first. A layer that only looks on does not need that.
-    holds_head = True
+    holds_head: ClassVar[bool] = True
     _wants_pieces: ClassVar[bool] = False
     _wants_whole: ClassVar[bool] = False
     _wants_events: ClassVar[bool] = False
@@ -98,6 +98,9 @@ class Tap:
     def passes(self, start: Message) -> bool:
         """Whether this reply is none of the layer's business. By default refusals and errors are not."""
         return bool(start["status"] != OK)
+
+    async def begun(self) -> None:
+        """A reply has begun that the layer sees (`start`, `kind`); nothing of it has gone on yet."""
 
     async def piece(self, data: bytes, *, more: bool) -> bytes:
         """Bytes as they came; gives what the rest of the layer, or the client, gets of them."""
@@ -183,6 +186,7 @@ class Tap:
             self._passing = True
             await self._pass_on(start)
             return
+        await self.begun()
         self._collecting = self._collects()
         held = self._wants_pieces and self.holds_head
         if not self._collecting and not held:  # a stream's head does not wait for its first event

@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.control.fan_out import Answer, FanOut, one_answer
+from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
 from miles_router.control.health import HealthMonitor
 from miles_router.control.row import Call, Row
 from miles_router.control.table import TABLE
@@ -33,7 +33,7 @@ class Control:
         self._health = health
         self._one_at_a_time = asyncio.Lock()
 
-    async def send(self, path: str, request: Outgoing, request_id: str) -> Answer:
+    async def send(self, path: str, request: Outgoing, request_id: str) -> FleetAnswer:
         """One control request to every worker that it concerns.
 
         Raises:
@@ -59,6 +59,10 @@ class Control:
             self._fleet.membership if row.holds_membership else nullcontext(),
         ):
             return one_answer(await row.effect(call), request_id)
+
+    async def order(self, row: Row, request_id: str, **fields: object) -> FleetAnswer:
+        """A control request of a layer's own. Raises as `send`."""
+        return await self.send(row.path, outgoing_order(row.order(**fields)), request_id)
 
 
 def _object(body: bytes) -> Mapping[str, Any]:

@@ -56,7 +56,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Answer:
+class FleetAnswer:
     """The one answer to a fan-out."""
 
     status: int
@@ -110,17 +110,17 @@ def failed(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [outcome for outcome in outcomes if not outcome.ok and not outcome.excused]
 
 
-def one_answer(outcomes: Sequence[Outcome], request_id: str) -> Answer:
+def one_answer(outcomes: Sequence[Outcome], request_id: str) -> FleetAnswer:
     """The workers' own answer where they agree, else one that names each."""
     answered = [outcome for outcome in outcomes if not outcome.excused]
     same = len({(outcome.status, outcome.body) for outcome in answered}) == 1
     if same and answered[0].status and answered[0].status < 500 and len(answered) == len(outcomes):
-        return Answer(answered[0].status, answered[0].body, first(answered[0].headers, b"content-type"))
+        return FleetAnswer(answered[0].status, answered[0].body, first(answered[0].headers, b"content-type"))
     workers = {outcome.worker.url: outcome.describe() for outcome in outcomes}
     if failures := failed(outcomes):
         error = PartlyFailed(f"not every worker did it: {', '.join(outcome.worker.url for outcome in failures)}")
-        return Answer(error.status, orjson.dumps({**error.body(request_id), "workers": workers}), JSON)
-    return Answer(200, orjson.dumps({**_agreed(answered), "workers": workers}), JSON)
+        return FleetAnswer(error.status, orjson.dumps({**error.body(request_id), "workers": workers}), JSON)
+    return FleetAnswer(200, orjson.dumps({**_agreed(answered), "workers": workers}), JSON)
 
 
 def _agreed(outcomes: Sequence[Outcome]) -> dict[str, object]:

@@ -29,6 +29,7 @@ LOGPROB_FIELDS = frozenset(
 VERSION, VERSIONS = "weight_version", "weight_versions"
 FINISH_REASON, INDEX, VERSION_NAMED = Field("finish_reason"), Field("index"), Field(VERSION)
 ABORT = "abort"
+_ABORT_QUOTED = b'"abort"'
 
 Unreadable = Literal[
     "incomplete",
@@ -83,7 +84,9 @@ class GenerateAnswer:
         """
         try:
             meta, ids = answer["meta_info"], answer["output_ids"]
-            entries, reason = meta[LOGPROBS] if logprobs else meta.get(LOGPROBS), meta["finish_reason"]
+            entries, reason = meta.get(LOGPROBS), meta["finish_reason"]
+            if entries is None and logprobs:
+                raise UnreadableAnswer("incomplete", LOGPROBS)
             if meta.get("completion_tokens", len(ids)) != len(ids):
                 raise UnreadableAnswer("token_counts_disagree", f"{meta['completion_tokens']} tokens, {len(ids)} ids")
             if entries is not None:
@@ -216,6 +219,12 @@ def version_of(event: bytes) -> object:
         return None
 
 
+def goes_on(data: bytes) -> bool:
+    """Whether an event says that its generation goes on: its one finish reason is null. The rest is not parsed."""
+    found = FINISH_REASON.find(data)
+    return found is not None and data.startswith(b"null", found[1]) and FINISH_REASON.find(data, found[1]) is None
+
+
 def is_abort(finish: object) -> bool:
     """Whether a finish reason says that the generation was cut off."""
     return finish == ABORT or (isinstance(finish, Mapping) and finish.get("type") == ABORT)
@@ -223,6 +232,8 @@ def is_abort(finish: object) -> bool:
 
 def says_abort(data: bytes) -> bool:
     """Whether one of the finish reasons in an event says so. The rest is not parsed."""
+    if _ABORT_QUOTED not in data:
+        return False
     try:
         return any(is_abort(finish) for finish in FINISH_REASON.values(data))
     except Incomplete:

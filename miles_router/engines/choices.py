@@ -171,8 +171,8 @@ class OpenAIEndpoint(Protocol):
     """One endpoint of the engine: how it is asked so that its answers can be recorded, and how they are read."""
 
     path: str
-    #: Whether a whole answer of several choices tells the routed experts of each, or of the first alone.
-    experts_of_each: bool
+    #: Why a whole answer of several choices does not tell the routed experts of each; None where it does.
+    experts_missing: str | None
     #: The names of events that are chunks.
     chunk_events: frozenset[bytes]
 

@@ -23,7 +23,7 @@ class CompletionsEndpoint:
     """`/v1/completions`."""
 
     path = paths.COMPLETIONS
-    experts_of_each = False
+    experts_missing: str | None = "of several completions SGLang tells the routed experts of one alone"
     chunk_events = frozenset({b""})
     #: No stream falls short.
     chunks = None

@@ -55,7 +55,7 @@ class Event(NamedTuple):
     @property
     def is_error(self) -> bool:
         """Whether it tells of an error in place of an answer."""
-        if _ERROR.find(self.data) is None:
+        if _ERROR.quoted not in self.data:
             return False
         parsed = self.parse()
         return isinstance(parsed, dict) and _ERROR.name in parsed

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from miles_router.engines.answers import UnreadableAnswer, finish_reasons, is_abort, says_abort
+from miles_router.engines.answers import UnreadableAnswer, goes_on, is_abort, says_abort
 from miles_router.engines.events import Event
 from miles_router.engines.scan import Field
 from miles_router.trajectory.rows import ROUTED_EXPERTS, RowKind
@@ -131,8 +131,11 @@ class RowReader(Protocol):
         """
         ...
 
-    def event(self, event: Event) -> RowAnswer | None:
+    def event(self, event: Event, *, has_rows: bool) -> RowAnswer | None:
         """The answer that an event tells rows of, or the end of; None for all other events.
+
+        Args:
+            has_rows: whether there are rows in the event.
 
         Raises:
             UnreadableAnswer: it is none of the engine's.
@@ -143,19 +146,15 @@ class RowReader(Protocol):
 class GenerateRows:
     """Rows in a reply of `/generate`."""
 
-    def __init__(self, fields: RowFields) -> None:
-        self._fields = fields
-
     def answers(self, parsed: Any) -> list[RowAnswer]:
         """Each answer's `meta_info`."""
         every = parsed if isinstance(parsed, list) else [parsed]
         return [RowAnswer.read(answer, place) for place, answer in enumerate(every)]
 
-    def event(self, event: Event) -> RowAnswer | None:
+    def event(self, event: Event, *, has_rows: bool) -> RowAnswer | None:
         """The last event of a generation has the rows. Those before it say again all that has come: they are not
         parsed."""
-        data = event.data
-        if event.is_last or (self._fields.rows.quoted not in data and finish_reasons(data, 1) == [None]):
+        if event.is_last or (not has_rows and goes_on(event.data)):
             return None
         return RowAnswer.read(event.parse())
 
@@ -163,8 +162,7 @@ class GenerateRows:
 class ChatRows:
     """Rows in a reply of chat or completions."""
 
-    def __init__(self, fields: RowFields) -> None:
-        self._fields = fields
+    def __init__(self) -> None:
         self._aborted = False
         self._due = True  # of a stream: neither rows nor an error have come
 
@@ -179,16 +177,17 @@ class ChatRows:
         except _MALFORMED as error:
             raise UnreadableAnswer("incomplete", repr(error)) from error
 
-    def event(self, event: Event) -> RowAnswer | None:
+    def event(self, event: Event, *, has_rows: bool) -> RowAnswer | None:
         """The extension has the rows. A stream that ends without them, and told of no error, has an answer without."""
         if event.is_last:
             return RowAnswer(0, {}, ended=True, aborted=self._aborted) if self._due else None
-        if self._fields.rows.quoted in event.data:
+        if has_rows:
             parsed = event.parse()
             extension = parsed.get("sglext") if isinstance(parsed, dict) else None
-            if isinstance(extension, dict) and self._fields.of(extension) is not None:
-                self._due = False
-                return RowAnswer(0, extension, ended=True)
+            if not isinstance(extension, dict):
+                raise UnreadableAnswer("incomplete", "rows that are not in the extension")
+            self._due = False
+            return RowAnswer(0, extension, ended=True)
         self._aborted = self._aborted or says_abort(event.data)
         self._due = self._due and not event.is_error
         return None

@@ -53,13 +53,17 @@ class Field:
     def beginning(self, data: bytes) -> int:
         """Where, at the end of a piece, its name may begin with a value that is not in the piece; the piece's length if
         it does not."""
-        above = data.rstrip(_SPACE)
-        if above.endswith(b":"):
-            above = above[:-1].rstrip(_SPACE)
-        if above.endswith(self.quoted):
-            return len(above) - len(self.quoted)
-        quote = data.rfind(b'"', max(0, len(data) - len(self.quoted) + 1))
-        return quote if quote >= 0 and self.quoted.startswith(data[quote:]) else len(data)
+        end = _without_space(data, len(data))
+        last = data[end - 1 : end]
+        if last == b":":
+            end = _without_space(data, end - 1)
+        if last in b':"' and data.endswith(self.quoted, 0, end):
+            return end - len(self.quoted)
+        if end == len(data):  # there is no space within a name
+            quote = data.rfind(b'"', max(0, end - len(self.quoted) + 1))
+            if quote >= 0 and self.quoted.startswith(data[quote:]):
+                return quote
+        return len(data)
 
     def places(self, data: bytes, start: int = 0) -> Iterator[int]:
         """Where each of its values begins, in the order in which they stand, at any depth."""
@@ -103,6 +107,13 @@ class Field:
             if text[end:].strip() == "}":
                 return value
         raise Incomplete(f"{self.quoted.decode()} is not the last field")
+
+
+def _without_space(data: bytes, end: int) -> int:
+    """Where the whitespace in front of a place begins."""
+    while end and data[end - 1] in _SPACE:
+        end -= 1
+    return end
 
 
 def value_at(data: bytes, at: int) -> object:

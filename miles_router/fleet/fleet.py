@@ -89,9 +89,9 @@ class Fleet:
         """What is routable now."""
         return self.pool.snapshot
 
-    def lease(self, key: str | None = None, excluded: Collection[Worker] = ()) -> Lease:
+    def lease(self, key: str | None = None, excluded: Collection[Worker] = (), preferred: str | None = None) -> Lease:
         """A slot on the unit that the policy chooses, as `WorkerPool.lease`."""
-        return self.pool.lease(self._policy, key, excluded)
+        return self.pool.lease(self._policy, key, excluded, preferred)
 
     def subscribe(self, listener: Callable[[Transition], None]) -> Callable[[], None]:
         """Tell `listener` of every change of a worker's state, until what this returns is called."""

@@ -188,9 +188,16 @@ class WorkerPool:
 
     # Requests
 
-    def lease(self, policy: Policy, key: str | None = None, excluded: Collection[Worker] = ()) -> Lease:
+    def lease(
+        self,
+        policy: Policy,
+        key: str | None = None,
+        excluded: Collection[Worker] = (),
+        preferred: str | None = None,
+    ) -> Lease:
         """Take a slot on the unit that `policy` chooses among the routable ones, without those of `excluded` workers.
-        Where all are paused, among those: they answer what does not generate, and what does waits at the gate.
+        Where all are paused, among those: they answer what does not generate, and what does waits at the gate. Where
+        the worker at the URL `preferred` has some of them, among its own.
 
         Raises:
             NoWorkerAvailable: none is registered, none is routable, or all routable ones are excluded.
@@ -200,6 +207,8 @@ class WorkerPool:
             candidates = [unit for unit in candidates if unit.worker not in excluded]
         if not candidates:
             raise NoWorkerAvailable(self._why_none())
+        if preferred is not None:
+            candidates = [unit for unit in candidates if unit.worker.url == preferred] or candidates
         unit = candidates[0] if len(candidates) == 1 and key is None else policy.choose(candidates, key)
         self._choices += 1
         unit.chosen_at = self._choices

@@ -67,7 +67,7 @@ class Forwarder:
         """
         admit = self._fleet.gate.is_open if request.generates else None
         while True:
-            lease = self._fleet.lease(request.key, request.tried)
+            lease = self._fleet.lease(request.key, request.tried, request.preferred)
             worker = lease.worker
             if flight is not None:
                 flight.worker_url = worker.url

@@ -20,7 +20,7 @@ class Outgoing:
     """A request on its way to a worker: framing headers removed, the path as it was spelled. One that `generates` is
     written only while the gate is open."""
 
-    __slots__ = ("body", "generates", "headers", "key", "method", "target", "tried")
+    __slots__ = ("body", "generates", "headers", "key", "method", "preferred", "target", "tried")
 
     def __init__(
         self,
@@ -31,6 +31,7 @@ class Outgoing:
         key: str | None = None,
         *,
         generates: bool = False,
+        preferred: str | None = None,
     ) -> None:
         self.method = method
         self.target = target
@@ -38,6 +39,8 @@ class Outgoing:
         self.body = body
         self.key = key
         self.generates = generates
+        #: The URL of the worker that takes it, while that one takes requests.
+        self.preferred = preferred
         #: Workers that lost it before a reply began.
         self.tried: tuple[Worker, ...] = ()
 

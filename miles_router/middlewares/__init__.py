@@ -7,11 +7,12 @@ know nothing of the router: `miles_router.engines`, the engine's wire, and `mile
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.asgi.keys import Key
-from miles_router.asgi.replies import Collected, Kind, Tap, readable
-from miles_router.engines.events import Event, write_event
+from miles_router.asgi.replies import OK, Collected, Kind, Tap, UnreadCounter, readable, with_length
+from miles_router.control.row import Row
+from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
+from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
-from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.middlewares.contract import ASGIApp, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.router import Router
@@ -26,6 +27,11 @@ from miles_router.middlewares.rows import (
 )
 
 __all__ = [
+    "CONTINUE",
+    "LAST_EVENT",
+    "OK",
+    "PAUSE",
+    "UPDATE_VERSION",
     "ASGIApp",
     "Collected",
     "Event",
@@ -39,10 +45,10 @@ __all__ = [
     "Key",
     "Kind",
     "Message",
-    "Outgoing",
     "RawHeaders",
     "Receive",
     "Router",
+    "Row",
     "RowChannel",
     "RowMatch",
     "RowPrefix",
@@ -53,6 +59,7 @@ __all__ = [
     "Tap",
     "TrajectoryRows",
     "UnknownShape",
+    "UnreadCounter",
     "counter",
     "first",
     "first_prefix",
@@ -61,5 +68,6 @@ __all__ = [
     "readable",
     "replay",
     "with_body",
+    "with_length",
     "write_event",
 ]

@@ -91,8 +91,10 @@ class Router:
         body: bytes = b"",
         key: str | None = None,
         flight: Flight | None = None,
+        preferred: str | None = None,
     ) -> AsyncIterator[Forwarded]:
-        """A request of a middleware's own to a worker, chosen, leased and retried like a client's.
+        """A request of a middleware's own to a worker, chosen, leased and retried like a client's; while the worker at
+        the URL `preferred` takes requests, it is that one.
 
             async with router.forward("POST", "/generate", headers=[(b"content-type", b"application/json")],
                                       body=orjson.dumps(payload), key=session_id) as forwarded:
@@ -109,7 +111,7 @@ class Router:
         if not any(name == b"x-request-id" for name, _ in sent):
             sent.append((b"x-request-id", request_id({}).encode("ascii")))
         generating = generates(unquote(path.partition("?")[0]))
-        request = Outgoing(method, path.encode("ascii"), sent, body, key, generates=generating)
+        request = Outgoing(method, path.encode("ascii"), sent, body, key, generates=generating, preferred=preferred)
         forwarded = await self._forwarder.open_when_admitted(request, flight or Flight())
         try:
             yield forwarded

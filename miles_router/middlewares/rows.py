@@ -141,7 +141,7 @@ class RowChannel:
 
     def __init__(self, kind: RowKind) -> None:
         self.kind = kind
-        #: The model's, where the layer that captures was told it.
+        #: The model's, where the layer that captures knows it.
         self.shape: RowShape | None = None
         #: Whether a layer captures.
         self.captures = False

@@ -32,7 +32,7 @@ class ResumableAnswer(ResumableRequest):
             return
         self.answers: list[Any] = opening.answers
         await self.carry_on(cut)
-        await opening.answer(orjson.dumps(self.answers if self.generations[0].asked.indexed else self.answers[0]))
+        await opening.answer(orjson.dumps(self.answers if self.indexed else self.answers[0]))
 
     async def _opened(self, body: bytes) -> _OpeningAnswer:
         """The first reply; under `resume_lost` one that was cut by the loss of its worker is asked for again."""
@@ -85,10 +85,9 @@ class _OpeningAnswer(Tap):
         #: As they were parsed, where one was cut.
         self.answers: list[Any] = []
         self._request = request
-        self._came = 0
+        self._received = 0
 
     def passes(self, start: Message) -> bool:
-        self.leg.begun()
         if self.kind is Kind.EVENTS and not super().passes(start):
             self.unread("content_type")
             return True
@@ -96,8 +95,8 @@ class _OpeningAnswer(Tap):
 
     async def send(self, message: Message) -> None:
         await super().send(message)
-        self._came += len(message.get("body", b""))
-        if self._came <= BEGINNING and not self.passing and not self._request.context.resume_lost:
+        self._received += len(message.get("body", b""))
+        if self._received <= BEGINNING and not self.passing and not self._request.context.resume_lost:
             ends = finish_reasons(self.collected, len(self._request.generations), beginning=True)
             if ends is not None and not any(map(is_abort, ends)):
                 await self.let_go()
@@ -107,6 +106,7 @@ class _OpeningAnswer(Tap):
         ends = finish_reasons(body, len(generations))
         if ends is not None and not any(map(is_abort, ends)):
             return body
+        await self.leg.learn_engine()
         answers = self._parsed(body)
         if len(answers) != len(generations):
             self.unread("unknown_answer")
@@ -141,9 +141,9 @@ class _FollowingAnswer(Collected):
         super().__init__()
         self._leg = leg
 
-    def passes(self, start: Message) -> bool:
-        self._leg.begun()
-        return super().passes(start)
+    async def whole(self, body: bytes) -> None:
+        await super().whole(body)
+        await self._leg.learn_engine()
 
     def read(self) -> Any:
         """Its JSON.

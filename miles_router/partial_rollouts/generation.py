@@ -34,7 +34,8 @@ class ResumableGeneration:
         defaults: sampling parameters that the engine assumed which sampled the first token.
         answer: the legs before this one, joined.
         incremental: whether the client is told only what is new; None where no event has shown it.
-        done: it has ended, or nothing can be known of it any more.
+        done: it has ended.
+        opaque: its stream has said something that cannot be read; the rest passes as it comes.
         abort: the `finish_reason` that a pause made.
         prompt: the ids of the prompt, once they are known.
         shown_ids, shown_text: how much of a stream its client has.
@@ -44,13 +45,14 @@ class ResumableGeneration:
         experts_from: the first token whose routed experts have not come.
     """
 
-    asked: GenerateRequest
+    client_request: GenerateRequest
     index: int
     facts: Facts = field(default_factory=Facts)
     defaults: Mapping[str, Any] | None = None
     answer: dict[str, Any] | None = None
     incremental: bool | None = None
     done: bool = False
+    opaque: bool = False
     abort: dict[str, Any] | None = None
     prompt: list[int] = field(default_factory=list)
     shown_ids: int = 0
@@ -60,17 +62,17 @@ class ResumableGeneration:
     forming: bool = False
     experts_from: int = field(init=False)
     _leg: GrowingAnswer = field(default_factory=GrowingAnswer)
-    _kept: list[tuple[object, bytes]] = field(default_factory=list)  # events of this leg, by their weight version
+    _kept_events: list[tuple[object, bytes]] = field(default_factory=list)  # of this leg, by their weight version
 
     def __post_init__(self) -> None:
-        self.experts_from = self.asked.body.get("routed_experts_start_len") or 0
+        self.experts_from = self.client_request.body.get("routed_experts_start_len") or 0
 
     # What was asked for
 
     @cached_property
     def request(self) -> Mapping[str, Any]:
         """The request for this generation alone."""
-        return self.asked.single(self.index)
+        return self.client_request.single(self.index)
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -155,9 +157,9 @@ class ResumableGeneration:
         """Take the JSON of an event that says everything so far, to be read when somebody wants to know; of those that
         name the same weight version the last will do."""
         version = version_of(event)
-        if self._kept and self._kept[-1][0] == version:
-            self._kept.pop()
-        self._kept.append((version, event))
+        if self._kept_events and self._kept_events[-1][0] == version:
+            self._kept_events.pop()
+        self._kept_events.append((version, event))
 
     def read_kept(self) -> None:
         """Add what was kept.
@@ -165,7 +167,7 @@ class ResumableGeneration:
         Raises:
             UnreadableAnswer: as `add`.
         """
-        kept, self._kept = self._kept, []
+        kept, self._kept_events = self._kept_events, []
         for _, event in kept:
             try:
                 self.add(orjson.loads(event))

@@ -102,7 +102,7 @@ def _decoded(encoded: str) -> bytes:
         raise UnreadableAnswer("incomplete", f"{EXPERTS} is no base64: {error}") from error
 
 
-def cut(
+def truncate(
     answer: Mapping[str, Any], tokens: int, text: str, finish: Mapping[str, Any], *, experts_start: int = 0
 ) -> dict[str, Any]:
     """The answer as if it had ended after `tokens` tokens, with `text` and `finish`. `experts_start` is the token that
@@ -138,7 +138,7 @@ def _without_rows(encoded: str, dropped: int, rows: int) -> str:
     return base64.b64encode(data[: rows * row]).decode("ascii")
 
 
-def straddling(text: str, boundary: int, stops: Sequence[str], *, halved: bool = False) -> tuple[int, str] | None:
+def find_stop_across(text: str, boundary: int, stops: Sequence[str], *, halved: bool = False) -> tuple[int, str] | None:
     """The first stop string that begins before `boundary` and ends behind it: `(where, which)`. An engine that has the
     first part as its prompt cannot see it. Nor does it see one that begins with a character that the cut has `halved`,
     which stands behind the boundary."""
@@ -150,14 +150,14 @@ def straddling(text: str, boundary: int, stops: Sequence[str], *, halved: bool =
     return min(found, default=None)
 
 
-def forming(text: str, boundary: int, stops: Sequence[str], *, halved: bool = False) -> bool:
+def stop_may_form(text: str, boundary: int, stops: Sequence[str], *, halved: bool = False) -> bool:
     """Whether a stop string may have begun before `boundary` that could still be completed behind `text`."""
     first = max(0, boundary - max(map(len, stops), default=0))
     places = range(first, boundary + halved)
     return any(len(stop) > len(text) - at and stop.startswith(text[at:]) for at in places for stop in stops)
 
 
-def ending(
+def find_end(
     ids: Sequence[int], tail: str, stops: Sequence[str], end_ids: Collection[int], budget: int | None
 ) -> tuple[int, dict[str, Any]] | None:
     """After how many tokens an answer would have ended, and its `finish_reason`, had it not been aborted at that very

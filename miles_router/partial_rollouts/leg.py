@@ -50,7 +50,7 @@ class Leg:
 
     def __init__(self, context: ResumeContext, exchange: Exchange) -> None:
         self.exchange = exchange
-        #: Those of the engine that answers, once its reply has begun.
+        #: Those of the engine that answers, as far as they are known.
         self.facts = Facts()
         self._context = context
         self._cuts = 0
@@ -70,10 +70,15 @@ class Leg:
                 if not context.resume_lost or lost > context.router.config.max_retries:
                     raise
 
-    def begun(self) -> None:
-        """Its reply has begun. What is known of the engine now holds for this reply."""
+    def note_engine(self) -> None:
+        """The reply has begun: what is known of the engine now holds for this reply."""
         url = self.exchange.flight.worker_url
         self.facts = self._context.router.fleet.known_facts(url) if url is not None else Facts()
+
+    async def learn_engine(self) -> None:
+        """Know the engine, before its reply is closed: the reply's connection proves that it is still the same."""
+        url = self.exchange.flight.worker_url
+        self.facts = await self._context.router.fleet.facts(url) if url is not None else Facts()
 
     async def was_cut(self, finish: object) -> bool:
         """Whether a pause made this finish reason: the generation was aborted, by nobody's wish, and a pause came

@@ -156,7 +156,6 @@ class EngineQuestions:
 
     async def _generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         for _ in range(ATTEMPTS):
-            await self._router.gate.wait(self.exchange.flight)
             answer = _object(GENERATE, *await self._send(GENERATE, request))
             try:
                 read = GenerateAnswer.read({"text": "", **answer}, logprobs=False)
@@ -198,8 +197,14 @@ class EngineQuestions:
             raise CannotResume(f"{path} was not answered") from None
 
     async def _send(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-        data, flight = orjson.dumps(body), self.exchange.flight
-        async with self._router.forward("POST", path, headers=self._headers, body=data, flight=flight) as forwarded:
+        async with self._router.forward(
+            "POST",
+            path,
+            headers=self._headers,
+            body=orjson.dumps(body),
+            flight=self.exchange.flight,
+            preferred=self._url,
+        ) as forwarded:
             if forwarded.worker.url != self._url:
                 self.ask(forwarded.worker.url, await self._router.fleet.facts(forwarded.worker.url))
             return forwarded.reply.status, await forwarded.reply.read_all(MAX_ANSWER)

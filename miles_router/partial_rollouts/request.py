@@ -41,6 +41,8 @@ class ResumableRequest(ABC):
         self.send = send
         self.exchange = Exchange.of(scope)
         self.generations = generations
+        #: Whether its answers come as a list, or as events that have an `index`.
+        self.indexed = generations[0].client_request.indexed
 
     @abstractmethod
     async def run(self, body: bytes) -> None:
@@ -123,7 +125,8 @@ class ResumableRequest(ABC):
             except ClientDisconnected:
                 raise
             except (CannotResume, UnreadableAnswer, RouterError) as error:
-                self.give_up(error)
+                if not exchange.flight.aborted:
+                    self.give_up(error)
                 break
             context.resumed += 1
         else:
@@ -144,7 +147,7 @@ class ResumableRequest(ABC):
             if generation.defaults is None and generation.answer is not None and generation.answer["output_ids"]:
                 generation.defaults = await questions.defaults(generation.facts)
             await seam.reveal()
-            if await seam.ended():
+            if await seam.end_at_cut():
                 return None
             body = await continuation(generation, questions)
             if not gate.closed and not flight.aborted:

@@ -14,11 +14,11 @@ from miles_router.partial_rollouts.joining import (
     AT_ONCE,
     EXPERTS,
     UNFINISHED,
-    cut,
-    ending,
-    forming,
+    find_end,
+    find_stop_across,
     join_base64,
-    straddling,
+    stop_may_form,
+    truncate,
 )
 from miles_router.partial_rollouts.questions import EngineQuestions
 
@@ -37,7 +37,7 @@ class Seam:
         self._generation = generation
         self._questions = questions
 
-    async def ended(self) -> bool:
+    async def end_at_cut(self) -> bool:
         """Whether the cut fell on the very token that ends the generation; it is over then."""
         generation = self._generation
         answer, params = generation.answer, generation.params
@@ -47,12 +47,12 @@ class Seam:
         if generation.stops:
             tail = (await self._questions.spell([ids[-self._reach :]]))[0]
             stable = tail.rstrip(UNFINISHED)
-            generation.forming = forming(stable, len(stable), generation.stops, halved=stable != tail)
+            generation.forming = stop_may_form(stable, len(stable), generation.stops, halved=stable != tail)
         ends: set[int] = set()
         if not params.get("ignore_eos"):
             await self._questions.is_end(ids[-1])
             ends = {*self._questions.end_tokens, *(params.get("stop_token_ids") or ())}
-        found = ending(ids, tail, generation.stops, ends, generation.budget)
+        found = find_end(ids, tail, generation.stops, ends, generation.budget)
         if found is None:
             return False
         if generation.experts_lost:
@@ -110,7 +110,7 @@ class Seam:
             text = answer["text"][: answer["text"].index(matched) + (len(matched) if kept else 0)]
         else:
             text = await self._text_of_first(answer, tokens - (isinstance(matched, int) and not kept))
-        return cut(answer, tokens, text, finish, experts_start=request.get("routed_experts_start_len") or 0)
+        return truncate(answer, tokens, text, finish, experts_start=request.get("routed_experts_start_len") or 0)
 
     async def _text_of_first(self, answer: Mapping[str, Any], tokens: int) -> str:
         """The text without what the ids behind the first `tokens` say."""
@@ -132,13 +132,13 @@ class Seam:
         half, whole = await self._questions.spell([before, [*before, *new]])
         boundary = len(half.rstrip(UNFINISHED))
         halved = boundary < len(half)
-        found = straddling(whole, boundary, generation.stops, halved=halved)
+        found = find_stop_across(whole, boundary, generation.stops, halved=halved)
         if found is None:
-            generation.forming = forming(whole.rstrip(UNFINISHED), boundary, generation.stops, halved=halved)
+            generation.forming = stop_may_form(whole.rstrip(UNFINISHED), boundary, generation.stops, halved=halved)
             return None
         stop = found[1]
         texts = await self._questions.spell([[*before, *new[:count]] for count in range(1, len(new) + 1)])
-        counts = (n for n, text in enumerate(texts, 1) if straddling(text, boundary, [stop], halved=halved))
+        counts = (n for n, text in enumerate(texts, 1) if find_stop_across(text, boundary, [stop], halved=halved))
         return begin + next(counts, len(new)), {"type": "stop", "matched": stop}
 
     async def _complete_character(self, *, finished: bool) -> None:

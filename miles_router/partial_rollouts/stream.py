@@ -42,7 +42,8 @@ class ResumableStream(ResumableRequest):
                 await opening.leg.ask(opening, self.scope, self.receive, body)
             except UpstreamBroken:
                 running = [each for each in self.generations if not each.done and each.abort is None]
-                if opening.passing or (running and not self.context.resume_lost):
+                unknown = any(each.opaque for each in running)
+                if opening.passing or (running and not self.context.resume_lost) or unknown:
                     raise
                 self._lose(running, opening.leg)
                 lost = True
@@ -92,7 +93,7 @@ class ResumableStream(ResumableRequest):
             shown |= {"text": text[generation.shown_text :], "output_ids": ids, "meta_info": meta}
         generation.shown_ids = len(answer["output_ids"])
         generation.shown_text = max(generation.shown_text, len(text))
-        if generation.asked.indexed:
+        if self.indexed:
             shown["index"] = generation.index
         await self.opening.give(write_event(shown))
 
@@ -118,7 +119,7 @@ class _OpeningStream(Tap):
         return any(generation.abort is not None for generation in self._generations)
 
     def passes(self, start: Message) -> bool:
-        self.leg.begun()
+        self.leg.note_engine()
         if self.kind is Kind.JSON and not super().passes(start):
             self.unread("content_type")
             return True
@@ -133,7 +134,7 @@ class _OpeningStream(Tap):
         """Whether the event that is still coming is the last of the only generation, which was not cut. The expert ids
         of a long rollout may stand in it: nobody has to collect them here."""
         generation = self._generations[0]
-        if self.passing or generation.done or generation.asked.indexed:
+        if self.passing or generation.done or self._request.indexed:
             return False
         (finish,) = finish_reasons(self.events.rest, 1, beginning=True) or (None,)
         generation.done = finish is not None and not is_abort(finish)
@@ -143,9 +144,10 @@ class _OpeningStream(Tap):
         """What a cut brought is shown with what follows it, and so is the stream's end."""
         if event.is_last:
             return b"" if self.is_cut else event.raw
-        generation = self._generation(index_of(event.data))
+        generation = self._generation(index_of(event.data) if self._request.indexed else 0)
         ends = finish_reasons(event.data, 1, beginning=True)
-        if generation is not None and generation.done:
+        if generation is not None and generation.opaque:
+            generation.done = generation.done or (ends is not None and ends[0] is not None)
             return event.raw
         if generation is None or ends is None or is_abort(ends[0]):
             return b"" if await self._read(event) else event.raw
@@ -162,29 +164,27 @@ class _OpeningStream(Tap):
 
     def _generation(self, index: object) -> ResumableGeneration | None:
         """The one that an event is about."""
-        if not self._generations[0].asked.indexed:
-            return self._generations[0]
         return self._generations[index] if isinstance(index, int) and index in range(len(self._generations)) else None
 
     async def _read(self, event: Event) -> bool:
         """Read an event; whether a cut brought it."""
-        answer = event.parse()
-        generation = (
-            self._generation(answer.get("index")) if isinstance(answer, dict) and "output_ids" in answer else None
-        )
+        answer, generation = event.parse(), None
+        if isinstance(answer, dict) and "output_ids" in answer:
+            generation = self._generation(answer.get("index") if self._request.indexed else 0)
         if generation is None:
             if event.data:  # an error, say: what follows is nothing that can be carried on
                 for each in self._generations:
-                    each.done = each.done or each.abort is None
+                    each.opaque = True
             return False
         finish = finish_of(answer)
         try:
             if finish is not None:
+                await self.leg.learn_engine()
                 generation.read_kept()
                 generation.all_shown()
             generation.add(answer)
         except UnreadableAnswer as error:
-            generation.done = True
+            generation.opaque, generation.done = True, finish is not None
             if await self.leg.was_cut(finish):
                 self._request.give_up(error)
             else:
@@ -211,7 +211,7 @@ class _FollowingStream(Tap):
     def passes(self, start: Message) -> bool:
         if start["status"] != OK or self.kind is not Kind.EVENTS:
             raise CannotResume(f"the worker answered {start['status']}, and no stream")
-        self._leg.begun()
+        self._leg.note_engine()
         return False
 
     def unread(self, reason: str) -> None:
@@ -236,6 +236,7 @@ class _FollowingStream(Tap):
         if self.has_end or stopped:
             generation.verify(joined)
         if self.has_end and not stopped:
+            await self._leg.learn_engine()
             await self._request.note_end(self._leg, generation, finish)
             if not generation.done:
                 return  # what it brought is shown with what follows

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
-from tests.contract.client import WorkerClient, covers
+from tests.contract.client import ENDLESS, Stream, WorkerClient, covers
 
 SHORT = {"max_new_tokens": 4, "ignore_eos": True}
+
+
+async def goes_on(worker: WorkerClient, stream: Stream, version: str) -> Any:
+    """The last event of the request `long`, which is aborted when it has sampled something under a version."""
+    since: int | None = None
+    while True:
+        event = await stream.next()
+        if event["meta_info"]["weight_version"] == version:
+            since = len(event["output_ids"]) if since is None else since
+            if len(event["output_ids"]) > since:
+                break
+    await worker.ask("POST", "/abort_request", {"rid": "long"})
+    return (await stream.rest())[-1]
 
 
 async def test_a_new_version_is_announced_everywhere(worker: WorkerClient) -> None:
@@ -22,27 +36,25 @@ async def test_a_new_version_is_announced_everywhere(worker: WorkerClient) -> No
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_a_request_paused_for_an_update_has_a_span_for_each_version(worker: WorkerClient, mode: str) -> None:
-    sampling = {"max_new_tokens": 60, "ignore_eos": True}
-    async with worker.stream("/generate", text="One", sampling_params=sampling) as stream:
+    async with worker.stream("/generate", text="One", sampling_params=ENDLESS, rid="long") as stream:
         before = await stream.next()
         async with worker.paused(mode):
             await worker.set_version("8")
-        *_, last = await stream.rest()
+        last = await goes_on(worker, stream, "8")
     meta = last["meta_info"]
     assert [span["version"] for span in meta["weight_versions"]] == ["default", "8"]
-    assert covers(meta["weight_versions"], 60)
+    assert covers(meta["weight_versions"], len(last["output_ids"]))
     assert meta["weight_versions"][0]["end"] >= len(before["output_ids"])
     assert meta["weight_version"] == "8"
 
 
 async def test_an_update_needs_no_pause(worker: WorkerClient) -> None:
-    sampling = {"max_new_tokens": 60, "ignore_eos": True}
-    async with worker.stream("/generate", text="One", sampling_params=sampling) as stream:
+    async with worker.stream("/generate", text="One", sampling_params=ENDLESS, rid="long") as stream:
         await stream.next()
         await worker.set_version("8")
-        *_, last = await stream.rest()
+        last = await goes_on(worker, stream, "8")
     assert [span["version"] for span in last["meta_info"]["weight_versions"]] == ["default", "8"]
-    assert covers(last["meta_info"]["weight_versions"], 60)
+    assert covers(last["meta_info"]["weight_versions"], len(last["output_ids"]))
 
 
 async def test_unless_told_otherwise_an_update_aborts_what_runs(worker: WorkerClient) -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import count
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
 
 from miles_router.settings.config import MiddlewareSpec
-from miles_router.tasks import spawn
+from miles_router.tasks import cancelled, spawn
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.door import Door
@@ -22,9 +21,11 @@ from tests.support.oracle import Ledger, Visible
 from tests.support.rollouts import GROUPS, SIZE, TURNS, Rollouts, Turn, generate
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.tokenizers import tokenizer
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.sglang
 
+UPDATES = 8
 CACHE = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware", {})
 
 
@@ -42,7 +43,7 @@ async def router(doors: list[Door]) -> AsyncIterator[RunningRouter]:
 
 
 @asynccontextmanager
-async def changing_versions(workers: list[RealWorker]) -> AsyncIterator[None]:
+async def changing_versions(workers: list[RealWorker], doors: list[Door]) -> AsyncIterator[None]:
     """New weight versions under the requests in flight, until the block ends."""
     async with aiohttp.ClientSession() as session:
 
@@ -52,17 +53,20 @@ async def changing_versions(workers: list[RealWorker]) -> AsyncIterator[None]:
                 async with session.post(f"{worker.url}/update_weight_version", json=order) as reply:
                     assert reply.status == 200
 
+        def begun(least: int) -> bool:
+            return sum(len(door.begun) for door in doors) >= least
+
         async def keep_updating() -> None:
-            for version in count(1):
-                await asyncio.sleep(2)
+            for version in range(1, UPDATES + 1):
+                least = GROUPS * SIZE * TURNS * version // (UPDATES + 1)
+                await until(partial(begun, least), f"{least} generations have begun", deadline=10 * PATIENCE)
                 await update(str(version))
 
         updating = spawn(keep_updating(), name="weight updates")
         try:
             yield
         finally:
-            updating.cancel()
-            await asyncio.wait([updating])
+            await cancelled(updating)
             await update("default")
 
 
@@ -74,13 +78,13 @@ async def test_every_position_is_what_the_engine_was_given_or_sampled(
 ) -> None:
     begun = time.monotonic()
     rollouts = Rollouts(router.url)
-    async with changing_versions(sglang_workers):
+    async with changing_versions(sglang_workers, doors):
         await rollouts.run()
     generated = time.monotonic()
     ledger = Ledger(tokenizer("qwen3"))
     compared = await compare_all(router.url, doors, rollouts.turns, ledger)
     assert compared.generations >= GROUPS * SIZE * TURNS
-    assert len({version for each in ledger.accounts.values() for version in each.arrays.versions}) > 3
+    assert len({version for each in ledger.accounts.values() for version in each.arrays.versions}) > UPDATES // 2
     assert ledger.reused > compared.generations / 2
     finals = [ledger.accounts[turn.rid] for turn in rollouts.last.values()]
     assert len(finals) == GROUPS * SIZE

@@ -51,7 +51,8 @@ from tests.support.experts_proof import (
     uninterrupted,
 )
 from tests.support.running_router import RunningRouter, running_router
-from tests.support.waiting import until
+from tests.support.tiers import size
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.sglang
 
@@ -59,6 +60,8 @@ CACHE = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware
 SESSIONS = MiddlewareSpec("middleware_hub.openai_session_middleware.OpenAISessionMiddleware", {})
 FIRST_VERSION = "default"  # of the real workers
 GREEDY = {"temperature": 0, "ignore_eos": True}
+ROLLOUTS, RESUMED, GREEDY_ROLLOUTS, AGENTS = size(heavy=(16, 12, 2, 12), otherwise=(8, 8, 1, 5))
+EVERY = 5 * RESUMED  # streamed tokens between two weight updates
 
 
 @dataclass
@@ -106,7 +109,7 @@ async def stage(workers: list[RealWorker], *middlewares: MiddlewareSpec, **setti
         doors = [await stack.enter_async_context(Door(worker.url)) for worker in workers]
         settings = {"middlewares": (FRONT, *middlewares), "hf_checkpoint": str(ensure().moe_model), **settings}
         router = await stack.enter_async_context(running_router(*(door.url for door in doors), **settings))
-        timeout = aiohttp.ClientTimeout(total=250)
+        timeout = aiohttp.ClientTimeout(total=10 * PATIENCE)
         http = await stack.enter_async_context(aiohttp.ClientSession(router.url, timeout=timeout))
         await router.probed()
         yield Stage(router, doors, workers, http)
@@ -117,12 +120,12 @@ async def test_text_rollouts_have_the_rows_that_their_workers_gave_each_sent_onc
 ) -> None:
     async with stage(sglang_moe_workers, CACHE, KNOWING) as made:
         begun = time.monotonic()
-        rollouts = TextRollouts(made.router.url)
+        rollouts = TextRollouts(made.router.url, count=ROLLOUTS)
         await rollouts.run()
         ran = time.monotonic()
         known = book(made.doors, rollouts.turns)
         assert await check_lines(made.http, known) == known.rows
-        assert told_clients(made.router.app.router) == len(rollouts.turns) == 64
+        assert told_clients(made.router.app.router) == len(rollouts.turns) == 4 * ROLLOUTS
         transferred = known.transferred(made.doors)
         assert transferred == made.statistics["transferred_rows"] == sum(len(line.own) for line in known.lines.values())
         assert known.rows - transferred == made.statistics["reused_rows"]
@@ -149,7 +152,7 @@ async def test_greedy_rollouts_one_at_a_time_have_the_rows_of_one_uninterrupted_
     """Over four turns, a pause in the middle of the third; on one worker, which remembers what it computed."""
     compared = 0
     async with stage(sglang_moe_workers[:1], CACHE, KNOWING, partial_rollout="resume") as made:
-        for number in range(2):
+        for number in range(GREEDY_ROLLOUTS):
             prompt = f"{number}, says the story, "
             text, rid = await _greedy_rollout(made, prompt, stream=stream)
             tokens = (await made.ask("POST", "/retrieve_from_text", {"rid": rid}))["tokens"]
@@ -208,11 +211,13 @@ async def test_rollouts_resumed_after_pauses_have_the_rows_of_all_their_goes(
 ) -> None:
     modes = ("abort", "retract", "in_place") * 2
     async with stage(sglang_moe_workers, CACHE, KNOWING, partial_rollout="resume") as made:
-        rollouts = TextRollouts(made.router.url, count=12, length=2, long=40)
+        rollouts = TextRollouts(made.router.url, count=RESUMED, length=2, long=40)
 
         async def updates() -> None:
             for number, mode in enumerate(modes, 1):
-                await until(partial(_streamed, made, 60 * number), f"{60 * number} tokens", deadline=100)
+                await until(
+                    partial(_streamed, made, EVERY * number), f"{EVERY * number} tokens", deadline=10 * PATIENCE
+                )
                 await made.update(mode, f"v{number}")
 
         begun = time.monotonic()
@@ -244,7 +249,7 @@ async def test_agents_samples_have_the_rows_that_their_workers_gave(
 ) -> None:
     async with stage(sglang_moe_workers, SESSIONS, CAPTURE) as made, RouterClient(made.router.url) as client:
         begun = time.monotonic()
-        agents = Agents(made.router.url, count=12, turns=6)
+        agents = Agents(made.router.url, count=AGENTS, turns=6)
         twins = (await made.ask("POST", "/sessions", {}, status=201))["session_id"]
         await together([agents.run(), _twins(made, twins)], name="agents")
         ran = time.monotonic()

@@ -20,15 +20,17 @@ from tests.support.chat_door import passed
 from tests.support.door import Door
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.session_proof import Proved, check_session
+from tests.support.tiers import size
 from tests.support.tokenizers import tokenizer
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.sglang
 
 SESSIONS = MiddlewareSpec("middleware_hub.openai_session_middleware.OpenAISessionMiddleware", {})
 FIRST_VERSION = "default"  # of the real workers
-NEW_VERSIONS = ("1", "2")
-PATIENCE = 250.0  # seconds; a third of the agents' turns takes twenty on an idle machine
+NEW_VERSIONS = size(heavy=("1", "2"), otherwise=("1", "2", "3", "4", "5", "6"))
+#: Few turns do not always have each of these.
+SOME = size(heavy=1, otherwise=0)
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ async def update_weights(http: aiohttp.ClientSession, agents: Agents, doors: lis
     """Updates spread over the agents' turns, each in the middle of some stream."""
     for number, version in enumerate(NEW_VERSIONS, 1):
         least = agents.count * agents.turns * number // (len(NEW_VERSIONS) + 1)
-        await until(partial(_streaming, agents, least, doors), f"a stream behind {least} turns", deadline=PATIENCE)
+        await until(partial(_streaming, agents, least, doors), f"a stream behind {least} turns", deadline=10 * PATIENCE)
         await new_weights(http, version)
 
 
@@ -77,7 +79,6 @@ async def ask(http: aiohttp.ClientSession, method: str, path: str, order: object
         return await reply.json()
 
 
-@pytest.mark.timeout(600)  # a minute and a half on two idle cores, which not every machine has
 async def test_every_position_of_every_sample_is_what_the_engine_was_given_or_sampled(
     router: RunningRouter, doors: list[Door], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +103,8 @@ async def test_every_position_of_every_sample_is_what_the_engine_was_given_or_sa
     assert proved.turns == len(went.generations), "each belongs to one of the sessions"
     assert went.broken_off == agents.log.broken_off > 0
     assert len(agents.log.asked) - len({each.request_id for each in went.generations}) == agents.log.repeated > 0
-    assert 0.4 < proved.streamed / proved.turns < 0.6
-    assert min(proved.new_versions[how] for how in ("streamed", "whole")) > 0
-    assert min(proved.dropped, *(proved.finishes[finish] for finish in ("stop", "length", "tool_calls"))) > 0
+    assert 0.3 < proved.streamed / proved.turns < 0.7
+    assert proved.new_versions.total() > 0
+    assert min(proved.new_versions[how] for how in ("streamed", "whole")) >= SOME
+    assert min(proved.finishes[finish] for finish in ("stop", "length", "tool_calls")) > 0
+    assert proved.dropped >= SOME

@@ -1,7 +1,7 @@
 """Weight updates of a fleet of two real SGLang workers with generations in flight: nothing is lost, nothing made up.
 
-What each client got is held against what went through the doors of the workers. A worker needs 40 s for its half of the
-generations, so each test makes several updates in one go of them all.
+What each client got is held against what went through the doors of the workers. Each test makes several updates in one
+go of all generations.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from tests.sglang_worker import RealWorker
 from tests.support.chains import Piece, chain, check, check_experts, spread
 from tests.support.door import Door, Generation
 from tests.support.running_router import RunningRouter, running_router
-from tests.support.waiting import until
+from tests.support.tiers import size
+from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.sglang
 
-GENERATIONS, TOKENS = 64, 200
+GENERATIONS, TOKENS = size(heavy=(64, 200), otherwise=(16, 100))
 SAMPLING = {"temperature": 1, "max_new_tokens": TOKENS, "ignore_eos": True}
-TURN = 80  # tokens of a chat request that is over before the first abort
+TURN = TOKENS * 2 // 5  # tokens of a chat request that is over before the first abort
 CONTEXT = 5  # tokens of the prompt that SGLang decodes together with the output
 
 
@@ -183,7 +184,7 @@ async def while_generating(fleet: Fleet, disturbances: dict[int, Disturbance]) -
 
 
 async def _until_streamed(fleet: Fleet, tokens: int) -> None:
-    await until(lambda: fleet.streamed() >= tokens, f"{tokens} tokens", deadline=100)
+    await until(lambda: fleet.streamed() >= tokens, f"{tokens} tokens", deadline=10 * PATIENCE)
 
 
 @cache

@@ -21,10 +21,12 @@ from typing import Any
 import aiohttp
 from openai import AsyncOpenAI
 
+from tests.support.tiers import size
 from tests.support.tokenizers import tokenizer
+from tests.support.waiting import PATIENCE
 
-AGENTS, TURNS = 32, 20
-EVENTS_AT = (5, 10, 15)  # turns at which something happens
+AGENTS, TURNS = size(heavy=(32, 20), otherwise=(8, 10))
+EVENTS_AT = size(heavy=(5, 10, 15), otherwise=(3, 5, 8))  # turns at which something happens
 SUB_AGENT_TURNS = 3
 
 Message = Mapping[str, Any]
@@ -338,7 +340,7 @@ class Agents:
             base_url = (await reply.json())["base_url"]
         dice = random.Random(f"{self.seed}/{number}")
         streaming = {0: True, 1: False}.get(number % 4)
-        async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=300) as client:
+        async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=10 * PATIENCE) as client:
             agent = Agent(client, session, dice, self.log, streaming=streaming)
             names = [*EVENTS]
             events = {turn: names[(number + 4 * place) % len(names)] for place, turn in enumerate(EVENTS_AT)}

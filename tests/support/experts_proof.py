@@ -31,6 +31,7 @@ from tests.support.door import Exchange as Passed
 from tests.support.oracle import common_length
 from tests.support.rollouts import request_body
 from tests.support.session_proof import Sample, line_of
+from tests.support.waiting import PATIENCE
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2  # of the real MoE model
 GENERATE, DELIVER = "/generate", "/routed_experts"
@@ -157,7 +158,7 @@ class TextRollouts:
     turns: list[Turn] = field(default_factory=list)
 
     async def run(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=200)
+        timeout = aiohttp.ClientTimeout(total=10 * PATIENCE)
         async with aiohttp.ClientSession(self.url, connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
             await asyncio.gather(*(self._rollout(http, number) for number in range(self.count)))
 

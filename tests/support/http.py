@@ -111,6 +111,11 @@ class Client:
         self.abort()
 
     async def send(self, data: bytes) -> None:
+        """Raises:
+        ConnectionError: the other side has closed the connection.
+        """
+        if self._writer.is_closing():  # where uvloop's transports raise RuntimeError
+            raise ConnectionResetError("the connection is closed")
         self._writer.write(data)
         await soon(self._writer.drain())
 

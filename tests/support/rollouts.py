@@ -12,8 +12,10 @@ from typing import Any
 import aiohttp
 
 from tests.support.oracle import Visible
+from tests.support.tiers import size
+from tests.support.waiting import PATIENCE
 
-GROUPS, SIZE, TURNS = 16, 8, 5
+GROUPS, SIZE, TURNS = size(heavy=(16, 8, 5), otherwise=(7, 4, 4))
 SUBJECTS = (
     "the sea",
     "混合 numbers 12",
@@ -61,7 +63,7 @@ class Rollouts:
     async def run(self) -> None:
         """All groups at once."""
         connector = aiohttp.TCPConnector(limit=0)
-        timeout = aiohttp.ClientTimeout(total=300)
+        timeout = aiohttp.ClientTimeout(total=10 * PATIENCE)
         async with aiohttp.ClientSession(self.url, connector=connector, timeout=timeout) as session:
             pairs = [(group, rollout) for group in range(self.groups) for rollout in range(self.size)]
             await asyncio.gather(*(self._rollout(session, group, rollout) for group, rollout in pairs))

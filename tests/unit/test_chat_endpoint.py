@@ -13,7 +13,8 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.chat import ChatEndpoint, GrowingMessage
+from miles_router.engines.chat import ChatEndpoint
+from miles_router.engines.chat_stream import GrowingMessage
 from miles_router.engines.choices import Choice, StreamShortfall
 from miles_router.engines.facts import Facts
 from tests.support.sessions import call

@@ -42,6 +42,7 @@ def test_an_answer_says_what_was_sampled() -> None:
         ({"output_token_logprobs": [[-0.5, 7, None]]}, "token_counts_disagree"),
         ({"output_token_logprobs": [[-0.5, 7, None], [-0.25, 8, None]]}, "logprobs_of_other_tokens"),
         ({"output_token_logprobs": ...}, "incomplete"),
+        ({"output_token_logprobs": None}, "incomplete"),
         ({"finish_reason": None}, "incomplete"),
         ({"id": ...}, "incomplete"),
         ({"weight_versions": [{"version": "v1", "start": 0, "end": 1}]}, "versions_end_elsewhere"),

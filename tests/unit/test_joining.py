@@ -11,7 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.partial_rollouts.joining import cut, forming, join, join_base64, join_spans, straddling
+from miles_router.partial_rollouts.joining import (
+    find_stop_across,
+    join,
+    join_base64,
+    join_spans,
+    stop_may_form,
+    truncate,
+)
 
 PROMPT = 3
 LENGTH = {"type": "length"}
@@ -90,14 +97,14 @@ def test_a_cut_answer_is_what_the_engine_would_have_said_had_it_stopped_there(
     expected["meta_info"]["finish_reason"] = {"type": "stop", "matched": "x"}
     text = expected["text"]
     whole_answer = whole.answer(0, len(whole.pieces))
-    assert cut(whole_answer, tokens, text, {"type": "stop", "matched": "x"}, experts_start=whole.start) == expected
+    assert truncate(whole_answer, tokens, text, {"type": "stop", "matched": "x"}, experts_start=whole.start) == expected
 
 
 def test_parts_are_not_changed() -> None:
     whole = Whole("abcd", "1122", 4)
     parts = [whole.answer(0, 2), whole.answer(2, 4)]
     join(*parts)
-    cut(parts[0], 1, "a", LENGTH)
+    truncate(parts[0], 1, "a", LENGTH)
     assert parts == [whole.answer(0, 2), whole.answer(2, 4)]
 
 
@@ -161,7 +168,7 @@ def test_spans_cover_without_gap_and_neighbours_differ(parts: list[list[str]]) -
 def test_a_stop_string_across_the_cut_is_found_and_no_other(
     text: str, boundary: int, stops: list[str], found: tuple[int, str] | None
 ) -> None:
-    assert straddling(text, boundary, stops) == found
+    assert find_stop_across(text, boundary, stops) == found
 
 
 @given(
@@ -175,7 +182,7 @@ def test_straddling_agrees_with_a_search_of_every_place(first: str, second: str,
         for stop in stops
         if text.startswith(stop, at) and at + len(stop) > boundary
     ]
-    assert straddling(text, boundary, stops) == min(places, default=None)
+    assert find_stop_across(text, boundary, stops) == min(places, default=None)
 
 
 @given(
@@ -186,12 +193,12 @@ def test_a_stop_string_is_forming_exactly_if_something_could_complete_it(
 ) -> None:
     text, boundary = first + second, len(first)
     ends = ("".join(more) for size in range(5) for more in itertools.product("ab", repeat=size))
-    seen = straddling(text, boundary, stops)
+    seen = find_stop_across(text, boundary, stops)
     could = any(
         text.startswith(stop[: len(text) - at], at) and len(stop) > len(text) - at
         for at in range(boundary)
         for stop in stops
     )
-    assert forming(text, boundary, stops) is could
+    assert stop_may_form(text, boundary, stops) is could
     if not could:
-        assert all(straddling(text + end, boundary, stops) == seen for end in ends)
+        assert all(find_stop_across(text + end, boundary, stops) == seen for end in ends)

@@ -317,6 +317,23 @@ async def test_a_layer_sees_what_has_come_and_answers_behind_the_end_with_anothe
     assert passed.passing
 
 
+async def test_a_layer_learns_of_a_reply_s_begin_before_anything_of_it_goes_on_and_not_of_those_that_pass() -> None:
+    class Early(Shouting):
+        async def begun(self) -> None:
+            self.seen.append(b"begun as " + self.kind.value.encode())
+            assert client.messages == []
+
+    for start, seen in ((head(), [b"begun as json", b"{}"]), (head(EVENTS), [b"begun as events", b"end"])):
+        client = Client()
+        tap = Early(client)
+        await through(tap, start, body(b"{}"))
+        assert tap.seen == seen
+    client = Client()
+    tap = Early(client)
+    await through(tap, head(status=500), body(b"{}"))
+    assert tap.seen == []
+
+
 async def test_a_collected_reply_is_kept_whole_whatever_it_is() -> None:
     for start, is_json in ((head(), True), (head(status=500), False), (head(content_encoding="gzip"), False)):
         reply, client = Collected(), Client()

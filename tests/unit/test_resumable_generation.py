@@ -74,7 +74,7 @@ def test_of_events_that_say_everything_one_is_kept_for_each_weight_version() -> 
     made = generation()
     for count in range(1, 9):
         made.keep(orjson.dumps(answer("x" * count, [7] * count, count, version="1" if count < 5 else "2")))
-    assert len(made._kept) == 2
+    assert len(made._kept_events) == 2
 
 
 def test_kept_bytes_that_are_no_answer_are_refused() -> None:

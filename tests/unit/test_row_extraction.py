@@ -37,17 +37,17 @@ def extractor_of_experts() -> Extractor:
     return Extractor(EXPERT_FIELDS.rows, lambda: Decoder(ROUTED_EXPERTS, 1 << 20))
 
 
-def with_marks(pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
+def feed(extractor: Extractor, pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
     """What remains, marks and all, and the ids of each string."""
-    extractor = extractor_of_experts()
     remains = b"".join([*(extractor.feed(piece) for piece in pieces), extractor.end()])
     return remains, [decoder.finish().flat.tolist() for decoder in extractor.decoders]
 
 
 def through(pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
     """What the client gets, and the ids."""
-    remains, found = with_marks(pieces)
-    return extractor_of_experts().without_marks(remains), found
+    extractor = extractor_of_experts()
+    remains, found = feed(extractor, pieces)
+    return extractor.without_marks(remains), found
 
 
 def halves(data: bytes) -> list[list[bytes]]:
@@ -162,7 +162,7 @@ def test_it_does_not_matter_where_the_document_is_cut_twice(case: str) -> None:
 def test_a_mark_tells_whoever_parses_the_rest_which_value_was_there() -> None:
     document = b'[{"x":{"routed_experts" : "%b"}},{"routed_experts":null},{"routed_experts":"%b","y":1}]' % (A, B)
     for pieces in ([document], singly(document)):
-        remains, found = with_marks(pieces)
+        remains, found = feed(extractor_of_experts(), pieces)
         assert json.loads(remains) == [{"x": {FIELD: "0"}}, {FIELD: None}, {FIELD: "1", "y": 1}]
         assert found == [IDS, OTHERS]
 
@@ -338,5 +338,9 @@ def test_bytes_without_the_field_pass_as_they_are(data: bytes, places: list[int]
 
 
 def test_bytes_that_nothing_was_taken_out_of_have_no_marks() -> None:
-    document = rb'{"a":"\"routed_experts\":5,","\"routed_experts":3,"routed_experts":null,"c":"\\"}'
-    assert extractor_of_experts().without_marks(document) == document
+    extractor = extractor_of_experts()
+    remains, _ = feed(extractor, [b'{"routed_experts":"%b"}' % A])
+    assert extractor.has_marks(remains)
+    document = rb'{"a":"\"routed_experts\":\"5\",","\"routed_experts":"3","routed_experts":null,"c":"\\"}'
+    assert not extractor.has_marks(document)
+    assert extractor.without_marks(document) == document

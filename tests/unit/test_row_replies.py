@@ -68,7 +68,7 @@ class Keeper:
 
     def reply(self, send: Send, client: Client, kind: type[RowReply] = StrippedReply) -> RowReply:
         capture = Capture(self.context, Exchange("it"), None, start=0)
-        return kind(capture, GenerateRows(self.context.fields), send, client)
+        return kind(capture, GenerateRows(), send, client)
 
     def rows(self, rid: str) -> list[list[int]]:
         held = self.store.by_rid(rid)

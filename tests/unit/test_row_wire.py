@@ -146,7 +146,7 @@ def event(content: Any) -> Event:
 
 
 def test_each_answer_of_generate_tells_its_own() -> None:
-    reader = GenerateRows(EXPERT_FIELDS)
+    reader = GenerateRows()
     one, cut = meta(rows="A"), meta(finish="abort")
     assert reader.answers({"meta_info": one}) == [RowAnswer(0, one, ended=True)]
     assert reader.answers([{"meta_info": one}, {"meta_info": cut}]) == [
@@ -157,7 +157,7 @@ def test_each_answer_of_generate_tells_its_own() -> None:
 
 
 def test_each_choice_of_a_chat_tells_its_own_and_else_the_extension_those_of_the_first() -> None:
-    reader = ChatRows(EXPERT_FIELDS)
+    reader = ChatRows()
     one, cut = meta(rows="A"), meta(finish="abort")
     choices = [{"index": 1, "meta_info": one}, {"index": 0, "meta_info": cut}]
     assert reader.answers({"choices": choices}) == [
@@ -173,7 +173,7 @@ def test_each_choice_of_a_chat_tells_its_own_and_else_the_extension_those_of_the
 
 
 @pytest.mark.parametrize("parsed", [None, 7, "x", {}, [7], {"meta_info": 7}, {"choices": 7}, {"choices": []}])
-@pytest.mark.parametrize("reader", [GenerateRows(EXPERT_FIELDS), ChatRows(EXPERT_FIELDS)])
+@pytest.mark.parametrize("reader", [GenerateRows(), ChatRows()])
 def test_what_is_none_of_the_engine_s_answers_is_refused(parsed: Any, reader: RowReader) -> None:
     with pytest.raises(UnreadableAnswer, match="incomplete"):
         reader.answers(parsed)
@@ -196,7 +196,7 @@ def test_an_event_of_generate_says_what_a_full_parse_says_however_it_is_written(
     said = {name: said[name] for name in inner if name in said}
     whole = {"text": 'a "finish_reason":{}', "meta_info": said, "index": 2}
     data = json.dumps({name: whole[name] for name in order}, separators=spacing).encode()
-    answer = GenerateRows(EXPERT_FIELDS).event(Event.read(b"data: " + data + b"\n\n"))
+    answer = GenerateRows().event(Event.read(b"data: " + data + b"\n\n"), has_rows=rows is not None)
     if finish is None and rows is None:
         assert answer is None
     else:
@@ -207,15 +207,15 @@ def test_an_event_of_generate_says_what_a_full_parse_says_however_it_is_written(
 def test_an_event_of_a_generation_that_goes_on_is_not_parsed(null: str) -> None:
     """It says again all that has come before, and there is one for each token."""
     no_json = b'data: {"output_ids": [, "meta_info": {"finish_reason":%b, "id": 7}}\n\n' % null.encode()
-    assert GenerateRows(EXPERT_FIELDS).event(Event.read(no_json)) is None
+    assert GenerateRows().event(Event.read(no_json), has_rows=False) is None
 
 
 def test_the_end_of_a_stream_and_a_comment_are_no_answers_of_generate() -> None:
-    reader = GenerateRows(EXPERT_FIELDS)
-    assert reader.event(Event.read(LAST_EVENT)) is None
+    reader = GenerateRows()
+    assert reader.event(Event.read(LAST_EVENT), has_rows=False) is None
     for odd in (b": ping\n\n", b"data: 7\n\n", b"data: {\n\n", b'data: {"error": {}}\n\n'):
         with pytest.raises(UnreadableAnswer):
-            reader.event(Event.read(odd))
+            reader.event(Event.read(odd), has_rows=False)
 
 
 def chunk(finish: str | None = None, **fields: Any) -> Event:
@@ -224,8 +224,10 @@ def chunk(finish: str | None = None, **fields: Any) -> Event:
 
 def said(*events: Event) -> list[RowAnswer | None]:
     """What a chat's reader says of each event and of the end."""
-    reader = ChatRows(EXPERT_FIELDS)
-    return [reader.event(each) for each in (*events, Event.read(LAST_EVENT))]
+    reader = ChatRows()
+    return [
+        reader.event(each, has_rows=b'"routed_experts":"' in each.data) for each in (*events, Event.read(LAST_EVENT))
+    ]
 
 
 def test_a_chat_s_stream_tells_rows_in_its_extension_or_has_an_answer_without() -> None:

@@ -106,7 +106,7 @@ async def test_a_stop_string_across_the_cut_stops_at_the_token_that_completes_it
     first, last = len(before.encode()), len(f"{before}{stop}".encode())
     at = choice.draw(st.integers(first + 1, last - 1))
     generation = await cut(ids, at, stop=["never", stop])
-    assert not await Seam(generation, Bytes()).ended()
+    assert not await Seam(generation, Bytes()).end_at_cut()
     for end in range(at + 1, len(ids) + 1) if choice.draw(st.booleans()) else [len(ids)]:
         generation.add(said([*PROMPT, *ids[:at]], ids[at:end], None if end < len(ids) else LENGTH))
         joined, stopped = await Seam(generation, Bytes()).mend(finished=end == len(ids))
@@ -120,21 +120,21 @@ async def test_a_stop_string_across_the_cut_stops_at_the_token_that_completes_it
 async def test_a_stop_string_may_be_spelled_by_tokens_that_the_text_does_not_show() -> None:
     ids = [*b"a", END, *b"bc"]
     generation = await cut(ids, 2, stop="<END>b", ignore_eos=True)
-    assert not await Seam(generation, Bytes()).ended()
+    assert not await Seam(generation, Bytes()).end_at_cut()
     generation.add(said([*PROMPT, *ids[:2]], ids[2:], LENGTH))
     joined, stopped = await Seam(generation, Bytes()).mend(finished=True)
     assert stopped
     assert (joined["text"], joined["output_ids"]) == ("ab", ids[:3]), "there is nothing in the text to trim"
     generation = await cut([*b"a", END], 2, stop="<END>", ignore_eos=True)
-    assert await Seam(generation, Bytes()).ended()
+    assert await Seam(generation, Bytes()).end_at_cut()
 
 
 async def test_what_cannot_become_a_stop_string_is_not_waited_for() -> None:
     generation = await cut(list(b"<STAR"), 5, stop="<STOP>")
-    assert not await Seam(generation, Bytes()).ended()
+    assert not await Seam(generation, Bytes()).end_at_cut()
     assert not generation.forming
     generation = await cut(list(b"<ST"), 3, stop="<STOP>")
-    assert not await Seam(generation, Bytes()).ended()
+    assert not await Seam(generation, Bytes()).end_at_cut()
     assert generation.forming
     generation.add(said([*PROMPT, *b"<ST"], list(b"A"), None))
     _, stopped = await Seam(generation, Bytes()).mend(finished=False)
@@ -145,7 +145,7 @@ async def test_what_cannot_become_a_stop_string_is_not_waited_for() -> None:
 async def test_the_token_that_ends_it_is_trimmed_as_the_engine_does(trim: bool, text: str) -> None:
     ids = list("aé\x07".encode())
     generation = await cut(ids, len(ids), stop_token_ids=[7], no_stop_trim=trim)
-    assert await Seam(generation, Bytes()).ended()
+    assert await Seam(generation, Bytes()).end_at_cut()
     assert generation.answer is not None
     assert (generation.answer["text"], generation.answer["output_ids"]) == (text, ids)
 

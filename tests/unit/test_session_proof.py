@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, HeldEnd, build
-from middleware_hub.openai_session.continuing.endings import Answer, NotAppendOnly
+from middleware_hub.openai_session.continuing.endings import AnswerShape, NotAppendOnly
 from middleware_hub.openai_session.continuing.probes import CALLING, STANDARD, Shape, probe_of, shape_of
 from middleware_hub.openai_session.continuing.proof import Proof, prove
 from middleware_hub.openai_session.continuing.templates import from_tokenizer
@@ -236,19 +236,19 @@ def test_notes_say_where_a_tokenizer_cannot_go_on(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_shape_is_the_roles_and_what_they_hang_on() -> None:
-    answer = Answer((("a", "f"), ("b", "g")), reasoning=True)
+    answer = AnswerShape((("a", "f"), ("b", "g")), reasoning=True)
     tool = {"role": "tool", "content": ""}
     calling = {"role": "assistant", "tool_calls": [{}]}
     assert shape_of(answer, [tool, tool, calling, tool], TOOLS) == Shape(
         ("tool", "tool", CALLING, "tool"), calls=2, tools=True, reasoning=True
     )
-    assert shape_of(Answer(), [], []) == Shape(())
+    assert shape_of(AnswerShape(), [], []) == Shape(())
 
 
 def test_many_of_a_kind_are_one_shape() -> None:
     tool = {"role": "tool", "content": ""}
     calls = tuple((str(place), "f") for place in range(20))
-    assert shape_of(Answer(calls), [tool] * 20, TOOLS) == shape_of(Answer(calls[:3]), [tool] * 3, TOOLS)
+    assert shape_of(AnswerShape(calls), [tool] * 20, TOOLS) == shape_of(AnswerShape(calls[:3]), [tool] * 3, TOOLS)
 
 
 def test_a_probe_has_the_shape_it_is_made_for() -> None:

@@ -138,6 +138,15 @@ def test_a_worker_that_was_tried_is_not_chosen_again() -> None:
         scene.pool.lease(POLICY, None, list(scene.pool))
 
 
+def test_a_preferred_worker_is_chosen_however_busy_it_is_while_it_takes_requests() -> None:
+    scene = Scene.of("ab")
+    leases = [scene.pool.lease(POLICY, None, (), scene["a"].url) for _ in range(3)]
+    assert {lease.worker for lease in leases} == {scene["a"]}
+    assert scene.pool.lease(POLICY, None, [scene["a"]], scene["a"].url).worker is scene["b"]
+    scene.quarantine("a")
+    assert scene.pool.lease(POLICY, None, (), scene["a"].url).worker is scene["b"]
+
+
 @pytest.mark.parametrize(
     ("names", "quarantined", "drained", "says"),
     [

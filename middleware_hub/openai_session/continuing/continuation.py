@@ -20,7 +20,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from middleware_hub.openai_session.continuing.endings import Answer, Ending, NotAppendOnly, behind, shared
+from middleware_hub.openai_session.continuing.endings import AnswerShape, Ending, NotAppendOnly, behind, shared
 from middleware_hub.openai_session.continuing.families import for_family
 from middleware_hub.openai_session.continuing.probes import shape_of
 from middleware_hub.openai_session.continuing.proof import AT_THE_START, Proof, prove
@@ -76,7 +76,7 @@ class Continuation:
         Raises:
             NotAppendOnly: it cannot be given exactly.
         """
-        answer = Answer(turn.tool_calls, turn.reasoning)
+        answer = AnswerShape(turn.tool_calls, turn.reasoning)
         context = Context(tools, template_kwargs)
         try:
             appended = self.renderer.as_taken(appended)
@@ -87,8 +87,10 @@ class Continuation:
         except (CannotRender, InexactTokenizer) as error:
             raise NotAppendOnly(str(error)) from None
 
-    def _given(self, turn: HeldEnd, answer: Answer, tail: str, context: Context) -> Given:
-        alike = Answer(tuple((f"call_{place}", "function") for place in range(len(answer.calls))), answer.reasoning)
+    def _given(self, turn: HeldEnd, answer: AnswerShape, tail: str, context: Context) -> Given:
+        alike = AnswerShape(
+            tuple((f"call_{place}", "function") for place in range(len(answer.calls))), answer.reasoning
+        )
         try:
             return given_behind(tail, self._ending(alike, context), turn, self.renderer)
         except NotAppendOnly:

@@ -30,7 +30,7 @@ class NotAppendOnly(RouterError):
     """These messages cannot be given behind this answer exactly; the reason is in words, without text of theirs."""
 
 
-class Answer(NamedTuple):
+class AnswerShape(NamedTuple):
     """The shape of an answer: id and name of each tool call, and whether it has reasoning."""
 
     calls: tuple[tuple[str | None, str | None], ...] = ()
@@ -78,13 +78,13 @@ class Endings:
             CannotRender: the template takes neither.
         """
         try:
-            self.parts(Answer(), (), context, before=(SYSTEM, USER))
+            self.parts(AnswerShape(), (), context, before=(SYSTEM, USER))
             return SYSTEM, USER
         except CannotRender:
-            self.parts(Answer(), (), context, before=(USER,))
+            self.parts(AnswerShape(), (), context, before=(USER,))
             return (USER,)
 
-    def measure(self, answer: Answer, context: Context) -> Ending:
+    def measure(self, answer: AnswerShape, context: Context) -> Ending:
         """How answers of a shape end.
 
         Raises:
@@ -93,11 +93,11 @@ class Endings:
         asked, alone = self.tail(answer, (), context), self.tail(answer, (), context, generation_prompt=False)
         if not answer.calls:
             return Ending("", asked, alone)
-        plain = self.tail(Answer(reasoning=answer.reasoning), (), context)
+        plain = self.tail(AnswerShape(reasoning=answer.reasoning), (), context)
         return Ending(asked.removesuffix(plain) if asked.endswith(plain) else None, asked, alone)
 
     def tail(
-        self, answer: Answer, appended: Sequence[Message], context: Context, *, generation_prompt: bool = True
+        self, answer: AnswerShape, appended: Sequence[Message], context: Context, *, generation_prompt: bool = True
     ) -> str:
         """What stands behind an answer, with these messages appended.
 
@@ -108,7 +108,7 @@ class Endings:
 
     def parts(
         self,
-        answer: Answer,
+        answer: AnswerShape,
         appended: Sequence[Message],
         context: Context,
         *,
@@ -141,7 +141,7 @@ class Endings:
         raise refusal
 
 
-def _spellings(answer: Answer, content: str) -> list[Message]:
+def _spellings(answer: AnswerShape, content: str) -> list[Message]:
     """An answer of a shape as templates want it: some take no text beside calls, some want reasoning in every answer
     behind the last question, some write no calls at all."""
     messages = [answer.message(content)]

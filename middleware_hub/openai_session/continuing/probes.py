@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from middleware_hub.openai_session.continuing.endings import SYSTEM, USER, Answer
+from middleware_hub.openai_session.continuing.endings import SYSTEM, USER, AnswerShape
 from middleware_hub.openai_session.sessions.messages import Message
 
 #: So many equal roles in a row, or calls in an answer, stand for more.
@@ -53,16 +53,16 @@ STANDARD: Mapping[str, Shape] = {
 }
 
 
-def shape_of(answer: Answer, appended: Sequence[Message], tools: Sequence[Any] | None) -> Shape:
+def shape_of(answer: AnswerShape, appended: Sequence[Message], tools: Sequence[Any] | None) -> Shape:
     """The shape of a continuation."""
     labels = (CALLING if message.get("tool_calls") else str(message.get("role")) for message in appended)
     roles = tuple(label for label, run in groupby(labels) for _ in range(min(MANY, sum(1 for _ in run))))
     return Shape(roles, min(MANY, len(answer.calls)), bool(tools), answer.reasoning)
 
 
-def probe_of(shape: Shape) -> tuple[Answer, list[Message]]:
+def probe_of(shape: Shape) -> tuple[AnswerShape, list[Message]]:
     """An answer and messages of a shape, each message with a content of its own."""
-    answer = Answer(tuple((f"call_{place}", "probe") for place in range(shape.calls)), shape.reasoning)
+    answer = AnswerShape(tuple((f"call_{place}", "probe") for place in range(shape.calls)), shape.reasoning)
     pending = [f"call_{place}" for place in range(shape.calls)]
     messages: list[Message] = []
     for place, role in enumerate(shape.roles):

@@ -9,8 +9,7 @@ from starlette.routing import BaseRoute
 
 from middleware_hub.openai_session.export.routes import SessionRoutes
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router import Router
-from miles_router.asgi.exchange import Receive, Scope, Send
+from miles_router.middlewares import Receive, Router, Scope, Send
 
 #: Takes one turn of a session, on the face that its path names.
 TakesTurn = Callable[[Session, Scope, Receive, Send], Awaitable[None]]

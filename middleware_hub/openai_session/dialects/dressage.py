@@ -21,15 +21,21 @@ from middleware_hub.openai_session.dialects.dialect import TakesTurn
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
 from middleware_hub.openai_session.export.samples import SampleRequest, write_samples
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router import Exchange, Router
-from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.asgi.headers import first
-from miles_router.asgi.keys import Key
-from miles_router.control.row import Row
-from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
 from miles_router.engines import paths
 from miles_router.errors import BadRequest
-from miles_router.forwarding.outgoing import Outgoing
+from miles_router.middlewares import (
+    CONTINUE,
+    PAUSE,
+    UPDATE_VERSION,
+    Exchange,
+    Key,
+    Receive,
+    Router,
+    Row,
+    Scope,
+    Send,
+    first,
+)
 
 SESSION, INSTANCE, TURN, ROUTING = b"x-session-id", b"x-instance-id", b"x-turn-id", b"x-smg-routing-key"
 ROLLOUT = "/v1/rollout/"
@@ -158,22 +164,19 @@ class DressageDialect:
         mode = MODES.get((await read_object(request)).get("mode", "preempt"))
         if mode is None:
             raise BadRequest(f"mode must be one of {', '.join(MODES)}")
-        return await self._order(PAUSE, {"mode": mode}, request)
+        return await self._order(PAUSE, request, mode=mode)
 
     async def _resume(self, request: Request) -> Response:
         version = (await read_object(request)).get("version")
         if version is not None and str(version) != self._router.pool.weight_version:
-            order = {"new_version": str(version), "abort_all_requests": False}
-            updated = await self._order(UPDATE_VERSION, order, request)
+            updated = await self._order(UPDATE_VERSION, request, new_version=str(version), abort_all_requests=False)
             if updated.status_code != 200:
                 return updated
-        return await self._order(CONTINUE, {}, request)
+        return await self._order(CONTINUE, request)
 
-    async def _order(self, row: Row, arguments: Mapping[str, object], request: Request) -> Response:
+    async def _order(self, row: Row, request: Request, **fields: object) -> Response:
         """A control request to the whole fleet, and the state of the rollout after it."""
-        headers = [(b"content-type", b"application/json")]
-        outgoing = Outgoing("POST", row.path.encode("ascii"), headers, orjson.dumps(arguments))
-        answer = await self._router.control.send(row.path, outgoing, Exchange.of(request.scope).request_id)
+        answer = await self._router.control.order(row, Exchange.of(request.scope).request_id, **fields)
         if answer.status != 200:
             return Response(answer.body, answer.status, media_type="application/json")
         return as_response({"status": "ok", **self._state()})

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from middleware_hub.openai_session.sessions.tree import Session, Turn
-from miles_router.middlewares.rows import TrajectoryRows
+from miles_router.middlewares import TrajectoryRows
 from miles_router.trajectory import Trajectory
 
 

@@ -16,9 +16,8 @@ from middleware_hub.openai_session.export.records import describe, summary
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest, write_samples
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router import Exchange
 from miles_router.errors import BadRequest
-from miles_router.middlewares.rows import RowMatch, TrajectoryRows
+from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows
 
 SAFETENSORS, JSON = "application/octet-stream", "application/json"
 #: Samples with more bytes of routed experts are written in a thread.

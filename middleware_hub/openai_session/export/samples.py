@@ -11,7 +11,7 @@ from middleware_hub.openai_session.export.records import turn_span
 from middleware_hub.openai_session.export.selection import Selection, trained_elsewhere
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest
-from miles_router.middlewares.rows import RowChannel
+from miles_router.middlewares import RowChannel
 from miles_router.trajectory import InvalidTrajectory, Sample
 from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, RoutedExperts
 

@@ -17,7 +17,7 @@ from middleware_hub.openai_session.sessions.messages import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines.choices import OpenAIEndpoint
-from miles_router.engines.events import Event, write_event
+from miles_router.middlewares import Event, write_event
 
 
 class ReplyWriter:

@@ -7,7 +7,7 @@ from urllib.parse import unquote_to_bytes
 from middleware_hub.openai_session.errors import SessionNotFound
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router.asgi.exchange import Scope
+from miles_router.middlewares import Scope
 
 PREFIX = "/sessions/"
 

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.messages import Equality, Message, message_bytes
-from miles_router.middlewares.rows import RowPrefix, TrajectoryRows, first_prefix
+from miles_router.middlewares import RowPrefix, TrajectoryRows, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 
 

@@ -11,10 +11,8 @@ from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.idempotency import once, turn_id_of
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
-from miles_router import Exchange, replay
-from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.engines import paths
-from miles_router.middlewares.contract import ASGIApp
+from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, replay
 
 #: Paths that generate, and that are not recorded where no face answers them.
 UNTRACED = frozenset({paths.MESSAGES, paths.RESPONSES, paths.GENERATE})

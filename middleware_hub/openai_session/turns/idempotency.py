@@ -7,11 +7,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router.asgi.exchange import Scope, Send
-from miles_router.asgi.headers import RawHeaders, first
-from miles_router.asgi.replies import OK, Tap
-from miles_router.engines.events import LAST_EVENT
 from miles_router.errors import BadRequest
+from miles_router.middlewares import LAST_EVENT, OK, RawHeaders, Scope, Send, Tap, first
 
 MAX_TURN_ID = 256
 

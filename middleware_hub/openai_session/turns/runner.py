@@ -14,18 +14,27 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
-from miles_router import Exchange, Router, replay
-from miles_router.asgi.exchange import Receive, Scope, Send, with_body
-from miles_router.asgi.replies import OK, Collected, with_length
 from miles_router.engines.answers import UnreadableAnswer, is_abort
 from miles_router.engines.choices import Choice, StreamShortfall
-from miles_router.engines.events import LAST_EVENT, Event
-from miles_router.middlewares.contract import ASGIApp
-from miles_router.middlewares.rows import Handover
+from miles_router.middlewares import (
+    LAST_EVENT,
+    OK,
+    ASGIApp,
+    Collected,
+    Event,
+    Exchange,
+    Handover,
+    Receive,
+    Router,
+    Scope,
+    Send,
+    replay,
+    with_body,
+    with_length,
+)
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
-FIRST_ALONE = "of several completions SGLang tells the routed experts of one alone"
 
 
 class TurnRunner:
@@ -46,7 +55,7 @@ class TurnRunner:
         if not self._router.rows[ROUTED_EXPERTS].captures:
             await self._run(face, turn, scope, receive, send)
             return
-        missing = FIRST_ALONE if turn.several and not face.endpoint.experts_of_each else None
+        missing = face.endpoint.experts_missing if turn.several else None
         turn.experts = Handover(ROUTED_EXPERTS, [turn.held_experts], per_prompt=sys.maxsize, missing=missing)
         if missing is not None and turn.stream:  # it does not say whose they are
             await self._run(face, turn, scope, receive, send)

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from miles_router import Router
 from miles_router.engines.choices import OpenAIEndpoint
 from miles_router.engines.facts import Facts
+from miles_router.middlewares import Router
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,9 @@ from collections.abc import Awaitable, Callable
 from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from miles_router.asgi.exchange import Message, Send
-from miles_router.asgi.replies import OK, Kind, Tap
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.choices import MALFORMED, Choice, OpenAIEndpoint
-from miles_router.engines.events import Event
+from miles_router.middlewares import OK, Event, Kind, Message, Send, Tap
 
 
 class TurnStream:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from miles_router.testing.demo.cache import Exactness, Rollout, Turn, cache_lines, checkpoint, router_options
-from miles_router.testing.demo.processes import POLL, Fleet, ProcessError, free_port
+from miles_router.testing.demo.processes import POLL, DemoFleet, ProcessError, free_port
 
 WORKERS = 2
 TURNS = 2
@@ -46,7 +46,7 @@ T = TypeVar("T")
 # Processes
 
 
-async def start_router(fleet: Fleet, options: argparse.Namespace) -> str:
+async def start_router(fleet: DemoFleet, options: argparse.Namespace) -> str:
     """Start `miles-router` on a free port; gives its URL once it answers."""
     command = [sys.executable, "-m", "miles_router", "--port", "0", *router_options(options.hf_checkpoint)]
     router = fleet.start("router", *command)
@@ -58,13 +58,13 @@ async def start_router(fleet: Fleet, options: argparse.Namespace) -> str:
     return await router.until("listen", ROUTER_PATIENCE, listening)
 
 
-async def start_workers(fleet: Fleet, options: argparse.Namespace, router: str) -> list[str]:
+async def start_workers(fleet: DemoFleet, options: argparse.Namespace, router: str) -> list[str]:
     """Start the workers side by side; gives their URLs once the router lists all of them."""
     start = start_sglang_worker if options.worker == "sglang" else start_simulated_worker
     return await gather(*(start(fleet, options, router, f"worker {number}") for number in range(1, WORKERS + 1)))
 
 
-async def start_simulated_worker(fleet: Fleet, options: argparse.Namespace, router: str, name: str) -> str:
+async def start_simulated_worker(fleet: DemoFleet, options: argparse.Namespace, router: str, name: str) -> str:
     """Start `miles-router-worker`, which registers itself."""
     port = free_port()
     command = [sys.executable, "-m", "miles_router.testing.worker.cli", "--port", str(port), "--router", router]
@@ -78,7 +78,7 @@ async def start_simulated_worker(fleet: Fleet, options: argparse.Namespace, rout
     return await worker.until("register", WORKER_PATIENCE["simulated"], registered)
 
 
-async def start_sglang_worker(fleet: Fleet, options: argparse.Namespace, router: str, name: str) -> str:
+async def start_sglang_worker(fleet: DemoFleet, options: argparse.Namespace, router: str, name: str) -> str:
     """Start a real SGLang server and register it, as its launcher does in training."""
     port = free_port()
     worker = fleet.start(name, *shlex.split(options.worker_command), "--port", str(port))
@@ -284,7 +284,7 @@ def print_block(lines: Iterator[str]) -> None:
 # The command
 
 
-async def demo(options: argparse.Namespace, fleet: Fleet) -> int:
+async def demo(options: argparse.Namespace, fleet: DemoFleet) -> int:
     """All of it, in order. Gives the exit status."""
     wanted = options.prompts * options.samples
     print(f"{options.prompts} prompts x {options.samples} samples over {WORKERS} {options.worker} workers\n")
@@ -336,7 +336,7 @@ async def interruptible(options: argparse.Namespace) -> int:
 async def _with_fleet(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="miles-router-demo-") as logs:
         options.hf_checkpoint = checkpoint(options.hf_checkpoint, Path(logs))
-        fleet = Fleet(Path(logs))
+        fleet = DemoFleet(Path(logs))
         try:
             return await demo(options, fleet)
         finally:

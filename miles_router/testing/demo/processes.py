@@ -67,7 +67,7 @@ class Process:
             os.killpg(self._child.pid, number)
 
 
-class Fleet:
+class DemoFleet:
     """Processes that end together. `logs` is a directory for what they say."""
 
     def __init__(self, logs: Path) -> None:

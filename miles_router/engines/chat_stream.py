@@ -1,0 +1,163 @@
+"""Chat streams: a message and choices that grow with their chunks, and a whole answer given as chunks (SGLang 0.5.23,
+`serving_chat.py`). Pure.
+
+The logprobs come with each chunk, the ids with the last one, in `sglext`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.choices import Choice, GrowingChoice, GrowingChoices, StreamShortfall
+
+OF_THE_ANSWER = ("id", "created", "model")
+
+
+def named_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls say what they call: only such a one can be continued. Raises one of `MALFORMED` for any
+    other."""
+    for call in message.get("tool_calls") or ():
+        if not isinstance(call["function"]["name"], str):
+            raise TypeError("a tool call that names no function")
+    return {**message}
+
+
+class GrowingMessage:
+    """An assistant message put together from a stream's deltas."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, dict[str, Any]] = {}
+
+    def add(self, delta: Mapping[str, Any]) -> None:
+        """One delta more."""
+        if delta.get("content"):
+            self._content.append(delta["content"])
+        if delta.get("reasoning_content"):
+            self._reasoning.append(delta["reasoning_content"])
+        for piece in delta.get("tool_calls") or ():
+            self._add_call(piece)
+
+    def _add_call(self, piece: Mapping[str, Any]) -> None:
+        call = self._calls.setdefault(piece.get("index") or 0, {"id": None, "name": None, "parts": []})
+        function = piece.get("function") or {}
+        call["id"] = piece.get("id") or call["id"]
+        call["name"] = function.get("name") or call["name"]
+        if function.get("arguments"):
+            call["parts"].append(function["arguments"])
+
+    def message(self) -> dict[str, Any]:
+        """As the whole answer would have it. Raises one of `MALFORMED` where the deltas make none."""
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._content)}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            message["tool_calls"] = [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {"name": call["name"], "arguments": "".join(call["parts"])},
+                }
+                for _, call in sorted(self._calls.items())
+            ]
+        return named_calls(message)
+
+
+class _GrowingChatChoice(GrowingChoice):
+    def __init__(self, rid: str | None) -> None:
+        super().__init__(rid)
+        self.message = GrowingMessage()
+
+    @property
+    def tokens(self) -> int:
+        return len(self.logprobs)
+
+    def _add(self, choice: Mapping[str, Any]) -> None:
+        self.message.add(choice.get("delta") or {})
+        entries = (choice.get("logprobs") or {}).get("content") or ()
+        self.logprobs += [entry["logprob"] for entry in entries]
+
+
+class GrowingChat(GrowingChoices[_GrowingChatChoice]):
+    """A chat answer as its chunks come. The ids come with the last chunk, the logprobs with each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._prompt: list[int] | None = None
+        self._ids: list[list[int]] | None = None
+        self._cached_tokens: int | None = None
+
+    def _begin(self, rid: str | None) -> _GrowingChatChoice:
+        return _GrowingChatChoice(rid)
+
+    def _add(self, chunk: Mapping[str, Any]) -> None:
+        extra = chunk.get("sglext") or {}
+        if extra.get("output_ids"):
+            self._ids = [list(ids) for ids in extra["output_ids"]]
+        self._prompt = extra.get("input_ids") or self._prompt
+        details = extra.get("cached_tokens_details")
+        if details:
+            self._cached_tokens = sum(count for count in details.values() if isinstance(count, int))
+
+    def _choices(self) -> list[Choice]:
+        growing = sorted(self._growing.items())
+        if any(choice.finish is None for _, choice in growing):
+            raise UnreadableAnswer("incomplete", "a stream ended without a finish reason")
+        if self._ids is None:
+            raise StreamShortfall("a stream ended without the ids that it sampled")
+        indices = [index for index, _ in growing]
+        if indices != list(range(len(self._ids))):
+            raise UnreadableAnswer("token_counts_disagree", f"choices {indices}, and ids of {len(self._ids)}")
+        return [self._choice(index, choice, ids) for (index, choice), ids in zip(growing, self._ids, strict=True)]
+
+    def _choice(self, index: int, choice: _GrowingChatChoice, ids: list[int]) -> Choice:
+        message = choice.message.message()  # first: a chunk that is none says nothing of other streams
+        if choice.tokens < len(ids):
+            raise StreamShortfall(f"a stream left out logprobs: {len(ids)} ids, {choice.tokens} logprobs")
+        return Choice(
+            index=index,
+            message=message,
+            finish=str(choice.finish),
+            matched=choice.matched,
+            ids=ids,
+            logprobs=choice.logprobs,
+            versions=choice.versions.runs,
+            prompt=self._prompt,
+            facts={"rid": choice.rid, "cached_tokens": self._cached_tokens},
+        )
+
+
+def chunks_of(answer: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A whole answer as the chunks of a stream that a request with these fields asks for: each choice in one piece."""
+    head = {name: answer.get(name) for name in OF_THE_ANSWER} | {"object": "chat.completion.chunk"}
+    for choice in answer["choices"]:
+        for part in _parts(choice):
+            yield {**head, "choices": [part]}
+    if _wants_usage(fields):
+        yield {**head, "choices": [], "usage": answer.get("usage")}
+
+
+def _wants_usage(fields: Mapping[str, Any]) -> bool:
+    """Whether a request asks for a stream that ends with a chunk of usage."""
+    options = fields.get("stream_options")
+    return isinstance(options, Mapping) and bool(options.get("include_usage"))
+
+
+def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """A role, all that was said, and why it ended."""
+    index, message = choice["index"], choice["message"]
+    yield {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None, "logprobs": None}
+    delta = {name: message[name] for name in ("reasoning_content", "content") if message.get(name)}
+    if message.get("tool_calls"):
+        delta["tool_calls"] = [{**call, "index": place} for place, call in enumerate(message["tool_calls"])]
+    yield {"index": index, "delta": delta, "finish_reason": None, "logprobs": choice.get("logprobs")}
+    yield {
+        "index": index,
+        "delta": {},
+        "finish_reason": choice["finish_reason"],
+        "matched_stop": choice.get("matched_stop"),
+        "logprobs": None,
+    }
