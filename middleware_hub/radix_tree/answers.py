@@ -55,9 +55,12 @@ class AnswerTap(Tap):
         self._request = request
         self._prompts = prompts
         self._experts = experts
-        #: For each answer, whether its client asked for logprobs itself.
-        self._shows_logprobs = [wants_logprobs(request, generation) for generation in range(request.generations)]
-        self._growing = {generation: GrowingAnswer() for generation in range(request.generations)}  # not ended yet
+        self._generations = range(request.generations)
+        #: For each of them, whether its client asked for logprobs itself.
+        self._shows_logprobs = [wants_logprobs(request, generation) for generation in self._generations]
+        #: Of a stream: those that have not ended; None where nothing has come.
+        self._growing: dict[int, GrowingAnswer | None] = dict.fromkeys(self._generations)
+        self._without_index = 0 if len(self._generations) == 1 else None
         self._failed = False  # the engine says itself that there is no answer
         self._surplus = False  # events came of answers that nobody asked for
 
@@ -69,8 +72,8 @@ class AnswerTap(Tap):
             self._refuse("not_json", str(error))
             return body
         answers = reply if isinstance(reply, list) else [reply]
-        if len(answers) != self._request.generations:
-            self._refuse("answer_count", f"{len(answers)} answers to {self._request.generations} generations")
+        if len(answers) != len(self._generations):
+            self._refuse("answer_count", f"{len(answers)} answers to {len(self._generations)} generations")
             return body
         for generation, answer in enumerate(answers):
             await self._record(generation, answer)
@@ -84,23 +87,25 @@ class AnswerTap(Tap):
     async def event(self, event: Event) -> bytes:
         """Take what an event says of its answer, and record the answer with the last one."""
         answer = event.parse()
-        if not isinstance(answer, Mapping) or "output_ids" not in answer:
-            self._failed |= isinstance(answer, Mapping) and "error" in answer
+        if not isinstance(answer, dict) or "output_ids" not in answer:
+            self._failed |= isinstance(answer, dict) and "error" in answer
             return event.raw
-        generation = answer.get("index", 0 if self._request.generations == 1 else None)
-        if type(generation) is not int or generation not in range(self._request.generations):
+        generation = answer.get("index", self._without_index)
+        if type(generation) is not int or generation not in self._generations:
             if not self._surplus:
                 self._refuse("answer_count", f"an event of answer {generation!r}")
             self._surplus = True
             return event.raw
-        growing = self._growing.get(generation)
-        if growing is not None:
-            await self._grow(generation, growing, answer)
+        if generation in self._growing:
+            await self._grow(generation, answer)
         if self._shows_logprobs[generation]:
             return event.raw
         return write_event(without_logprobs(answer), event.name)
 
-    async def _grow(self, generation: int, growing: GrowingAnswer, answer: Mapping[str, object]) -> None:
+    async def _grow(self, generation: int, answer: Mapping[str, object]) -> None:
+        growing = self._growing[generation]
+        if growing is None:
+            growing = self._growing[generation] = GrowingAnswer()
         try:
             growing.skim(answer)
         except UnreadableAnswer as error:

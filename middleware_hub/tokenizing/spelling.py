@@ -171,11 +171,13 @@ def _close_run(run: list[int], parts: list[str], ends: list[int], position: int)
 
 def _character_ends(joined: bytes, lengths: npt.NDArray[np.int64]) -> Ends:
     """Characters up to each token's last byte; `NO_CUT` where that byte is inside a character."""
+    stops = np.cumsum(lengths)
+    if joined.isascii():
+        return stops.astype(np.uint32)
     data = np.frombuffer(joined, dtype=np.uint8)
     begins = (data & 0xC0) != 0x80
     upto = np.concatenate([[0], np.cumsum(begins)])
     boundary = np.concatenate([begins, [True]])
-    stops = np.cumsum(lengths)
     return np.where(boundary[stops], upto[stops], NO_CUT).astype(np.uint32)
 
 

@@ -160,10 +160,13 @@ def check_runs(runs: Sequence[VersionRun], tokens: int) -> None:
 
 def without_logprobs(answer: Any) -> Any:
     """The answer without what `return_logprob` adds. Anything that is not an answer is returned unchanged."""
-    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
-    if not isinstance(meta, Mapping):
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta, dict):
         return answer
-    return {**answer, "meta_info": {name: value for name, value in meta.items() if name not in LOGPROB_FIELDS}}
+    shown = {**meta}
+    for name in LOGPROB_FIELDS:
+        shown.pop(name, None)
+    return {**answer, "meta_info": shown}
 
 
 def finish_reasons(data: bytes, answers: int, *, beginning: bool = False) -> list[Any] | None:

@@ -33,8 +33,8 @@ class Trajectory:
     __slots__ = ("_ends", "pieces")
 
     def __init__(self, pieces: Iterable[Piece] = ()) -> None:
-        self.pieces: tuple[Piece, ...] = tuple(piece for piece in pieces if len(piece))
-        self._ends: tuple[int, ...] = tuple(accumulate(len(piece) for piece in self.pieces))
+        self.pieces: tuple[Piece, ...] = tuple(filter(len, pieces))
+        self._ends: tuple[int, ...] = tuple(accumulate(map(len, self.pieces)))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
