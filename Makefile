@@ -24,7 +24,7 @@ apt = { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && printf '==> apt-
 unexport PYTHONDONTWRITEBYTECODE
 # How many processes run tests: `auto` is one for each core and one for those that wait for SGLang.
 JOBS ?= auto
-PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
+PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
 .PHONY: help demo test nightly heavy unit coverage install lint types imports sglang tokenizers bench npm
 
@@ -52,7 +52,7 @@ unit: install tokenizers ## the tests that need no SGLang
 coverage: install tokenizers ## which branches the tests without SGLang take, in the processes that they start too
 	@$(call say,tests under coverage)
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest -n $(JOBS) --dist loadgroup -m "not sglang and not static"
+	@$(BIN)/coverage run -m pytest -n $(JOBS) -m "not sglang and not static"
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 

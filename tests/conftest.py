@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +19,11 @@ from tests.support import tiers
 from tests.support.stage import Stage, staged
 from tests.support.tokenizers import loaded_once
 
+ROOT = Path(__file__).resolve().parents[1]
 MOST_PROCESSES = 8
 #: Marks of the tests that begin first.
 FIRST = ("sglang", "static")
-#: Where each test takes so long that it is a group of its own.
+#: Where each test takes so long that the others of its file need not wait for it.
 APART = ("tests/docs/test_snippets.py", "tests/property/")
 
 
@@ -36,26 +40,37 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(len(os.sched_getaffinity(0)), MOST_PROCESSES) + 1
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first. Tests with real workers stay together, so that these start once."""
+    """What takes longest comes first."""
     for item in items:
-        if item.get_closest_marker("sglang"):
-            item.add_marker(pytest.mark.xdist_group("sglang"))
+        assert (item.get_closest_marker("sglang") is not None) == needs_sglang(item.nodeid), item.nodeid
     items.sort(key=lambda item: next((place for place, mark in enumerate(FIRST) if mark in item.keywords), len(FIRST)))
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadgroup` with files as groups, so that what a module makes once is made once."""
-    from xdist.scheduler import LoadGroupScheduling
+def needs_sglang(nodeid: str) -> bool:
+    """Whether a test is marked `sglang`, by its name: as a parameter, or with its whole file."""
+    file, _, name = nodeid.partition("::")
+    return re.search(r"\[(.*-)?sglang(-.*)?\]$", name) is not None or _is_marked(file)
 
-    class Groups(LoadGroupScheduling):  # type: ignore[misc]
+
+@functools.cache
+def _is_marked(file: str) -> bool:
+    return "\npytestmark = pytest.mark.sglang\n" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, a process takes a whole file, so that what a module makes once is made once; and one takes all tests
+    with real workers, of which each kind needs 2 GB, so that these start once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            group: str = super()._split_scope(nodeid)
-            return nodeid.partition("::")[0] if group == nodeid and not nodeid.startswith(APART) else group
+            if needs_sglang(nodeid):
+                return "sglang"
+            return nodeid if nodeid.startswith(APART) else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False
-    return Groups(config, log) if config.getoption("dist") == "loadgroup" else None
+    return ByFile(config, log) if config.getoption("dist") != "each" else None
 
 
 @pytest.hookimpl(trylast=True)

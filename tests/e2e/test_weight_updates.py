@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Container
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -33,12 +33,9 @@ from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.sglang
 
-GENERATIONS, TOKENS = size(heavy=(64, 200), otherwise=(16, 100))
+GENERATIONS, TOKENS = size(heavy=(64, 200), otherwise=(16, 250))
 SAMPLING = {"temperature": 1, "max_new_tokens": TOKENS, "ignore_eos": True}
-TURN = TOKENS * 2 // 5  # tokens of a chat request that is over before the first abort
-OF_THE_TURN = size(
-    heavy={"v0", "v1"}, otherwise={"v0"}
-)  # versions that it is certain to have: a short one may be quick
+TURN = TOKENS * 3 // 10  # tokens of a chat request that is over before the first abort
 CONTEXT = 5  # tokens of the prompt that SGLang decodes together with the output
 
 
@@ -87,10 +84,10 @@ class Fleet:
     http: aiohttp.ClientSession
     transitions: list[Transition] = field(default_factory=list)
 
-    async def control(self, path: str, *, status: int = 200, **body: Any) -> str:
+    async def control(self, path: str, *, status: Container[int] = (200,), **body: Any) -> str:
         async with self.http.post(path, json=body) as reply:
             text = await reply.text()
-            assert reply.status == status, (path, text)
+            assert reply.status in status, (path, text)
             return text
 
     async def info(self) -> Any:
@@ -118,15 +115,15 @@ class Fleet:
         """Tokens of streams that went through the doors by now."""
         return sum(len(go.sampled) for go in self.goes() if go.body.get("stream"))
 
-    def aborted(self) -> int:
-        return sum((go.finish or {}).get("type") == "abort" for go in self.goes())
+    def aborted(self) -> list[Generation]:
+        return [go for go in self.goes() if (go.finish or {}).get("type") == "abort"]
 
     async def update(self, mode: str, version: str) -> None:
-        """What a trainer does between two steps. What is held in place keeps its memory: the engine says 400 to the
-        flush."""
+        """What a trainer does between two steps. A worker that holds something in place keeps its memory, and says 400
+        to the flush; one that has nothing left does not."""
         await self.control("/pause_generation", mode=mode)
         await self.control("/update_weight_version", new_version=version, abort_all_requests=False)
-        await self.control("/flush_cache", status=400 if mode == "in_place" else 200)
+        await self.control("/flush_cache", status=(400, 502) if mode == "in_place" else (200,))
         info = await self.info()
         assert (info["gate"]["mode"], info["weight_version"]) == (mode, version)
         await self.control("/continue_generation")
@@ -239,9 +236,9 @@ def verify_whole(fleet: Fleet, done: list[Rollout]) -> Counter[str]:
 async def test_generations_outlive_updates(sglang_moe_workers: list[RealWorker]) -> None:
     async with fleet(sglang_moe_workers, partial_rollout="resume") as made:
         modes = ("abort", "retract", "in_place") * 3
-        done = await while_generating(made, {10 * place: update(mode) for place, mode in enumerate(modes, 1)})
+        done = await while_generating(made, {9 * place: update(mode) for place, mode in enumerate(modes, 1)})
         counts = verify_whole(made, done)
-        aborted = made.aborted()
+        aborted = len(made.aborted())
         assert GENERATIONS <= aborted <= GENERATIONS * modes.count("abort")
         assert counts["resumed"] == aborted
         assert counts["goes"] == GENERATIONS + aborted
@@ -266,42 +263,52 @@ async def test_without_resume_aborts_come_as_the_engine_gave_them(sglang_moe_wor
         print(dict(counts))
         assert await chat == replies["chat"].reply
         assert json.loads(await chat)["choices"][0]["finish_reason"] == "abort"
-        assert counts["cut"] == made.aborted() == counts["goes"] == GENERATIONS
+        assert counts["cut"] == len(made.aborted()) == counts["goes"] == GENERATIONS
         assert not made.transitions
 
 
 async def test_generations_outlive_the_death_of_their_worker(sglang_moe_workers: list[RealWorker]) -> None:
     """Streams are carried on from what came; requests without a byte of an answer begin anew. The fleet is updated
     without the dead worker, which comes back with old weights and is let in once it has the new ones."""
-    victim = sglang_moe_workers[0]
+    chats: list[asyncio.Future[bytes]] = []
+    killed: list[RealWorker] = []
+
+    async def ask(fleet: Fleet, version: str) -> None:
+        chats.append(asyncio.ensure_future(fleet.chat(TURN)))
 
     async def kill(fleet: Fleet, version: str) -> None:
-        await asyncio.to_thread(victim.kill)
+        victim = max(fleet.doors, key=lambda door: sum(go.streamed for go in door.begun if go.finish is None))
+        killed.append(sglang_moe_workers[fleet.doors.index(victim)])
+        await asyncio.to_thread(killed[0].kill)
         await until(lambda: len(fleet.router.pool.routable) == 1, "the loss is noticed")
 
     try:
         async with fleet(sglang_moe_workers, partial_rollout="resume", resume_on_worker_loss=True) as made:
-            chat = asyncio.ensure_future(made.chat(TURN))
-            before = {20: update("retract"), 40: update("in_place"), 65: update("abort")}
+            before = {5: ask, 10: update("retract"), 25: update("in_place"), 60: update("abort")}
             done = await while_generating(made, {**before, 75: kill, 85: update("abort")})
             counts = verify_whole(made, done)
-            lost = [go for go in made.doors[0].begun if go.finish is None]
+            (victim,) = killed
+            lost = [go for go in made.goes() if go.finish is None]
             streams = [go for go in lost if go.sampled]
             assert streams
-            assert len(lost) > GENERATIONS // 4
-            assert counts["resumed"] == made.aborted() + len(streams)
-            turn = json.loads(await chat)
+            assert len(lost) >= GENERATIONS // 4
+            cut = [go for go in made.aborted() if go.sampled]  # the rest had only queued
+            # What a worker sampled last may have come to its door and not to the router.
+            assert len(cut) <= counts["resumed"] <= len(cut) + len(streams)
+            turn = json.loads(await chats[0])
             assert (turn["choices"][0]["finish_reason"], turn["usage"]["completion_tokens"]) == ("length", TURN)
-            assert {span["version"] for span in turn["metadata"]["weight_versions"]} >= OF_THE_TURN
-            dead, living = made.router.pool
-            assert [(each.worker, each.after and each.after.value) for each in made.transitions] == [
-                (dead, "quarantined")
-            ]
+            assert {"v0", "v2"} <= {span["version"] for span in turn["metadata"]["weight_versions"]}
+            (loss,) = made.transitions
+            assert (loss.worker.url, loss.after and loss.after.value) == (
+                made.doors[sglang_moe_workers.index(victim)].url,
+                "quarantined",
+            )
             await asyncio.to_thread(victim.restart)
-            await until(lambda: "'default'" in dead.reason, "it is back, and out of date")
-            await made.control("/update_weight_version", new_version="v6", abort_all_requests=False)
-            await until(lambda: dead.state.value == "ready", "it has what the fleet has")
-            assert living.failures == 0
+            await until(lambda: "'default'" in loss.worker.reason, "it is back, and out of date")
+            await made.control("/update_weight_version", new_version="v7", abort_all_requests=False)
+            await until(lambda: loss.worker.state.value == "ready", "it has what the fleet has")
+            assert all(worker.failures == 0 for worker in made.router.pool if worker is not loss.worker)
     finally:
-        if not victim.alive:
-            await asyncio.to_thread(victim.restart)
+        for worker in killed:
+            if not worker.alive:
+                await asyncio.to_thread(worker.restart)
