@@ -86,6 +86,7 @@ class WorkerPool:
         self.snapshot = Snapshot()
         self._workers: dict[str, Worker] = {}
         self._leaving: dict[str, Worker] = {}  # removed, with requests still in flight
+        self._settling = False
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
 
@@ -153,7 +154,7 @@ class WorkerPool:
         self._workers[address.url] = worker
         worker.weight_version = weight_version
         self._move(worker, WorkerState.READY, "registered", before=None)
-        self._sort_by_weights()
+        self._settle_weights()
         return worker
 
     def _update(self, worker: Worker, api_key: str | None, attributes: Mapping[str, object] | None) -> None:
@@ -174,8 +175,8 @@ class WorkerPool:
         if worker.in_flight:
             self._leaving[worker.url] = worker
         self._publish()
-        self._refresh_weight_version()
         self._tell(Transition(worker, worker.state, None, reason))
+        self._settle_weights()
 
     def drain(self, worker: Worker, when_idle: Callable[[], None]) -> None:
         """Send nothing new to a worker and remove it after its last request; `when_idle` is called then, or when the
@@ -255,8 +256,7 @@ class WorkerPool:
         worker.last_check = self._now()
         if weight_version is not None and weight_version != worker.weight_version:
             worker.weight_version = weight_version
-            self._refresh_weight_version()
-            self._sort_by_weights()
+            self._settle_weights()
 
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
@@ -273,8 +273,7 @@ class WorkerPool:
         self.weight_version = version
         for worker in workers:
             worker.weight_version = version
-        self._refresh_weight_version()
-        self._sort_by_weights()
+        self._settle_weights()
 
     def set_paused(self, worker: Worker, reason: str) -> None:
         """A worker answers and does not generate."""
@@ -285,7 +284,7 @@ class WorkerPool:
         """A worker that was paused goes on."""
         if self._is(worker, WorkerState.PAUSED):
             self._move(worker, WorkerState.READY, "goes on", before=worker.state)
-            self._sort_by_weights()
+            self._settle_weights()
 
     def readmission_refused(self, worker: Worker) -> str | None:
         """Why policy keeps a recovered worker out, or None if it may return."""
@@ -300,7 +299,7 @@ class WorkerPool:
         if not self._is(worker, WorkerState.QUARANTINED) or self.readmission_refused(worker):
             return False
         self._move(worker, WorkerState.READY, reason, before=worker.state)
-        self._sort_by_weights()
+        self._settle_weights()
         return True
 
     def keep_out(self, worker: Worker, reason: str) -> None:
@@ -311,7 +310,20 @@ class WorkerPool:
     def _is(self, worker: Worker, state: WorkerState) -> bool:
         return worker.state is state and self._workers.get(worker.url) is worker
 
-    def _refresh_weight_version(self) -> None:
+    def _settle_weights(self) -> None:
+        """Bring the fleet's version and the workers' states in step. Each may follow from the other: a worker that
+        leaves takes its vote with it, and who was outdated may have the fleet's version then."""
+        if self._settling:
+            return
+        self._settling = True
+        try:
+            self._count_versions()
+            while self._readmit == "same-weights" and self._sort_one_by_weights():
+                self._count_versions()
+        finally:
+            self._settling = False
+
+    def _count_versions(self) -> None:
         """The fleet's version is the one most workers that answer hold. A tie changes nothing; with nobody routable
         only a unanimous fleet may change it, so that one restarted worker cannot speak for all."""
         alive = [worker for worker in self if worker.state in ALIVE]
@@ -323,29 +335,28 @@ class WorkerPool:
         if votes[self.weight_version] < most:
             self.weight_version = next(version for version, count in votes.items() if count == most)
 
-    def _sort_by_weights(self) -> None:
-        """Under `same-weights`, who has other weights than the fleet takes no traffic until that is over."""
-        if self._readmit != "same-weights":
-            return
+    def _sort_one_by_weights(self) -> bool:
+        """Under `same-weights`, who has other weights than the fleet takes no traffic until that is over. Says whether
+        somebody moved."""
         for worker in self:
-            other = worker.weight_version not in (None, self.weight_version)
+            own, fleets = worker.weight_version, self.weight_version
+            other = own not in (None, fleets)
             if other and worker.state is WorkerState.READY:
-                reason = (
-                    f"its weight version {worker.weight_version!r} differs from the fleet's {self.weight_version!r}"
-                )
+                reason = f"its weight version {own!r} differs from the fleet's {fleets!r}"
                 self._move(worker, WorkerState.OUTDATED, reason, before=worker.state)
-            elif not other and worker.state is WorkerState.OUTDATED:
-                self._move(
-                    worker, WorkerState.READY, f"has weight version {worker.weight_version!r}", before=worker.state
-                )
+                return True
+            if not other and worker.state is WorkerState.OUTDATED:
+                self._move(worker, WorkerState.READY, f"has weight version {own!r}", before=worker.state)
+                return True
+        return False
 
     # Transitions
 
     def _move(self, worker: Worker, state: WorkerState, reason: str, *, before: WorkerState | None) -> None:
         worker.state, worker.reason, worker.since = state, reason, self._now()
         self._publish()
-        self._refresh_weight_version()
         self._tell(Transition(worker, before, state, reason))
+        self._settle_weights()
 
     def _publish(self) -> None:
         units: dict[WorkerState, list[Unit]] = {WorkerState.READY: [], WorkerState.PAUSED: []}

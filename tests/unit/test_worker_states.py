@@ -77,6 +77,17 @@ def test_when_most_have_moved_on_the_rest_is_outdated() -> None:
     assert (scene.pool.weight_version, scene.routable()) == ("2", "ab")
 
 
+def test_an_outdated_worker_takes_traffic_when_those_with_other_weights_have_left() -> None:
+    scene = Scene("abc")
+    scene.pool.record_alive(scene["c"], "2")
+    assert (scene.pool.weight_version, scene.routable()) == ("1", "ab")
+    scene.pool.remove(scene["a"])
+    assert (scene.pool.weight_version, scene.routable()) == ("1", "b"), "one of each is a tie"
+    scene.pool.remove(scene["b"])
+    assert (scene.pool.weight_version, scene.routable()) == ("2", "c")
+    assert scene.told[-1].reason == "has weight version '2'"
+
+
 @pytest.mark.parametrize("readmit", ["healthy", "never"])
 def test_under_other_policies_a_mixed_fleet_takes_traffic(readmit: ReadmitPolicy) -> None:
     scene = Scene("ab", readmit)
