@@ -1,7 +1,6 @@
 """`/v1/chat/completions` bodies: the template, the sampling parameters, and what SGLang refuses."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,30 +8,11 @@ import orjson
 
 from miles_router.testing.worker.chat_messages import chat_prompt_ids
 from miles_router.testing.worker.generate_input import GenerateInput, parse_generate
+from miles_router.testing.worker.openai_route import SAMPLING_FIELDS, conversion, sampling_of
 from miles_router.testing.worker.tool_calls import required_call
 from miles_router.testing.worker.visit import Visit, invalid_body
 from miles_router.testing.worker.vocabulary import Tokenizer
 
-# Chat fields that are sampling parameters under the same name.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "stop_regex",
-    "regex",
-    "ebnf",
-    "n",
-    "no_stop_trim",
-    "ignore_eos",
-    "skip_special_tokens",
-    "logit_bias",
-)
 #: What a request may have; anything else is ignored.
 CHAT_FIELDS = (
     *("messages", "model", "input_ids", "tools", "tool_choice", "stream", "stream_options", "rid", "seed", "lora_path"),
@@ -40,7 +20,7 @@ CHAT_FIELDS = (
     *("chat_template_kwargs", "continue_final_message", "separate_reasoning"),
     *("return_routed_experts", "routed_experts_start_len", "return_cached_tokens_details", "return_meta_info"),
     *("return_prompt_token_ids", "return_token_ids", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
-    *_SAMPLING_FIELDS,
+    *SAMPLING_FIELDS,
 )
 _NOT_WHILE_STREAMING = {
     "return_prompt_token_ids": "return_prompt_token_ids is not supported with streaming. "
@@ -50,10 +30,6 @@ _NOT_WHILE_STREAMING = {
     "return_meta_info": "return_meta_info is not supported with streaming. "
     "Please set stream=false when using return_meta_info=true.",
 }
-
-
-class ConversionError(ValueError):
-    """What goes wrong on the way from a chat request to the engine's; SGLang names another error type then."""
 
 
 @dataclass(slots=True)
@@ -116,15 +92,6 @@ def _native_body(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any
     }
 
 
-@contextmanager
-def conversion() -> Iterator[None]:
-    """Turns a ValueError into a ConversionError."""
-    try:
-        yield
-    except ValueError as error:
-        raise ConversionError(str(error)) from error
-
-
 def _validate(body: Mapping[str, Any]) -> None:
     messages = body.get("messages")
     if "messages" not in body:
@@ -149,11 +116,8 @@ def _is_forced(body: Mapping[str, Any]) -> bool:
 
 
 def _sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
-    params = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
+    params = sampling_of(body)
     params["max_new_tokens"] = body.get("max_completion_tokens") or body.get("max_tokens")
-    params["min_new_tokens"] = body.get("min_tokens") or 0
-    if body.get("seed") is not None:
-        params["sampling_seed"] = body["seed"]
     schema = schema_of(body.get("response_format"))
     if schema is not None:
         params["json_schema"] = schema

@@ -6,36 +6,18 @@ from typing import Any
 
 from aiohttp import web
 
-from miles_router.testing.worker.chat_request import ChatInput, ConversionError, parse_chat
-from miles_router.testing.worker.native_routes import DONE, admitted, all_answers, all_events, encode_event
-from miles_router.testing.worker.openai_parts import chat_logprobs, metadata_of, refuse, require_json, usage_of
+from miles_router.testing.worker.chat_request import ChatInput, parse_chat
+from miles_router.testing.worker.native_routes import all_answers, all_events
+from miles_router.testing.worker.openai_parts import chat_logprobs, metadata_of, usage_of
+from miles_router.testing.worker.openai_route import serve
 from miles_router.testing.worker.reasoning import ReasoningStream, separated
-from miles_router.testing.worker.sampling_params import WrongType
 from miles_router.testing.worker.tool_calls import ToolCallStream, parse_calls
 from miles_router.testing.worker.visit import Visit
 
 
 async def chat_completions(visit: Visit) -> web.StreamResponse:
     """POST /v1/chat/completions."""
-    require_json(visit)
-    try:
-        chat = parse_chat(visit, visit.json())
-    except WrongType as error:
-        return await refuse(visit, str(error), "Bad Request")
-    except ConversionError as error:
-        return await refuse(visit, str(error), "BadRequest")
-    except ValueError as error:
-        return await refuse(visit, str(error))
-    try:
-        async with admitted(visit, chat.given):
-            if not chat.given.stream:
-                return await visit.reply.json(await chat_answer(visit, chat))
-            async for chunk in chat_chunks(visit, chat):
-                await visit.reply.send(encode_event(chunk))
-    except ValueError as error:
-        return await refuse(visit, str(error))
-    await visit.reply.send(DONE)
-    return await visit.reply.end()
+    return await serve(visit, parse_chat, chat_answer, chat_chunks)
 
 
 async def chat_answer(visit: Visit, chat: ChatInput) -> dict[str, Any]:

@@ -7,33 +7,12 @@ from typing import Any
 
 from aiohttp import web
 
-from miles_router.testing.worker.chat_request import ConversionError, conversion, schema_of
+from miles_router.testing.worker.chat_request import schema_of
 from miles_router.testing.worker.generate_input import GenerateInput, parse_generate
-from miles_router.testing.worker.native_routes import DONE, admitted, all_answers, all_events, encode_event
-from miles_router.testing.worker.openai_parts import completion_logprobs, metadata_of, refuse, require_json, usage_of
-from miles_router.testing.worker.sampling_params import WrongType
+from miles_router.testing.worker.native_routes import all_answers, all_events
+from miles_router.testing.worker.openai_parts import completion_logprobs, metadata_of, usage_of
+from miles_router.testing.worker.openai_route import conversion, sampling_of, serve
 from miles_router.testing.worker.visit import Visit, invalid_body
-
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "stop",
-    "stop_token_ids",
-    "stop_regex",
-    "regex",
-    "json_schema",
-    "ebnf",
-    "n",
-    "no_stop_trim",
-    "ignore_eos",
-    "skip_special_tokens",
-    "logit_bias",
-)
 
 
 @dataclass(slots=True)
@@ -52,25 +31,7 @@ class _Completion:
 
 async def completions(visit: Visit) -> web.StreamResponse:
     """POST /v1/completions."""
-    require_json(visit)
-    try:
-        asked = _parse(visit, visit.json())
-    except WrongType as error:
-        return await refuse(visit, str(error), "Bad Request")
-    except ConversionError as error:
-        return await refuse(visit, str(error), "BadRequest")
-    except ValueError as error:
-        return await refuse(visit, str(error))
-    try:
-        async with admitted(visit, asked.given):
-            if not asked.given.stream:
-                return await visit.reply.json(await _answer(visit, asked))
-            async for chunk in _chunks(visit, asked):
-                await visit.reply.send(encode_event(chunk))
-    except ValueError as error:
-        return await refuse(visit, str(error))
-    await visit.reply.send(DONE)
-    return await visit.reply.end()
+    return await serve(visit, _parse, _answer, _chunks)
 
 
 def _parse(visit: Visit, body: dict[str, Any]) -> _Completion:
@@ -79,11 +40,10 @@ def _parse(visit: Visit, body: dict[str, Any]) -> _Completion:
         raise ValueError("Prompt cannot be empty")
     if not isinstance(prompt, (str, list)):
         raise invalid_body({"type": "missing", "loc": ("body", "prompt"), "msg": "Field required"})
-    params = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
+    params = sampling_of(body)
+    if body.get("json_schema") is not None:
+        params["json_schema"] = body["json_schema"]
     params["max_new_tokens"] = body.get("max_tokens", 16)
-    params["min_new_tokens"] = body.get("min_tokens") or 0
-    if body.get("seed") is not None:
-        params["sampling_seed"] = body["seed"]
     with conversion():
         schema = schema_of(body.get("response_format"))
     if schema is not None:

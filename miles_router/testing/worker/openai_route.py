@@ -1,0 +1,93 @@
+"""What the routes of chat and completions share: refusals in SGLang's words, sampling fields, whole or streamed."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from aiohttp import web
+
+from miles_router.testing.worker.generate_input import GenerateInput
+from miles_router.testing.worker.native_routes import DONE, admitted, encode_event
+from miles_router.testing.worker.openai_parts import refuse, require_json
+from miles_router.testing.worker.sampling_params import WrongType
+from miles_router.testing.worker.visit import Visit
+
+#: Fields of a body that are sampling parameters under the same name.
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "stop",
+    "stop_token_ids",
+    "stop_regex",
+    "regex",
+    "ebnf",
+    "n",
+    "no_stop_trim",
+    "ignore_eos",
+    "skip_special_tokens",
+    "logit_bias",
+)
+
+
+class ConversionError(ValueError):
+    """What goes wrong on the way from an OpenAI request to the engine's; SGLang names another error type then."""
+
+
+class Parsed(Protocol):
+    """A request that has been read."""
+
+    given: GenerateInput
+
+
+Request = TypeVar("Request", bound=Parsed)
+
+
+@contextmanager
+def conversion() -> Iterator[None]:
+    """Turns a ValueError into a ConversionError."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConversionError(str(error)) from error
+
+
+def sampling_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's sampling parameters that a body has under the engine's names, and its seed."""
+    params = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
+    params["min_new_tokens"] = body.get("min_tokens") or 0
+    if body.get("seed") is not None:
+        params["sampling_seed"] = body["seed"]
+    return params
+
+
+async def serve(
+    visit: Visit,
+    parse: Callable[[Visit, dict[str, Any]], Request],
+    answer: Callable[[Visit, Request], Awaitable[dict[str, Any]]],
+    chunks: Callable[[Visit, Request], AsyncIterator[dict[str, Any]]],
+) -> web.StreamResponse:
+    """Read a request, and reply with its answer or its chunks."""
+    require_json(visit)
+    try:
+        request = parse(visit, visit.json())
+    except WrongType as error:
+        return await refuse(visit, str(error), "Bad Request")
+    except ConversionError as error:
+        return await refuse(visit, str(error), "BadRequest")
+    except ValueError as error:
+        return await refuse(visit, str(error))
+    try:
+        async with admitted(visit, request.given):
+            if not request.given.stream:
+                return await visit.reply.json(await answer(visit, request))
+            async for chunk in chunks(visit, request):
+                await visit.reply.send(encode_event(chunk))
+    except ValueError as error:
+        return await refuse(visit, str(error))
+    await visit.reply.send(DONE)
+    return await visit.reply.end()
