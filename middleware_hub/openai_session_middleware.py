@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 from starlette.routing import BaseRoute
 
@@ -25,7 +26,6 @@ from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from miles_router.middlewares import ASGIApp, HasRoutes, Receive, Router, RowSource, Scope, Send
-from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 NAME = "openai_sessions"
 GIB = 1024**3
@@ -71,10 +71,10 @@ class OpenAISessionMiddleware:
         recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time)
         faces = [face(continuation, equal) for face in FACES]
         self._door = TurnDoor(app, faces, self.store, recorder, TurnRunner(app, router, recorder), now=time.time)
-        rows = router.rows[ROUTED_EXPERTS]
-        maker = SampleMaker(Selection(branch_policies), router.tokenizer.decode, rows)
+        maker = SampleMaker(Selection(branch_policies), router.tokenizer.decode, router.rows)
         self._sessions = SessionRoutes(self.store, maker)
-        rows.sources["session_id"] = RowSource(self._sessions.experts, fields=("leaf",))
+        for kind, channel in router.rows.items():
+            channel.sources["session_id"] = RowSource(partial(self._sessions.rows, kind), fields=("leaf",))
         dialects = DIALECTS if header_sessions else ()
         self._dialects = [dialect(router, self._sessions, self._door.turn) for dialect in dialects]
         router.publish(NAME, self.store.statistics, continuation=continuation.proof.describe)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import orjson
 from starlette.routing import BaseRoute, Route
@@ -23,7 +24,7 @@ from miles_router.errors import ConfigError
 from miles_router.middlewares import (
     ASGIApp,
     Exchange,
-    Handover,
+    Handovers,
     HasRoutes,
     Receive,
     Router,
@@ -35,7 +36,6 @@ from miles_router.middlewares import (
     with_body,
 )
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 PATH = "/generate"
 RETRIEVE = "/retrieve_from_text"
@@ -61,7 +61,8 @@ class RadixTreeMiddleware:
         self._recorder = TextRecorder(self.cache, TextEncoder(router.tokenizer))
         self._retrieval = Retrieval(self._recorder)
         router.publish(NAME, self.cache.statistics)
-        router.rows[ROUTED_EXPERTS].sources["text"] = RowSource(self._retrieval.experts)
+        for kind, channel in router.rows.items():
+            channel.sources["text"] = RowSource(partial(self._retrieval.rows, kind))
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /retrieve_from_text`."""
@@ -84,13 +85,13 @@ class RadixTreeMiddleware:
             return
         ids = [prompt.trajectory.tokens for prompt in prompts]
         changed = orjson.dumps(request.with_ids(ids, **{LOGPROBS: True}), option=orjson.OPT_SERIALIZE_NUMPY)
-        experts = None
+        handovers = Handovers.captured(
+            self.router.rows, lambda kind: [prompt.held_rows(kind) for prompt in prompts], per_prompt=request.samples
+        )
         with ExitStack() as until_answered:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
-            if self.router.rows[ROUTED_EXPERTS].captures:
-                experts = Handover(ROUTED_EXPERTS, [prompt.held_experts for prompt in prompts], request.samples)
-                until_answered.enter_context(experts.left_on(exchange))
-            tap = AnswerTap(send, self.router, self._recorder, exchange, request, prompts, experts)
+            until_answered.enter_context(handovers.left_on(exchange))
+            tap = AnswerTap(send, self.router, self._recorder, exchange, request, prompts, handovers)
             await tap.call(self.app, with_body(scope, changed), replay(changed, receive))
 
 

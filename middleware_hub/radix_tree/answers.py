@@ -14,7 +14,7 @@ from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import wants_logprobs
 from miles_router.engines.answers import GenerateAnswer, Unreadable, UnreadableAnswer, without_logprobs
 from miles_router.engines.growing import GrowingAnswer
-from miles_router.middlewares import Event, Exchange, GenerateRequest, Handover, Router, Send, Tap, write_event
+from miles_router.middlewares import Event, Exchange, GenerateRequest, Handovers, Router, Send, Tap, write_event
 from miles_router.trajectory import InvalidTrajectory
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class AnswerTap(Tap):
         exchange: the request's record, for the log.
         request: as the client sent it.
         prompts: what the engine is given for each of its prompts.
-        experts: where the answers' routed experts come from, if they are captured.
+        handovers: where the answers' rows come from.
     """
 
     layer = "radix_tree"
@@ -47,14 +47,14 @@ class AnswerTap(Tap):
         exchange: Exchange,
         request: GenerateRequest,
         prompts: Sequence[TokenizedText],
-        experts: Handover | None,
+        handovers: Handovers,
     ) -> None:
         super().__init__(send, router.metrics)
         self._recorder = recorder
         self._exchange = exchange
         self._request = request
         self._prompts = prompts
-        self._experts = experts
+        self._handovers = handovers
         self._generations = range(request.generations)
         #: For each of them, whether its client asked for logprobs itself.
         self._shows_logprobs = [wants_logprobs(request, generation) for generation in self._generations]
@@ -124,7 +124,7 @@ class AnswerTap(Tap):
 
     async def _record(self, generation: int, answer: object) -> None:
         prompt = self._request.prompt_of(generation)
-        take = None if self._experts is None else partial(self._experts.take, generation)
+        take = partial(self._handovers.take, generation)
         try:
             read = GenerateAnswer.read(answer)
             await self._recorder.record(self._prompts[prompt], self._request.prompts[prompt].params, read, take)

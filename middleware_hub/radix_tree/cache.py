@@ -18,6 +18,7 @@ from middleware_hub.radix_tree.eviction import EvictionQueue
 from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.radix_tree.text_tree import TextTree
 from middleware_hub.tokenizing.spelling import Ends
+from miles_router.middlewares import NO_ROWS
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.trajectory import common_prefix
 
@@ -234,7 +235,7 @@ class RadixTreeCache:
 
     def _drop(self, entry: Entry) -> None:
         self._tree.remove(entry)
-        entry.experts = None  # at once: a stale place in the queue may hold on to the entry
+        entry.rows = NO_ROWS  # at once: a stale place in the queue may hold on to the entry
         if self._by_rid.get(entry.rid) is entry:
             del self._by_rid[entry.rid]
         self._entries -= 1

@@ -7,14 +7,15 @@ Characters and tokens count from the beginning of the text, own tokens from `reu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from middleware_hub.tokenizing.spelling import NO_CUT, Ends
-from miles_router.middlewares import RowPrefix, TrajectoryRows, first_prefix
+from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
+from miles_router.trajectory.rows import RowKind
 
 if TYPE_CHECKING:
     from middleware_hub.radix_tree.text_tree import Node
@@ -34,7 +35,7 @@ class TextRecord:
         ends: for each token, how many characters of the text are spelled up to and with it, or `NO_CUT`.
         rid: the engine's name of the generation.
         finish: why it ended: `stop`, `length` or `abort`.
-        experts: its routed experts, where they are captured.
+        rows: its rows, where they are captured.
     """
 
     text: str
@@ -43,7 +44,7 @@ class TextRecord:
     ends: Ends
     rid: str
     finish: str
-    experts: TrajectoryRows | None = None
+    rows: RowsByKind = field(default_factory=lambda: NO_ROWS)
 
 
 class Entry:
@@ -53,7 +54,6 @@ class Entry:
         "block",
         "children",
         "end_type",
-        "experts",
         "finish",
         "last_used",
         "node",
@@ -64,6 +64,7 @@ class Entry:
         "reused",
         "reused_chars",
         "rid",
+        "rows",
         "runs",
         "serial",
         "shown_chars",
@@ -86,7 +87,7 @@ class Entry:
         self.finish = record.finish
         self.rank = rank  # of its newest weight version: later ones rank higher
         self.serial = serial  # order of recording
-        self.experts = record.experts  # rows of all its tokens but the last, where they are captured
+        self.rows = record.rows  # of all its tokens but the last, where they are captured
         self.children = 0
         self.pins = 0
         self.last_used = serial
@@ -143,9 +144,9 @@ class Entry:
                 break
         return shared
 
-    def held_experts(self, tokens: int) -> RowPrefix | None:
-        """The routed experts held of the first `tokens` tokens, or of as many of them as possible."""
-        return first_prefix((entry.experts, min(upto, tokens)) for entry, upto in reversed(self.lineage()))
+    def held_rows(self, kind: RowKind, tokens: int) -> RowPrefix | None:
+        """The rows held of the first `tokens` tokens, or of as many of them as possible."""
+        return first_prefix((entry.rows.get(kind), min(upto, tokens)) for entry, upto in reversed(self.lineage()))
 
     def part_at(self, tokens: int) -> Entry:
         """The entry that the last of the first `tokens` tokens is own to."""

@@ -17,8 +17,9 @@ from middleware_hub.tokenizing.encoding import TextEncoder
 from middleware_hub.tokenizing.spelling import Ends, moved
 from miles_router.engines.answers import GenerateAnswer
 from miles_router.engines.generate import Prompt
-from miles_router.middlewares import RowPrefix, TrajectoryRows
+from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind
 from miles_router.trajectory import Piece, Trajectory
+from miles_router.trajectory.rows import RowKind
 
 #: Texts longer than this (characters) are encoded, and ids more than this spelled and aligned, in a thread: about what
 #: takes longer than a few milliseconds.
@@ -36,10 +37,9 @@ class TokenizedText:
     ends: Ends
     match: PrefixMatch
 
-    @property
-    def held_experts(self) -> RowPrefix | None:
-        """The routed experts that are held of its first tokens."""
-        return None if self.match.entry is None else self.match.entry.held_experts(len(self.match.trajectory))
+    def held_rows(self, kind: RowKind) -> RowPrefix | None:
+        """The rows that are held of its first tokens."""
+        return None if self.match.entry is None else self.match.entry.held_rows(kind, len(self.match.trajectory))
 
 
 class TextRecorder:
@@ -91,13 +91,13 @@ class TextRecorder:
         prompt: TokenizedText,
         params: Mapping[str, Any],
         answer: GenerateAnswer,
-        take_experts: Callable[[int, str], TrajectoryRows] | None = None,
+        take_rows: Callable[[int, str], RowsByKind] = lambda tokens, rid: NO_ROWS,
     ) -> Entry | None:
         """Hold what an answer added to its prompt; None where it added nothing or finds no room.
 
         Args:
             params: the prompt's sampling parameters.
-            take_experts: gives the routed experts of so many tokens, prompt included, of the generation of this id.
+            take_rows: gives the rows of so many tokens, prompt included, of the generation of this id.
 
         Raises:
             InvalidTrajectory: its ids or logprobs cannot be what they claim to be.
@@ -115,7 +115,7 @@ class TextRecorder:
             ends=np.concatenate([prompt.ends, moved(alignment.ends, chars)]),
             rid=answer.rid,
             finish=answer.finish,
-            experts=None if take_experts is None else take_experts(len(trajectory), answer.rid),
+            rows=take_rows(len(trajectory), answer.rid),
         )
         return self.cache.record(record, prompt.match)
 

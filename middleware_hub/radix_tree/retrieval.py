@@ -16,6 +16,7 @@ from miles_router.errors import BadRequest, NotFound
 from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows
 from miles_router.trajectory import Retrieved, Trajectory
 from miles_router.trajectory.retrieved import write_safetensors
+from miles_router.trajectory.rows import RowKind
 
 BINARY = "application/octet-stream"
 MAX_TEXTS = 4096
@@ -49,7 +50,7 @@ class Retrieval:
         body = orjson.dumps(answers if texts is not None else answers[0], option=orjson.OPT_SERIALIZE_NUMPY)
         return Response(body, media_type="application/json")
 
-    def experts(self, asked: Mapping[str, Any]) -> RowMatch:
+    def rows(self, kind: RowKind, asked: Mapping[str, Any]) -> RowMatch:
         """The newest generation with exactly this text; its `rid` tells which that is.
 
         Raises:
@@ -60,7 +61,7 @@ class Retrieval:
         if not entries:
             raise NotFound("no generation has this text from end to end")
         newest = entries[-1]
-        return RowMatch(newest.experts or TrajectoryRows(None), len(newest), newest.rid)
+        return RowMatch(newest.rows.get(kind) or TrajectoryRows(None), len(newest), newest.rid)
 
     async def _one(self, text: str | None, rid: str | None, *, strict: bool) -> Retrieved:
         self._cache.statistics.retrievals += 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from middleware_hub.routed_experts.decoding import Decoder
-from middleware_hub.routed_experts.errors import ExpertsMissing
+from middleware_hub.routed_experts.errors import MISSING
 from middleware_hub.routed_experts.shapes import RowWidth, RowWidths, ShapeCheck
 from middleware_hub.routed_experts.store import RowStore
 from miles_router.engines.facts import Facts
@@ -158,24 +158,24 @@ class Capture:
         """An answer has come without; `meta` is what it says of itself.
 
         Raises:
-            ExpertsMissing: they are required, and the generation was not merely aborted before it began.
+            RowsMissing: they are required, and the generation was not merely aborted before it began.
         """
         self._unname(meta)
         if aborted:
             self._lack("aborted", "the generation was aborted")
         else:
-            self._refuse("worker", f"start it with {self.fields.flag}")
+            self._refuse("worker", self.fields.remedy)
 
     def unread(self, encoding: str) -> None:
         """A reply has come that cannot be read, since it is compressed.
 
         Raises:
-            ExpertsMissing: rows are required.
+            RowsMissing: rows are required.
         """
         self._refuse("unread", f"let it answer without Content-Encoding ({encoding}), which it was not asked for")
 
     def _refuse(self, reason: str, remedy: str) -> None:
-        error = ExpertsMissing(self.exchange.flight.worker_url, remedy)
+        error = MISSING[self.fields.kind](self.fields.kind, self.exchange.flight.worker_url, remedy)
         self._lack(reason, str(error))
         if self._context.required:
             raise error

@@ -17,10 +17,8 @@ from miles_router.trajectory.rows import Blocks, RowArray, RowKind
 
 QUANTUM = 16  # characters: 12 bytes, three int32
 AT_ONCE = 1 << 18  # characters, a multiple of QUANTUM: what stays in a core's cache
-SENT = np.dtype("<u4")  # negative ids show as very large ones
-NARROW: np.dtype[np.unsignedinteger[Any]] = np.dtype("u1")
-WIDE: np.dtype[np.unsignedinteger[Any]] = np.dtype("<u2")
-LARGEST = {NARROW: 0xFF, WIDE: 0xFFFF}
+SENT = np.dtype("<i4")
+UNSIGNED = np.dtype("<u4")  # what is negative shows as very large
 QUOTE = b'"'
 #: Bytes of a block of ids. The last one of an answer is as long as what is in it.
 BLOCK = 1 << 18
@@ -40,9 +38,11 @@ class Decoder:
         self._kind = kind
         self._limit = limit
         self._rest = b""
-        self._type = NARROW
+        self._sent: np.dtype[np.integer[Any]] = SENT if kind.least < 0 else UNSIGNED
+        self._type = kind.types[0]
+        self._most = int(np.iinfo(self._type).max)
         self._full: list[RowArray] = []
-        self._block: RowArray = np.empty(0, NARROW)  # being filled
+        self._block: RowArray = np.empty(0, self._type)  # being filled
         self._filled = 0
         self._failure: tuple[str, str] | None = None  # not the error: its traceback would lead back to here
 
@@ -86,13 +86,15 @@ class Decoder:
         if len(raw) % SENT.itemsize:
             self._fail("are_rows", "their base64 ends before its end, or within an id")
         elif raw:
-            self._keep(np.frombuffer(raw, SENT))
+            self._keep(np.frombuffer(raw, self._sent))
         return True
 
-    def _keep(self, ids: npt.NDArray[np.uint32]) -> None:
+    def _keep(self, ids: npt.NDArray[np.integer[Any]]) -> None:
         self.largest = max(self.largest, int(ids.max()))
-        if self.largest > LARGEST[self._type]:
+        if self.largest > self._most:
             self._widen()
+        if self._kind.least < 0 and int(ids.min()) < self._kind.least:
+            self._fail("of_the_model", f"an id is below {self._kind.least}")
         if (self._count + len(ids)) * self._type.itemsize > self._limit:
             self._fail("fit", f"they take more than the {self._limit} bytes that may be held (max_bytes)")
         while len(ids) and self._failure is None:
@@ -113,15 +115,17 @@ class Decoder:
         self._block, self._filled = np.empty(BLOCK // self._type.itemsize, self._type), 0
 
     def _widen(self) -> None:
-        if self.largest > LARGEST[WIDE]:
-            self._fail("of_the_model", "an id is below 0 or above 65535")
+        widest = self._kind.types[-1]
+        self._most = int(np.iinfo(widest).max)
+        if self.largest > self._most:
+            self._fail("of_the_model", f"an id is below {self._kind.least} or above {self._most}")
             return
-        self._full = [block.astype(WIDE) for block in (*self._full, self._block[: self._filled])]
-        self._type, self._block, self._filled = WIDE, np.empty(0, WIDE), 0
+        self._full = [block.astype(widest) for block in (*self._full, self._block[: self._filled])]
+        self._type, self._block, self._filled = widest, np.empty(0, widest), 0
 
     def _fail(self, invariant: str, message: str) -> None:
         self._failure = self._failure or (invariant, message)
-        self._full, self._block, self._filled, self._rest = [], np.empty(0, NARROW), 0, b""
+        self._full, self._block, self._filled, self._rest = [], np.empty(0, self._kind.types[0]), 0, b""
 
     def end(self) -> None:
         """No more characters come: room that was not needed is given back."""

@@ -1,4 +1,4 @@
-"""`POST /routed_experts`: the rows of one trajectory, for the trainer."""
+"""`POST /routed_experts`, `POST /indexer_topk`: the rows of one trajectory, for the trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from middleware_hub.routed_experts.decoding import encoded
-from middleware_hub.routed_experts.errors import ExpertsNotHeld
+from middleware_hub.routed_experts.errors import NOT_HELD
 from middleware_hub.routed_experts.store import RowStore
 from miles_router.errors import BadRequest, NotFound
 from miles_router.middlewares import Exchange, RowChannel, RowMatch, RowSource, TrajectoryRows
@@ -39,7 +39,7 @@ class Delivery:
 
         Raises:
             BadRequest: a field is missing, unknown or of the wrong type, or the range is none.
-            NotFound, ExpertsNotHeld: there is no such trajectory, or nothing is held of it.
+            NotFound, RowsNotHeld: there is no such trajectory, or nothing is held of it.
         """
         exchange = Exchange.of(request.scope)
         query = exchange.loads(await exchange.read(request.receive))
@@ -50,17 +50,17 @@ class Delivery:
             raise BadRequest(f"format must be one of {', '.join(FORMATS)}")
         match = self._find(query)
         start, stop = _range(query, max(match.tokens - 1, 0))
-        rows, reason = match.rows
+        kind, (rows, reason) = self._store.kind, match.rows
         if rows is None:
-            raise ExpertsNotHeld(f"no routed experts are held of it: {reason}")
+            raise NOT_HELD[kind](f"no {kind.title} are held of it: {reason}")
         try:
             array = self._channel.array(rows, start, stop)
         except InvalidTrajectory as error:
-            raise ExpertsNotHeld(str(error)) from None
+            raise NOT_HELD[kind](str(error)) from None
         headers = {"X-Dtype": array.dtype.name, "X-Shape": ",".join(map(str, array.shape)), "X-Start": str(start)}
         if match.rid is not None and match.rid.isascii() and match.rid.isprintable():
             headers["X-Rid"] = match.rid
-        write = functools.partial(FORMATS[form], self._store.kind.name, array, start)
+        write = functools.partial(FORMATS[form], kind.name, array, start)
         body = write() if array.nbytes < OFF_LOOP else await asyncio.to_thread(write)
         return Response(body, media_type="application/json" if form == "json" else BINARY, headers=headers)
 
@@ -80,7 +80,7 @@ class Delivery:
     def _by_rid(self, query: Mapping[str, Any]) -> RowMatch:
         rows = self._store.by_rid(query["rid"])
         if rows is None:
-            raise NotFound(f"no routed experts of a generation {query['rid']!r} are held")
+            raise NotFound(f"no {self._store.kind.title} of a generation {query['rid']!r} are held")
         return RowMatch(TrajectoryRows(rows), len(rows) + 1, query["rid"])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import orjson
 
 from middleware_hub.routed_experts.capture import Capture
-from middleware_hub.routed_experts.errors import ExpertsMissing
+from middleware_hub.routed_experts.errors import RowsMissing
 from middleware_hub.routed_experts.extraction import Extractor
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.rows import RowAnswer, RowReader
@@ -20,11 +20,11 @@ from miles_router.middlewares import Event, Kind, Send, Tap, UnreadCounter, firs
 class RowReply(Tap):
     """Takes the rows out of one reply."""
 
-    layer = "routed_experts"
     reads_pieces = True
 
     def __init__(self, capture: Capture, reader: RowReader, send: Send, metrics: UnreadCounter) -> None:
         super().__init__(send, metrics)
+        self.layer = capture.fields.kind.name
         self._capture = capture
         self._reader = reader
         self._extractor = Extractor(capture.fields.rows, capture.decoder)
@@ -38,7 +38,7 @@ class RowReply(Tap):
         """A reply that cannot be read.
 
         Raises:
-            ExpertsMissing: it is compressed, and rows are required.
+            RowsMissing: it is compressed, and rows are required.
             UpstreamInvalidResponse: it is too long, and has been changed already.
         """
         super().unread(reason)
@@ -52,7 +52,7 @@ class RowReply(Tap):
         """Take the rows of every answer in a whole reply.
 
         Raises:
-            ExpertsMissing: they are required, and not there.
+            RowsMissing: they are required, and not there.
             UpstreamInvalidResponse: there were some, in what is none of the engine's answers.
         """
         try:
@@ -83,7 +83,7 @@ class RowReply(Tap):
             self._capture.take(answer.place, decoder, answer.meta)
         return decoder is not None
 
-    def _error_event(self, error: ExpertsMissing) -> bytes:
+    def _error_event(self, error: RowsMissing) -> bytes:
         """An error inside a stream, as an engine tells one, in place of what looks like an end."""
         return write_event(error.body(self._capture.exchange.request_id))
 
@@ -105,7 +105,7 @@ class StrippedReply(RowReply):
         """The event without its field."""
         try:
             self._take_event(event)
-        except ExpertsMissing as error:
+        except RowsMissing as error:
             await self.finish(self._error_event(error))
             return b""
         return self._extractor.without_marks(event.raw)
@@ -144,7 +144,7 @@ class VerbatimReply(RowReply):
             self._clear = False
             try:
                 self._take_event(Event.read(raw))
-            except ExpertsMissing as error:
+            except RowsMissing as error:
                 await self._fail(error, raw)
                 return b""
         if self.events.pending > self.max_collected:
@@ -164,11 +164,11 @@ class VerbatimReply(RowReply):
             self._take_answers(b"".join(self._remains))
         return self._release() if self._extractor.decoders or not more else b""
 
-    async def _fail(self, error: ExpertsMissing, raw: bytes) -> None:
+    async def _fail(self, error: RowsMissing, raw: bytes) -> None:
         """Give an error in place of an event.
 
         Raises:
-            ExpertsMissing: the client has some of this event, and an error cannot stand within it.
+            RowsMissing: the client has some of this event, and an error cannot stand within it.
         """
         waiting = b"".join(self._waiting)
         place = waiting.find(raw)

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from miles_router.errors import ConfigError
-from miles_router.trajectory.rows import Blocks, RowKind, RowShape
+from miles_router.trajectory.rows import COMPARED, Blocks, RowKind, RowShape
 
 MAX_EXPERTS = 1 << 16
 DIGITS = 7
@@ -22,12 +24,30 @@ def parse_shape(text: str) -> RowShape:
     Raises:
         ConfigError: it is not that.
     """
-    parts = text.lower().split("x")
-    numbers = [int(part) for part in parts if part.isdecimal() and part.isascii() and len(part) < DIGITS]
-    if len(parts) != 3 or len(numbers) != 3 or not 0 < numbers[2] <= numbers[1] <= MAX_EXPERTS or not numbers[0]:
+    numbers = _numbers(text)
+    if len(numbers) != 3 or not 0 < numbers[2] <= numbers[1] <= MAX_EXPERTS or not numbers[0]:
         raise ConfigError(f"routed_experts_middleware.moe_shape: must be LAYERSxEXPERTSxTOPK (48x128x8), not {text!r}")
     layers, experts, top_k = numbers
     return RowShape(layers, top_k, experts)
+
+
+def parse_indexer_shape(text: str) -> RowShape:
+    """`LAYERSxTOPK`, for example `61x2048`.
+
+    Raises:
+        ConfigError: it is not that.
+    """
+    numbers = _numbers(text)
+    if len(numbers) != 2 or not all(numbers):
+        raise ConfigError(f"indexer_topk_middleware.indexer_shape: must be LAYERSxTOPK (61x2048), not {text!r}")
+    return RowShape(*numbers)
+
+
+def _numbers(text: str) -> list[int]:
+    """The whole numbers between the x; none where something else is there."""
+    parts = text.lower().split("x")
+    numbers = [int(part) for part in parts if part.isdecimal() and part.isascii() and len(part) < DIGITS]
+    return numbers if len(numbers) == len(parts) else []
 
 
 def configured_shape(config: Mapping[str, Any]) -> RowShape | None:
@@ -36,13 +56,35 @@ def configured_shape(config: Mapping[str, Any]) -> RowShape | None:
     SGLang sizes its rows by `num_hidden_layers` and `num_experts_per_tok` of the language model's part (0.5.23,
     `state_capturer/routed_experts.py`): layers that do not route have rows too.
     """
-    text = config.get("text_config")
-    model = text if isinstance(text, Mapping) else config
+    model = _text_model(config)
     layers, top_k = model.get("num_hidden_layers"), model.get("num_experts_per_tok")
     if type(layers) is not int or type(top_k) is not int or layers < 1 or top_k < 1:
         return None
     experts = next((model[name] for name in EXPERTS if type(model.get(name)) is int), None)
     return RowShape(layers, top_k, experts) if experts is None or top_k <= experts <= MAX_EXPERTS else None
+
+
+def configured_indexer_shape(config: Mapping[str, Any]) -> RowShape | None:
+    """The shape of chosen positions that a checkpoint's `config.json` tells; None for one without sparse attention.
+
+    SGLang sizes its rows by `index_topk` and the layers that have an indexer (0.5.23, `get_num_indexer_layers`): those
+    that are named, those of `compress_ratios` 4, else all.
+    """
+    model = _text_model(config)
+    ratios = model.get("compress_ratios")
+    layers = model.get("num_indexer_layers", model.get("num_hidden_layers"))
+    if isinstance(ratios, list):
+        layers = ratios.count(4)
+    top_k = model.get("index_topk")
+    if type(layers) is not int or type(top_k) is not int or layers < 1 or top_k < 1:
+        return None
+    return RowShape(layers, top_k)
+
+
+def _text_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The language model's part of a `config.json`."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
 
 
 @dataclass
@@ -87,8 +129,26 @@ class ShapeCheck:
 
         Raises:
             InvalidTrajectory: with the kind's ids in front, `of_the_model`: ids or rows of another model;
-                `without_gap`, `without_overlap`: fewer rows, or more; `are_rows`: no whole number of them.
+                `without_gap`, `without_overlap`: fewer rows, or more; `are_rows`: no whole number of them;
+                `are_causal`: positions behind their row's own.
         """
+        rows = self._shaped(flat, largest, start, expected, engine)
+        if self._kind.causal:
+            self._check_causal(rows, start)
+        return rows
+
+    def _check_causal(self, rows: Blocks, start: int) -> None:
+        """An engine may mean something else by its ids, places in its memory for example: no token attends to one that
+        comes after it."""
+        for at in range(0, len(rows), COMPARED):
+            block = rows[at : at + COMPARED]
+            behind = block.max(axis=1) > np.arange(start + at, start + at + len(block))
+            if behind.any():
+                row = start + at + int(behind.argmax())
+                reason = f"row {row} has {block.max(axis=1)[row - start - at]}, which is behind it"
+                raise self._kind.invalid("are_causal", reason)
+
+    def _shaped(self, flat: Blocks, largest: int, start: int, expected: int, engine: RowWidth) -> Blocks:
         shape, invalid = self._shape, self._kind.invalid
         if shape is not None and shape.choices is not None and largest >= shape.choices:
             raise invalid("of_the_model", f"{largest} is none of the model's {shape.choices} {self._kind.ids}")

@@ -1,11 +1,14 @@
-"""The numbers of routed experts, for `GET /metrics` and `GET /router/info`."""
+"""The numbers of each kind of rows, for `GET /metrics` and `GET /router/info`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from miles_router.middlewares import Statistics, counter, gauge
+from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, RowKind
 
 
-class ExpertStatistics(Statistics, prefix="miles_router_routed_experts"):
+class RowStatistics(Statistics, prefix=""):
     """What was transferred, saved and evicted since the start, and what is held now."""
 
     answers = counter("Answers whose rows were taken.")
@@ -17,3 +20,17 @@ class ExpertStatistics(Statistics, prefix="miles_router_routed_experts"):
     generations = gauge("Generations whose rows are held.")
     bytes = gauge("Bytes of rows held.")
     missing = counter("Answers without rows that could be held, by reason.", by="reason")
+
+
+class ExpertStatistics(RowStatistics, prefix="miles_router_routed_experts"):
+    """Those of routed experts."""
+
+
+class PositionStatistics(RowStatistics, prefix="miles_router_indexer_topk"):
+    """Those of chosen positions."""
+
+
+STATISTICS: Mapping[RowKind, type[RowStatistics]] = {
+    ROUTED_EXPERTS: ExpertStatistics,
+    INDEXER_TOPK: PositionStatistics,
+}

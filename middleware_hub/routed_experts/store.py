@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import ref
 
-from middleware_hub.routed_experts.statistics import ExpertStatistics
+from middleware_hub.routed_experts.statistics import STATISTICS
 from miles_router.trajectory.rows import AlignedRows, Blocks, RowArray, RowKind
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class RowStore:
 
     def __init__(self, kind: RowKind, max_bytes: int) -> None:
         self.kind = kind
-        self.statistics = ExpertStatistics(generations=lambda: len(self), bytes=lambda: self.nbytes)
+        self.statistics = STATISTICS[kind](generations=lambda: len(self), bytes=lambda: self.nbytes)
         self.max_bytes = max_bytes
         self.nbytes = 0
         self._records: OrderedDict[Key, _Record] = OrderedDict()

@@ -58,7 +58,7 @@ class Tap:
     """
 
     #: The layer's name in logs and metrics.
-    layer: ClassVar[str] = "middleware"
+    layer: str = "middleware"
     #: Bytes of a JSON answer, or of one event, that are collected at most; a longer one passes unread.
     max_collected: ClassVar[int] = MAX_COLLECTED
     #: Whether `piece` gives as many bytes as it takes, so that the reply's Content-Length stays true.

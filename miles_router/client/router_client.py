@@ -18,7 +18,7 @@ from miles_router.engines.events import DATA, DONE, EventReader
 from miles_router.trajectory import Malformed, Retrieved
 from miles_router.trajectory.retrieved import read_safetensors
 from miles_router.trajectory.safetensors import unpack
-from miles_router.trajectory.sample import RoutedExperts
+from miles_router.trajectory.sample import ShapedRows
 
 BINARY = "application/octet-stream"
 
@@ -154,7 +154,7 @@ class RouterClient(FleetControl):
         leaf: int | None = None,
         start: int = 0,
         stop: int | None = None,
-    ) -> RoutedExperts:
+    ) -> ShapedRows:
         """The experts that routed each token of one rollout, unsigned integers [stop - start, layers, top_k]: row i is
         about token i, and the last token has none. For a router with `RoutedExpertsMiddleware`.
 

@@ -56,5 +56,6 @@ def trainer_fields(sample: Sample) -> dict[str, Any]:
         "status": sample.status,
         "metadata": dict(sample.metadata),
     }
-    optional = {"reward": sample.reward, "label": sample.label, "rollout_routed_experts": sample.routed_experts}
+    optional = {"reward": sample.reward, "label": sample.label}
+    optional |= {f"rollout_{name}": rows for name, rows in sample.rows.items()}
     return {**made, **{name: value for name, value in optional.items() if value is not None}}

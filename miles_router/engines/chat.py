@@ -39,7 +39,7 @@ class ChatEndpoint:
     """`/v1/chat/completions`."""
 
     path = paths.CHAT
-    experts_missing: str | None = None
+    rows_missing: str | None = None
     chunk_events = frozenset({b"", FRAMED})
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Tokens | None = None) -> bytes:

@@ -170,8 +170,8 @@ class OpenAIEndpoint(Protocol):
     """One endpoint of the engine: how it is asked so that its answers can be recorded, and how they are read."""
 
     path: str
-    #: Why a whole answer of several choices does not tell the routed experts of each; None where it does.
-    experts_missing: str | None
+    #: Why a whole answer of several choices does not tell the rows of each; None where it does.
+    rows_missing: str | None
     #: The names of events that are chunks.
     chunk_events: frozenset[bytes]
 

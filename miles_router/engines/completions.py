@@ -23,7 +23,7 @@ class CompletionsEndpoint:
     """`/v1/completions`."""
 
     path = paths.COMPLETIONS
-    experts_missing: str | None = "of several completions SGLang tells the routed experts of one alone"
+    rows_missing: str | None = "of several completions SGLang tells the rows of one alone"
     chunk_events = frozenset({b""})
     #: No stream falls short.
     chunks = None
@@ -53,7 +53,7 @@ class CompletionsEndpoint:
     def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         """A whole answer with what its client asked for itself."""
         kept = {**answer, "choices": [_choice_as_asked(choice, fields) for choice in answer["choices"]]}
-        if kept.get("sglext") == {}:  # its routed experts were taken out
+        if kept.get("sglext") == {}:  # its rows were taken out
             del kept["sglext"]
         return kept
 

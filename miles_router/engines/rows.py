@@ -3,6 +3,9 @@
 SGLang 0.5.23 (`io_struct.GenerateReqInput`, `openai/protocol.py`): `/generate` has them in `meta_info` of an answer and
 of the last event of a generation; chat and completions in `meta_info` of each choice that was asked for it, else, and
 behind the last chunk of a stream, once in the extension `sglext`. They are base64 of int32, row-major.
+
+Chosen positions (`indexer_topk`) it tells whole, from the first row on, and at `/generate` alone; its builds for
+training take `return_indexer_topk` in chat too, and tell them in `meta_info` of the choices.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import orjson
 from miles_router.engines.answers import UnreadableAnswer, goes_on, is_abort, says_abort
 from miles_router.engines.events import Event
 from miles_router.engines.scan import Field
-from miles_router.trajectory.rows import ROUTED_EXPERTS, RowKind
+from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, RowKind
 
 _MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
 
@@ -27,16 +30,26 @@ class RowFields:
 
     Attributes:
         wanted: of a request: whether the engine is to tell them.
-        start: of a request: the first row that it is to tell.
+        start: of a request: the first row that it is to tell; None where it always tells all.
         rows: of an answer: the rows.
-        flag: what an engine must have been started with.
+        remedy: what makes an engine tell them.
+        in_chat_streams: whether streams of chat tell them.
     """
 
     kind: RowKind
     wanted: str
-    start: str
+    start: str | None
     rows: Field
-    flag: str
+    remedy: str
+    in_chat_streams: bool = True
+
+    def request(self, start: int) -> dict[str, Any]:
+        """The fields of a request for rows from `start` on, or from before it where that cannot be said."""
+        return {self.wanted: True, **({} if self.start is None else {self.start: start})}
+
+    def start_of(self, request: Mapping[str, Any]) -> int:
+        """The first row that a request asks for."""
+        return 0 if self.start is None else request.get(self.start) or 0
 
     def of(self, meta: Mapping[str, Any]) -> str | None:
         """The rows in an answer's `meta_info` or extension; None where it tells none."""
@@ -49,8 +62,18 @@ EXPERT_FIELDS = RowFields(
     wanted="return_routed_experts",
     start="routed_experts_start_len",
     rows=Field("routed_experts"),
-    flag="--enable-return-routed-experts",
+    remedy="start it with --enable-return-routed-experts",
 )
+INDEXER_FIELDS = RowFields(
+    INDEXER_TOPK,
+    wanted="return_indexer_topk",
+    start=None,
+    rows=Field("indexer_topk"),
+    remedy="start it with --enable-return-indexer-topk; in chat, its builds for training alone tell them",
+    in_chat_streams=False,
+)
+#: The fields of every kind.
+ROW_FIELDS: Mapping[RowKind, RowFields] = {fields.kind: fields for fields in (EXPERT_FIELDS, INDEXER_FIELDS)}
 
 
 @dataclass(frozen=True)
@@ -65,29 +88,31 @@ class RowRequest:
     def write(
         cls, body: bytes, fields: RowFields, start: int, *, parse: Callable[[bytes], Any], client_may: bool
     ) -> RowRequest:
-        """Ask for rows from `start` on. What a client asked for itself stays as it is where clients may.
+        """Ask for rows from `start` on, or all where the engine takes no `start`. What a client asked for itself stays
+        as it is where clients may.
 
         Args:
             parse: parses JSON; called only for a body that names one of the fields.
         """
-        if not any(b'"%b"' % name.encode() in body for name in (fields.wanted, fields.start)):
-            return cls(_extended(body, fields, start), start)
+        start = 0 if fields.start is None else start
+        if not any(b'"%b"' % name.encode() in body for name in fields.request(start)):
+            return cls(_extended(body, fields.request(start)), start)
         parsed = parse(body)
         if not isinstance(parsed, Mapping):
             return cls(body, start)  # the engine says what is wrong with it
         if client_may and parsed.get(fields.wanted):
-            own = parsed.get(fields.start)
+            own = parsed.get(fields.start) if fields.start is not None else None
             return cls(body, own if isinstance(own, int) else 0, by_client=True)
-        return cls(orjson.dumps({**parsed, fields.wanted: True, fields.start: start}), start)
+        return cls(orjson.dumps({**parsed, **fields.request(start)}), start)
 
 
-def _extended(body: bytes, fields: RowFields, start: int) -> bytes:
+def _extended(body: bytes, fields: Mapping[str, Any]) -> bytes:
     """A JSON object with our fields behind its own, without parsing it: it may hold a long prompt."""
     whole = body.rstrip()
     if not whole.endswith(b"}"):
         return body
     comma = b"" if whole[:-1].rstrip().endswith(b"{") else b","
-    return b'%b%b"%b":true,"%b":%d}' % (whole[:-1], comma, fields.wanted.encode(), fields.start.encode(), start)
+    return whole[:-1] + comma + orjson.dumps(fields)[1:]
 
 
 class RowAnswer(NamedTuple):

@@ -24,6 +24,7 @@ ROUTES = {
     paths.EMBEDDINGS: "embeddings",
     "/retrieve_from_text": "retrieve_from_text",
     "/routed_experts": "routed_experts",
+    "/indexer_topk": "indexer_topk",
 }
 
 

@@ -144,21 +144,24 @@ def _names(by: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Statistics(Collector):
-    """Base of a class that declares numbers; `prefix` begins the names of its metrics.
+    """Base of a class that declares numbers; `prefix` begins the names of its metrics. A class derived from that one
+    has the same numbers under a prefix of its own.
 
     Args:
         read: by attribute, how to read a gauge, or a counter that somebody else counts.
     """
 
     _declared: ClassVar[Mapping[str, Declaration]] = {}
+    _without_prefix: ClassVar[Mapping[str, Declaration]] = {}
 
     def __init_subclass__(cls, *, prefix: str) -> None:
         own = {name: each for name, each in vars(cls).items() if isinstance(each, Declaration)}
         for name in own:
             delattr(cls, name)  # what nobody has set must be missed, and not be found as its declaration
+        cls._without_prefix = {**cls._without_prefix, **own}
         cls._declared = {
             name: replace(each, name="_".join(filter(None, (prefix, name if each.name is None else each.name))))
-            for name, each in own.items()
+            for name, each in cls._without_prefix.items()
         }
 
     def __init__(self, **read: Callable[[], Any]) -> None:

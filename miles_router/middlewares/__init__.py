@@ -17,10 +17,13 @@ from miles_router.metrics.statistics import Statistics, counter, gauge, histogra
 from miles_router.middlewares.contract import ASGIApp, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
+    NO_ROWS,
     Handover,
+    Handovers,
     RowChannel,
     RowMatch,
     RowPrefix,
+    RowsByKind,
     RowSource,
     TrajectoryRows,
     first_prefix,
@@ -29,6 +32,7 @@ from miles_router.middlewares.rows import (
 __all__ = [
     "CONTINUE",
     "LAST_EVENT",
+    "NO_ROWS",
     "OK",
     "PAUSE",
     "UPDATE_VERSION",
@@ -39,6 +43,7 @@ __all__ = [
     "Field",
     "GenerateRequest",
     "Handover",
+    "Handovers",
     "HasLifespan",
     "HasMetrics",
     "HasRoutes",
@@ -53,6 +58,7 @@ __all__ = [
     "RowMatch",
     "RowPrefix",
     "RowSource",
+    "RowsByKind",
     "Scope",
     "Send",
     "Statistics",

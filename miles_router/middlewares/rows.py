@@ -3,16 +3,18 @@
 One layer captures a kind of rows: it asks the engine for them and takes them out of answers. Layers around it hold
 trajectories, and keep a trajectory's rows for as long as they keep the trajectory:
 
-    outer layer    Handover(kind, ...).left_on(exchange)  ──►  the engine is asked for the rows that are not held yet
-    outer layer    handover.take(answer, tokens)          ◄──  rows, checked against the tokens of that answer
-    outer layer    router.rows[kind].sources[...]         ◄──  a request for the rows of a trajectory of that layer
+    outer layer    Handovers.captured(router.rows, ...).left_on(exchange)
+                                                    ──►  the engine is asked for the rows that are not held yet
+    outer layer    handovers.take(answer, tokens)   ◄──  rows of each kind, checked against the tokens of that answer
+    outer layer    router.rows[kind].sources[...]   ◄──  a request for the rows of a trajectory of that layer
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from miles_router.asgi.exchange import Exchange
@@ -66,6 +68,11 @@ class TrajectoryRows(NamedTuple):
     reason: str | None = None
 
 
+#: Of a trajectory, by kind; a kind that nobody captures is not in it.
+RowsByKind = Mapping[RowKind, TrajectoryRows]
+NO_ROWS: RowsByKind = MappingProxyType({})
+
+
 @dataclass
 class Handover:
     """One request's, between the layer that holds its trajectory and the layer that captures a kind of rows."""
@@ -114,6 +121,42 @@ class Handover:
             return TrajectoryRows(None, str(error))
 
 
+class Handovers(dict[RowKind, Handover]):
+    """One request's, of every kind that is captured."""
+
+    @classmethod
+    def captured(
+        cls,
+        channels: Mapping[RowKind, RowChannel],
+        prefixes: Callable[[RowKind], Sequence[RowPrefix | None]],
+        *,
+        per_prompt: int = 1,
+        missing: str | None = None,
+    ) -> Handovers:
+        """Those of the kinds that some layer captures.
+
+        Args:
+            prefixes: gives what is held of each prompt.
+            missing: why an answer has no rows that come with it.
+        """
+        kinds = [kind for kind, channel in channels.items() if channel.captures]
+        return cls({kind: Handover(kind, prefixes(kind), per_prompt=per_prompt, missing=missing) for kind in kinds})
+
+    @contextmanager
+    def left_on(self, exchange: Exchange) -> Iterator[None]:
+        """As `Handover.left_on`."""
+        with ExitStack() as stack:
+            for handover in self.values():
+                stack.enter_context(handover.left_on(exchange))
+            yield
+
+    def take(self, answer: int, tokens: int, rid: str | None = None) -> RowsByKind:
+        """As `Handover.take`."""
+        if not self:
+            return NO_ROWS
+        return {kind: handover.take(answer, tokens, rid) for kind, handover in self.items()}
+
+
 def _note(kind: RowKind) -> str:
     return f"{NOTE}.{kind.name}"
 
@@ -141,8 +184,9 @@ class RowChannel:
 
     def __init__(self, kind: RowKind) -> None:
         self.kind = kind
-        #: The model's, where the layer that captures knows it.
+        #: The model's, where the layer that captures knows it, and the option of that layer that says it.
         self.shape: RowShape | None = None
+        self.shape_option = ""
         #: Whether a layer captures.
         self.captures = False
         #: By the field that names a trajectory in a request ("text", "session_id").

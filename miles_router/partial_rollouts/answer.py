@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
 
@@ -77,7 +77,7 @@ class _OpeningAnswer(Tap):
     """The first reply. As soon as it is clear that no generation in it was cut, it goes on as it comes: behind its
     finish reasons may stand the expert ids of a long rollout, which nobody has to collect here."""
 
-    layer: ClassVar[str] = LAYER
+    layer: str = LAYER
 
     def __init__(self, request: ResumableAnswer, leg: Leg) -> None:
         super().__init__(request.send, request.context.router.metrics)

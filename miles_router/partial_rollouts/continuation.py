@@ -22,7 +22,6 @@ ALSO_STATEFUL = (
     "return_hidden_states",
     "return_sampling_mask",
     "return_entropy",
-    "return_indexer_topk",
     "return_flat_raw_output_top_logprobs",
 )
 #: Fields about the prompt, which the first leg has answered.
@@ -51,8 +50,8 @@ async def continuation(generation: ResumableGeneration, questions: EngineQuestio
         params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(sampled))
     request = {name: value for name, value in generation.request.items() if name not in OF_THE_PROMPT}
     request |= {"input_ids": [*generation.prompt, *sampled], "sampling_params": params}
-    if request.get("return_routed_experts"):
-        request["routed_experts_start_len"] = generation.experts_from
+    for fields in generation.wanted_rows:
+        request |= fields.request(generation.rows_from[fields.kind])
     return orjson.dumps(request)
 
 

@@ -13,10 +13,12 @@ from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import DEFAULT_MAX_NEW_TOKENS, PARAMS, RID, GenerateRequest
 from miles_router.engines.growing import GrowingAnswer
-from miles_router.partial_rollouts.joining import EXPERTS, RESUMED, UNFINISHED, join
+from miles_router.engines.rows import ROW_FIELDS, RowFields
+from miles_router.partial_rollouts.joining import RESUMED, ROWS, UNFINISHED, join, rows_from
+from miles_router.trajectory.rows import RowKind
 
 #: Fields of `meta_info` that joining needs beside those of the tokens, and their types where they are there.
-META_TYPES: Mapping[str, type] = {"finish_reason": dict, "prompt_tokens": int, EXPERTS: str}
+META_TYPES: Mapping[str, type] = {"finish_reason": dict, "prompt_tokens": int, **dict.fromkeys(ROWS, str)}
 
 
 class CannotResume(Exception):
@@ -42,7 +44,7 @@ class ResumableGeneration:
         held_back: the ids that came may say more than the text.
         halved: the text before the cut may end within a character.
         forming: it may end within a stop string.
-        experts_from: the first token whose routed experts have not come.
+        rows_from: of each kind, the first token whose row has not come.
     """
 
     client_request: GenerateRequest
@@ -60,12 +62,13 @@ class ResumableGeneration:
     held_back: bool = False
     halved: bool = False
     forming: bool = False
-    experts_from: int = field(init=False)
+    rows_from: dict[RowKind, int] = field(init=False)
     _leg: GrowingAnswer = field(default_factory=GrowingAnswer)
     _kept_events: list[tuple[object, bytes]] = field(default_factory=list)  # of this leg, by their weight version
 
     def __post_init__(self) -> None:
-        self.experts_from = self.client_request.body.get("routed_experts_start_len") or 0
+        body = self.client_request.body
+        self.rows_from = {kind: fields.start_of(body) for kind, fields in ROW_FIELDS.items()}
 
     # What was asked for
 
@@ -115,13 +118,18 @@ class ResumableGeneration:
         return bool(self.facts.incremental_streaming if self.incremental is None else self.incremental)
 
     @property
-    def experts_lost(self) -> bool:
-        """Whether routed experts are wanted and not all that were used have come."""
+    def wanted_rows(self) -> list[RowFields]:
+        """The kinds of rows that are wanted."""
+        return [fields for fields in ROW_FIELDS.values() if self.request.get(fields.wanted)]
+
+    @property
+    def lost_rows(self) -> list[RowFields]:
+        """The kinds of rows that are wanted and of which not all that were used have come."""
         answer = self.answer
-        if not self.request.get("return_routed_experts") or answer is None:
-            return False
+        if answer is None:
+            return []
         tokens: int = answer["meta_info"].get("prompt_tokens", 0) + len(answer["output_ids"])
-        return self.experts_from < tokens - 1
+        return [fields for fields in self.wanted_rows if self.rows_from[fields.kind] < tokens - 1]
 
     def add(self, answer: object) -> dict[str, Any]:
         """Take a leg's answer, or one event of it; gives its `meta_info`. A worker without a tokenizer gives no text.
@@ -187,11 +195,20 @@ class ResumableGeneration:
         if self.current is None:
             return self.answer
         current = self._leg.with_versions()
-        return dict(current) if self.answer is None else join(self.answer, current)
+        return dict(current) if self.answer is None else join(self.answer, self._with_new_rows(current))
+
+    def _with_new_rows(self, current: Mapping[str, Any]) -> dict[str, Any]:
+        """A leg's answer with the rows that have not come before."""
+        meta = dict(current["meta_info"])
+        for kind, fields in ROW_FIELDS.items():
+            if (rows := fields.of(meta)) is not None:
+                count = meta.get("prompt_tokens", 0) + len(current["output_ids"]) - 1
+                meta[fields.rows.name] = rows_from(fields, rows, count, self.rows_from[kind])
+        return {**current, "meta_info": meta}
 
     def next_leg(self) -> None:
-        """What has come becomes what was before. Routed experts that were lost with an answer's end are asked for
-        again: an engine has those of its prompt too.
+        """What has come becomes what was before. Rows that were lost with an answer's end are asked for again: an
+        engine has those of its prompt too.
 
         Raises:
             UnreadableAnswer: it contradicts itself, and cannot be carried on.
@@ -200,8 +217,10 @@ class ResumableGeneration:
         if answer is not None:
             self.verify(answer)
             self.halved = answer["text"].endswith(UNFINISHED)
-        if current is not None and current["output_ids"] and current["meta_info"].get(EXPERTS) is not None:
-            self.experts_from = current["meta_info"].get("prompt_tokens", 0) + len(current["output_ids"]) - 1
+        if current is not None and current["output_ids"]:
+            end = current["meta_info"].get("prompt_tokens", 0) + len(current["output_ids"]) - 1
+            come = [kind for kind, fields in ROW_FIELDS.items() if fields.of(current["meta_info"]) is not None]
+            self.rows_from |= dict.fromkeys(come, end)
         self.drop_leg()
         self.answer = answer
 

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from miles_router.engines.answers import OUTPUT_LISTS, VERSION, VERSIONS, UnreadableAnswer
+from miles_router.engines.rows import ROW_FIELDS, RowFields
 
 ADDED = ("completion_tokens", "output_token_logprobs_length", "num_retractions", "reasoning_tokens", "e2e_latency")
 OF_THE_REQUEST = ("id", "e2e_latency", "resumed")
 OF_THE_PROMPT = ("prompt_tokens", "cached_tokens", "cached_tokens_details")
 OF_THE_END = ("finish_reason", VERSION)
-EXPERTS = "routed_experts"
+ROWS = tuple(fields.rows.name for fields in ROW_FIELDS.values())
 RESUMED = "resumed"  # how often the generation was carried on
 LAST_TOKEN = 16  # characters that may stand behind a stop string in the token that completes it
 AT_ONCE = 16  # tokens that an engine may add in one step
@@ -53,8 +55,9 @@ def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     shift = len(first["output_ids"])
     if VERSIONS in tail:
         meta[VERSIONS] = join_spans(head.get(VERSIONS) or (), tail[VERSIONS] or (), shift)
-    if EXPERTS in head or EXPERTS in tail:
-        meta[EXPERTS] = join_base64(head.get(EXPERTS) or "", tail.get(EXPERTS) or "")
+    for name in ROWS:
+        if name in head or name in tail:
+            meta[name] = join_base64(head.get(name) or "", tail.get(name) or "")
     meta["finish_reason"] = _whole_length(tail.get("finish_reason"), shift)
     meta[RESUMED] = head.get(RESUMED, 0) + 1
     ids = [*first["output_ids"], *second["output_ids"]]
@@ -99,17 +102,22 @@ def _decoded(encoded: str) -> bytes:
     try:
         return base64.b64decode(encoded, validate=True)
     except ValueError as error:
-        raise UnreadableAnswer("incomplete", f"{EXPERTS} is no base64: {error}") from error
+        raise UnreadableAnswer("incomplete", f"rows are no base64: {error}") from error
 
 
 def truncate(
-    answer: Mapping[str, Any], tokens: int, text: str, finish: Mapping[str, Any], *, experts_start: int = 0
+    answer: Mapping[str, Any],
+    tokens: int,
+    text: str,
+    finish: Mapping[str, Any],
+    *,
+    request: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The answer as if it had ended after `tokens` tokens, with `text` and `finish`. `experts_start` is the token that
-    its first row of routed experts is about.
+    """The answer as if it had ended after `tokens` tokens, with `text` and `finish`. `request` says which tokens its
+    first rows are about.
 
     Raises:
-        UnreadableAnswer: its rows of routed experts do not fit its tokens.
+        UnreadableAnswer: its rows do not fit its tokens.
     """
     meta = dict(answer["meta_info"])
     dropped = len(answer["output_ids"]) - tokens
@@ -123,19 +131,32 @@ def truncate(
         spans = [{**span, "end": min(span["end"], tokens)} for span in meta[VERSIONS] if span["start"] < tokens]
         meta[VERSIONS] = spans
         meta[VERSION] = spans[-1]["version"] if spans else meta.get(VERSION)
-    if meta.get(EXPERTS) and dropped:
-        rows = meta.get("prompt_tokens", 0) + tokens - 1 - experts_start
-        meta[EXPERTS] = _without_rows(meta[EXPERTS], dropped, rows)
+    for fields in ROW_FIELDS.values():
+        name = fields.rows.name
+        if meta.get(name) and dropped:
+            rows = meta.get("prompt_tokens", 0) + tokens - 1 - fields.start_of(request)
+            meta[name] = cut_rows(meta[name], rows + dropped, 0, rows)
     meta["finish_reason"] = dict(finish)
     return {**answer, "text": text, "output_ids": answer["output_ids"][:tokens], "meta_info": meta}
 
 
-def _without_rows(encoded: str, dropped: int, rows: int) -> str:
+def cut_rows(encoded: str, rows: int, start: int, stop: int) -> str:
+    """Rows `[start, stop)` of `rows`.
+
+    Raises:
+        UnreadableAnswer: they are no such number of rows.
+    """
     data = _decoded(encoded)
-    row, more = divmod(len(data), max(1, rows + dropped))
-    if rows < 0 or more:
-        raise UnreadableAnswer("incomplete", f"{len(data)} bytes of {EXPERTS} for {rows + dropped} tokens")
-    return base64.b64encode(data[: rows * row]).decode("ascii")
+    row, more = divmod(len(data), max(1, rows))
+    if not 0 <= start <= stop <= rows or more:
+        raise UnreadableAnswer("incomplete", f"{len(data)} bytes are no {rows} rows with {start} to {stop}")
+    return base64.b64encode(data[start * row : stop * row]).decode("ascii")
+
+
+def rows_from(fields: RowFields, encoded: str, rows: int, start: int) -> str:
+    """Those from row `start` on, of an engine that was asked for them: where it takes no `start`, it told all `rows`.
+    Raises as `cut_rows`."""
+    return cut_rows(encoded, rows, start, rows) if fields.start is None and start and encoded else encoded
 
 
 def find_stop_across(text: str, boundary: int, stops: Sequence[str], *, halved: bool = False) -> tuple[int, str] | None:

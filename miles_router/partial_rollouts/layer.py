@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import ClassVar
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay
 from miles_router.asgi.replies import Tap
@@ -63,7 +62,7 @@ class _UnreadRequest(Tap):
     """The reply to a request that cannot be read. Mostly the engine says what is wrong with it; where it knows what to
     do, its answer cannot be resumed."""
 
-    layer: ClassVar[str] = LAYER
+    layer: str = LAYER
 
     def passes(self, start: Message) -> bool:
         if not super().passes(start):

@@ -16,9 +16,10 @@ from miles_router.asgi.replies import OK
 from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.paths import GENERATE
+from miles_router.engines.rows import RowFields
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.generation import CannotResume
-from miles_router.partial_rollouts.joining import EXPERTS
+from miles_router.partial_rollouts.joining import rows_from
 
 logger = logging.getLogger(__name__)
 
@@ -122,16 +123,19 @@ class EngineQuestions:
 
     # The model
 
-    async def experts(self, ids: Sequence[int], start: int) -> str:
-        """The routed experts of a sequence from token `start` on: base64, as the engine spells them; empty if it has
-        none to give."""
+    async def rows(self, fields: RowFields, ids: Sequence[int], start: int) -> str:
+        """The rows of a sequence from token `start` on: base64, as the engine spells them; empty if it has none to
+        give.
+
+        Raises:
+            UnreadableAnswer: they do not fit the tokens.
+        """
         sampling = {"max_new_tokens": 0, "ignore_eos": True}
-        request = {"input_ids": list(ids), "sampling_params": sampling, "return_routed_experts": True}
-        answer = await self._generate({**request, "routed_experts_start_len": start})
-        rows = answer["meta_info"].get(EXPERTS) or ""
+        answer = await self._generate({"input_ids": list(ids), "sampling_params": sampling, **fields.request(start)})
+        rows = answer["meta_info"].get(fields.rows.name) or ""
         if answer["meta_info"].get("prompt_tokens") != len(ids) or answer["output_ids"] or not isinstance(rows, str):
-            raise CannotResume("the worker gave the experts of other tokens than were asked for")
-        return rows
+            raise CannotResume("the worker gave the rows of other tokens than were asked for")
+        return rows_from(fields, rows, len(ids) - 1, start)
 
     @property
     def end_tokens(self) -> Collection[int]:

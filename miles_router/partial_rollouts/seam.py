@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from miles_router.engines.rows import RowFields
 from miles_router.partial_rollouts.continuation import learn_prompt
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
 from miles_router.partial_rollouts.joining import (
     AT_ONCE,
-    EXPERTS,
     UNFINISHED,
     find_end,
     find_stop_across,
@@ -55,10 +55,9 @@ class Seam:
         found = find_end(ids, tail, generation.stops, ends, generation.budget)
         if found is None:
             return False
-        if generation.experts_lost:
+        for fields in generation.lost_rows:
             await learn_prompt(generation, self._questions)
-            rows = await self._questions.experts([*generation.prompt, *ids], generation.experts_from)
-            answer = _with_experts(answer, rows)
+            answer = await self._with_rows(answer, fields, ids)
         generation.end(await self._end_after(answer, *found))
         return True
 
@@ -91,15 +90,16 @@ class Seam:
         if found is None:
             return joined, False
         tokens, finish = found
-        if generation.request.get("return_routed_experts") and not finished:
-            # Those that are there are of the legs before; the rest comes with an end, and there is none to come.
-            ids = [*generation.prompt, *joined["output_ids"][:tokens]]
-            rows = await self._questions.experts(ids, generation.experts_from)
-            before = joined["meta_info"].pop(EXPERTS, None)
-            ended = await self._end_after(joined, tokens, finish)
-            ended["meta_info"][EXPERTS] = before
-            return _with_experts(ended, rows), True
-        return await self._end_after(joined, tokens, finish), True
+        if finished:
+            return await self._end_after(joined, tokens, finish), True
+        # The rows that are there are of the legs before; the rest comes with an end, and there is none to come.
+        wanted = generation.wanted_rows
+        before = {fields: joined["meta_info"].pop(fields.rows.name, None) for fields in wanted}
+        ended = await self._end_after(joined, tokens, finish)
+        for fields, rows in before.items():
+            ended["meta_info"][fields.rows.name] = rows
+            ended = await self._with_rows(ended, fields, joined["output_ids"][:tokens])
+        return ended, True
 
     async def _end_after(self, answer: Mapping[str, Any], tokens: int, finish: Mapping[str, Any]) -> dict[str, Any]:
         """What an engine says of the end: a stop string is trimmed from the text, if it is to be seen there, and the
@@ -110,7 +110,7 @@ class Seam:
             text = answer["text"][: answer["text"].index(matched) + (len(matched) if kept else 0)]
         else:
             text = await self._text_of_first(answer, tokens - (isinstance(matched, int) and not kept))
-        return truncate(answer, tokens, text, finish, experts_start=request.get("routed_experts_start_len") or 0)
+        return truncate(answer, tokens, text, finish, request=request)
 
     async def _text_of_first(self, answer: Mapping[str, Any], tokens: int) -> str:
         """The text without what the ids behind the first `tokens` say."""
@@ -155,6 +155,15 @@ class Seam:
         generation.answer = {**head, "text": head["text"][:-size] + more[len(half) - size : len(half)]}
         generation.halved = False
 
+    async def _with_rows(self, answer: dict[str, Any], fields: RowFields, sampled: Sequence[int]) -> dict[str, Any]:
+        """An answer with the rows that have not come; one without any, of a worker that gives none, stays without."""
+        generation, name = self._generation, fields.rows.name
+        rows = await self._questions.rows(fields, [*generation.prompt, *sampled], generation.rows_from[fields.kind])
+        meta = {**answer["meta_info"], name: join_base64(answer["meta_info"].get(name) or "", rows)}
+        if not meta[name]:
+            del meta[name]
+        return {**answer, "meta_info": meta}
+
     @property
     def _reach(self) -> int:
         """Tokens that may spell a stop string: one for each byte at most, and some that spell nothing."""
@@ -163,11 +172,3 @@ class Seam:
     async def _detokenize(self, ids: Sequence[Sequence[int]]) -> list[str]:
         skip = self._generation.params.get("skip_special_tokens") is not False
         return await self._questions.detokenize(ids, skip_special_tokens=skip)
-
-
-def _with_experts(answer: dict[str, Any], rows: str) -> dict[str, Any]:
-    """An answer with further rows; one without any, of a worker that gives none, stays without."""
-    meta = {**answer["meta_info"], EXPERTS: join_base64(answer["meta_info"].get(EXPERTS) or "", rows)}
-    if not meta[EXPERTS]:
-        del meta[EXPERTS]
-    return {**answer, "meta_info": meta}

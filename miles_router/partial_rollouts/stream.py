@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from miles_router.asgi.exchange import Message
 from miles_router.asgi.replies import OK, Kind, Tap, drop
@@ -21,13 +21,13 @@ from miles_router.engines.answers import (
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.errors import UpstreamBroken
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
-from miles_router.partial_rollouts.joining import EXPERTS
+from miles_router.partial_rollouts.joining import ROWS
 from miles_router.partial_rollouts.leg import LAYER, Leg
 from miles_router.partial_rollouts.request import ResumableRequest
 from miles_router.partial_rollouts.seam import Seam
 
 #: What a stream says at its end.
-OF_THE_LAST_EVENT = (VERSIONS, EXPERTS)
+OF_THE_LAST_EVENT = (VERSIONS, *ROWS)
 #: Bytes of an event that is still coming between which it is looked at. Shorter ones come at once.
 LONG, LOOKED_AT = 256 * 1024, 4 * 1024 * 1024
 
@@ -106,7 +106,7 @@ class _Enough(Exception):
 class _OpeningStream(Tap):
     """The stream that the request began with. Its events pass as they came, and are read only where that is of use."""
 
-    layer: ClassVar[str] = LAYER
+    layer: str = LAYER
 
     def __init__(self, request: ResumableStream, leg: Leg) -> None:
         super().__init__(request.send, request.context.router.metrics)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from miles_router.testing.worker.engine import Engine, PauseMode
     from miles_router.testing.worker.faults import Faults
     from miles_router.testing.worker.in_thread import worker_in_thread
+    from miles_router.testing.worker.indexer import IndexerShape
     from miles_router.testing.worker.moe import MoeShape
     from miles_router.testing.worker.simulated_worker import SimulatedWorker
     from miles_router.testing.worker.vocabulary import Tokenizer, ToyTokenizer
@@ -19,6 +20,7 @@ __all__ = [
     "Exchange",
     "Faults",
     "GenerationRecord",
+    "IndexerShape",
     "MoeShape",
     "PauseMode",
     "SimulatedWorker",
@@ -33,6 +35,7 @@ _MODULES = {
     "Exchange": "worker.door",
     "Faults": "worker.faults",
     "GenerationRecord": "worker.door",
+    "IndexerShape": "worker.indexer",
     "MoeShape": "worker.moe",
     "PauseMode": "worker.engine",
     "SimulatedWorker": "worker.simulated_worker",

@@ -3,7 +3,8 @@
 Row i is about token i. A generation of n tokens has n - 1 rows: its last token was sampled and never went through the
 model. Rows of several generations form a tree, as their tokens do: what continues another one holds its own rows alone.
 
-One kind of them is known: routed experts, to which experts each token went, in each layer.
+Two kinds of them are known: routed experts, to which experts each token went, in each layer; and the positions that
+the indexer of sparse attention chose for each token, in each layer.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy.typing as npt
 
 from miles_router.trajectory.pieces import InvalidTrajectory, frozen
 
-#: Ids, uint8 or uint16, [rows, layers * top_k].
-RowArray = npt.NDArray[np.unsignedinteger[Any]]
+#: Ids of one of a kind's types, [rows, layers * top_k].
+RowArray = npt.NDArray[np.integer[Any]]
+IdType = np.dtype[np.integer[Any]]
 COMPARED = 256  # rows at a time
 
 
@@ -29,20 +31,32 @@ class RowKind:
 
     Attributes:
         name: of the field in samples and files that has them.
+        title: what they are called in messages.
         ids: what their ids are, in the names of broken invariants.
+        types: of the ids as they are held, smallest first.
+        least: the smallest id; -1 stands where there is nothing to choose.
+        causal: whether ids are positions in the sequence, none of them behind the row's own.
     """
 
     name: str
+    title: str
     ids: str
+    types: tuple[IdType, ...]
+    least: int = 0
+    causal: bool = False
 
     def invalid(self, invariant: str, message: str) -> InvalidTrajectory:
         """The error that names a broken invariant of these rows."""
         return InvalidTrajectory(f"{self.ids}_{invariant}", message)
 
 
-ROUTED_EXPERTS = RowKind("routed_experts", "experts")
+ROUTED_EXPERTS = RowKind("routed_experts", "routed experts", "experts", (np.dtype("u1"), np.dtype("<u2")))
+#: A row near the beginning has fewer positions than it has room for, and is filled up with -1.
+INDEXER_TOPK = RowKind(
+    "indexer_topk", "chosen positions", "positions", (np.dtype("<i2"), np.dtype("<i4")), least=-1, causal=True
+)
 #: All kinds.
-KINDS = (ROUTED_EXPERTS,)
+KINDS = (ROUTED_EXPERTS, INDEXER_TOPK)
 
 
 class Blocks:
@@ -72,7 +86,7 @@ class Blocks:
         return sum(block.nbytes for block in self.blocks)
 
     @property
-    def dtype(self) -> np.dtype[np.unsignedinteger[Any]]:
+    def dtype(self) -> IdType:
         """The ids' type."""
         return self.blocks[0].dtype if self.blocks else np.dtype(np.uint8)
 
@@ -206,7 +220,7 @@ class AlignedRows:
 
     def _nothing(self) -> RowArray:
         own = 0 if self._own is None else _width(self._own)
-        return np.zeros((0, self.width or own), dtype=np.uint8)
+        return np.zeros((0, self.width or own), dtype=self.kind.types[0])
 
 
 def _width(own: RowArray | Blocks) -> int:

@@ -18,6 +18,7 @@ import orjson
 from miles_router.trajectory.pieces import Malformed
 
 DTYPES: dict[str, np.dtype[Any]] = {
+    "I16": np.dtype("<i2"),
     "I32": np.dtype("<i4"),
     "F32": np.dtype("<f4"),
     "U8": np.dtype("u1"),
@@ -33,7 +34,7 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) ->
     """Write named arrays of any shape as one file. Their bytes are copied once, into the file.
 
     Raises:
-        ValueError: an array is of another type than int32, float32, uint8 and uint16.
+        ValueError: an array is of another type than int16, int32, float32, uint8 and uint16.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     chunks = []

@@ -1,8 +1,10 @@
 """`Sample`: what a trainer consumes, checked when it is made, and its two forms on the wire.
 
-JSON          {"samples": [{"tokens", "loss_mask", "logprobs", everything else, "routed_experts"}, ...], "metadata"}
+JSON          {"samples": [{"tokens", "loss_mask", "logprobs", everything else, rows by kind}, ...], "metadata"}
 safetensors   tensors 0.tokens, 0.loss_mask, 0.logprobs, 0.routed_experts, 1.tokens, ...; in the file's metadata, as
               JSON, `samples` with everything else of each, and `metadata`
+
+Rows aligned with tokens are there by their kind's name: `routed_experts`, `indexer_topk`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import pybase64
 
 from miles_router.dialects import trainer_fields
 from miles_router.trajectory.pieces import InvalidTrajectory, Logprobs, Malformed, Mask, Tokens, VersionRun, frozen
+from miles_router.trajectory.rows import KINDS, RowKind
 from miles_router.trajectory.safetensors import pack, unpack
 from miles_router.trajectory.trajectory import checked_arrays
 
@@ -33,11 +36,11 @@ BY_FINISH_REASON: Mapping[str | None, Status] = {
 
 #: JSON, or all samples in one safetensors file, which is several times smaller and faster to read.
 Format = Literal["safetensors", "json"]
-RoutedExperts = npt.NDArray[np.integer[Any]]
+#: Integers [rows, layers, top_k].
+ShapedRows = npt.NDArray[np.integer[Any]]
 Reward = float | Mapping[str, Any] | None
 
 ARRAYS = ("tokens", "loss_mask", "logprobs")
-EXPERTS = "routed_experts"
 #: Fields that a sample has because somebody gave them.
 CARRIED = ("reward", "label")
 
@@ -59,11 +62,11 @@ class Sample:
         status: `completed`, `truncated` or `aborted`.
         reward, label: as they were given.
         metadata: of a session's sample `session_id`, `turns` with their positions, `reason`; and what was given.
-        routed_experts: integers [n - 1, layers, top_k], where the router records them.
+        routed_experts, indexer_topk: integers [n - 1, layers, top_k], where the router records them.
 
     Raises:
         InvalidTrajectory: naming the first broken invariant: those of `checked_arrays`, `status_is_known`,
-            `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`.
+            `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`, `indexer_topk_fit`.
     """
 
     tokens: Tokens
@@ -76,7 +79,8 @@ class Sample:
     reward: Reward = None
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    routed_experts: RoutedExperts | None = None
+    routed_experts: ShapedRows | None = None
+    indexer_topk: ShapedRows | None = None
 
     def __post_init__(self) -> None:
         arrays = checked_arrays(self.tokens, self.logprobs, self.loss_mask, self.weight_versions)
@@ -85,9 +89,8 @@ class Sample:
         if self.status not in STATUSES:
             raise InvalidTrajectory("status_is_known", f"{self.status!r} is none of {', '.join(STATUSES)}")
         self._check_response()
-        if self.routed_experts is not None:
-            experts = _fitting_experts(np.asarray(self.routed_experts), len(self))
-            object.__setattr__(self, "routed_experts", experts)
+        for name, rows in self.rows.items():
+            object.__setattr__(self, name, _fitting_rows(name, np.asarray(rows), len(self)))
 
     def _check_response(self) -> None:
         length = self.response_length
@@ -104,6 +107,12 @@ class Sample:
         return f"<Sample of {len(self)} tokens, {trained} in the loss, {self.status}, reward {self.reward!r}>"
 
     @property
+    def rows(self) -> dict[str, ShapedRows]:
+        """The rows that it has, by the name of their kind."""
+        every = {kind.name: getattr(self, kind.name) for kind in KINDS}
+        return {name: rows for name, rows in every.items() if rows is not None}
+
+    @property
     def prompt_length(self) -> int:
         """How many tokens stand in front of the response."""
         return len(self) - self.response_length
@@ -115,9 +124,8 @@ class Sample:
         Raises:
             InvalidTrajectory: `complete`: a field is missing or of the wrong kind; else as the class says.
         """
-        experts = data.get(EXPERTS)
-        arrays = {name: data.get(name, ()) for name in ARRAYS}
-        return _from_parts(arrays, data, None if experts is None else _decoded_experts(experts))
+        rows = {kind.name: _decoded_rows(kind, data[kind.name]) for kind in KINDS if data.get(kind.name) is not None}
+        return _from_parts({**{name: data.get(name, ()) for name in ARRAYS}, **rows}, data)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON takes, in the router's own form: `from_json` reads it back."""
@@ -142,13 +150,12 @@ def write_safetensors(
     """Samples as one safetensors file. Arguments as of `write_json`.
 
     Raises:
-        ValueError: routed experts are of a type that `safetensors.pack` does not write.
+        ValueError: rows are of a type that `safetensors.pack` does not write.
     """
     arrays: dict[str, npt.NDArray[Any]] = {}
     for place, sample in enumerate(samples):
-        arrays.update({f"{place}.{name}": getattr(sample, name) for name in ARRAYS})
-        if sample.routed_experts is not None:
-            arrays[f"{place}.{EXPERTS}"] = sample.routed_experts
+        every = {**{name: getattr(sample, name) for name in ARRAYS}, **sample.rows}
+        arrays.update({f"{place}.{name}": array for name, array in every.items()})
     facts = orjson.dumps([_facts(sample, carried) for sample in samples])
     return pack(arrays, {"samples": facts.decode(), "metadata": orjson.dumps(metadata).decode()})
 
@@ -168,15 +175,14 @@ def read_json(data: bytes) -> list[Sample]:
 
 
 def read_safetensors(data: bytes) -> list[Sample]:
-    """The samples that `write_safetensors` has written. Their routed experts are views of `data`. Raises as
-    `read_json`."""
+    """The samples that `write_safetensors` has written. Their rows are views of `data`. Raises as `read_json`."""
     arrays, metadata = unpack(data)
     try:
         given = _objects(orjson.loads(metadata["samples"]))
-        parts = [{name: arrays[f"{place}.{name}"] for name in ARRAYS} for place in range(len(given))]
+        parts = [_arrays_of(arrays, place) for place in range(len(given))]
     except (KeyError, orjson.JSONDecodeError) as error:
         raise Malformed(f"no samples in safetensors: {error!r}") from None
-    return [_from_parts(parts[place], facts, arrays.get(f"{place}.{EXPERTS}")) for place, facts in enumerate(given)]
+    return [_from_parts(part, facts) for part, facts in zip(parts, given, strict=True)]
 
 
 WRITERS: Mapping[Format, Callable[..., bytes]] = {"json": write_json, "safetensors": write_safetensors}
@@ -198,11 +204,18 @@ def _facts(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
 def _json_form(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
     """A sample in JSON, its arrays still numpy's, which orjson writes with `OPT_SERIALIZE_NUMPY`."""
     made = {**{name: getattr(sample, name) for name in ARRAYS}, **_facts(sample, carried)}
-    return made if sample.routed_experts is None else {**made, EXPERTS: _encoded_experts(sample.routed_experts)}
+    return {**made, **{name: _encoded_rows(rows) for name, rows in sample.rows.items()}}
 
 
-def _from_parts(arrays: Mapping[str, Any], facts: Mapping[str, Any], experts: RoutedExperts | None) -> Sample:
-    """A sample from its arrays, or lists of their numbers, and everything else. Raises as `Sample.from_json`."""
+def _arrays_of(arrays: Mapping[str, npt.NDArray[Any]], place: int) -> dict[str, npt.NDArray[Any]]:
+    """The arrays of one sample in a file; KeyError where one is missing that every sample has."""
+    rows = {kind.name: arrays[name] for kind in KINDS if (name := f"{place}.{kind.name}") in arrays}
+    return {**{name: arrays[f"{place}.{name}"] for name in ARRAYS}, **rows}
+
+
+def _from_parts(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Sample:
+    """A sample from its arrays and rows, or lists of numbers for the arrays, and everything else. Raises as
+    `Sample.from_json`."""
     try:
         return Sample(
             **arrays,
@@ -215,7 +228,6 @@ def _from_parts(arrays: Mapping[str, Any], facts: Mapping[str, Any], experts: Ro
             reward=facts.get("reward"),
             label=facts.get("label"),
             metadata=facts.get("metadata") or {},
-            routed_experts=experts,
         )
     except (KeyError, TypeError) as error:
         raise InvalidTrajectory("complete", f"a field is missing or of the wrong kind: {error!r}") from None
@@ -227,23 +239,23 @@ def _objects(given: Any) -> list[dict[str, Any]]:
     return given
 
 
-def _fitting_experts(experts: npt.NDArray[Any], tokens: int) -> RoutedExperts:
-    rows = max(tokens - 1, 0)
-    if experts.ndim != 3 or experts.shape[0] != rows or not np.issubdtype(experts.dtype, np.integer):
-        needed = f"{rows} rows of integers by layer and rank are needed"
-        raise InvalidTrajectory("routed_experts_fit", f"{needed}, not {experts.dtype} {list(experts.shape)}")
-    return frozen(experts)
+def _fitting_rows(name: str, rows: npt.NDArray[Any], tokens: int) -> ShapedRows:
+    needed = max(tokens - 1, 0)
+    if rows.ndim != 3 or rows.shape[0] != needed or not np.issubdtype(rows.dtype, np.integer):
+        message = f"{needed} rows of integers by layer and rank are needed, not {rows.dtype} {list(rows.shape)}"
+        raise InvalidTrajectory(f"{name}_fit", message)
+    return frozen(rows)
 
 
-def _encoded_experts(experts: RoutedExperts) -> dict[str, Any]:
+def _encoded_rows(rows: ShapedRows) -> dict[str, Any]:
     """`{"dtype", "shape", "data": base64}`, little-endian and row-major."""
-    whole = np.ascontiguousarray(experts, dtype=experts.dtype.newbyteorder("<"))
+    whole = np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<"))
     data = pybase64.b64encode_as_string(whole.reshape(-1).view(np.uint8).data)
-    return {"dtype": experts.dtype.name, "shape": list(experts.shape), "data": data}
+    return {"dtype": rows.dtype.name, "shape": list(rows.shape), "data": data}
 
 
-def _decoded_experts(data: Any) -> RoutedExperts:
-    """What `_encoded_experts` gave.
+def _decoded_rows(kind: RowKind, data: Any) -> ShapedRows:
+    """What `_encoded_rows` gave.
 
     Raises:
         InvalidTrajectory: it is something else, or the bytes do not fill the shape.
@@ -251,7 +263,7 @@ def _decoded_experts(data: Any) -> RoutedExperts:
     try:
         raw = pybase64.b64decode(data["data"], validate=True)
         dtype = np.dtype(data["dtype"]).newbyteorder("<")
-        experts: RoutedExperts = np.frombuffer(raw, dtype=dtype).reshape(data["shape"])
-        return experts
+        rows: ShapedRows = np.frombuffer(raw, dtype=dtype).reshape(data["shape"])
+        return rows
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidTrajectory("routed_experts_fit", repr(error)) from None
+        raise InvalidTrajectory(f"{kind.name}_fit", repr(error)) from None

@@ -19,8 +19,6 @@ from middleware_hub.openai_session.sessions.messages import Message, strict
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Turn, line_ends
-from miles_router.middlewares.rows import RowChannel
-from miles_router.trajectory.rows import ROUTED_EXPERTS
 from tests.support.sessions import SYSTEM, Scene, assistant, call, history, tool, user
 from tests.support.tiers import examples
 
@@ -174,7 +172,7 @@ def check_samples(found: Episode) -> None:
     session = found.scene.session
     trained: Counter[tuple[Turn, int]] = Counter()
     had: set[tuple[Turn, int]] = set()
-    for sample in SampleMaker(Selection(()), lambda ids: "", RowChannel(ROUTED_EXPERTS)).make(session, SampleRequest()):
+    for sample in SampleMaker(Selection(()), lambda ids: "", {}).make(session, SampleRequest()):
         leaf = session.turns[sample.metadata["leaf"]]
         door = found.doors[leaf]
         assert sample.tokens.tolist() == [*door.given, *door.sampled]

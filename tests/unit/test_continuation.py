@@ -14,6 +14,7 @@ from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.continuation import ALSO_STATEFUL, PENALTIES, STATEFUL, continuation
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration, generations_of
 from miles_router.partial_rollouts.questions import EngineQuestions
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 
 class Tokenizing(EngineQuestions):
@@ -68,7 +69,7 @@ async def test_what_is_said_of_the_prompt_is_not_asked_again_and_everything_else
 async def test_rows_of_experts_are_asked_for_from_the_first_that_is_missing() -> None:
     generation = cut({"input_ids": [1, 2], "return_routed_experts": True, "routed_experts_start_len": 1}, [7])
     assert (await asked(generation))["routed_experts_start_len"] == 1
-    generation.experts_from = 2
+    generation.rows_from[ROUTED_EXPERTS] = 2
     assert (await asked(generation))["routed_experts_start_len"] == 2
 
 

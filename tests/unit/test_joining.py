@@ -97,7 +97,8 @@ def test_a_cut_answer_is_what_the_engine_would_have_said_had_it_stopped_there(
     expected["meta_info"]["finish_reason"] = {"type": "stop", "matched": "x"}
     text = expected["text"]
     whole_answer = whole.answer(0, len(whole.pieces))
-    assert truncate(whole_answer, tokens, text, {"type": "stop", "matched": "x"}, experts_start=whole.start) == expected
+    request = {"routed_experts_start_len": whole.start}
+    assert truncate(whole_answer, tokens, text, {"type": "stop", "matched": "x"}, request=request) == expected
 
 
 def test_parts_are_not_changed() -> None:

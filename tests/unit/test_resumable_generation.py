@@ -14,6 +14,7 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.generate import GenerateRequest
 from miles_router.errors import RouterError
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration, generations_of
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 IN_THE_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}
 ABORT = {"type": "abort", "message": "Aborted"}
@@ -109,10 +110,10 @@ def test_rows_of_a_leg_that_sampled_nothing_do_not_count() -> None:
     made = generation(return_routed_experts=True, routed_experts_start_len=1)
     made.add(answer("", [], 0, finish_reason=IN_THE_QUEUE, routed_experts="AAAA"))
     made.next_leg()
-    assert made.experts_from == 1, "the next leg is the first one again"
+    assert made.rows_from[ROUTED_EXPERTS] == 1, "the next leg is the first one again"
     made.add(answer("a", [5], 1, finish_reason=ABORT, routed_experts="AAAA"))
     made.next_leg()
-    assert made.experts_from == 1 + 1 - 1
+    assert made.rows_from[ROUTED_EXPERTS] == 1 + 1 - 1
 
 
 @pytest.mark.parametrize(

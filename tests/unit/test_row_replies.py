@@ -11,7 +11,7 @@ import pybase64
 import pytest
 
 from middleware_hub.routed_experts.capture import Capture, CaptureContext
-from middleware_hub.routed_experts.errors import ExpertsMissing
+from middleware_hub.routed_experts.errors import ExpertsMissing, PositionsMissing
 from middleware_hub.routed_experts.replies import RowReply, StrippedReply, VerbatimReply
 from middleware_hub.routed_experts.shapes import ShapeCheck
 from middleware_hub.routed_experts.store import RowStore
@@ -19,18 +19,9 @@ from miles_router import Exchange
 from miles_router.asgi.exchange import Message, Send
 from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.facts import Facts
-from miles_router.engines.rows import EXPERT_FIELDS, GenerateRows, RowFields, RowRequest
-from miles_router.engines.scan import Field
+from miles_router.engines.rows import EXPERT_FIELDS, INDEXER_FIELDS, GenerateRows, RowFields, RowRequest
 from miles_router.errors import UpstreamInvalidResponse
-from miles_router.trajectory.rows import RowKind
 
-POSITIONS = RowFields(
-    RowKind("attended_positions", "positions"),
-    wanted="return_positions",
-    start="positions_start",
-    rows=Field("attended"),
-    flag="--positions",
-)
 JSON, EVENTS = b"application/json", b"text/event-stream"
 
 
@@ -98,9 +89,9 @@ async def through(reply: RowReply, kind: bytes, *pieces: bytes) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_second_kind_of_rows_is_another_entry_and_both_are_kept_of_one_reply(stream: bool) -> None:
-    experts, positions = [[1, 2], [3, 4]], [[5], [6]]
-    whole = answer(3, routed_experts=told(experts), attended=told(positions))
-    client, inner, outer = Client(), Keeper(), Keeper(POSITIONS)
+    experts, positions = [[1, 2], [3, 4]], [[0, -1], [1, 0]]
+    whole = answer(3, routed_experts=told(experts), indexer_topk=told(positions))
+    client, inner, outer = Client(), Keeper(), Keeper(INDEXER_FIELDS)
     reply = inner.reply(outer.reply(client.send, client).send, client)
     await through(reply, EVENTS if stream else JSON, write_event(whole) + LAST_EVENT if stream else compact(whole))
     bare = answer(3)
@@ -109,12 +100,13 @@ async def test_a_second_kind_of_rows_is_another_entry_and_both_are_kept_of_one_r
 
 
 async def test_a_second_kind_is_asked_for_and_refused_by_its_own_names() -> None:
-    request = RowRequest.write(b'{"text":"x"}', POSITIONS, 3, parse=json.loads, client_may=True)
-    assert json.loads(request.body) == {"text": "x", "return_positions": True, "positions_start": 3}
-    keeper, client = Keeper(POSITIONS), Client()
-    await through(keeper.reply(client.send, client), JSON, compact(answer(4, attended=told([[5], [6]]))))
+    request = RowRequest.write(b'{"text":"x"}', INDEXER_FIELDS, 3, parse=json.loads, client_may=True)
+    assert json.loads(request.body) == {"text": "x", "return_indexer_topk": True}
+    assert request.start == 0, "the engine always tells all of them"
+    keeper, client = Keeper(INDEXER_FIELDS), Client()
+    await through(keeper.reply(client.send, client), JSON, compact(answer(4, indexer_topk=told([[0], [1]]))))
     assert keeper.store.statistics.missing == {"positions_are_rows": 1}
-    with pytest.raises(ExpertsMissing, match="start it with --positions"):
+    with pytest.raises(PositionsMissing, match="start it with --enable-return-indexer-topk"):
         await through(keeper.reply(client.send, client), JSON, compact(answer(4, routed_experts=told([[5]]))))
 
 

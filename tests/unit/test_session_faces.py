@@ -16,6 +16,7 @@ from middleware_hub.openai_session.sessions.messages import strict
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
+from miles_router.trajectory.rows import ROUTED_EXPERTS
 from tests.support.sessions import SYSTEM, Scene, history, user
 from tests.unit.test_completions_endpoint import COMPLETIONS, answer, choice
 
@@ -58,7 +59,8 @@ def test_what_is_no_chat_request_is_refused(request_body: object) -> None:
 
 def test_a_first_turn_goes_as_messages() -> None:
     turn = chat_turn(Scene(), START, stream=True, n=2)
-    assert (turn.places[0].parent, turn.prompt, turn.segment, turn.held_experts) == (None, None, None, None)
+    assert (turn.places[0].parent, turn.prompt, turn.segment) == (None, None, None)
+    assert turn.held_rows(ROUTED_EXPERTS) is None
     assert (turn.path, turn.stream, turn.several) == ("/v1/chat/completions", True, True)
 
 

@@ -16,12 +16,13 @@ from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
 from miles_router.middlewares.rows import RowChannel
 from miles_router.trajectory import Sample, Trajectory, from_arrays
-from miles_router.trajectory.rows import ROUTED_EXPERTS
+from miles_router.trajectory.rows import KINDS
 from miles_router.trajectory.safetensors import unpack
 from miles_router.trajectory.sample import READERS, Format
 from tests.support.sessions import SYSTEM, Scene, user
 
 START = [SYSTEM, user("Add.")]
+CHANNELS = {kind: RowChannel(kind) for kind in KINDS}
 PROMPT = 3  # of a root, in tokens
 
 
@@ -30,9 +31,7 @@ def decode(ids: Sequence[int]) -> str:
 
 
 def collected(scene: Scene, **request: Any) -> list[Sample]:
-    return SampleMaker(Selection(()), decode, RowChannel(ROUTED_EXPERTS)).make(
-        scene.session, SampleRequest.read(request)
-    )
+    return SampleMaker(Selection(()), decode, CHANNELS).make(scene.session, SampleRequest.read(request))
 
 
 def one(scene: Scene, **request: Any) -> Sample:

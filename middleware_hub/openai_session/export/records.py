@@ -62,11 +62,11 @@ def record(turn: Turn) -> dict[str, Any]:
         "completion_tokens": turn.tokens - turn.prompt_tokens,
         "weight_versions": _weight_versions(turn),
         **turn.facts,
-        **({} if turn.experts is None else {"routed_experts": _experts(turn.experts)}),
+        **{kind.name: _rows(taken) for kind, taken in turn.rows.items()},
     }
 
 
-def _experts(taken: TrajectoryRows) -> dict[str, Any]:
+def _rows(taken: TrajectoryRows) -> dict[str, Any]:
     """How many rows it has, those that it shares with its parent included; or why it has none."""
     rows, reason = taken
     if rows is None:

@@ -18,9 +18,10 @@ from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest
 from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows
+from miles_router.trajectory.rows import RowKind
 
 SAFETENSORS, JSON = "application/octet-stream", "application/json"
-#: Samples with more bytes of routed experts are written in a thread.
+#: Samples with more bytes of rows are written in a thread.
 OFF_LOOP = 1 << 20
 
 
@@ -68,12 +69,12 @@ class SessionRoutes:
         sample_request = SampleRequest.read(await read_object(request))
         samples = self.maker.make(session, sample_request)
         write = partial(write_samples, session, samples, sample_request)
-        large = sum(each.routed_experts.nbytes for each in samples if each.routed_experts is not None) > OFF_LOOP
+        large = sum(rows.nbytes for sample in samples for rows in sample.rows.values()) > OFF_LOOP
         body = await asyncio.to_thread(write) if large else write()
         return Response(body, media_type=SAFETENSORS if sample_request.format == "safetensors" else JSON)
 
-    def experts(self, asked: Mapping[str, Any]) -> RowMatch:
-        """The routed experts of one sample, by its session and, where that has several, its leaf.
+    def rows(self, kind: RowKind, asked: Mapping[str, Any]) -> RowMatch:
+        """The rows of one sample, by its session and, where that has several, its leaf.
 
         Raises:
             SessionNotFound, BadRequest: there is no such session or leaf.
@@ -85,7 +86,7 @@ class SessionRoutes:
         if type(leaf) is not int or not 0 <= leaf < len(session.turns):
             raise BadRequest(f"leaf must be the number of a turn; the session's leaves are {leaves}")
         turn = session.turns[leaf]
-        return RowMatch(turn.experts or TrajectoryRows(None), turn.tokens, turn.facts.get("rid"))
+        return RowMatch(turn.rows.get(kind) or TrajectoryRows(None), turn.tokens, turn.facts.get("rid"))
 
     def _session(self, request: Request) -> Session:
         return self.store.get(request.path_params["session_id"])

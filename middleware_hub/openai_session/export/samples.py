@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,8 @@ from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
 from miles_router.errors import BadRequest
 from miles_router.middlewares import RowChannel
 from miles_router.trajectory import InvalidTrajectory, Sample
-from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, RoutedExperts
+from miles_router.trajectory.rows import RowKind
+from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, ShapedRows
 
 FIELDS = frozenset({"format", "max_seq_len", "branches", "reward", "label", "metadata"})
 
@@ -56,12 +57,12 @@ class SampleMaker:
 
     Args:
         decode: token ids to text.
-        experts: the routed experts of the stack, where they are captured.
+        channels: of the rows of the stack.
     """
 
     selection: Selection
     decode: Callable[[Sequence[int]], str]
-    experts: RowChannel
+    channels: Mapping[RowKind, RowChannel]
 
     def make(self, session: Session, request: SampleRequest) -> list[Sample]:
         """The samples of a session. A leaf in whose line nothing was sampled (aborted before its first token) gives
@@ -83,7 +84,7 @@ class SampleMaker:
         trajectory = whole[: request.max_seq_len] if cut else whole
         if len(trajectory) <= prompt:
             raise UnusableSample("has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens")
-        rows, missing = _expert_rows(leaf, len(trajectory), self.experts)
+        rows, missing = _rows(leaf, len(trajectory), self.channels.values())
         facts = _facts(session, line, elsewhere, len(trajectory))
         try:
             sample = Sample(
@@ -94,7 +95,7 @@ class SampleMaker:
                 response_length=len(trajectory) - prompt,
                 status="truncated" if cut else BY_FINISH_REASON.get(leaf.finish_reason, "completed"),
                 metadata={**session.metadata, **request.metadata, **facts, **missing},
-                routed_experts=rows,
+                **rows,
                 **request.carried,
             )
         except InvalidTrajectory as error:
@@ -119,19 +120,28 @@ def _was_answered(leaf: Turn) -> bool:
     return any(turn.sampled for turn in leaf.line())
 
 
-def _expert_rows(leaf: Turn, tokens: int, experts: RowChannel) -> tuple[RoutedExperts | None, dict[str, str]]:
-    """The rows of `tokens` tokens of a line; or, where they are captured and not all there, a note that says why."""
-    if not experts.captures:
-        return None, {}
-    held = leaf.held_experts(tokens)
-    try:
-        if held is None or held.count < tokens - 1:
-            raise InvalidTrajectory("experts_held", (leaf.experts and leaf.experts.reason) or "they have been evicted")
-        if experts.shape is None:
-            raise InvalidTrajectory("experts_of_the_model", "the model's shape is not known: set moe_shape")
-        return experts.array(held.rows, 0, tokens - 1), {}
-    except InvalidTrajectory as error:
-        return None, {"routed_experts_missing": str(error)}
+def _rows(leaf: Turn, tokens: int, channels: Iterable[RowChannel]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The rows of `tokens` tokens of a line, by the fields of a sample; and notes that say why those that are captured
+    are not all there."""
+    rows: dict[str, ShapedRows] = {}
+    missing: dict[str, str] = {}
+    for channel in channels:
+        if channel.captures:
+            try:
+                rows[channel.kind.name] = _shaped(leaf, tokens, channel)
+            except InvalidTrajectory as error:
+                missing[f"{channel.kind.name}_missing"] = str(error)
+    return rows, missing
+
+
+def _shaped(leaf: Turn, tokens: int, channel: RowChannel) -> ShapedRows:
+    kind, held = channel.kind, leaf.held_rows(channel.kind, tokens)
+    if held is None or held.count < tokens - 1:
+        taken = leaf.rows.get(kind)
+        raise kind.invalid("held", (taken and taken.reason) or "they have been evicted")
+    if channel.shape is None:
+        raise kind.invalid("of_the_model", f"the model's shape is not known: set {channel.shape_option}")
+    return channel.array(held.rows, 0, tokens - 1)
 
 
 def _facts(session: Session, line: Sequence[Turn], elsewhere: Mapping[Turn, int], length: int) -> dict[str, Any]:

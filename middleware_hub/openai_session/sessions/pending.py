@@ -7,15 +7,16 @@ held one goes as ids: those that are held, and new ones behind them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from middleware_hub.openai_session.sessions.tree import Place, Session
-from miles_router.middlewares import Handover, RowPrefix
+from miles_router.middlewares import Handovers, RowPrefix
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens
+from miles_router.trajectory.rows import RowKind
 
 
 class TokenPrompt(NamedTuple):
@@ -43,7 +44,7 @@ class PendingTurn:
         prompt: None for a root.
         segment: why a history that is held in words is not continued in tokens.
         turn_id: the agent's name for it.
-        experts: where routed experts are captured.
+        handovers: of the rows that are captured.
     """
 
     session: Session
@@ -54,7 +55,7 @@ class PendingTurn:
     prompt: TokenPrompt | None = None
     segment: str | None = None
     turn_id: str | None = None
-    experts: Handover | None = None
+    handovers: Handovers = field(default_factory=Handovers)
 
     @property
     def stream(self) -> bool:
@@ -66,10 +67,9 @@ class PendingTurn:
         """Whether the answer has more than one choice."""
         return len(self.places) > 1 or self.fields.get("n") not in (None, 1)
 
-    @property
-    def held_experts(self) -> RowPrefix | None:
-        """The routed experts held of the tokens that stay."""
+    def held_rows(self, kind: RowKind) -> RowPrefix | None:
+        """The rows held of the tokens that stay."""
         parent = self.places[0].parent
         if self.prompt is None or parent is None:
             return None
-        return parent.held_experts(len(self.prompt.held))
+        return parent.held_rows(kind, len(self.prompt.held))

@@ -18,8 +18,9 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.messages import Equality, Message, message_bytes
-from miles_router.middlewares import RowPrefix, TrajectoryRows, first_prefix
+from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
+from miles_router.trajectory.rows import RowKind
 
 
 @dataclass(eq=False)
@@ -40,7 +41,7 @@ class Turn:
     reason: str | None = None  # why it is not simply the next turn of its parent
     segment: str | None = None  # for a root that continues a held history in words: why not in tokens
     facts: Mapping[str, Any] = field(default_factory=dict)  # for records: ids, times, counts
-    experts: TrajectoryRows | None = None  # routed experts of all its tokens but the last, where they are captured
+    rows: RowsByKind = field(default_factory=lambda: NO_ROWS)  # of all its tokens but the last, where they are captured
     first: Turn | None = field(default=None, repr=False)  # that answered the same request, if this one was not it
     children: list[Turn] = field(default_factory=list, repr=False)
     number: int = -1  # in the order in which turns were recorded
@@ -73,11 +74,11 @@ class Turn:
         """Everything the engine was given and sampled up to this turn's end."""
         return line_trajectory(self.line())
 
-    def held_experts(self, tokens: int) -> RowPrefix | None:
-        """The routed experts held of its first `tokens` tokens, or of as many of them as possible."""
+    def held_rows(self, kind: RowKind, tokens: int) -> RowPrefix | None:
+        """The rows held of its first `tokens` tokens, or of as many of them as possible."""
         line = self.line()
         ends = accumulate((min(end, tokens) for end in reversed(line_ends(line))), min)
-        return first_prefix((turn.experts, end) for turn, end in zip(reversed(line), ends, strict=True))
+        return first_prefix((turn.rows.get(kind), end) for turn, end in zip(reversed(line), ends, strict=True))
 
     @property
     def last_id(self) -> int | None:

@@ -55,8 +55,7 @@ class TurnRecorder:
                 nbytes += new
         for (choice, given, sampled), place in zip(parts, places, strict=True):
             turn = self._turn(pending, held[id(place)], given, sampled, choice, facts)
-            if pending.experts is not None:
-                turn.experts = pending.experts.take(choice.index, turn.tokens, choice.facts.get("rid"))
+            turn.rows = pending.handovers.take(choice.index, turn.tokens, choice.facts.get("rid"))
             session.grow(turn, self._equal)
             self.statistics.turns += 1
             self.statistics.sampled_tokens += sum(map(len, sampled))

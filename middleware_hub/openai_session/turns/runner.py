@@ -16,6 +16,7 @@ from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
 from miles_router.engines.answers import UnreadableAnswer, is_abort
 from miles_router.engines.choices import Choice, StreamShortfall
+from miles_router.engines.rows import ROW_FIELDS
 from miles_router.middlewares import (
     LAST_EVENT,
     OK,
@@ -23,7 +24,7 @@ from miles_router.middlewares import (
     Collected,
     Event,
     Exchange,
-    Handover,
+    Handovers,
     Receive,
     Router,
     Scope,
@@ -32,7 +33,6 @@ from miles_router.middlewares import (
     with_body,
     with_length,
 )
-from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
@@ -52,15 +52,14 @@ class TurnRunner:
         Raises:
             UnusableAnswer: the worker's answer cannot be recorded, or not read; the agent gets none.
         """
-        if not self._router.rows[ROUTED_EXPERTS].captures:
-            await self._run(face, turn, scope, receive, send)
-            return
-        missing = face.endpoint.experts_missing if turn.several else None
-        turn.experts = Handover(ROUTED_EXPERTS, [turn.held_experts], per_prompt=sys.maxsize, missing=missing)
+        missing = face.endpoint.rows_missing if turn.several else None
+        turn.handovers = Handovers.captured(
+            self._router.rows, lambda kind: [turn.held_rows(kind)], per_prompt=sys.maxsize, missing=missing
+        )
         if missing is not None and turn.stream:  # it does not say whose they are
             await self._run(face, turn, scope, receive, send)
             return
-        with turn.experts.left_on(Exchange.of(scope)):
+        with turn.handovers.left_on(Exchange.of(scope)):
             await self._run(face, turn, scope, receive, send)
 
     async def _run(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,8 +72,8 @@ class TurnRunner:
         """Whether a streamed turn is generated whole, and given as a stream afterwards."""
         if face.endpoint.chunks is None:
             return False
-        # A stream of several choices tells the routed experts of one alone.
-        if turn.several and turn.experts is not None:
+        # A stream of several choices tells the rows of one alone, and those of some kinds it does not tell.
+        if any(turn.several or not ROW_FIELDS[kind].in_chat_streams for kind in turn.handovers):
             return True
         return await self._stream_facts.fall_short(turn, face.endpoint)
 

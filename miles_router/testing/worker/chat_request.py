@@ -19,6 +19,7 @@ CHAT_FIELDS = (
     *("max_tokens", "max_completion_tokens", "min_tokens", "response_format", "logprobs", "top_logprobs"),
     *("chat_template_kwargs", "continue_final_message", "separate_reasoning"),
     *("return_routed_experts", "routed_experts_start_len", "return_cached_tokens_details", "return_meta_info"),
+    "return_indexer_topk",  # of SGLang's builds for training alone
     *("return_prompt_token_ids", "return_token_ids", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
     *SAMPLING_FIELDS,
 )
@@ -87,6 +88,7 @@ def _native_body(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any
         "return_text_in_logprobs": True,
         "return_routed_experts": body.get("return_routed_experts"),
         "routed_experts_start_len": body.get("routed_experts_start_len"),
+        "return_indexer_topk": body.get("return_indexer_topk"),
         "return_prompt_token_ids": True,
         "lora_path": body.get("lora_path"),
     }

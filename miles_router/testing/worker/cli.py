@@ -39,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--weight-version", default="default", help="weight version to report (default: %(default)s)")
     add("--model-path", default="simulated-model", help="model name to report (default: %(default)s)")
     add("--moe", metavar="LAYERSxEXPERTSxTOPK", help="return routed experts of this shape, for example 4x8x2")
+    add("--indexer", metavar="LAYERSxTOPK", help="return positions chosen by sparse attention, for example 2x4")
     add("--router", metavar="URL", help="register with this router, retrying until it answers")
     add("--api-key", help="require this key as a bearer token")
     add("--incremental-streaming-output", action="store_true", help="stream deltas instead of everything so far")
@@ -66,6 +67,7 @@ async def _serve(args: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     # Imported only now, so that --help is quick.
+    from miles_router.testing.worker.indexer import IndexerShape
     from miles_router.testing.worker.moe import MoeShape
     from miles_router.testing.worker.simulated_worker import SimulatedWorker, load_tokenizer
 
@@ -82,6 +84,7 @@ async def _serve(args: argparse.Namespace) -> None:
                 weight_version=args.weight_version,
                 model_path=args.model_path,
                 moe=MoeShape.parse(args.moe) if args.moe else None,
+                indexer=IndexerShape.parse(args.indexer) if args.indexer else None,
                 router_url=args.router,
                 api_key=args.api_key,
                 incremental_streaming_output=args.incremental_streaming_output,

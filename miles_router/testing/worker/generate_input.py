@@ -140,6 +140,7 @@ _SHARED = (
     "return_text_in_logprobs",
     "return_routed_experts",
     "routed_experts_start_len",
+    "return_indexer_topk",
     "return_prompt_token_ids",
     "token_ids_logprob",
 )

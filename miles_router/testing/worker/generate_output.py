@@ -5,6 +5,7 @@ from typing import Any
 
 from miles_router.testing.worker.engine import Engine
 from miles_router.testing.worker.generation import ABORTED_WAITING, Generation, VersionSpan, sequence_of
+from miles_router.testing.worker.indexer import choose
 from miles_router.testing.worker.logprob_fields import logprob_fields
 from miles_router.testing.worker.moe import encode_routes, route
 from miles_router.testing.worker.settings import Settings
@@ -26,6 +27,7 @@ class OutputBuilder:
     def __init__(self, engine: Engine, settings: Settings) -> None:
         self._engine = engine
         self._moe = settings.moe
+        self._indexer = settings.indexer
         self._incremental = settings.incremental_streaming_output
         self._began = time.perf_counter()
         self._sent_ids = 0
@@ -64,9 +66,8 @@ class OutputBuilder:
             self._add_versions(meta, generation)
         cached = generation.cached_tokens
         meta["cached_tokens_details"] = {"device": cached, "host": 0} if cached else None
-        if finish and finish != ABORTED_WAITING and request.return_routed_experts and self._moe is not None:
-            routes = route(self._moe, sequence_of(generation), request.routed_experts_start_len)
-            meta["routed_experts"] = encode_routes(routes)
+        if finish and finish != ABORTED_WAITING:
+            self._add_rows(meta, generation)
         meta["dp_rank"] = None
         self._add_times(meta, last=finish is not None)
         if finish == ABORTED_WAITING:
@@ -79,6 +80,14 @@ class OutputBuilder:
         spans = generation.spans or [VersionSpan(self._engine.weight_version, 0, 0)]
         meta["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
         meta["weight_version"] = spans[-1].version
+
+    def _add_rows(self, meta: dict[str, Any], generation: Generation) -> None:
+        request = generation.request
+        if request.return_routed_experts and self._moe is not None:
+            routes = route(self._moe, sequence_of(generation), request.routed_experts_start_len)
+            meta["routed_experts"] = encode_routes(routes)
+        if request.return_indexer_topk and self._indexer is not None:
+            meta["indexer_topk"] = encode_routes(choose(self._indexer, sequence_of(generation)))
 
     def _add_times(self, meta: dict[str, Any], *, last: bool) -> None:
         """Only the first answer that is sent says when."""

@@ -34,6 +34,7 @@ class GenerationRequest:
     return_text_in_logprobs: bool = False
     return_routed_experts: bool = False
     routed_experts_start_len: int = 0
+    return_indexer_topk: bool = False
     return_prompt_token_ids: bool = False
     lora_path: str | None = None
     script: list[int] | None = None

@@ -69,6 +69,7 @@ async def server_info(visit: Visit) -> web.StreamResponse:
             "status": "ready",
             "incremental_streaming_output": settings.incremental_streaming_output,
             "enable_return_routed_experts": settings.moe is not None,
+            "enable_return_indexer_topk": settings.indexer is not None,
             "weight_version": visit.engine.weight_version,
             "tool_call_parser": settings.tool_call_parser,
             "reasoning_parser": settings.reasoning_parser,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from miles_router.testing.worker.indexer import IndexerShape
 from miles_router.testing.worker.moe import MoeShape
 
 
@@ -13,6 +14,7 @@ class Settings:
     served_model_name: str
     tokenizer_path: str
     moe: MoeShape | None
+    indexer: IndexerShape | None
     incremental_streaming_output: bool
     api_key: str | None
     context_len: int

@@ -26,6 +26,7 @@ from miles_router.testing.worker.engine import Engine
 from miles_router.testing.worker.faults import Faults
 from miles_router.testing.worker.generate_input import LethalPrompt
 from miles_router.testing.worker.generation import Model
+from miles_router.testing.worker.indexer import IndexerShape
 from miles_router.testing.worker.info_routes import INFO_ROUTES, model
 from miles_router.testing.worker.messages_routes import messages
 from miles_router.testing.worker.moe import MoeShape
@@ -77,6 +78,7 @@ class SimulatedWorker:
         model_path: str = "simulated-model",
         served_model_name: str | None = None,
         moe: MoeShape | None = None,
+        indexer: IndexerShape | None = None,
         router_url: str | None = None,
         incremental_streaming_output: bool = False,
         api_key: str | None = None,
@@ -110,6 +112,7 @@ class SimulatedWorker:
             served_model_name=served_model_name or model_path,
             tokenizer_path=tokenizer if isinstance(tokenizer, str) else model_path,
             moe=moe,
+            indexer=indexer,
             incremental_streaming_output=incremental_streaming_output,
             api_key=api_key,
             context_len=context_len,

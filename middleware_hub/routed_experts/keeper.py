@@ -1,0 +1,99 @@
+"""The keeper of one kind of rows: what `RoutedExpertsMiddleware` and `IndexerTopkMiddleware` are.
+
+It asks the engine for the rows that nobody holds yet, takes them out of answers while they go by, and keeps them
+in few bytes an id. Trajectories that other layers hold have their rows with them, in samples too; any generation's rows
+can be fetched by its id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+from starlette.routing import BaseRoute, Route
+
+from middleware_hub.routed_experts.capture import Capture, CaptureContext
+from middleware_hub.routed_experts.delivery import Delivery
+from middleware_hub.routed_experts.replies import StrippedReply, VerbatimReply
+from middleware_hub.routed_experts.shapes import ShapeCheck
+from middleware_hub.routed_experts.store import RowStore
+from miles_router.engines.paths import GENERATE
+from miles_router.engines.rows import ChatRows, GenerateRows, RowFields, RowRequest
+from miles_router.errors import ConfigError
+from miles_router.middlewares import (
+    ASGIApp,
+    Exchange,
+    Handover,
+    HasRoutes,
+    Receive,
+    Router,
+    Scope,
+    Send,
+    replay,
+    with_body,
+)
+from miles_router.trajectory.rows import RowShape
+
+#: Bytes of rows that are held, unless somebody says otherwise.
+MAX_BYTES = 32 * 1024**3
+
+
+class RowKeeper:
+    """A keeper of one kind of rows. It is listed last, inside of the layers that hold trajectories.
+
+    Args:
+        shape: of the model's rows, where it is known.
+        required: whether an answer without rows is an error; if not, samples say that theirs are missing.
+        max_bytes: bytes of rows held; the least recently used go first.
+    """
+
+    #: Of the kind that it keeps.
+    fields: ClassVar[RowFields]
+    #: The option that says the shape of the model's rows.
+    shape_option: ClassVar[str]
+
+    def __init__(self, app: ASGIApp, router: Router, shape: RowShape | None, required: bool, max_bytes: int) -> None:
+        kind = self.fields.kind
+        option = f"{kind.name}_middleware"
+        if max_bytes < 1:
+            raise ConfigError(f"{option}.max_bytes: must be at least 1, not {max_bytes}")
+        own = f"{type(self).__module__}.{type(self).__name__}"
+        if [spec.path.replace(":", ".") for spec in router.config.middlewares].count(own) > 1:
+            raise ConfigError(f"{option}: it is listed twice")
+        self.app = app
+        channel = router.rows[kind]
+        if channel.sources:  # layers are made from the innermost outwards
+            raise ConfigError(f"{option}: list it behind the middlewares whose rollouts it serves")
+        channel.captures, channel.shape, channel.shape_option = True, shape, self.shape_option
+        self.store = RowStore(kind, max_bytes)
+        self._metrics = router.metrics
+        self._context = CaptureContext(self.fields, self.store, ShapeCheck(kind, shape), router.fleet.facts, required)
+        self._delivery = Delivery(self.store, channel)
+        router.publish(kind.name, self.store.statistics, shape=channel.describe)
+
+    def routes(self) -> Sequence[BaseRoute]:
+        """`POST /routed_experts`, or the other kind's name."""
+        return [Route(f"/{self.fields.kind.name}", self._delivery.answer, methods=["POST"])]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Ask for rows on the way in, take them on the way out. What generates nothing passes untouched."""
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT"):
+            await self.app(scope, receive, send)
+            return
+        exchange = Exchange.of(scope)
+        handover, native = Handover.of(exchange, self.fields.kind), scope["path"] == GENERATE
+        if handover is None and not native:
+            await self.app(scope, receive, send)
+            return
+        body = await exchange.read(receive)
+        prefixes = handover.prefixes if handover is not None else ()
+        start = min((0 if each is None else each.count for each in prefixes), default=0)
+        request = RowRequest.write(body, self.fields, start, parse=exchange.loads, client_may=native)
+        capture = Capture(self._context, exchange, handover, start=request.start)
+        reader = GenerateRows() if native else ChatRows()
+        reply = (VerbatimReply if request.by_client else StrippedReply)(capture, reader, send, self._metrics)
+        with self.store.pinned(each.rows for each in prefixes if each is not None):
+            await reply.call(self.app, with_body(scope, request.body), replay(request.body, receive))
+
+
+_routes: type[HasRoutes] = RowKeeper
