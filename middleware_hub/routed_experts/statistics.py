@@ -8,7 +8,7 @@ from miles_router.middlewares import Statistics, counter, gauge
 from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, RowKind
 
 
-class RowStatistics(Statistics, prefix=""):
+class RowStatistics(Statistics):
     """What was transferred, saved and evicted since the start, and what is held now."""
 
     answers = counter("Answers whose rows were taken.")

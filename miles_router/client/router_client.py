@@ -168,14 +168,34 @@ class RouterClient(FleetControl):
             NotFound: there is no such rollout, or its rows never came, did not fit or have been evicted.
             ErrorReply: not exactly one rollout is named, or it does not have these rows.
         """
-        fields = {"rid": rid, "text": text, "session_id": session_id, "leaf": leaf, "start": start, "stop": stop}
+        return await self._rows(
+            "routed_experts", rid=rid, text=text, session_id=session_id, leaf=leaf, start=start, stop=stop
+        )
+
+    async def indexer_topk(
+        self,
+        *,
+        rid: str | None = None,
+        text: str | None = None,
+        session_id: str | None = None,
+        leaf: int | None = None,
+        start: int = 0,
+        stop: int | None = None,
+    ) -> ShapedRows:
+        """The positions that sparse attention chose for each token of one rollout, integers [stop - start, layers,
+        top_k], -1 where there are fewer. As `routed_experts`, for a router with `IndexerTopkMiddleware`."""
+        return await self._rows(
+            "indexer_topk", rid=rid, text=text, session_id=session_id, leaf=leaf, start=start, stop=stop
+        )
+
+    async def _rows(self, kind: str, **fields: object) -> ShapedRows:
         body = {"format": "safetensors", **{name: value for name, value in fields.items() if value is not None}}
-        data = await self._transport.bytes(Request("POST", "/routed_experts", body, repeatable=True))
-        with reading("/routed_experts"):
+        data = await self._transport.bytes(Request("POST", f"/{kind}", body, repeatable=True))
+        with reading(f"/{kind}"):
             arrays, _ = unpack(data)
-            if "routed_experts" not in arrays:
-                raise Malformed("it has no routed_experts")
-            return arrays["routed_experts"]
+            if kind not in arrays:
+                raise Malformed(f"it has no {kind}")
+            return arrays[kind]
 
     async def request(
         self, method: str, path: str, body: Any = None, *, headers: Mapping[str, str] | None = None

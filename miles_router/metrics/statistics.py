@@ -144,8 +144,8 @@ def _names(by: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 class Statistics(Collector):
-    """Base of a class that declares numbers; `prefix` begins the names of its metrics. A class derived from that one
-    has the same numbers under a prefix of its own.
+    """Base of a class that declares numbers; `prefix` begins the names of its metrics. One without a prefix
+    declares them for those derived from it, each with a prefix of its own.
 
     Args:
         read: by attribute, how to read a gauge, or a counter that somebody else counts.
@@ -154,11 +154,13 @@ class Statistics(Collector):
     _declared: ClassVar[Mapping[str, Declaration]] = {}
     _without_prefix: ClassVar[Mapping[str, Declaration]] = {}
 
-    def __init_subclass__(cls, *, prefix: str) -> None:
+    def __init_subclass__(cls, *, prefix: str | None = None) -> None:
         own = {name: each for name, each in vars(cls).items() if isinstance(each, Declaration)}
         for name in own:
             delattr(cls, name)  # what nobody has set must be missed, and not be found as its declaration
         cls._without_prefix = {**cls._without_prefix, **own}
+        if prefix is None:
+            return
         cls._declared = {
             name: replace(each, name="_".join(filter(None, (prefix, name if each.name is None else each.name))))
             for name, each in cls._without_prefix.items()

@@ -15,7 +15,7 @@ import miles_router.app  # noqa: F401
 from middleware_hub.openai_session.statistics import SessionStatistics
 from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  # so that it is in the table
-from middleware_hub.routed_experts.statistics import ExpertStatistics
+from middleware_hub.routed_experts.statistics import ExpertStatistics, PositionStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.control.fan_out import SLOW
 from miles_router.control.table import TABLE
@@ -57,11 +57,12 @@ def settings() -> str:
 
 def error_classes(base: type[RouterError] = RouterError) -> Iterator[type[RouterError]]:
     """Every error of ours with an answer of its own, from the root of the tree; not those that tests define."""
-    yield base
+    if "type" in vars(base):  # without one it never leaves the router
+        yield base
     # Its own module's first, then by module: not in the order in which modules happened to be imported.
     for each in sorted(base.__subclasses__(), key=lambda each: (each.__module__ != base.__module__, each.__module__)):
         ours = each.__module__.startswith(("miles_router.", "middleware_hub."))
-        if each is not ConfigError and ours and "type" in vars(each):  # without one it never leaves the router
+        if each is not ConfigError and ours:
             yield from error_classes(each)
 
 
@@ -100,6 +101,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "text_cache": partial(metrics, CacheStatistics),
     "sessions": partial(metrics, SessionStatistics),
     "routed_experts": partial(metrics, ExpertStatistics),
+    "indexer_topk": partial(metrics, PositionStatistics),
 }
 
 

@@ -12,6 +12,7 @@ from typing import get_args
 import pytest
 from starlette.routing import Route
 
+from middleware_hub.indexer_topk_middleware import IndexerTopkMiddleware
 from middleware_hub.openai_session_middleware import OpenAISessionMiddleware
 from middleware_hub.radix_tree.answers import AnswerReason
 from middleware_hub.radix_tree.requests import RequestReason
@@ -143,11 +144,14 @@ def test_every_route_of_the_sessions_is_documented(checkpoint: Path) -> None:
             assert f"| `{method} {route.path}` | `OpenAISessionMiddleware` |" in read("docs/http-api.md")
 
 
-def test_the_route_of_routed_experts_is_documented(checkpoint: Path) -> None:
+@pytest.mark.parametrize("keeper", [RoutedExpertsMiddleware, IndexerTopkMiddleware])
+def test_the_route_of_each_kind_of_rows_is_documented(
+    checkpoint: Path, keeper: type[RoutedExpertsMiddleware | IndexerTopkMiddleware]
+) -> None:
     router = create_app(RouterConfig(hf_checkpoint=str(checkpoint))).router
-    (route,) = RoutedExpertsMiddleware(lambda scope, receive, send: None, router=router).routes()  # type: ignore[arg-type]
+    (route,) = keeper(lambda scope, receive, send: None, router=router).routes()  # type: ignore[arg-type]
     assert isinstance(route, Route)
-    assert f"| `POST {route.path}` | `RoutedExpertsMiddleware` |" in read("docs/http-api.md")
+    assert f"| `POST {route.path}` | `{keeper.__name__}` |" in read("docs/http-api.md")
 
 
 @pytest.mark.parametrize("field", sorted(FIELDS_OF_RETRIEVAL))

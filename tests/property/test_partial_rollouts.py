@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from miles_router.testing import MoeShape, SimulatedWorker
 from miles_router.testing.worker.engine import Engine
 from miles_router.testing.worker.generation import Generation
+from miles_router.testing.worker.indexer import IndexerShape, choose
 from miles_router.testing.worker.moe import route
 from tests.support.chains import chain, check
 from tests.support.door import Door
@@ -30,6 +31,7 @@ from tests.support.waiting import soon
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # a plan is short as it is; shrinking it takes minutes
 JSON = [("Content-Type", "application/json"), ("X-Request-Id", "it")]
 MOE = MoeShape(2, 8, 2)
+INDEXER = IndexerShape(2, 3)
 LOGPROBS = ("output_token_logprobs", "output_top_logprobs")
 OF_THE_PROMPT = ("prompt_tokens", "input_token_logprobs", "input_top_logprobs")
 PROMPTS: dict[str, dict[str, Any]] = {
@@ -51,7 +53,7 @@ class Plan:
     prompt: str
     stream: bool
     incremental: bool
-    experts: bool
+    rows: bool
     greedy: bool
     ends: bool  # whether the model ends by itself, so soon that cuts meet its ends
     n: int
@@ -66,8 +68,8 @@ class Plan:
         if self.n > 1:
             params["n"] = self.n
         body = {**PROMPTS[self.prompt], **self.fields, "sampling_params": params, "stream": self.stream}
-        if self.experts:
-            body["return_routed_experts"] = True
+        if self.rows:
+            body |= {"return_routed_experts": True, "return_indexer_topk": True}
         return body
 
     @property
@@ -80,7 +82,7 @@ plans = st.builds(
     prompt=st.sampled_from(list(PROMPTS)),
     stream=st.booleans(),
     incremental=st.booleans(),
-    experts=st.booleans(),
+    rows=st.booleans(),
     greedy=st.sampled_from([True, True, False]),
     ends=st.booleans(),
     n=st.sampled_from([1, 1, 1, 2]),
@@ -149,6 +151,7 @@ class Scene:
 async def scene_of(stage: Stage, plan: Plan) -> AsyncIterator[Scene]:
     kind: dict[str, Any] = {
         "moe": MOE,
+        "indexer": INDEXER,
         "incremental_streaming_output": plan.incremental,
         "weight_version": "0",
         "stop_probability": 0.1 if plan.ends else 0.0,
@@ -255,7 +258,7 @@ async def with_stop(scene: Scene, plan: Plan) -> dict[str, Any]:
 def expected_of(answer: dict[str, Any]) -> dict[str, Any]:
     """What does not depend on when and where it was sampled."""
     meta = answer["meta_info"]
-    same = ("finish_reason", "completion_tokens", "routed_experts", *LOGPROBS, *OF_THE_PROMPT)
+    same = ("finish_reason", "completion_tokens", "routed_experts", "indexer_topk", *LOGPROBS, *OF_THE_PROMPT)
     return {"text": answer["text"], "ids": answer["output_ids"], **{name: meta.get(name) for name in same}}
 
 
@@ -290,6 +293,8 @@ def verify(scene: Scene, plan: Plan, body: dict[str, Any], answer: dict[str, Any
         start = body.get("routed_experts_start_len", 0)
         assert len(rows) == max(0, len(prompt) + len(ids) - 1 - start)
         assert (rows == route(MOE, [*prompt, *ids], start)).all()
+        chosen = np.frombuffer(base64.b64decode(meta["indexer_topk"]), np.int32)
+        assert chosen.tolist() == choose(INDEXER, [*prompt, *ids]).reshape(-1).tolist()
 
 
 def texts(body: dict[str, Any]) -> list[str]:
@@ -297,7 +302,7 @@ def texts(body: dict[str, Any]) -> list[str]:
 
 
 def plan(**said: Any) -> Plan:
-    usual = {"prompt": "texts", "stream": True, "incremental": False, "experts": False, "greedy": True, "ends": False}
+    usual = {"prompt": "texts", "stream": True, "incremental": False, "rows": False, "greedy": True, "ends": False}
     return Plan(
         **{**usual, "n": 1, "budget": 14, "fields": {"return_logprob": True}, "params": {}, "stop": None, **said}
     )

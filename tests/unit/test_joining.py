@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from miles_router.engines.answers import UnreadableAnswer
 from miles_router.partial_rollouts.joining import (
+    cut_rows,
     find_stop_across,
     join,
     join_base64,
@@ -99,6 +101,14 @@ def test_a_cut_answer_is_what_the_engine_would_have_said_had_it_stopped_there(
     whole_answer = whole.answer(0, len(whole.pieces))
     request = {"routed_experts_start_len": whole.start}
     assert truncate(whole_answer, tokens, text, {"type": "stop", "matched": "x"}, request=request) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "rows", "start", "stop"), [(b"AABBC", 2, 0, 1), (b"AABBCC", 3, 2, 1), (b"AABBCC", 3, 0, 4)]
+)
+def test_bytes_that_are_no_such_rows_are_not_cut(data: bytes, rows: int, start: int, stop: int) -> None:
+    with pytest.raises(UnreadableAnswer, match="rows"):
+        cut_rows(base64.b64encode(data).decode(), rows, start, stop)
 
 
 def test_parts_are_not_changed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import orjson
@@ -114,6 +115,21 @@ def test_rows_of_a_leg_that_sampled_nothing_do_not_count() -> None:
     made.add(answer("a", [5], 1, finish_reason=ABORT, routed_experts="AAAA"))
     made.next_leg()
     assert made.rows_from[ROUTED_EXPERTS] == 1 + 1 - 1
+
+
+def test_rows_that_an_engine_always_tells_whole_are_those_that_tokens_were_sampled_with() -> None:
+    def rows(*each: bytes) -> str:
+        return base64.b64encode(b"".join(each)).decode()
+
+    made = generation(return_indexer_topk=True)
+    made.add(answer("ab", [5, 6], 2, finish_reason=ABORT, indexer_topk=rows(b"old0", b"old1")))
+    made.next_leg()
+    again = answer("c", [7], 1, finish_reason=ABORT, indexer_topk=rows(b"new0", b"new1", b"new2"))
+    again["meta_info"]["prompt_tokens"] = 3
+    made.add(again)
+    joined = made.so_far()
+    assert joined is not None
+    assert joined["meta_info"]["indexer_topk"] == rows(b"old0", b"old1", b"new2")
 
 
 @pytest.mark.parametrize(

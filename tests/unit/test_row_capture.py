@@ -11,7 +11,15 @@ import pytest
 
 from middleware_hub.routed_experts.capture import Capture, CaptureContext
 from middleware_hub.routed_experts.errors import ExpertsMissing
-from middleware_hub.routed_experts.shapes import RowWidth, RowWidths, ShapeCheck, configured_shape, parse_shape
+from middleware_hub.routed_experts.shapes import (
+    RowWidth,
+    RowWidths,
+    ShapeCheck,
+    configured_indexer_shape,
+    configured_shape,
+    parse_indexer_shape,
+    parse_shape,
+)
 from middleware_hub.routed_experts.store import RowStore
 from miles_router import Exchange
 from miles_router.engines.facts import Facts
@@ -19,7 +27,7 @@ from miles_router.engines.rows import EXPERT_FIELDS
 from miles_router.errors import ConfigError
 from miles_router.middlewares.rows import Handover, RowPrefix
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.rows import ROUTED_EXPERTS, AlignedRows, Blocks, RowArray, RowShape
+from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, AlignedRows, Blocks, RowArray, RowShape
 
 WIDTH = 2
 ROOM = 1 << 20
@@ -93,6 +101,56 @@ QWEN: dict[str, Any] = {"num_hidden_layers": 48, "num_experts": 128, "num_expert
 )
 def test_a_checkpoints_configuration_tells_the_shape(config: dict[str, Any], shape: RowShape | None) -> None:
     assert configured_shape(config) == shape
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"), [("61x2048", RowShape(61, 2048)), ("2X4", RowShape(2, 4)), ("1x1", RowShape(1, 1))]
+)
+def test_the_shape_of_chosen_positions_is_layers_by_top_k(text: str, shape: RowShape) -> None:
+    assert parse_indexer_shape(text) == shape
+
+
+@pytest.mark.parametrize("text", ["61", "61x", "0x4", "4x0", "2x3x4", "2x-1", "ax4", "61x99999999"])
+def test_what_is_no_shape_of_chosen_positions_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match="61x2048"):
+        parse_indexer_shape(text)
+
+
+SPARSE: dict[str, Any] = {"num_hidden_layers": 61, "index_topk": 2048, "model_type": "it"}
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (SPARSE, RowShape(61, 2048)),
+        ({"text_config": SPARSE}, RowShape(61, 2048)),
+        ({**SPARSE, "num_indexer_layers": 12}, RowShape(12, 2048)),
+        ({**SPARSE, "compress_ratios": [0, 4, 128, 4]}, RowShape(2, 2048)),
+        ({**SPARSE, "compress_ratios": [0, 128]}, None),
+        ({**SPARSE, "index_topk": None}, None),
+        ({**SPARSE, "index_topk": 0}, None),
+        ({"index_topk": 2048}, None),
+        (QWEN, None),
+    ],
+)
+def test_a_checkpoints_configuration_tells_the_shape_of_chosen_positions(
+    config: dict[str, Any], shape: RowShape | None
+) -> None:
+    assert configured_indexer_shape(config) == shape
+
+
+def test_a_position_behind_its_rows_own_is_refused() -> None:
+    check, engine = ShapeCheck(INDEXER_TOPK, RowShape(1, 2)), RowWidth()
+    told = np.zeros((600, 2), dtype=np.int16)
+    told[:, 1] = np.arange(600) + 7
+
+    def rows() -> Blocks:
+        return check.rows(Blocks([told.reshape(-1)]), int(told.max()), 7, 600, engine)
+
+    assert len(rows()) == 600
+    told[300, 0] = 308
+    with pytest.raises(InvalidTrajectory, match="positions_are_causal: row 307 has 308, which is behind it"):
+        rows()
 
 
 def flat(count: int, width: int, start: int = 0) -> RowArray:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from middleware_hub.routed_experts import decoding
 from middleware_hub.routed_experts.decoding import AT_ONCE, BLOCK, QUANTUM, Decoder, encoded
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.rows import ROUTED_EXPERTS
+from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, RowKind
 
 PLENTY = 1 << 30
 
@@ -28,8 +28,8 @@ def sent(ids: npt.ArrayLike) -> bytes:
     return base64.b64encode(np.asarray(ids, dtype="<i4").tobytes())
 
 
-def fed(pieces: Iterable[bytes], limit: int = PLENTY) -> Decoder:
-    decoder = Decoder(ROUTED_EXPERTS, limit)
+def fed(pieces: Iterable[bytes], limit: int = PLENTY, kind: RowKind = ROUTED_EXPERTS) -> Decoder:
+    decoder = Decoder(kind, limit)
     for piece in pieces:
         decoder.feed(memoryview(piece))
     return decoder
@@ -44,9 +44,9 @@ def every(data: bytes, size: int) -> list[bytes]:
     return [data[begin : begin + size] for begin in range(0, len(data), size)]
 
 
-def refusal(pieces: Iterable[bytes], limit: int = PLENTY) -> str:
+def refusal(pieces: Iterable[bytes], limit: int = PLENTY, kind: RowKind = ROUTED_EXPERTS) -> str:
     with pytest.raises(InvalidTrajectory) as error:
-        fed(pieces, limit).finish()
+        fed(pieces, limit, kind).finish()
     return error.value.invariant
 
 
@@ -84,6 +84,22 @@ def test_any_pieces_give_what_numpy_makes_of_the_whole(ids: list[int], places: l
     assert np.array_equal(flat, expected)
     assert decoder.largest == max(ids, default=-1)
     assert flat.dtype == (np.uint16 if decoder.largest > 255 else np.uint8)
+
+
+@given(st.lists(st.integers(-1, 2**31 - 1) | st.integers(-1, 32767), max_size=120), chunked)
+@example([-1, 32767, -1, 32768], [20])
+def test_positions_take_two_bytes_each_up_to_32767_and_four_beyond_it(ids: list[int], places: list[int]) -> None:
+    data = sent(ids)
+    decoder = fed(cut(data, *(min(place, len(data)) for place in places)), kind=INDEXER_TOPK)
+    flat = decoder.finish().flat
+    assert flat.tolist() == ids
+    if ids:
+        assert flat.dtype == (np.int32 if max(ids) > 32767 else np.int16)
+
+
+@pytest.mark.parametrize("wrong", [-2, -(2**31)])
+def test_of_what_is_negative_positions_have_minus_one_alone(wrong: int) -> None:
+    assert refusal([sent([5, -1, wrong, 70_000])], kind=INDEXER_TOPK) == "positions_of_the_model"
 
 
 @given(st.integers(1, 64).map(lambda quanta: quanta * QUANTUM), st.integers(0, 600), st.integers(0, 600))

@@ -18,6 +18,7 @@ from safetensors.numpy import load, save
 
 from miles_router.dialects.slime import trainer_fields
 from miles_router.trajectory import InvalidTrajectory, Malformed, Sample, VersionRun
+from miles_router.trajectory.rows import INDEXER_TOPK, KINDS, ROUTED_EXPERTS, RowKind
 from miles_router.trajectory.safetensors import unpack
 from miles_router.trajectory.sample import READERS, WRITERS, Format, read_json, read_safetensors, write_safetensors
 
@@ -42,15 +43,14 @@ def encoded(experts: Any) -> dict[str, Any]:
     return {"dtype": experts.dtype.name, "shape": list(experts.shape), "data": data}
 
 
-def file_of(*samples: dict[str, Any], experts: Any = None) -> bytes:
+def file_of(*samples: dict[str, Any], **rows: Any) -> bytes:
     """Samples as the router's safetensors, written by the official library."""
     tensors, facts = {}, []
     for place, sample in enumerate(samples):
         tensors[f"{place}.tokens"] = np.array(sample["tokens"], dtype=np.int32)
         tensors[f"{place}.loss_mask"] = np.array(sample["loss_mask"], dtype=np.uint8)
         tensors[f"{place}.logprobs"] = np.array(sample["logprobs"], dtype=np.float32)
-        if experts is not None:
-            tensors[f"{place}.routed_experts"] = experts
+        tensors |= {f"{place}.{name}": array for name, array in rows.items()}
         facts.append({name: value for name, value in sample.items() if name not in ("tokens", "loss_mask", "logprobs")})
     return save(tensors, {"samples": json.dumps(facts), "metadata": "{}"})
 
@@ -89,15 +89,31 @@ def test_no_samples_are_an_empty_list() -> None:
     assert read_json(reply_of()) == read_safetensors(file_of()) == []
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32"])
-def test_routed_experts_are_read_from_both_forms(dtype: str) -> None:
-    experts = EXPERTS.astype(dtype)
-    (binary,) = read_safetensors(file_of(GIVEN, experts=experts))
-    (plain,) = read_json(reply_of({**GIVEN, "routed_experts": encoded(experts)}))
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [(ROUTED_EXPERTS, "uint8"), (ROUTED_EXPERTS, "uint16"), (INDEXER_TOPK, "int16"), (INDEXER_TOPK, "int32")],
+    ids=str,
+)
+def test_rows_are_read_from_both_forms(kind: RowKind, dtype: str) -> None:
+    rows = EXPERTS.astype(dtype)
+    rows[0, 0, 0] = kind.least
+    (binary,) = read_safetensors(file_of(GIVEN, **{kind.name: rows}))
+    (plain,) = read_json(reply_of({**GIVEN, kind.name: encoded(rows)}))
     for sample in (binary, plain):
-        assert sample.routed_experts is not None
-        assert sample.routed_experts.dtype == dtype
-        assert np.array_equal(sample.routed_experts, experts)
+        assert set(sample.rows) == {kind.name}
+        assert sample.rows[kind.name].dtype == dtype
+        assert np.array_equal(sample.rows[kind.name], rows)
+
+
+@pytest.mark.parametrize("form", ["json", "safetensors"])
+def test_a_sample_may_have_rows_of_every_kind(form: Format) -> None:
+    positions = EXPERTS.astype(np.int16)[:, :1] - 1
+    sample = Sample.from_json({**GIVEN, "routed_experts": encoded(EXPERTS), "indexer_topk": encoded(positions)})
+    (again,) = READERS[form](WRITERS[form]([sample], {}))
+    check_equal(again, sample)
+    assert list(again.rows) == ["routed_experts", "indexer_topk"]
+    assert np.array_equal(again.rows["indexer_topk"], positions)
+    assert np.array_equal(again.trainer_fields()["rollout_indexer_topk"], positions)
 
 
 def test_what_may_be_left_out_may_be_left_out() -> None:
@@ -265,22 +281,24 @@ def test_a_broken_sample_in_safetensors_is_refused_too(invariant: str, faults: d
     [EXPERTS[:4], EXPERTS.reshape(5, 6), EXPERTS.astype(np.float32), np.concatenate([EXPERTS, EXPERTS])],
     ids=["a row short", "flat", "no integers", "too long"],
 )
-def test_experts_that_do_not_fit_the_tokens_are_refused(experts: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rows_that_do_not_fit_the_tokens_are_refused(experts: Any, kind: RowKind) -> None:
     for read, data in (
-        (read_json, reply_of({**GIVEN, "routed_experts": encoded(experts)})),
-        (read_safetensors, file_of(GIVEN, experts=experts)),
+        (read_json, reply_of({**GIVEN, kind.name: encoded(experts)})),
+        (read_safetensors, file_of(GIVEN, **{kind.name: experts})),
     ):
         with pytest.raises(InvalidTrajectory) as caught:
             read(data)
-        assert caught.value.invariant == "routed_experts_fit"
+        assert caught.value.invariant == f"{kind.name}_fit"
 
 
 @pytest.mark.parametrize(
     "damage", [{"data": "AA=="}, {"data": "?"}, {"dtype": "no type"}, {"shape": [5, 2, 4]}, {"shape": None}]
 )
-def test_experts_that_cannot_be_read_are_refused(damage: dict[str, Any]) -> None:
-    with pytest.raises(InvalidTrajectory, match="routed_experts_fit"):
-        Sample.from_json({**GIVEN, "routed_experts": {**encoded(EXPERTS), **damage}})
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rows_that_cannot_be_read_are_refused(damage: dict[str, Any], kind: RowKind) -> None:
+    with pytest.raises(InvalidTrajectory, match=f"{kind.name}_fit"):
+        Sample.from_json({**GIVEN, kind.name: {**encoded(EXPERTS), **damage}})
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b'{"samples": 7}', b'{"samples": [7]}', b"null"])
@@ -301,7 +319,7 @@ def test_a_file_without_an_array_or_without_facts_is_malformed() -> None:
 
 
 def test_arrays_cannot_be_changed_and_a_changed_sample_is_checked_again() -> None:
-    (sample,) = read_safetensors(file_of(GIVEN, experts=EXPERTS))
+    (sample,) = read_safetensors(file_of(GIVEN, routed_experts=EXPERTS))
     for array in (sample.tokens, sample.loss_mask, sample.logprobs, sample.routed_experts):
         assert array is not None
         with pytest.raises(ValueError, match="read-only"):
