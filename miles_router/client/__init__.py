@@ -5,6 +5,7 @@ Session        one agent episode: `base_url` for the agent, `collect()` for the 
 Sample         exact tokens with loss mask, logprobs, weight versions, routed experts; checked
 rollouts       single_turn, multi_turn, agentic, group: to use, or to copy from
 errors         what can go wrong, by what a caller would do about it
+dialects       the calls that rollout code of training frameworks makes
 """
 
 from miles_router.client.answers import Generation

@@ -1,0 +1,39 @@
+"""Rollouts with verl's calls and fields (`verl/experimental/agent_loop`, `verl/workers/rollout/llm_server.py`), through
+a router in place of Ray actors.
+
+ServerManager     what `LLMServerClient` is there: `generate(request_id, prompt_ids=..., sampling_params=...)`
+AgentLoop         what `AgentLoopBase` is there; `register("name")` for one's own, `single_turn_agent`, `tool_agent`
+AgentLoopWorker   runs loops by their names, many at a time
+"""
+
+from miles_router.client.dialects.verl.agent_loop import (
+    AgentLoop,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    AgentLoopWorker,
+    SingleTurnAgentLoop,
+    register,
+)
+from miles_router.client.dialects.verl.chat_template import ChatTemplate, UnusableTemplate
+from miles_router.client.dialects.verl.server_manager import RolloutConfig, ServerManager, TokenOutput
+from miles_router.client.dialects.verl.tool_agent_loop import ToolAgentLoop
+from miles_router.client.dialects.verl.tools import FunctionCall, FunctionTool, ToolError, hermes_calls
+
+__all__ = [
+    "AgentLoop",
+    "AgentLoopMetrics",
+    "AgentLoopOutput",
+    "AgentLoopWorker",
+    "ChatTemplate",
+    "FunctionCall",
+    "FunctionTool",
+    "RolloutConfig",
+    "ServerManager",
+    "SingleTurnAgentLoop",
+    "TokenOutput",
+    "ToolAgentLoop",
+    "ToolError",
+    "UnusableTemplate",
+    "hermes_calls",
+    "register",
+]

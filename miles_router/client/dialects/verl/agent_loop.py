@@ -1,0 +1,208 @@
+"""Agent loops: a class that makes one rollout, registered by name, and a worker that runs many of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from miles_router.client.dialects.verl.chat_template import ChatTemplate, Messages
+from miles_router.client.dialects.verl.server_manager import RolloutConfig, ServerManager
+from miles_router.client.dialects.verl.tools import FunctionCall, FunctionTool, hermes_calls
+from miles_router.tasks import together
+from miles_router.trajectory.sample import ShapedRows
+
+
+@dataclass
+class AgentLoopMetrics:
+    """Seconds that generations, tools and rewards took, and how often the engine put a generation back; -1: unknown."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    compute_score: float = 0.0
+    num_preempted: int = -1
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Add the seconds within to one of them."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - began)
+
+
+@dataclass
+class AgentLoopOutput:
+    """One rollout, with the fields of verl's class of this name: `AgentLoopOutput(**made.to_dict())` makes that.
+
+    Attributes:
+        response_ids: behind the prompt: what was sampled and what tools answered.
+        response_mask: 1 for each sampled token.
+        response_logprobs: 0.0 where nothing was sampled.
+        routed_experts: of prompt and response, [rows, layers, top_k]; the last sampled token has no row.
+        reward_score: for a loop that knows it.
+        num_turns: those of user, tools and model.
+        extra_fields: weight versions as `global_steps`, `min_global_steps`, `max_global_steps`; `turn_scores`,
+            `tool_rewards`; `stop_reason` of the last generation.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    routed_experts: ShapedRows | None = None
+    multi_modal_data: dict[str, Any] = field(default_factory=dict)
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    mm_processor_kwargs: dict[str, Any] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, the metrics as plain numbers."""
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        return {**fields, "metrics": dataclasses.asdict(self.metrics)}
+
+
+class AgentLoop(ABC):
+    """Makes one rollout; each rollout has an instance of its own.
+
+    Args:
+        chat: of the model's tokenizer.
+        tools: for loops that have a use for them; `tool_parser` finds the calls in what the model wrote.
+    """
+
+    def __init__(
+        self,
+        server_manager: ServerManager,
+        chat: ChatTemplate,
+        config: RolloutConfig,
+        *,
+        tools: Sequence[FunctionTool] = (),
+        tool_parser: Callable[[str], list[FunctionCall]] = hermes_calls,
+    ) -> None:
+        self.server_manager = server_manager
+        self.chat = chat
+        self.config = config
+        self.tools = {tool.name: tool for tool in tools}
+        self.tool_schemas = [tool.schema for tool in tools if tool.schema is not None]
+        self.tool_parser = tool_parser
+
+    @abstractmethod
+    async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
+        """Make the rollout. `fields` are those of the data set's sample, `raw_prompt` (messages) among them."""
+
+    def prompt_ids(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The ids of a first prompt.
+
+        Raises:
+            ValueError: they are more than `prompt_length`.
+        """
+        ids = self.chat.prompt(messages, tools)
+        if len(ids) > self.config.prompt_length:
+            raise ValueError(f"a prompt of {len(ids)} tokens is longer than prompt_length {self.config.prompt_length}")
+        return ids
+
+
+Loop = TypeVar("Loop", bound=type[AgentLoop])
+_loops: dict[str, type[AgentLoop]] = {}
+
+
+def register(name: str) -> Callable[[Loop], Loop]:
+    """Name a class, for samples whose `agent_name` that is."""
+
+    def named(loop: Loop) -> Loop:
+        _loops[name] = loop
+        return loop
+
+    return named
+
+
+@register("single_turn_agent")
+class SingleTurnAgentLoop(AgentLoop):
+    """One generation of a prompt."""
+
+    async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
+        """Make the rollout."""
+        prompt, longest, metrics = (
+            self.prompt_ids(fields["raw_prompt"]),
+            self.config.response_length,
+            AgentLoopMetrics(),
+        )
+        with metrics.timed("generate_sequences"):
+            output = await self.server_manager.generate(
+                uuid4().hex, prompt_ids=prompt, sampling_params=sampling_params, priority=fields.get("priority", 0)
+            )
+        metrics.num_preempted = -1 if output.num_preempted is None else output.num_preempted
+        response, rows = output.token_ids[:longest], output.routed_experts
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=response,
+            response_mask=[1] * len(response),
+            response_logprobs=None if output.log_probs is None else output.log_probs[:longest],
+            routed_experts=None if rows is None else rows[: len(prompt) + longest],
+            num_turns=2,
+            metrics=metrics,
+            extra_fields={
+                **output.extra_fields,
+                "turn_scores": [],
+                "tool_rewards": [],
+                "stop_reason": output.stop_reason,
+            },
+        )
+
+
+class AgentLoopWorker:
+    """Runs the loops of many samples at once.
+
+    Args:
+        tokenizer: the model's, of `transformers`, or a `ChatTemplate`.
+        options: further arguments of the loops' classes, `tools` for example.
+    """
+
+    def __init__(
+        self, server_manager: ServerManager, tokenizer: Any, config: RolloutConfig | None = None, **options: Any
+    ) -> None:
+        self._server_manager = server_manager
+        self._chat = tokenizer if isinstance(tokenizer, ChatTemplate) else ChatTemplate(tokenizer)
+        self._config = config or RolloutConfig()
+        self._options = options
+
+    async def generate_sequences(
+        self, samples: Sequence[Mapping[str, Any]], sampling_params: Mapping[str, Any]
+    ) -> list[AgentLoopOutput]:
+        """The rollouts of these samples, in their order. The first that fails ends the others and is raised.
+
+        Args:
+            samples: fields of a data set's samples: `raw_prompt`, `agent_name` where it is not the default, others.
+        """
+        made: dict[int, AgentLoopOutput] = {}
+
+        async def one(place: int) -> None:
+            made[place] = await self.run(sampling_params, **samples[place])
+
+        await together([one(place) for place in range(len(samples))], name="agent loop")
+        return [made[place] for place in range(len(samples))]
+
+    async def run(
+        self, sampling_params: Mapping[str, Any], *, agent_name: str | None = None, **fields: Any
+    ) -> AgentLoopOutput:
+        """The rollout of one sample.
+
+        Raises:
+            ValueError: no loop has this name.
+        """
+        name = agent_name or self._config.default_agent_loop
+        if name not in _loops:
+            raise ValueError(f"no agent loop {name!r} is registered; there are {', '.join(sorted(_loops))}")
+        loop = _loops[name](self._server_manager, self._chat, self._config, **self._options)
+        output = await loop.run(sampling_params, **fields)
+        if "raw_prompt" in fields:
+            output.extra_fields["raw_prompt"] = fields["raw_prompt"]
+        return output

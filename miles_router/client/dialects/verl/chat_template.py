@@ -1,0 +1,68 @@
+"""Messages as token ids: a first prompt, and what a chat template writes behind ids that were sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Messages = Sequence[Mapping[str, Any]]
+#: Stands for what the model said. What was sampled is never rendered or encoded again.
+SAID = "answer"
+TURN: Messages = ({"role": "user", "content": "question"}, {"role": "assistant", "content": SAID})
+
+
+class UnusableTemplate(ValueError):
+    """A chat template that changes what stands before an appended message, so that nothing can be appended to ids."""
+
+
+class ChatTemplate:
+    """A tokenizer's chat template.
+
+    Args:
+        tokenizer: of `transformers`; its `apply_chat_template`, `encode` and `decode` are used.
+        settings: further arguments of `apply_chat_template` (`apply_chat_template_kwargs`).
+    """
+
+    def __init__(self, tokenizer: Any, **settings: Any) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+
+    def prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The ids of a first prompt, up to where the model begins."""
+        return self._encoded(self._rendered(messages, tools, begin=True))
+
+    def appended(
+        self, messages: Messages, sampled: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """The ids behind `sampled`: what ends the model's turn, if it did not write that itself, then `messages`, up to
+        where the model begins again.
+
+        Raises:
+            UnusableTemplate: the template has no such thing.
+        """
+        before = self._rendered(TURN, tools, begin=False)
+        after = self._rendered([*TURN, *messages], tools, begin=True)
+        said = before.rfind(SAID)
+        if said < 0 or not after.startswith(before):
+            raise UnusableTemplate("the chat template writes a turn differently once messages follow it")
+        behind = after[said + len(SAID) :]
+        last = self.text(sampled[-1:])
+        return self._encoded(behind[len(last) :] if last and behind.startswith(last) else behind)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """What ids spell, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else ""
+
+    def _rendered(self, messages: Messages, tools: Sequence[Mapping[str, Any]], *, begin: bool) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=begin,
+                tokenize=False,
+                **self._settings,
+            )
+        )
+
+    def _encoded(self, text: str) -> list[int]:
+        return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]

@@ -1,0 +1,502 @@
+"""verl's rollout calls through the router: ids, logprobs and mask are those of the simulated workers' own records."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from miles_router.client import InvalidReply, Retries, RouterClient
+from miles_router.client.dialects.verl import (
+    AgentLoop,
+    AgentLoopOutput,
+    AgentLoopWorker,
+    ChatTemplate,
+    FunctionTool,
+    RolloutConfig,
+    ServerManager,
+    ToolError,
+    UnusableTemplate,
+    hermes_calls,
+    register,
+)
+from miles_router.client.dialects.verl.tools import shortened
+from miles_router.fleet.policies import KeyAffinity
+from miles_router.fleet.pool import Policy
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.testing import SimulatedWorker
+from miles_router.testing.worker.door import GenerationRecord
+from tests.support.cache_trial import checkpoint
+from tests.support.experts_trial import EXPERTS, MOE, SHAPE, in_one, truth
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import script
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import soon, until
+
+PARAMS: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+QUESTION = [{"role": "user", "content": "What is 17 plus 25?"}]
+CONFIG = RolloutConfig(prompt_length=200, response_length=300, max_parallel_calls=4)
+#: Of verl's `AgentLoopOutput` (verl-project/verl 1dda039b9, `agent_loop.py`), with those of its `AgentLoopMetrics`.
+FIELDS = {
+    "prompt_ids",
+    "response_ids",
+    "response_mask",
+    "response_logprobs",
+    "routed_experts",
+    "multi_modal_data",
+    "reward_score",
+    "num_turns",
+    "metrics",
+    "extra_fields",
+    "mm_processor_kwargs",
+}
+METRICS = {"generate_sequences", "tool_calls", "compute_score", "num_preempted"}
+
+
+@dataclass
+class Scene:
+    """Workers of one model behind a router, and its client."""
+
+    workers: list[SimulatedWorker]
+    router: RunningRouter
+    client: RouterClient
+
+    def manager(self, config: RolloutConfig = CONFIG) -> ServerManager:
+        return ServerManager(self.client, config)
+
+    def loops(self, config: RolloutConfig = CONFIG, **options: Any) -> AgentLoopWorker:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint())
+        return AgentLoopWorker(self.manager(config), tokenizer, config, **options)
+
+    @property
+    def records(self) -> list[GenerationRecord]:
+        """All that was generated, a rollout's in their order."""
+        found = [record for worker in self.workers for at in worker.door.at("/generate") for record in at.generations]
+        return sorted(found, key=lambda record: len(record.input_ids))
+
+    def busy(self) -> SimulatedWorker | None:
+        """A worker that has sampled something of what it is working on."""
+        return next((w for w in self.workers if any(each.output_ids for each in w.engine.running.values())), None)
+
+
+@asynccontextmanager
+async def scene_of(
+    stage: Stage, count: int = 1, *, settings: Mapping[str, Any] | None = None, **kind: Any
+) -> AsyncIterator[Scene]:
+    async with AsyncExitStack() as stack:
+        workers = [
+            await stack.enter_async_context(
+                SimulatedWorker(tokenizer=checkpoint(), replica=number, weight_version="1", **kind)
+            )
+            for number in range(count)
+        ]
+        router = await stage.router(*(worker.url for worker in workers), **(settings or {}))
+        client = RouterClient(router.url, retries=Retries(attempts=0), timeout=20.0)
+        yield Scene(workers, router, await stack.enter_async_context(client))
+
+
+@pytest.fixture
+async def scene(stage: Stage) -> AsyncIterator[Scene]:
+    async with scene_of(stage) as made:
+        yield made
+
+
+def check(made: AgentLoopOutput, turns: list[GenerationRecord]) -> None:
+    """A rollout is what its last generation was given and sampled; the mask has what all of them sampled."""
+    last = turns[-1]
+    assert made.prompt_ids == turns[0].input_ids
+    assert made.prompt_ids + made.response_ids == last.input_ids + last.output_ids
+    mask: list[int] = []
+    logprobs: list[float] = []
+    for turn in turns:
+        given = len(turn.input_ids) - len(made.prompt_ids) - len(mask)
+        mask += [0] * given + [1] * len(turn.output_ids)
+        logprobs += [0.0] * given + turn.logprobs
+    assert made.response_mask == mask
+    assert made.response_logprobs == logprobs
+
+
+def call(tool: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': tool, 'arguments': arguments})}\n</tool_call>"
+
+
+# The server manager
+
+
+async def test_all_generations_of_one_request_id_go_to_one_worker(stage: Stage) -> None:
+    async with scene_of(stage, 3) as scene:
+        manager = scene.manager()
+
+        async def rollout(request_id: str) -> None:
+            ids = [5, 6, 7]
+            for _ in range(4):
+                output = await manager.generate(request_id, prompt_ids=ids, sampling_params={**PARAMS, "max_tokens": 3})
+                ids = [*ids, *output.token_ids]
+
+        await asyncio.gather(*(rollout(f"rollout-{number}") for number in range(9)))
+        at: dict[str | None, set[str]] = {}
+        for worker in scene.workers:
+            for exchange in worker.door.at("/generate"):
+                at.setdefault(exchange.header("x-smg-routing-key"), set()).add(worker.url)
+        assert len(at) == 9
+        assert all(len(urls) == 1 for urls in at.values()), at
+        assert len(set.union(*at.values())) == 3, "different ones share the fleet"
+
+
+async def test_request_ids_that_nobody_used_for_long_are_forgotten(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[KeyAffinity] = []
+
+    def affinity(inner: Policy) -> KeyAffinity:
+        made.append(KeyAffinity(inner, max_keys=4))
+        return made[0]
+
+    monkeypatch.setattr("miles_router.app.KeyAffinity", affinity)
+    async with scene_of(stage, 2) as scene:
+        for number in range(20):
+            await scene.manager().generate(f"{number}", prompt_ids=[5], sampling_params={"max_tokens": 1})
+        assert list(made[0]._assigned) == ["16", "17", "18", "19"]
+
+
+async def test_a_generation_has_verls_fields(scene: Scene) -> None:
+    given = {**PARAMS, "max_tokens": 6}
+    output = await scene.manager().generate(
+        "r", prompt_ids=np.array([5, 6, 7]), sampling_params=given, image_data=None, mm_processor_kwargs={}, priority=0
+    )
+    (record,) = scene.records
+    assert (output.token_ids, output.log_probs) == (record.output_ids, record.logprobs)
+    assert (output.stop_reason, output.num_preempted, output.routed_experts) == ("length", 0, None)
+    assert output.extra_fields == {"global_steps": 1, "min_global_steps": 1, "max_global_steps": 1}
+    assert given == {**PARAMS, "max_tokens": 6}, "the caller's parameters are its own"
+    asked = scene.workers[0].door.last.json()
+    assert (asked["sampling_params"]["max_new_tokens"], asked["return_logprob"]) == (6, True)
+    assert "logprobs" not in asked["sampling_params"]
+    bare = await scene.manager().generate("r", prompt_ids=[5], sampling_params={"max_new_tokens": 2})
+    assert (len(bare.token_ids), bare.log_probs) == (2, None)
+
+
+@pytest.mark.parametrize(("prompt", "room"), [(3, 7), (6, 6), (12, 0)])
+async def test_without_a_bound_the_lengths_of_the_rollout_are_one(scene: Scene, prompt: int, room: int) -> None:
+    manager = scene.manager(RolloutConfig(prompt_length=5, response_length=7))
+    generating = manager.generate("r", prompt_ids=[5] * prompt, sampling_params={"ignore_eos": True})
+    if room:
+        assert len((await generating).token_ids) == room
+        return
+    with pytest.raises(ValueError, match="a prompt of 12 tokens leaves no room"):
+        await generating
+
+
+@pytest.mark.parametrize("field", ["image_data", "video_data", "audio_data", "mm_processor_kwargs"])
+async def test_other_media_are_refused_by_name(scene: Scene, field: str) -> None:
+    fields: dict[str, Any] = {field: ["x"]}
+    with pytest.raises(ValueError, match=field):
+        await scene.manager().generate("r", prompt_ids=[5], sampling_params=PARAMS, **fields)
+    with pytest.raises(ValueError, match="prompt_logprobs"):
+        await scene.manager().generate("r", prompt_ids=[5], sampling_params={"prompt_logprobs": 0})
+    assert not scene.records
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [({"prompt_tokens": 2}, "is of 2 tokens, not 1"), ({"output_token_logprobs": [[-0.5, 8, None]]}, "other tokens")],
+)
+async def test_an_answer_that_does_not_fit_is_not_taken(stage: Stage, changes: Mapping[str, Any], says: str) -> None:
+    worker = await stage.worker()
+    meta: dict[str, Any] = {"id": "r", "finish_reason": {"type": "stop"}, "prompt_tokens": 1, "weight_version": "1"}
+    meta |= {"output_token_logprobs": [[-0.5, 7, None]], **changes}
+    worker.always(script(in_one({"text": "x", "output_ids": [7], "meta_info": meta})))
+    router = await stage.router(worker)
+    async with RouterClient(router.url) as client:
+        with pytest.raises(InvalidReply, match=says):
+            await ServerManager(client, CONFIG).generate("r", prompt_ids=[5], sampling_params=PARAMS)
+
+
+# One turn
+
+
+async def test_a_single_turn_has_the_fields_of_verls_output(scene: Scene) -> None:
+    scene.workers[0].say("It is 42.")
+    (made,) = await scene.loops().generate_sequences([{"raw_prompt": QUESTION, "index": 3}], PARAMS)
+    check(made, scene.records)
+    fields = made.to_dict()
+    assert (set(fields), set(fields["metrics"])) == (FIELDS, METRICS)
+    assert (fields["num_turns"], fields["reward_score"], fields["multi_modal_data"]) == (2, None, {})
+    assert fields["metrics"]["generate_sequences"] > 0
+    steps = {"global_steps": 1, "min_global_steps": 1, "max_global_steps": 1}
+    scores: dict[str, list[float]] = {"turn_scores": [], "tool_rewards": []}
+    assert made.extra_fields == {**steps, **scores, "stop_reason": "stop", "raw_prompt": QUESTION}
+
+
+async def test_a_response_has_no_more_tokens_than_it_may(scene: Scene) -> None:
+    config = RolloutConfig(prompt_length=200, response_length=5)
+    made = await scene.loops(config).run({**PARAMS, "max_tokens": 9, "ignore_eos": True}, raw_prompt=QUESTION)
+    (record,) = scene.records
+    assert (len(record.output_ids), made.response_ids) == (9, record.output_ids[:5])
+    assert (made.response_mask, made.response_logprobs) == ([1] * 5, record.logprobs[:5])
+
+
+async def test_a_prompt_that_is_too_long_is_refused_and_never_cut(scene: Scene) -> None:
+    with pytest.raises(ValueError, match="longer than prompt_length 8"):
+        await scene.loops(RolloutConfig(prompt_length=8)).run(PARAMS, raw_prompt=QUESTION)
+    assert not scene.records
+
+
+async def test_routed_experts_are_those_of_all_tokens(stage: Stage) -> None:
+    config = RolloutConfig(prompt_length=200, response_length=300, enable_rollout_routing_replay=True)
+    keeper = {"middlewares": (MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE}),), "hf_checkpoint": checkpoint()}
+    async with scene_of(stage, settings=keeper, moe=MOE) as scene:
+        scene.workers[0].say(call("add", a=17, b=25))
+        loops = scene.loops(config, tools=[FunctionTool("add", add)])
+        scene.workers[0].say("42")
+        made = await loops.run(PARAMS, raw_prompt=QUESTION, agent_name="tool_agent")
+        assert len(scene.records) == 2
+        check(made, scene.records)
+        assert made.routed_experts is not None
+        assert np.array_equal(made.routed_experts, truth(made.prompt_ids + made.response_ids))
+
+
+# Tools
+
+
+async def add(a: int, b: int) -> tuple[str, float]:
+    return str(a + b), 0.5
+
+
+async def test_an_episode_with_tools_is_what_the_worker_was_given_and_sampled(scene: Scene) -> None:
+    scene.workers[0].say("Let me see. " + call("add", a=17, b=25))
+    scene.workers[0].say(call("add", a=42, b=0))
+    scene.workers[0].say("It is 42.")
+    made = await scene.loops(tools=[FunctionTool("add", add)]).run(PARAMS, raw_prompt=QUESTION, agent_name="tool_agent")
+    assert len(scene.records) == 3
+    check(made, scene.records)
+    assert (made.num_turns, made.extra_fields["tool_rewards"]) == (6, [0.5, 0.5])
+    chat = ChatTemplate(AutoTokenizer.from_pretrained(checkpoint()))
+    said = [
+        {"role": "assistant", "content": "Let me see. " + call("add", a=17, b=25)},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": call("add", a=42, b=0)},
+        {"role": "tool", "content": "42"},
+    ]
+    whole = chat.text(chat.prompt([*QUESTION, *said])) + "It is 42."
+    assert chat.text(made.prompt_ids + made.response_ids).startswith(whole), "as the template writes it"
+
+
+async def test_the_calls_of_one_turn_are_made_at_once_and_answered_in_their_order(scene: Scene) -> None:
+    arrived: list[str] = []
+    both = asyncio.Event()
+
+    async def meet(name: str) -> str:
+        arrived.append(name)
+        if len(arrived) == 2:
+            both.set()
+        await soon(both.wait())
+        return f"{name} came"
+
+    scene.workers[0].say(call("meet", name="one") + call("meet", name="two") + call("meet", name="three"))
+    scene.workers[0].say("They came.")
+    config = RolloutConfig(prompt_length=200, response_length=900, max_parallel_calls=2)
+    loops = scene.loops(config, tools=[FunctionTool("meet", meet)])
+    made = await loops.run(PARAMS, raw_prompt=QUESTION, agent_name="tool_agent")
+    assert sorted(arrived) == ["one", "two"], "no more than max_parallel_calls"
+    text = scene.workers[0].tokenizer.decode(made.response_ids)
+    assert 0 < text.index("one came") < text.index("two came")
+
+
+async def fail(**_: Any) -> str:
+    raise ToolError("no such city")
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("<tool_call>\nnot json\n</tool_call>", "Invalid tool call: not json"),
+        ('<tool_call>["add"]</tool_call>', 'Invalid tool call: ["add"]'),
+        (call("multiply", a=1), "Unknown function 'multiply'. Available tools: ['add', 'fail']"),
+        (call("add", a=1), "Invalid arguments for 'add': missing a required argument: 'b'"),
+        (call("fail"), "Error executing tool 'fail': no such city"),
+    ],
+)
+async def test_a_call_that_fails_is_told_to_the_model(scene: Scene, said: str, told: str) -> None:
+    scene.workers[0].say(said)
+    scene.workers[0].say("Sorry.")
+    loops = scene.loops(tools=[FunctionTool("add", add), FunctionTool("fail", fail)])
+    made = await loops.run(PARAMS, raw_prompt=QUESTION, agent_name="tool_agent")
+    assert told in scene.workers[0].tokenizer.decode(made.response_ids)
+    assert made.extra_fields["tool_rewards"] == [0.0]
+
+
+async def test_a_defect_in_a_tool_ends_the_rollout_and_is_raised(scene: Scene) -> None:
+    async def broken() -> str:
+        raise ZeroDivisionError
+
+    scene.workers[0].say(call("broken"))
+    with pytest.raises(ZeroDivisionError):
+        await scene.loops(tools=[FunctionTool("broken", broken)]).run(
+            PARAMS, raw_prompt=QUESTION, agent_name="tool_agent"
+        )
+
+
+@pytest.mark.parametrize(
+    ("bounds", "generations"),
+    [
+        ({"max_assistant_turns": 2}, 2),
+        ({"max_user_turns": 1}, 2),
+        ({"response_length": 60}, 1),
+    ],
+)
+async def test_an_episode_ends_where_turns_or_tokens_run_out(
+    scene: Scene, bounds: Mapping[str, Any], generations: int
+) -> None:
+    for _ in range(6):
+        scene.workers[0].say(call("add", a=1, b=2))
+    config = RolloutConfig(**{"prompt_length": 200, "response_length": 2000, **bounds})
+    made = await scene.loops(config, tools=[FunctionTool("add", add)]).run(
+        PARAMS, raw_prompt=QUESTION, agent_name="tool_agent"
+    )
+    assert len(scene.records) == generations
+    check(made, scene.records)
+
+
+def test_a_long_answer_of_a_tool_is_cut_at_the_side_that_is_named() -> None:
+    assert shortened("abcdef", 6, "left") == "abcdef"
+    assert shortened("abcdef", 4, "left") == "(truncated)...cdef"
+    assert shortened("abcdef", 4, "right") == "abcd...(truncated)"
+    assert shortened("abcdef", 4, "middle") == "ab...(truncated)...ef"
+    assert shortened("abcdef", 0, "left") == "(truncated)..."
+
+
+def test_calls_are_found_in_what_a_model_wrote() -> None:
+    (found,) = hermes_calls("so " + call("add", a="ä") + " <tool_call> {")
+    assert (found.name, json.loads(found.arguments)) == ("add", {"a": "ä"})
+
+
+def test_a_template_that_writes_a_turn_anew_is_refused() -> None:
+    class Rewriting:
+        def apply_chat_template(self, messages: list[Any], **_: Any) -> str:
+            return f"{len(messages)}" + "".join(message["content"] for message in messages)
+
+    with pytest.raises(UnusableTemplate):
+        ChatTemplate(Rewriting()).appended([{"role": "tool", "content": "42"}], [5])
+
+
+# What goes wrong in the middle
+
+
+async def uncut(stage: Stage, prompt: list[int], tokens: int) -> list[int]:
+    """What a worker of the same model samples that nobody disturbs."""
+    async with SimulatedWorker(tokenizer=checkpoint()) as worker, RouterClient(worker.url) as client:
+        params = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
+        return (await client.generate(input_ids=prompt, sampling_params=params)).output_ids
+
+
+async def test_an_update_of_the_weights_within_a_turn_leaves_the_episode_whole(stage: Stage) -> None:
+    async with scene_of(stage, settings={"partial_rollout": "resume"}, token_latency_s=0.002) as scene:
+        scene.workers[0].say(call("add", a=17, b=25))
+        loops = scene.loops(tools=[FunctionTool("add", add)])
+        params = {**PARAMS, "max_tokens": 90, "ignore_eos": True}
+        async with under_way(loops.run(params, raw_prompt=QUESTION, agent_name="tool_agent")) as running:
+            await until(lambda: len(scene.records) == 2 and scene.busy() is not None, "the second turn has begun")
+            async with scene.client.paused("abort"):
+                await scene.client.request(
+                    "POST", "/update_weight_version", {"new_version": "2", "abort_all_requests": False}
+                )
+            made = await soon(running)
+        second = scene.records[1].input_ids
+        sampled = await uncut(stage, second, 90)
+        assert made.prompt_ids + made.response_ids == second + sampled
+        assert made.response_mask[-90:] == [1] * 90
+        assert len(made.response_logprobs or []) == len(made.response_ids)
+        versions = [made.extra_fields[name] for name in ("min_global_steps", "max_global_steps")]
+        assert (versions, made.extra_fields["stop_reason"]) == ([1, 2], "length")
+
+
+async def test_a_rollout_whose_worker_is_lost_goes_on_at_another(stage: Stage) -> None:
+    settings = {"partial_rollout": "resume", "resume_on_worker_loss": True}
+    async with scene_of(stage, 2, settings=settings, token_latency_s=0.002) as scene:
+        manager = scene.manager()
+        first = await manager.generate("r", prompt_ids=[5, 6], sampling_params={**PARAMS, "max_tokens": 4})
+        prompt = [5, 6, *first.token_ids]
+        params = {**PARAMS, "max_tokens": 40, "ignore_eos": True}
+        async with under_way(manager.generate("r", prompt_ids=prompt, sampling_params=params)) as generating:
+            await until(lambda: scene.busy() is not None, "it is sampled")
+            victim = scene.busy()
+            assert victim is not None
+            await victim.kill()
+            output = await soon(generating)
+        assert output.token_ids == await uncut(stage, prompt, 40)
+        (other,) = [worker for worker in scene.workers if worker is not victim]
+        await manager.generate("r", prompt_ids=prompt, sampling_params={**PARAMS, "max_tokens": 1})
+        assert other.door.last.generation.input_ids == prompt, "and stays there"
+
+
+async def test_an_abort_ends_an_episode_and_is_said(stage: Stage) -> None:
+    async with scene_of(stage, token_latency_s=0.002) as scene:
+        running = scene.loops(tools=[FunctionTool("add", add)]).run(
+            {**PARAMS, "max_tokens": 200, "ignore_eos": True}, raw_prompt=QUESTION, agent_name="tool_agent"
+        )
+        async with under_way(running) as episode:
+            await until(lambda: scene.busy() is not None, "it is sampled")
+            await scene.client.pause("abort")
+            made = await soon(episode)
+            await scene.client.continue_()
+        assert made.extra_fields["stop_reason"] == "abort"
+        check(made, scene.records)
+
+
+async def test_a_rollout_that_is_cancelled_stops_its_engine(stage: Stage) -> None:
+    async with scene_of(stage, token_latency_s=0.002) as scene:
+        working = asyncio.Event()
+
+        async def work() -> str:
+            working.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        scene.workers[0].say(call("work"))
+        loops = scene.loops(tools=[FunctionTool("work", work)])
+        long = {**PARAMS, "max_tokens": 200, "ignore_eos": True}
+        samples = [{"raw_prompt": QUESTION, "agent_name": "tool_agent"}] * 2  # whichever comes first calls the tool
+        async with under_way(loops.generate_sequences(samples, long)) as running:
+            await soon(working.wait())
+            await until(lambda: scene.busy() is not None, "the other one is sampled")
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+        await until(lambda: scene.workers[0].running == 0, "its engine has stopped")
+        await stage.nothing_under_way()
+
+
+# Loops of one's own
+
+
+async def test_a_loop_of_ones_own_is_run_by_its_name(scene: Scene) -> None:
+    @register("judged_agent")
+    class JudgedAgentLoop(AgentLoop):
+        async def run(self, sampling_params: Mapping[str, Any], **fields: Any) -> AgentLoopOutput:
+            prompt = self.prompt_ids(fields["raw_prompt"])
+            output = await self.server_manager.generate("mine", prompt_ids=prompt, sampling_params=sampling_params)
+            ids = output.token_ids
+            right = fields["label"] in self.chat.text(ids)
+            return AgentLoopOutput(
+                prompt, ids, [1] * len(ids), output.log_probs, reward_score=float(right), num_turns=2
+            )
+
+    scene.workers[0].say("It is 42.")
+    sample = {"raw_prompt": QUESTION, "agent_name": "judged_agent", "label": "42"}
+    (made,) = await scene.loops().generate_sequences([sample], PARAMS)
+    assert made.reward_score == 1.0
+    check(made, scene.records)
+
+
+async def test_a_loop_that_nobody_registered_is_refused_by_name(scene: Scene) -> None:
+    with pytest.raises(ValueError, match=r"no agent loop 'nobodys' is registered; there are .*tool_agent"):
+        await scene.loops().run(PARAMS, raw_prompt=QUESTION, agent_name="nobodys")
