@@ -14,7 +14,7 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.generate import DEFAULT_MAX_NEW_TOKENS, PARAMS, RID, GenerateRequest
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.engines.rows import ROW_FIELDS, RowFields
-from miles_router.partial_rollouts.joining import RESUMED, ROWS, UNFINISHED, join, rows_from
+from miles_router.partial_rollouts.joining import RESUMED, ROWS, UNFINISHED, join, new_rows
 from miles_router.trajectory.rows import RowKind
 
 #: Fields of `meta_info` that joining needs beside those of the tokens, and their types where they are there.
@@ -203,7 +203,7 @@ class ResumableGeneration:
         for kind, fields in ROW_FIELDS.items():
             if (rows := fields.of(meta)) is not None:
                 count = meta.get("prompt_tokens", 0) + len(current["output_ids"]) - 1
-                meta[fields.rows.name] = rows_from(fields, rows, count, self.rows_from[kind])
+                meta[fields.rows.name] = new_rows(fields, rows, count, self.rows_from[kind])
         return {**current, "meta_info": meta}
 
     def next_leg(self) -> None:

@@ -153,7 +153,7 @@ def cut_rows(encoded: str, rows: int, start: int, stop: int) -> str:
     return base64.b64encode(data[start * row : stop * row]).decode("ascii")
 
 
-def rows_from(fields: RowFields, encoded: str, rows: int, start: int) -> str:
+def new_rows(fields: RowFields, encoded: str, rows: int, start: int) -> str:
     """Those from row `start` on, of an engine that was asked for them: where it takes no `start`, it told all `rows`.
     Raises as `cut_rows`."""
     return cut_rows(encoded, rows, start, rows) if fields.start is None and start and encoded else encoded

@@ -19,7 +19,7 @@ from miles_router.engines.paths import GENERATE
 from miles_router.engines.rows import RowFields
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.generation import CannotResume
-from miles_router.partial_rollouts.joining import rows_from
+from miles_router.partial_rollouts.joining import new_rows
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class EngineQuestions:
         rows = answer["meta_info"].get(fields.rows.name) or ""
         if answer["meta_info"].get("prompt_tokens") != len(ids) or answer["output_ids"] or not isinstance(rows, str):
             raise CannotResume("the worker gave the rows of other tokens than were asked for")
-        return rows_from(fields, rows, len(ids) - 1, start)
+        return new_rows(fields, rows, len(ids) - 1, start)
 
     @property
     def end_tokens(self) -> Collection[int]:

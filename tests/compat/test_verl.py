@@ -27,7 +27,7 @@ from miles_router.client.dialects.verl import (
     hermes_calls,
     register,
 )
-from miles_router.client.dialects.verl.tools import shortened
+from miles_router.client.dialects.verl.tools import shorten
 from miles_router.fleet.policies import KeyAffinity
 from miles_router.fleet.pool import Policy
 from miles_router.settings.config import MiddlewareSpec
@@ -367,11 +367,11 @@ async def test_an_episode_ends_where_turns_or_tokens_run_out(
 
 
 def test_a_long_answer_of_a_tool_is_cut_at_the_side_that_is_named() -> None:
-    assert shortened("abcdef", 6, "left") == "abcdef"
-    assert shortened("abcdef", 4, "left") == "(truncated)...cdef"
-    assert shortened("abcdef", 4, "right") == "abcd...(truncated)"
-    assert shortened("abcdef", 4, "middle") == "ab...(truncated)...ef"
-    assert shortened("abcdef", 0, "left") == "(truncated)..."
+    assert shorten("abcdef", 6, "left") == "abcdef"
+    assert shorten("abcdef", 4, "left") == "(truncated)...cdef"
+    assert shorten("abcdef", 4, "right") == "abcd...(truncated)"
+    assert shorten("abcdef", 4, "middle") == "ab...(truncated)...ef"
+    assert shorten("abcdef", 0, "left") == "(truncated)..."
 
 
 def test_calls_are_found_in_what_a_model_wrote() -> None:
@@ -385,7 +385,7 @@ def test_a_template_that_writes_a_turn_anew_is_refused() -> None:
             return f"{len(messages)}" + "".join(message["content"] for message in messages)
 
     with pytest.raises(UnusableTemplate):
-        ChatTemplate(Rewriting()).appended([{"role": "tool", "content": "42"}], [5])
+        ChatTemplate(Rewriting()).continuation([{"role": "tool", "content": "42"}], [5])
 
 
 # What goes wrong in the middle

@@ -28,7 +28,7 @@ class AgentLoopMetrics:
     num_preempted: int = -1
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """Add the seconds within to one of them."""
         began = time.perf_counter()
         try:
@@ -117,11 +117,11 @@ _loops: dict[str, type[AgentLoop]] = {}
 def register(name: str) -> Callable[[Loop], Loop]:
     """Name a class, for samples whose `agent_name` that is."""
 
-    def named(loop: Loop) -> Loop:
+    def decorate(loop: Loop) -> Loop:
         _loops[name] = loop
         return loop
 
-    return named
+    return decorate
 
 
 @register("single_turn_agent")
@@ -135,7 +135,7 @@ class SingleTurnAgentLoop(AgentLoop):
             self.config.response_length,
             AgentLoopMetrics(),
         )
-        with metrics.timed("generate_sequences"):
+        with metrics.measure("generate_sequences"):
             output = await self.server_manager.generate(
                 uuid4().hex, prompt_ids=prompt, sampling_params=sampling_params, priority=fields.get("priority", 0)
             )

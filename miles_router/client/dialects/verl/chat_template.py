@@ -29,9 +29,9 @@ class ChatTemplate:
 
     def prompt(self, messages: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """The ids of a first prompt, up to where the model begins."""
-        return self._encoded(self._rendered(messages, tools, begin=True))
+        return self._encode(self._render(messages, tools, begin=True))
 
-    def appended(
+    def continuation(
         self, messages: Messages, sampled: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
     ) -> list[int]:
         """The ids behind `sampled`: what ends the model's turn, if it did not write that itself, then `messages`, up to
@@ -40,20 +40,20 @@ class ChatTemplate:
         Raises:
             UnusableTemplate: the template has no such thing.
         """
-        before = self._rendered(TURN, tools, begin=False)
-        after = self._rendered([*TURN, *messages], tools, begin=True)
+        before = self._render(TURN, tools, begin=False)
+        after = self._render([*TURN, *messages], tools, begin=True)
         said = before.rfind(SAID)
         if said < 0 or not after.startswith(before):
             raise UnusableTemplate("the chat template writes a turn differently once messages follow it")
         behind = after[said + len(SAID) :]
         last = self.text(sampled[-1:])
-        return self._encoded(behind[len(last) :] if last and behind.startswith(last) else behind)
+        return self._encode(behind[len(last) :] if last and behind.startswith(last) else behind)
 
     def text(self, ids: Sequence[int]) -> str:
         """What ids spell, special tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else ""
 
-    def _rendered(self, messages: Messages, tools: Sequence[Mapping[str, Any]], *, begin: bool) -> str:
+    def _render(self, messages: Messages, tools: Sequence[Mapping[str, Any]], *, begin: bool) -> str:
         return str(
             self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -64,5 +64,5 @@ class ChatTemplate:
             )
         )
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         return [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]

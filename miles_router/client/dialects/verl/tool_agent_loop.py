@@ -9,7 +9,7 @@ from uuid import uuid4
 
 from miles_router.client.dialects.verl.agent_loop import AgentLoop, AgentLoopMetrics, AgentLoopOutput, register
 from miles_router.client.dialects.verl.server_manager import TokenOutput
-from miles_router.client.dialects.verl.tools import FunctionCall, answer, shortened
+from miles_router.client.dialects.verl.tools import FunctionCall, call_tool, shorten
 from miles_router.tasks import together
 from miles_router.trajectory.sample import ShapedRows
 
@@ -35,7 +35,7 @@ class Episode:
     metrics: AgentLoopMetrics = field(default_factory=AgentLoopMetrics)
     steps: dict[str, Any] = field(default_factory=dict)
 
-    def sampled(self, output: TokenOutput) -> None:
+    def add_generation(self, output: TokenOutput) -> None:
         """A generation has ended."""
         self._add(output.token_ids, 1, output.log_probs)
         self.last = output
@@ -44,7 +44,7 @@ class Episode:
         if output.num_preempted is not None:
             self.metrics.num_preempted = max(0, self.metrics.num_preempted) + output.num_preempted
 
-    def given(self, ids: Sequence[int]) -> None:
+    def add_tool_answers(self, ids: Sequence[int]) -> None:
         """Tools have answered."""
         self._add(ids, 0, None)
         self.tool_turns += 1
@@ -94,23 +94,23 @@ class ToolAgentLoop(AgentLoop):
             if not calls or self._is_over(episode, output):
                 break
             messages = await self._call(calls, episode)
-            ids = self.chat.appended(messages, output.token_ids, self.tool_schemas)
+            ids = self.chat.continuation(messages, output.token_ids, self.tool_schemas)
             if len(episode.response) + len(ids) >= self.config.response_length:
                 break
-            episode.given(ids)
+            episode.add_tool_answers(ids)
         return episode.output(self.config.response_length)
 
     async def _generate(self, request_id: str, episode: Episode, sampling_params: Mapping[str, Any]) -> TokenOutput:
         left = self.config.response_length - len(episode.response)
         bound = sampling_params.get("max_new_tokens", sampling_params.get("max_tokens", left))
         params = {name: value for name, value in sampling_params.items() if name != "max_tokens"}
-        with episode.metrics.timed("generate_sequences"):
+        with episode.metrics.measure("generate_sequences"):
             output = await self.server_manager.generate(
                 request_id,
                 prompt_ids=[*episode.prompt, *episode.response],
                 sampling_params={**params, "max_new_tokens": min(bound, left)},
             )
-        episode.sampled(output)
+        episode.add_generation(output)
         return output
 
     def _is_over(self, episode: Episode, output: TokenOutput) -> bool:
@@ -126,11 +126,11 @@ class ToolAgentLoop(AgentLoop):
         answers: dict[int, tuple[str, float | None]] = {}
 
         async def one(place: int) -> None:
-            answers[place] = await answer(calls[place], self.tools)
+            answers[place] = await call_tool(calls[place], self.tools)
 
-        with episode.metrics.timed("tool_calls"):
+        with episode.metrics.measure("tool_calls"):
             await together([one(place) for place in range(len(calls))], name="tool")
         in_order = [answers[place] for place in range(len(calls))]
         episode.tool_rewards += [reward for _, reward in in_order if reward is not None]
         length, side = self.config.max_tool_response_length, self.config.tool_response_truncate_side
-        return [{"role": "tool", "content": shortened(text, length, side)} for text, _ in in_order]
+        return [{"role": "tool", "content": shorten(text, length, side)} for text, _ in in_order]

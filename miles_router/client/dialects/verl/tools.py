@@ -53,7 +53,7 @@ def hermes_calls(text: str) -> list[FunctionCall]:
     return calls
 
 
-async def answer(call: FunctionCall, tools: Mapping[str, FunctionTool]) -> tuple[str, float | None]:
+async def call_tool(call: FunctionCall, tools: Mapping[str, FunctionTool]) -> tuple[str, float | None]:
     """What the model is told of its call, and the reward of it; of a call that cannot be made, why, and 0."""
     if not call.name:
         return f"Invalid tool call: {call.arguments}", 0.0
@@ -66,13 +66,13 @@ async def answer(call: FunctionCall, tools: Mapping[str, FunctionTool]) -> tuple
     except (json.JSONDecodeError, TypeError) as error:
         return f"Invalid arguments for '{call.name}': {error}", 0.0
     try:
-        answered = await tool.call(**arguments)
+        result = await tool.call(**arguments)
     except ToolError as error:
         return f"Error executing tool '{call.name}': {error}", 0.0
-    return answered if isinstance(answered, tuple) else (answered, None)
+    return result if isinstance(result, tuple) else (result, None)
 
 
-def shortened(text: str, length: int, side: str) -> str:
+def shorten(text: str, length: int, side: str) -> str:
     """A text of at most `length` characters, and a note where it was longer: at its left, right or middle."""
     if len(text) <= length:
         return text
