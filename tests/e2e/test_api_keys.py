@@ -10,11 +10,11 @@ from tests.support.stage import Stage
 
 DATA, ADMIN = "data-key", "admin-key"
 ADMIN_ROUTES = [
-    ("POST", "/add_worker?url=http://10.9.8.7:1"),
-    ("POST", "/remove_worker?url=http://10.9.8.7:1"),
+    ("POST", "/add_worker?url=http://127.0.0.7:1"),
+    ("POST", "/remove_worker?url=http://127.0.0.7:1"),
     ("GET", "/list_workers"),
     ("GET", "/workers"),
-    ("POST", "/workers?url=http://10.9.8.7:1"),
+    ("POST", "/workers?url=http://127.0.0.7:1"),
     ("GET", "/workers/abc"),
     ("DELETE", "/workers/abc"),
     ("GET", "/router/info"),
@@ -74,11 +74,11 @@ async def test_without_a_data_key_the_clients_credentials_are_the_workers_busine
 
 @pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
 async def test_administration_takes_the_admin_key_alone(stage: Stage, method: str, path: str) -> None:
-    router = await stage.router("http://10.9.8.7:2", api_key=DATA, admin_api_key=ADMIN, connect_timeout=0.05)
+    router = await stage.router("http://127.0.0.7:2", api_key=DATA, admin_api_key=ADMIN, connect_timeout=0.05)
     for headers in ([], bearer(DATA), bearer("wrong")):
         answer = await router.ask(method, path, headers)
         assert (answer.status, answer.error_type) == (401, "unauthorized")
-    assert await urls(router, ADMIN) == ["http://10.9.8.7:2"]
+    assert await urls(router, ADMIN) == ["http://127.0.0.7:2"]
     assert (await router.ask(method, path, bearer(ADMIN))).status in (200, 201, 404)
 
 
