@@ -90,11 +90,9 @@ class RouterApp:
         """
         scope["path"] = path = decoded(scope["raw_path"])
         door = self.doors.of(path)
-        if door.key.required:
-            door.key.check(scope["headers"])
-        elif door.foreign is not None:
+        scope["headers"] = self.doors.keys.enter(door.key, scope["headers"])
+        if door.foreign is not None and not door.key.required:
             refuse_foreign(scope, door.foreign, self._public_url)
-        scope["headers"] = self.doors.keys.passed_on(scope["headers"])
         scope[SCOPE_KEY].check_announced_size(scope)
         return self._routes if door.own else self._stack
 

@@ -52,7 +52,7 @@ class Doors:
         self._patterns = [pattern for pattern in patterns if pattern is not None]
         self._beneath = tuple(path for path in listed if path.endswith("/"))
         self._exact = {
-            **dict.fromkeys(listed, Door(False, keys.data, None)),
+            **dict.fromkeys(set(listed) - set(self._beneath), Door(False, keys.data, None)),
             **dict.fromkeys((path for path in paths if "{" not in path), Door(True, keys.data, READING)),
             **dict.fromkeys(administered, Door(True, keys.admin, READING)),
             **dict.fromkeys(control, Door(True, keys.admin, NOTHING)),
@@ -78,7 +78,10 @@ class Doors:
         segment = first_segment(path)
         if segment in self._administered:
             return self._administered[segment]
-        listed = path.startswith(self._beneath) or any(pattern.match(path) for pattern in self._patterns)
+        # With a slash at its end it is another path, which FastAPI redirects to the worker's own address.
+        listed = not path.endswith("/") and (
+            path.startswith(self._beneath) or bool([each for each in self._patterns if each.match(path)])
+        )
         return self._others[segment in self._answered, listed]
 
 

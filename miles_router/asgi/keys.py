@@ -17,35 +17,16 @@ OVERRIDE = b"x-override-"
 class Key:
     """The keys that open one part of the router, each of them alone; without any, everybody may enter."""
 
-    __slots__ = ("_accepted", "_name", "required")
+    __slots__ = ("_accepted", "name", "required")
 
     def __init__(self, *accepted: str, name: str = "api key") -> None:
         self.required = bool(accepted)
-        self._name = name
+        self.name = name
         self._accepted = [each.encode("ascii") for each in accepted]
 
-    def opens(self, headers: RawHeaders) -> bool:
-        """Whether one of them comes with these headers."""
-        return any(self.fits(*pair) for pair in headers)
-
-    def check(self, headers: RawHeaders) -> None:
-        """Let pass who may enter.
-
-        Raises:
-            Unauthorized: a key is required and none that fits came.
-        """
-        if self.required and not self.opens(headers):
-            raise Unauthorized(f"a valid {self._name} is required: Authorization: Bearer KEY")
-
-    def fits(self, name: bytes, value: bytes) -> bool:
-        """Whether a header is one of them."""
-        if name == BEARER:
-            scheme, _, value = value.partition(b" ")
-            value = value.strip() if scheme.lower() == b"bearer" else b""
-        elif name != X_API_KEY:
-            return False
-        matches = [hmac.compare_digest(value, each) for each in self._accepted]  # all, whichever it is
-        return True in matches
+    def fits(self, credential: bytes) -> bool:
+        """Whether it is one of them."""
+        return True in [hmac.compare_digest(credential, each) for each in self._accepted]  # all, whichever it is
 
 
 class Keys:
@@ -58,12 +39,35 @@ class Keys:
         self.admin = Key(*own, name="admin key") if own else self.data
         self.everybody = Key()
 
-    def passed_on(self, headers: RawHeaders) -> RawHeaders:
-        """What layers and workers see of a request's headers: none of the router's keys, and nothing that begins with
-        `OVERRIDE` unless a key of administration came."""
-        administers = self.admin.required and self.admin.opens(headers)
+    def enter(self, key: Key, headers: RawHeaders) -> RawHeaders:
+        """Enter where `key` is required. Gives what layers and workers see of the headers: none of the router's keys,
+        and nothing that begins with `OVERRIDE` unless a key of administration came.
+
+        Raises:
+            Unauthorized: a key is required here and none that fits came.
+        """
+        administers = False
         if self.admin.required:
-            headers = [pair for pair in headers if not (self.data.fits(*pair) or self.admin.fits(*pair))]
+            entered, ours = not key.required, []
+            for pair in [pair for pair in headers if pair[0] == BEARER or pair[0] == X_API_KEY]:
+                credential = _credential(*pair)
+                by_data, by_admin = self.data.fits(credential), self.admin.fits(credential)
+                if by_data or by_admin:
+                    ours.append(pair)
+                administers = administers or by_admin
+                entered = entered or (by_admin if key is self.admin else by_data)
+            if not entered:
+                raise Unauthorized(f"a valid {key.name} is required: Authorization: Bearer KEY")
+            if ours:
+                headers = [pair for pair in headers if pair not in ours]
         if administers or not [name for name, _ in headers if name.startswith(OVERRIDE)]:  # faster than `any`
             return headers
         return [pair for pair in headers if not pair[0].startswith(OVERRIDE)]
+
+
+def _credential(name: bytes, value: bytes) -> bytes:
+    """What a header shows in place of a key; nothing where it shows none."""
+    if name == X_API_KEY:
+        return value
+    scheme, _, credential = value.partition(b" ")
+    return credential.strip() if scheme.lower() == b"bearer" else b""

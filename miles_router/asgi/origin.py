@@ -44,14 +44,16 @@ def refuse_foreign(scope: Mapping[str, Any], allowed: Collection[str], public_ur
     """
     if scope["method"] in allowed:
         return
+    wishes = [pair for pair in scope["headers"] if pair[0] == b"origin" or pair[0] == b"sec-fetch-site"]
+    if not wishes:
+        return
     ours = {_authority(f"http://{value.decode('latin-1')}") for name, value in scope["headers"] if name == b"host"}
     if public_url is not None:
         ours.add(_authority(public_url))
-    for name, value in scope["headers"]:
-        if name == b"sec-fetch-site" and value in FROM_ELSEWHERE:
-            raise ForeignOrigin("a page of another site may not do this; set a key if it should")
-        if name == b"origin" and _authority(value.decode("latin-1")) not in ours:
-            raise ForeignOrigin(f"a page of {value.decode('latin-1')!r} may not do this; set a key if it should")
+    for name, value in wishes:
+        foreign = _authority(value.decode("latin-1")) not in ours if name == b"origin" else value in FROM_ELSEWHERE
+        if foreign:
+            raise ForeignOrigin("a web page of another origin may not do this where no key is set")
 
 
 def _authority(url: str) -> str:

@@ -111,6 +111,9 @@ LISTED = [
 ]
 CLOSED = [
     "/",
+    "/generate/",
+    "/v1/responses/",
+    "/v1/models/m/",
     "/server_info",
     "/get_server_info",
     "/v1/loads",
