@@ -42,7 +42,7 @@ from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasLifespan
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, load_middlewares
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
-from miles_router.settings.config import RouterConfig
+from miles_router.settings.config import RouterConfig, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
 
 
@@ -126,6 +126,8 @@ def _own_routes(
         if twice := others & {*paths}:
             raise ConfigError(f"{name}: {min(twice)} is the router's own")
     layered = [path for layer in layers if isinstance(layer, HasDataPaths) for path in layer.data_paths()]
+    if problem := paths_problem(layered):  # of a text, each character would be one, and "/" would open everything
+        raise MiddlewareLoadError(f"a middleware's data_paths: {problem}")
     doors = Doors(
         Keys(data_keys(config), admin_keys(config)),
         opened=opened,

@@ -50,7 +50,8 @@ def _public_url(value: str | None) -> str | None:
     return None if value is None else _worker_urls([value])
 
 
-def _paths(paths: Iterable[str]) -> str | None:
+def paths_problem(paths: Iterable[str]) -> str | None:
+    """Why these cannot be paths as they stand, or None."""
     for path in paths:
         if not path.startswith("/") or path == "/":
             return "every path must start with /"
@@ -107,10 +108,12 @@ class RouterConfig:
         "return", "a generation cut by a pause: return the part, or resume it after continue"
     )
     resume_on_worker_loss: bool = setting(False, "carry a stream on at another worker when its worker is lost")
-    fan_out: tuple[str, ...] = setting((), "further paths whose requests go to every worker", _paths)
+    fan_out: tuple[str, ...] = setting((), "further paths whose requests go to every worker", paths_problem)
     shutdown_timeout: float = setting(30.0, "seconds that requests in flight may take after SIGTERM", _at_least(0))
     data_paths: tuple[str, ...] = setting(
-        (), "further paths that --api-key opens beside an admin key; one that ends with / opens all beneath", _paths
+        (),
+        "further paths that --api-key opens beside an admin key; one that ends with / opens all beneath",
+        paths_problem,
     )
     public_url: str | None = setting(
         None, "where clients reach the router, behind TLS or a balancer; default: as they spell it", _public_url

@@ -159,6 +159,18 @@ async def test_the_routes_of_a_middleware_are_open_to_clients_and_what_lies_besi
     assert worker.requests == []
 
 
+async def test_what_a_middleware_answers_inside_the_stack_is_open_where_it_says_so(stage: Stage) -> None:
+    specs = (MiddlewareSpec("tests.support.plugins.working.Inside"),)
+    router = await stage.router(await stage.worker(), middlewares=specs, **SETTINGS)
+    tries = ["/inside/x/y", "/v1/exactly", "/inside", "/v1/exactly/x", "/v1/other"]
+    assert [(await tried(router, path)).status for path in tries] == [200, 200, 401, 401, 401]
+
+
+async def test_a_session_is_found_under_escaped_letters_too(stage: Stage, engine: PlainEngine) -> None:
+    router = await with_sessions(stage, engine, **SETTINGS)
+    assert (await tried(router, "/%73essions/%73/v1/%6dodels", "GET")).json()["called"] == "/v1/models"
+
+
 @pytest.mark.parametrize("headers", [[("X-Override-Rid", "theirs"), ("x-override-priority", "9")]])
 async def test_what_overrides_an_engines_choices_takes_the_key_of_administration(
     stage: Stage, headers: list[tuple[str, str]]
