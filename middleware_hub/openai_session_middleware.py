@@ -73,7 +73,7 @@ class OpenAISessionMiddleware:
         self._door = TurnDoor(app, faces, self.store, recorder, TurnRunner(app, router, recorder), now=time.time)
         rows = router.rows[ROUTED_EXPERTS]
         maker = SampleMaker(Selection(branch_policies), router.tokenizer.decode, rows)
-        self._sessions = SessionRoutes(self.store, maker)
+        self._sessions = SessionRoutes(self.store, maker, router.base_url)
         rows.sources["session_id"] = RowSource(self._sessions.experts, fields=("leaf",))
         dialects = DIALECTS if header_sessions else ()
         self._dialects = [dialect(router, self._sessions, self._door.turn) for dialect in dialects]
@@ -82,6 +82,10 @@ class OpenAISessionMiddleware:
     def routes(self) -> Sequence[BaseRoute]:
         """Making, reading, listing and deleting sessions, and their samples."""
         return [*self._sessions.routes(), *(route for dialect in self._dialects for route in dialect.routes())]
+
+    def data_paths(self) -> Sequence[str]:
+        """What agents ask for within their sessions."""
+        return [PREFIX]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Trace what belongs to a session; everything else passes."""

@@ -5,6 +5,7 @@
     │   └── MiddlewareLoadError     a dotted path or an option that cannot be used
     ├── BadRequest                  400 invalid_request
     │   ├── Unauthorized            401 unauthorized
+    │   ├── ForeignOrigin           403 foreign_origin
     │   ├── NotFound                404 not_found
     │   ├── MethodNotAllowed        405 method_not_allowed
     │   └── BodyTooLarge            413 request_too_large
@@ -64,6 +65,13 @@ class Unauthorized(BadRequest):
     status = 401
     type = "unauthorized"
     headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+
+class ForeignOrigin(BadRequest):
+    """A web page of somebody else wants to change something where no key is set."""
+
+    status = 403
+    type = "foreign_origin"
 
 
 class NotFound(BadRequest):

@@ -64,8 +64,8 @@ class Admin:
             Route("/list_workers", self.list_workers, methods=["GET"]),
             Route("/workers", self.create_worker, methods=["POST"]),
             Route("/workers", self.show_workers, methods=["GET"]),
-            Route("/workers/{id}", self.show_worker, methods=["GET"]),
-            Route("/workers/{id}", self.delete_worker, methods=["DELETE"]),
+            Route("/workers/{id:path}", self.show_worker, methods=["GET"]),
+            Route("/workers/{id:path}", self.delete_worker, methods=["DELETE"]),
             Route("/router/info", self.info, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
         ]
@@ -94,10 +94,10 @@ class Admin:
         return Json({"workers": [worker.describe() for worker in self._pool], "total": len(self._pool)})
 
     async def show_worker(self, request: Request) -> Response:
-        return Json(self._pool.get(request.path_params["id"]).describe())
+        return Json(self._named(request).describe())
 
     async def delete_worker(self, request: Request) -> Response:
-        worker = self._pool.get(request.path_params["id"])
+        worker = self._named(request)
         await self._remove(worker, drain=_flag(request.query_params, "drain"))
         return Json({"status": "success", "id": worker.address.id, "url": worker.url})
 
@@ -153,6 +153,11 @@ class Admin:
             await self._fleet.drain(worker)
         else:
             self._pool.remove(worker)
+
+    def _named(self, request: Request) -> Worker:
+        """The worker that a path names, by its id or by its URL, percent-encoded."""
+        name: str = request.path_params["id"]
+        return self._pool.get(parse_worker_url(name).url if ":" in name else name)
 
     def _in_flight(self) -> dict[str, int]:
         return {worker.url: worker.in_flight for worker in self._pool}

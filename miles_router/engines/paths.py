@@ -22,3 +22,17 @@ OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
 
 #: Paths whose requests generate; all others pass a closed gate.
 GENERATION = frozenset({GENERATE, CHAT, COMPLETIONS, MESSAGES, RESPONSES, OLLAMA_CHAT, OLLAMA_GENERATE})
+
+MODELS = "/v1/models"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+TOKENIZERS = frozenset({"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"})
+#: What an agent may post beside what generates. Nothing here changes an engine.
+ASIDE = TOKENIZERS | {COUNT_TOKENS, EMBEDDINGS}
+#: What the clients' key opens where administration has a key of its own; one that ends with `/` stands for all beneath
+#: it. Everything else that an engine answers needs the key of administration, so that a new engine opens nothing.
+CLIENT_PATHS = (
+    GENERATION
+    | ASIDE
+    | {MODELS, f"{MODELS}/", f"{RESPONSES}/", *MODEL_INFO, "/api/tags", "/api/show"}
+    | {"/encode", "/classify", "/v1/classify", "/v1/score", "/v1/rerank"}
+)

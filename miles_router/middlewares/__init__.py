@@ -6,7 +6,6 @@ know nothing of the router: `miles_router.engines`, the engine's wire, and `mile
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
 from miles_router.asgi.headers import RawHeaders, first
-from miles_router.asgi.keys import Key
 from miles_router.asgi.replies import OK, Collected, Kind, Tap, UnreadCounter, readable, with_length
 from miles_router.control.row import Row
 from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
@@ -14,7 +13,7 @@ from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
-from miles_router.middlewares.contract import ASGIApp, HasLifespan, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
     Handover,
@@ -39,10 +38,10 @@ __all__ = [
     "Field",
     "GenerateRequest",
     "Handover",
+    "HasDataPaths",
     "HasLifespan",
     "HasMetrics",
     "HasRoutes",
-    "Key",
     "Kind",
     "Message",
     "RawHeaders",

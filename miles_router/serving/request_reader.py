@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import urllib.parse
 from collections.abc import Callable
 from typing import Any
 
@@ -128,13 +127,12 @@ class RequestReader:
         body = request_body(headers)
         self._excess = Excess() if body == CHUNKED else None
         raw_path, query = _target(self._url)
-        path = raw_path.decode("ascii")
         version = parser.get_http_version()
         scope = {
             **self._template,
             "http_version": version,
             "method": parser.get_method().decode("ascii"),
-            "path": urllib.parse.unquote(path) if "%" in path else path,
+            "path": raw_path.decode("latin-1"),  # as it is spelled; the app decodes it
             "raw_path": raw_path,
             "query_string": query,
             "headers": headers,

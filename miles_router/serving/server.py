@@ -15,6 +15,7 @@ from typing import cast
 
 import uvicorn
 
+from miles_router.asgi.keys import Keys
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
 from miles_router.serving.client_connection import ClientConnections
@@ -128,7 +129,7 @@ def banner(app: RouterApp, address: tuple[str, int]) -> str:
         ("middlewares", f"{' -> '.join([*layers, 'worker'])}  (first = outermost)" if layers else "none"),
         ("workers", ", ".join(worker.url for worker in app.router.pool) or "none yet: POST /add_worker?url=..."),
         ("health", _health_line(config)),
-        ("keys", _keys_line(config)),
+        ("keys", _keys_line(app.doors.keys)),
     ]
     return "\n".join([f"miles-router {__version__}", *(f"  {name:<12} {text}" for name, text in rows)])
 
@@ -138,6 +139,6 @@ def _health_line(config: RouterConfig) -> str:
     return f"every {config.health_check_interval:g} s, quarantine after {threshold} failures, readmit {config.readmit}"
 
 
-def _keys_line(config: RouterConfig) -> str:
-    data = "required" if config.api_key else "open"
-    return f"clients: {data}, administration: {'required' if config.effective_admin_key else 'open'}"
+def _keys_line(keys: Keys) -> str:
+    data, admin = ("required" if key.required else "open" for key in (keys.data, keys.admin))
+    return f"clients: {data}, administration: {admin}"

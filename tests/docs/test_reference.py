@@ -98,7 +98,9 @@ def own_routes() -> Iterator[str]:
     admin = Admin(create_app().router, [])
     for route in [*admin.open_routes(), *admin.guarded_routes()]:
         assert isinstance(route, Route)
-        yield from (f"{method} {route.path}" for method in sorted((route.methods or set()) - {"HEAD"}))
+        yield from (
+            f"{method} {route.path.replace(':path', '')}" for method in sorted((route.methods or set()) - {"HEAD"})
+        )
 
 
 @pytest.mark.parametrize("route", list(own_routes()))

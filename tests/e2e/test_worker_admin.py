@@ -180,6 +180,28 @@ async def test_the_rest_form_creates_shows_lists_and_deletes(router: RunningRout
     assert (await router.ask("DELETE", f"/workers/{worker['id']}")).status == 404
 
 
+@pytest.mark.parametrize("spelled", ["http%3A%2F%2F10.9.8.7%3A30000", "HTTP:%2f%2f10.9.8.7:30000%2F"])
+async def test_a_workers_url_stands_for_its_id_in_a_path(stage: Stage, spelled: str) -> None:
+    other = await stage.worker()
+    router = await stage.router(other, "http://10.9.8.7:30000", connect_timeout=0.05)
+    assert (await router.ask("GET", f"/workers/{spelled}")).json()["url"] == "http://10.9.8.7:30000"
+    assert (await router.ask("DELETE", f"/workers/{spelled}?drain=true")).json()["url"] == "http://10.9.8.7:30000"
+    assert (await router.ask("DELETE", f"/workers/{spelled}")).error_type == "not_found"
+    assert [worker.url for worker in router.pool] == [other.url]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("a/b", 404), ("", 404), ("x/y%2Fz", 400), ("http://10.9.8.7:1", 400), ("ftp%3A%2F%2Fx", 400), ("a%0a", 400)],
+)
+async def test_what_lies_beneath_the_workers_is_the_routers_own(stage: Stage, path: str, status: int) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    for method in ("GET", "DELETE"):
+        assert (await router.ask(method, f"/workers/{path}")).status == status
+    assert worker.requests == []
+
+
 async def test_a_worker_has_one_id_however_it_was_registered(router: RunningRouter) -> None:
     await post(router, "/add_worker", in_json(url=ONE + "/"))
     again = (await post(router, "/workers", in_json(url=ONE))).json()

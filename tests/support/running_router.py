@@ -117,15 +117,21 @@ async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> Asy
     urls = tuple(worker if isinstance(worker, str) else worker.url for worker in workers)
     config = RouterConfig(worker_urls=urls, **{**QUIETLY, **settings})
     app = create_app(config)
-    sock = listen(config.host, config.port)
-    server = _Server(uvicorn_config(app))
-    serving = spawn(server.serve(sockets=[sock]), name="router under test")
+    async with serving(uvicorn_config(app), listen(config.host, config.port)) as (server, url):
+        yield RunningRouter(app, server, url)
+
+
+@contextlib.asynccontextmanager
+async def serving(config: uvicorn.Config, sock: socket.socket) -> AsyncIterator[tuple[_Server, str]]:
+    """Serve an app in the loop of the test; the server and its URL."""
+    server = _Server(config)
+    running = spawn(server.serve(sockets=[sock]), name="server under test")
     try:
-        await until(lambda: server.started or serving.done(), "the router serves")
-        yield RunningRouter(app, server, f"http://127.0.0.1:{sock.getsockname()[1]}")
+        await until(lambda: server.started or running.done(), "the server serves")
+        yield server, f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.stop.set()
-        await serving
+        await running
         sock.close()
 
 

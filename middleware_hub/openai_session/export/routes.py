@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequ
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest
-from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows
+from miles_router.middlewares import Exchange, RowMatch, Scope, TrajectoryRows
 
 SAFETENSORS, JSON = "application/octet-stream", "application/json"
 #: Samples with more bytes of routed experts are written in a thread.
@@ -27,9 +27,10 @@ OFF_LOOP = 1 << 20
 class SessionRoutes:
     """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`."""
 
-    def __init__(self, store: SessionStore, maker: SampleMaker) -> None:
+    def __init__(self, store: SessionStore, maker: SampleMaker, base_url: Callable[[Scope], str]) -> None:
         self.store = store
         self.maker = maker
+        self._base_url = base_url
 
     def routes(self) -> Sequence[BaseRoute]:
         """In the order in which they are looked up."""
@@ -48,8 +49,9 @@ class SessionRoutes:
             raise BadRequest("session_id must be a string")
         if metadata is not None and not isinstance(metadata, dict):
             raise BadRequest("metadata must be an object")
+        address = self._base_url(request.scope)
         session = self.store.create(session_id, metadata)
-        base_url = f"{str(request.base_url).rstrip('/')}/sessions/{session.id}/v1"
+        base_url = f"{address}/sessions/{session.id}/v1"
         return as_response({"session_id": session.id, "base_url": base_url}, 201)
 
     async def _list(self, request: Request) -> Response:
