@@ -19,9 +19,15 @@ RESPONSES = "/v1/responses"
 EMBEDDINGS = "/v1/embeddings"
 #: The same as Ollama spells it, which SGLang answers too.
 OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
+#: The same as two clouds spell it (SageMaker, Vertex AI), and speech to text.
+INVOCATIONS, VERTEX_GENERATE, TRANSCRIPTIONS = "/invocations", "/vertex_generate", "/v1/audio/transcriptions"
 
 #: Paths whose requests generate; all others pass a closed gate.
-GENERATION = frozenset({GENERATE, CHAT, COMPLETIONS, MESSAGES, RESPONSES, OLLAMA_CHAT, OLLAMA_GENERATE})
+GENERATION = frozenset({GENERATE, CHAT, COMPLETIONS, MESSAGES, RESPONSES, OLLAMA_CHAT, OLLAMA_GENERATE}) | {
+    INVOCATIONS,
+    VERTEX_GENERATE,
+    TRANSCRIPTIONS,
+}
 
 MODELS = "/v1/models"
 COUNT_TOKENS = "/v1/messages/count_tokens"
