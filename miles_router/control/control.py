@@ -33,6 +33,11 @@ class Control:
         self._health = health
         self._one_at_a_time = asyncio.Lock()
 
+    @property
+    def under_way(self) -> bool:
+        """Whether workers are being asked to do something that may take them long."""
+        return self._one_at_a_time.locked()
+
     async def send(self, path: str, request: Outgoing, request_id: str) -> FleetAnswer:
         """One control request to every worker that it concerns.
 

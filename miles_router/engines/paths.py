@@ -8,8 +8,12 @@ SERVER_INFO = ("/server_info", "/get_server_info")
 SCHEMA = ("/openapi.json",)
 #: Generates a token: slow under load, and silent while the engine is paused.
 HEALTH = "/health"
+#: The same, whatever the engine's environment says of `/health`.
+HEALTH_GENERATE = ("/health_generate",)
 #: 503 while the engine is paused, and after a failed `/health` until one succeeds.
 READY = "/ready"
+#: 503 after a failed `/health` until one succeeds; a pause changes nothing.
+WELL = "/ping"
 
 GENERATE = "/generate"
 CHAT = "/v1/chat/completions"
@@ -22,3 +26,6 @@ OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
 
 #: Paths whose requests generate; all others pass a closed gate.
 GENERATION = frozenset({GENERATE, CHAT, COMPLETIONS, MESSAGES, RESPONSES, OLLAMA_CHAT, OLLAMA_GENERATE})
+#: Paths whose requests the engine itself works on. SGLang's HTTP process answers the others, or what they ask for
+#: changes the engine and may hold it for long.
+COMPUTED = GENERATION | {EMBEDDINGS, "/encode", "/classify", "/v1/classify", "/v1/score", "/v1/rerank"}

@@ -18,7 +18,7 @@ from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.control.control import Control
 from miles_router.dialects import namespace_of
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import generates
+from miles_router.fleet.gate import computes, generates
 from miles_router.forwarding.forwarder import Forwarded, Forwarder
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics import Metrics, Statistics
@@ -110,8 +110,17 @@ class Router:
         sent = end_to_end(headers or [], REQUEST_DROPPED)
         if not any(name == b"x-request-id" for name, _ in sent):
             sent.append((b"x-request-id", request_id({}).encode("ascii")))
-        generating = generates(unquote(path.partition("?")[0]))
-        request = Outgoing(method, path.encode("ascii"), sent, body, key, generates=generating, preferred=preferred)
+        decoded = unquote(path.partition("?")[0])
+        request = Outgoing(
+            method,
+            path.encode("ascii"),
+            sent,
+            body,
+            key,
+            generates=generates(decoded),
+            computes=computes(decoded),
+            preferred=preferred,
+        )
         forwarded = await self._forwarder.open_when_admitted(request, flight or Flight())
         try:
             yield forwarded
