@@ -77,7 +77,7 @@ def create_app(
     )
     control = Control(fleet=fleet, fan_out=fan_out, in_flight=in_flight, health=health, extra=config.fan_out)
     stalls = StallWatch(
-        fleet, probes, upstream, metrics, timeout=config.stall_timeout, excused=lambda: control.under_way
+        fleet, probes, upstream, metrics, timeout=config.stall_timeout, excused=lambda: control.may_silence
     )
     router = Router(
         config=config,

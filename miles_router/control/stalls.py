@@ -66,7 +66,6 @@ class StallWatch:
         excused: Callable[[], bool],
     ) -> None:
         self._pool = fleet.pool
-        self._gate = fleet.gate
         self._probes = probes
         self._upstream = upstream
         self._metrics = metrics
@@ -102,7 +101,7 @@ class StallWatch:
         beats = worker.pulse.beats
         heard, silence.beats = beats != silence.beats, beats
         proved = silence.question is not None and silence.question.done()
-        if heard or proved or self._gate.deliberate or self._excused():
+        if heard or proved or self._excused():
             silence.end()
             return
         if not self._upstream.awaits(worker.address, worker.pulse):

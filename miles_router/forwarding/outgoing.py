@@ -55,8 +55,10 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing
     if scope["query_string"]:
         target = b"%b?%b" % (target, scope["query_string"])
     path = scope["path"]
-    key = affinity_key(path, headers)
-    return Outgoing(scope["method"], target, headers, body, key, generates=generates(path), computes=computes(path))
+    key, generating = affinity_key(path, headers), generates(path)
+    return Outgoing(
+        scope["method"], target, headers, body, key, generates=generating, computes=generating or computes(path)
+    )
 
 
 def affinity_key(path: str, headers: RawHeaders) -> str | None:

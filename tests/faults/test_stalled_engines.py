@@ -148,6 +148,22 @@ async def test_it_is_found_though_its_health_has_failed_and_it_looks_paused(stag
         assert await stalls(router) == 1
 
 
+async def test_it_is_found_while_a_pause_waits_for_it(stage: Stage) -> None:
+    """Else it would fail every pause, and a trainer that tries again at once would never be rid of it."""
+    async with simulated(token_latency_s=0.002, stop_probability=0) as (sick, well):
+        router = await stage.router(sick.url, well.url, **WATCHING)
+        answers = [generating(router, 1000) for _ in range(2)]
+        await on_each(sick, well)
+        sick.stop_scheduler()
+        pausing = posting(router, "/pause_generation", mode="in_place")
+        await becomes(router, sick, QUARANTINED)
+        assert not pausing.done()
+        sick.continue_scheduler()
+        assert (await pausing).status == 200
+        assert (await post(router, "/continue_generation")).status == 200
+        assert [len((await each).json()["output_ids"]) for each in answers] == [1000, 1000]
+
+
 @pytest.mark.parametrize("query", ["", "&drain=true"], ids=["removed", "draining"])
 async def test_a_worker_that_leaves_is_still_watched(stage: Stage, query: str) -> None:
     async with simulated(token_latency_s=0.002, stop_probability=0) as (sick, well):
