@@ -129,9 +129,14 @@ async def test_answers_of_the_http_process_alone_do_not_hide_it(stage: Stage) ->
         router = await stage.router(worker.url, **WATCHING)
         worker.stop_scheduler()
         waiting = generating(router)
-        while worker.url and not waiting.done():
-            assert (await post(router, "/generate", text="x", sampling_params={"temperature": -1})).status in (400, 503)
-            assert (await post(router, "/v1/tokenize", prompt="x")).status in (200, 503)
+
+        async def chatter() -> None:
+            while not waiting.done():
+                refused = await post(router, "/generate", text="x", sampling_params={"temperature": -1})
+                assert refused.status in (400, 502, 503)
+                assert (await post(router, "/v1/tokenize", prompt="x")).status in (200, 503)
+
+        await asyncio.gather(*(chatter() for _ in range(3)))
         assert ((await waiting).status, (await waiting).error_type) == (502, "upstream_unreachable")
         assert await stalls(router) == 1
 
@@ -280,7 +285,7 @@ async def test_an_update_through_the_router_is_no_stall(stage: Stage) -> None:
 @pytest.mark.parametrize("busy", [False, True], ids=["paused", "paused for an update"])
 async def test_what_somebody_else_paused_is_not_stalled(stage: Stage, busy: bool) -> None:
     """Its health fails, and within the pause its scheduler may be busy with an update for long."""
-    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0, health_timeout_s=STALL) as worker:
+    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
         router = await stage.router(worker.url, **WATCHING)
         running = generating(router)
         await on_each(worker)
@@ -288,6 +293,7 @@ async def test_what_somebody_else_paused_is_not_stalled(stage: Stage, busy: bool
         assert (await ask(worker.url, "POST", "/pause_generation", JSON, fields)).status == 200
         await until(lambda: worker.door.at("/ping"), "the watch has asked")
         await until(lambda: all(exchange.done for exchange in worker.door.at("/ping")), "and was told")
+        worker.engine.healthy = False
         if busy:
             worker.stop_scheduler()
         await quiet_for(router, LONG)
