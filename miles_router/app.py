@@ -21,6 +21,7 @@ from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
+from miles_router.control.stalls import StallWatch
 from miles_router.edge import RouterApp
 from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import (
@@ -77,6 +78,9 @@ def create_app(
         fleet, probes, interval=config.health_check_interval, deep_interval=config.deep_health_check_interval
     )
     control = Control(fleet=fleet, fan_out=fan_out, in_flight=in_flight, health=health, extra=config.fan_out)
+    stalls = StallWatch(
+        fleet, probes, upstream, metrics, timeout=config.stall_timeout, excused=lambda: control.may_silence
+    )
     router = Router(
         config=config,
         fleet=fleet,
@@ -103,7 +107,7 @@ def create_app(
         fleet.pool.add(parse_worker_url(url))
     admin = Admin(router, _described(loaded))
     routes, doors = _own_routes(config, admin, ControlRoutes(control), layers, stack)
-    routes.lifespan_context = _lifespan(layers, health, fleet, upstream)
+    routes.lifespan_context = _lifespan(layers, health, stalls, fleet, upstream)
     _register_metrics(router, layers)
     return RouterApp(config=config, router=router, routes=routes, doors=doors, stack=stack)
 
@@ -170,7 +174,9 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
                 router.metrics.register(collector)
 
 
-def _lifespan(layers: Iterable[ASGIApp], health: HealthMonitor, fleet: Fleet, upstream: Upstream) -> Lifespan[Any]:
+def _lifespan(
+    layers: Iterable[ASGIApp], health: HealthMonitor, stalls: StallWatch, fleet: Fleet, upstream: Upstream
+) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last."""
 
     @asynccontextmanager
@@ -179,6 +185,7 @@ def _lifespan(layers: Iterable[ASGIApp], health: HealthMonitor, fleet: Fleet, up
             running.push_async_callback(upstream.close)
             running.push_async_callback(fleet.close)
             await running.enter_async_context(health.running())
+            await running.enter_async_context(stalls.running())
             for layer in layers:
                 if isinstance(layer, HasLifespan):
                     await running.enter_async_context(layer.lifespan())

@@ -140,8 +140,10 @@ class UpstreamUnreachable(UpstreamError):
     type = "upstream_unreachable"
     retryable = True
 
-    def __init__(self, message: str, *, refused: bool = False) -> None:
+    def __init__(self, message: str, *, refused: bool = False, given_up: bool = False) -> None:
         super().__init__(message)
+        #: True when the router broke it off itself: another connection to the same worker would be no better.
+        self.given_up = given_up
         #: True when no connection could be made at all, which speaks against the worker itself.
         self.refused = refused
         #: How many workers were tried.

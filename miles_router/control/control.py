@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import orjson
@@ -12,7 +12,7 @@ import orjson
 from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
 from miles_router.control.health import HealthMonitor
 from miles_router.control.row import Call, Row
-from miles_router.control.table import TABLE
+from miles_router.control.table import PAUSE, TABLE
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.inflight import InFlight
@@ -32,6 +32,13 @@ class Control:
         self._in_flight = in_flight
         self._health = health
         self._one_at_a_time = asyncio.Lock()
+        self._pausing = False  # the workers are being told to pause, and were neither paused nor asleep before
+
+    @property
+    def may_silence(self) -> bool:
+        """Whether engines may be silent for what they are told, or were told: a pause may hold an update behind the
+        router. While they are only being told to pause, they answer; one that hangs then would fail every pause."""
+        return not self._pausing and (self._one_at_a_time.locked() or self._fleet.gate.deliberate)
 
     async def send(self, path: str, request: Outgoing, request_id: str) -> FleetAnswer:
         """One control request to every worker that it concerns.
@@ -58,7 +65,16 @@ class Control:
             nullcontext() if row.beside_others else self._one_at_a_time,
             self._fleet.membership if row.holds_membership else nullcontext(),
         ):
-            return one_answer(await row.effect(call), request_id)
+            with self._noting_a_pause() if row is PAUSE else nullcontext():
+                return one_answer(await row.effect(call), request_id)
+
+    @contextmanager
+    def _noting_a_pause(self) -> Iterator[None]:
+        self._pausing = not self._fleet.gate.deliberate
+        try:
+            yield
+        finally:
+            self._pausing = False
 
     async def order(self, row: Row, request_id: str, **fields: object) -> FleetAnswer:
         """A control request of a layer's own. Raises as `send`."""

@@ -8,8 +8,12 @@ SERVER_INFO = ("/server_info", "/get_server_info")
 SCHEMA = ("/openapi.json",)
 #: Generates a token: slow under load, and silent while the engine is paused.
 HEALTH = "/health"
+#: The same, whatever the engine's environment says of `/health`.
+HEALTH_GENERATE = ("/health_generate",)
 #: 503 while the engine is paused, and after a failed `/health` until one succeeds.
 READY = "/ready"
+#: 503 after a failed `/health` until one succeeds; a pause changes nothing.
+WELL = "/ping"
 
 GENERATE = "/generate"
 CHAT = "/v1/chat/completions"
@@ -28,6 +32,11 @@ GENERATION = frozenset({GENERATE, CHAT, COMPLETIONS, MESSAGES, RESPONSES, OLLAMA
     VERTEX_GENERATE,
     TRANSCRIPTIONS,
 }
+#: Paths whose requests the engine itself works on without generating.
+SCORING = frozenset({EMBEDDINGS, "/encode", "/classify", "/v1/classify", "/v1/score", "/v1/rerank"})
+#: Paths whose requests the engine itself works on. SGLang's HTTP process answers the others, or what they ask for
+#: changes the engine and may hold it for long.
+COMPUTED = GENERATION | SCORING
 
 MODELS = "/v1/models"
 COUNT_TOKENS = "/v1/messages/count_tokens"
@@ -36,9 +45,4 @@ TOKENIZERS = frozenset({"/tokenize", "/detokenize", "/v1/tokenize", "/v1/detoken
 ASIDE = TOKENIZERS | {COUNT_TOKENS, EMBEDDINGS}
 #: What the clients' key opens where administration has a key of its own; one that ends with `/` stands for all beneath
 #: it. Everything else that an engine answers needs the key of administration, so that a new engine opens nothing.
-CLIENT_PATHS = (
-    GENERATION
-    | ASIDE
-    | {MODELS, f"{MODELS}/", f"{RESPONSES}/", *MODEL_INFO, "/api/tags", "/api/show"}
-    | {"/encode", "/classify", "/v1/classify", "/v1/score", "/v1/rerank"}
-)
+CLIENT_PATHS = COMPUTED | ASIDE | {MODELS, f"{MODELS}/", f"{RESPONSES}/", *MODEL_INFO, "/api/tags", "/api/show"}

@@ -17,6 +17,7 @@ from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.outlet import Sink
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
+from miles_router.fleet.workers import Pulse
 from miles_router.forwarding.framing import (
     CHUNKED,
     INLINE_BODY,
@@ -34,6 +35,8 @@ from miles_router.metrics import Metrics
 HIGH_WATER = 2 * 1024 * 1024
 #: Chunks that piled up are handed over as one up to this size: fewer writes, and never a second copy of a big body.
 JOIN_LIMIT = 64 * 1024
+#: An engine's HTTP process answers with these by itself.
+ERRORS = 400
 #: A worker whose machine loses its power says nothing more. The kernel asks after 30 s of silence, and gives up the
 #: connection, and with it the request, a minute later.
 KEEPALIVE = (
@@ -216,7 +219,7 @@ class Reply:
             self._waiter.set_result(None)
 
     def _fail(self, error: Exception) -> None:
-        self._error = error
+        self._error = self._error or error  # what follows from the first says less
         self._wake()
 
 
@@ -230,6 +233,7 @@ class Connection(asyncio.BufferedProtocol):
         self._loop: asyncio.AbstractEventLoop
         self._parser: Any = None
         self._reply: Reply | None = None
+        self._pulse: Pulse | None = None  # of the engine that works on the request; None where it is no work for one
         self._headers: RawHeaders = []
         self._head_bytes = 0
         self._to_head = False  # the request was HEAD
@@ -243,8 +247,8 @@ class Connection(asyncio.BufferedProtocol):
 
     # The exchange
 
-    def send(self, head: bytes, body: bytes, *, head_request: bool) -> Reply:
-        """Write one request and give the reply that will come.
+    def send(self, head: bytes, body: bytes, *, head_request: bool, pulse: Pulse | None = None) -> Reply:
+        """Write one request and give the reply that will come; what comes of its body is counted on `pulse`.
 
         Raises:
             UpstreamUnreachable: the connection was lost since it was made, as when a dying worker's backlog took it.
@@ -255,6 +259,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
         self._reply = Reply(self, self._loop)
+        self._pulse = pulse
         self._headers, self._head_bytes = [], 0
         self._to_head = head_request
         self._body, self._remaining, self._raw, self._excess = NO_BODY, 0, False, None
@@ -276,6 +281,17 @@ class Connection(asyncio.BufferedProtocol):
                 self.abort()
         if reply.holds_slot:
             self._pool.slot_freed()
+
+    def awaits(self, pulse: Pulse) -> bool:
+        """Whether a reply is still to come from the engine with this pulse."""
+        return self._pulse is pulse and self._reply is not None and not self._reply.complete
+
+    def give_up(self, reason: str) -> None:
+        """Break the exchange off: the engine will not go on with it."""
+        reply = self._reply
+        if reply is not None and not reply.complete:
+            reply._fail(UpstreamBroken(reason) if reply.head_seen else UpstreamUnreachable(reason, given_up=True))
+        self.abort()
 
     def _unsent(self) -> bool:
         """A reply came before the worker had read its request: what is left of that would hold up the next one."""
@@ -386,6 +402,8 @@ class Connection(asyncio.BufferedProtocol):
             reply.complete = True
 
     def _deliver(self, reply: Reply, data: bytes) -> None:
+        if self._pulse is not None and reply.status < ERRORS:
+            self._pulse.beats += 1
         if reply._add(data) > HIGH_WATER:
             self.pause()
 

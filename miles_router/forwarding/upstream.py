@@ -15,6 +15,7 @@ from miles_router import tasks
 from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
+from miles_router.fleet.workers import Pulse
 from miles_router.forwarding.connection import Connection, Reply
 from miles_router.forwarding.framing import request_head
 from miles_router.forwarding.processes import Processes
@@ -39,7 +40,7 @@ class Upstream:
         self._connect_timeout = connect_timeout
         self._slots = asyncio.Semaphore(max_connections) if max_connections else None
         self._idle: dict[str, deque[Connection]] = {}
-        self._open: set[Connection] = set()
+        self._open: dict[str, set[Connection]] = {}
         self._processes = Processes()
         self._tls: ssl.SSLContext | None = None
         self._closed = False
@@ -56,22 +57,24 @@ class Upstream:
         *,
         slot: bool = True,
         admit: Admit | None = None,
+        pulse: Pulse | None = None,
     ) -> Reply:
         """Send a request and wait for the head of its reply. `headers` are end-to-end ones, without Host and length.
         Without `slot` it waits for none of the `max_connections`: it must get through while all are taken. `admit` is
-        asked each time at the moment of writing, when nothing is left to wait for.
+        asked each time at the moment of writing, when nothing is left to wait for. A request with the `pulse` of an
+        engine ends when that one is given up.
 
         Raises:
-            UpstreamUnreachable: no connection, or it was lost before a reply began.
+            UpstreamUnreachable: no connection, or it was lost, or given up, before a reply began.
             UpstreamInvalidResponse: the worker does not speak HTTP.
             NotAdmitted: `admit` said no. The connection is kept.
         """
         head = request_head(method, address.prefix + target, address.authority, headers, len(body))
         if self._slots is None or not slot:
-            return await self._exchange(address, method, head, body, admit)
+            return await self._exchange(address, method, head, body, admit, pulse)
         await self._slots.acquire()
         try:
-            reply = await self._exchange(address, method, head, body, admit)
+            reply = await self._exchange(address, method, head, body, admit, pulse)
         except BaseException:
             self.slot_freed()
             raise
@@ -100,15 +103,32 @@ class Upstream:
         finally:
             reply.close()
 
+    def awaits(self, address: WorkerUrl, pulse: Pulse) -> bool:
+        """Whether a reply is still to come from the engine with this pulse."""
+        return any(connection.awaits(pulse) for connection in self._open.get(address.url, ()))
+
+    def give_up(self, address: WorkerUrl, pulse: Pulse, reason: str) -> int:
+        """Break off every request that the engine with this pulse works on, as if its worker were lost; how many."""
+        lost = [connection for connection in self._open.get(address.url, ()) if connection.awaits(pulse)]
+        for connection in lost:
+            connection.give_up(reason)
+        return len(lost)
+
     async def close(self) -> None:
         """Break off everything; later exchanges are refused."""
         self._closed = True
-        for connection in tuple(self._open):
+        for connection in [each for connections in self._open.values() for each in connections]:
             connection.abort()
         self._idle.clear()
 
     async def _exchange(
-        self, address: WorkerUrl, method: str, head: bytes, body: bytes, admit: Admit | None = None
+        self,
+        address: WorkerUrl,
+        method: str,
+        head: bytes,
+        body: bytes,
+        admit: Admit | None = None,
+        pulse: Pulse | None = None,
     ) -> Reply:
         connection = self._take_idle(address)
         while True:
@@ -118,11 +138,11 @@ class Upstream:
                 self.keep(address, connection)
                 raise NotAdmitted
             try:
-                reply = connection.send(head, body, head_request=method == "HEAD")
+                reply = connection.send(head, body, head_request=method == "HEAD", pulse=pulse)
                 await reply.head()
-            except UpstreamUnreachable:
+            except UpstreamUnreachable as error:
                 connection.abort()
-                if not kept:
+                if error.given_up or not kept:
                     raise
                 # A kept connection that dies before its reply was most likely closed by the worker while idle; only a
                 # new connection can tell that from a dead worker.
@@ -179,7 +199,7 @@ class Upstream:
 
     def made(self, address: WorkerUrl, connection: Connection) -> None:
         """A connection was made."""
-        self._open.add(connection)
+        self._open.setdefault(address.url, set()).add(connection)
         self._processes.connected(address.url)
 
     def keep(self, address: WorkerUrl, connection: Connection) -> None:
@@ -197,7 +217,10 @@ class Upstream:
 
     def forget(self, address: WorkerUrl, connection: Connection) -> None:
         """A connection was lost."""
-        self._open.discard(connection)
+        connections = self._open[address.url]
+        connections.discard(connection)
+        if not connections:
+            del self._open[address.url]
         self._processes.disconnected(address.url)
         idle = self._idle.get(address.url)
         if idle and connection in idle:

@@ -48,6 +48,7 @@ class Metrics(Statistics, prefix="miles_router"):
     broken_replies = counter("Replies cut by a worker after they had begun.")
     unread_replies = counter("Replies that passed a layer unread, by layer and reason.", by=("layer", "reason"))
     transitions = counter("Changes of a worker's state.", by=("before", "after"), name="worker_transitions")
+    stalled_workers = counter("Workers given up since their engine stood still under requests.")
     in_flight = gauge("Leases held.", by="worker")
     worker_routable = gauge("1: takes new requests.", by="worker")
     workers = gauge("Registered workers by state.", by="state")

@@ -19,7 +19,7 @@ from miles_router.asgi.path import decoded
 from miles_router.control.control import Control
 from miles_router.dialects import namespace_of
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import generates
+from miles_router.fleet.gate import computes, generates
 from miles_router.forwarding.forwarder import Forwarded, Forwarder
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics import Metrics, Statistics
@@ -113,8 +113,17 @@ class Router:
         if not any(name == b"x-request-id" for name, _ in sent):
             sent.append((b"x-request-id", request_id({}).encode("ascii")))
         target = path.encode("ascii")
-        generating = generates(decoded(target.partition(b"?")[0]))
-        request = Outgoing(method, target, sent, body, key, generates=generating, preferred=preferred)
+        decided = decoded(target.partition(b"?")[0])
+        request = Outgoing(
+            method,
+            target,
+            sent,
+            body,
+            key,
+            generates=generates(decided),
+            computes=computes(decided),
+            preferred=preferred,
+        )
         forwarded = await self._forwarder.open_when_admitted(request, flight or Flight())
         try:
             yield forwarded

@@ -96,6 +96,9 @@ class RouterConfig:
     deep_health_check_interval: float = setting(
         60.0, "seconds between deep checks (/health generates a token); 0 leaves them to readmission", _at_least(0)
     )
+    stall_timeout: float = setting(
+        60.0, "seconds without a sign of life after which an engine with requests is given up; 0: never", _at_least(0)
+    )
     readmit: ReadmitPolicy = setting("same-weights", "when a recovered worker may return")
     connect_timeout: float = setting(5.0, "seconds to connect to a worker", _positive)
     request_timeout: float = setting(0.0, "seconds a worker may take for a whole reply; 0: no limit", _at_least(0))

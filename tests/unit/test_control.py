@@ -64,7 +64,9 @@ class Workers:
         body: bytes,
         **how: object,
     ) -> Reply:
-        assert how == {"slot": False, "admit": None}, "it must get through while all connections are taken"
+        assert how == {"slot": False, "admit": None, "pulse": None}, (
+            "it must get through while all connections are taken"
+        )
         path = target.decode()
         if path in self.waits:
             await self.waits[path].wait()
