@@ -17,6 +17,7 @@ from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send
 from miles_router.asgi.keys import Key
 from miles_router.asgi.outlet import Outlet
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
+from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 from miles_router.settings.config import RouterConfig
@@ -37,8 +38,11 @@ class RouterApp:
         doors: dict[str, Key],
         data_key: Key,
         stack: ASGIApp,
+        clients: ClientStatistics,
     ) -> None:
         self.router = router
+        #: What the server of this app counts.
+        self.clients = clients
         self._routes = routes
         self._doors = doors  # first path segment of the router's own routes -> the key they need
         self._stack = stack

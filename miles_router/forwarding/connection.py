@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import httptools
 
+from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.outlet import Sink
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
@@ -32,6 +33,8 @@ from miles_router.metrics import Metrics
 
 #: A reader this far behind (bytes) stops the worker from sending more, and lets it go on at half.
 HIGH_WATER = 2 * 1024 * 1024
+#: Bytes that are read at once, and a reader may be behind, while too much waits for slow clients.
+LITTLE = 64 * 1024
 #: Chunks that piled up are handed over as one up to this size: fewer writes, and never a second copy of a big body.
 JOIN_LIMIT = 64 * 1024
 #: A worker whose machine loses its power says nothing more. The kernel asks after 30 s of silence, and gives up the
@@ -49,6 +52,8 @@ class Home(Protocol):
 
     #: Where the bytes of every connection arrive. One is enough: the event loop fills it and empties it in one step.
     read_buffer: memoryview
+    #: What waits for clients, over all connections.
+    backlog: Backlog
 
     def made(self, address: WorkerUrl, connection: Connection) -> None:
         """The connection was made; it will be forgotten once."""
@@ -71,6 +76,7 @@ class Reply:
     """One reply as it arrives. Read with `read` until it gives b"", then (or earlier) `close`."""
 
     __slots__ = (
+        "_backlog",
         "_buffered",
         "_chunks",
         "_connection",
@@ -86,7 +92,7 @@ class Reply:
         "status",
     )
 
-    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop, backlog: Backlog) -> None:
         self.status = 0
         self.headers: RawHeaders = []
         self.head_seen = False
@@ -99,6 +105,7 @@ class Reply:
         self._error: Exception | None = None
         self._sink: Sink | None = None
         self._loop = loop
+        self._backlog = backlog
 
     @property
     def exhausted(self) -> bool:
@@ -162,6 +169,7 @@ class Reply:
         else:
             chunk = self._chunks.popleft()
         self._buffered -= len(chunk)
+        self._backlog.size -= len(chunk)
         return chunk
 
     async def read_all(self, limit: int) -> bytes:
@@ -184,6 +192,9 @@ class Reply:
         tells the worker to stop generating. Calling it again does nothing."""
         connection, self._connection = self._connection, None
         if connection is not None:
+            self._chunks.clear()
+            self._backlog.size -= self._buffered
+            self._buffered = 0
             connection.done_with(self)
 
     def _more(self) -> asyncio.Future[None]:
@@ -205,6 +216,7 @@ class Reply:
     def _add(self, data: bytes) -> int:
         self._chunks.append(data)
         self._buffered += len(data)
+        self._backlog.size += len(data)
         return self._buffered
 
     def _wake(self) -> None:
@@ -254,7 +266,7 @@ class Connection(asyncio.BufferedProtocol):
         assert self._reply is None
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
-        self._reply = Reply(self, self._loop)
+        self._reply = Reply(self, self._loop, self._pool.backlog)
         self._headers, self._head_bytes = [], 0
         self._to_head = head_request
         self._body, self._remaining, self._raw, self._excess = NO_BODY, 0, False, None
@@ -293,7 +305,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def reader_caught_up(self, buffered: int) -> None:
         """The reader took bytes; let the worker go on once half the high-water mark is free."""
-        if self._reading_paused and buffered <= HIGH_WATER // 2:
+        if self._reading_paused and buffered <= self._high_water() // 2:
             self.resume()
 
     def pause(self) -> None:
@@ -319,7 +331,7 @@ class Connection(asyncio.BufferedProtocol):
         self._pool.made(self._address, self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._pool.read_buffer
+        return self._pool.read_buffer[:LITTLE] if self._pool.backlog.full else self._pool.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         reply = self._reply
@@ -386,8 +398,12 @@ class Connection(asyncio.BufferedProtocol):
             reply.complete = True
 
     def _deliver(self, reply: Reply, data: bytes) -> None:
-        if reply._add(data) > HIGH_WATER:
+        buffered = reply._add(data)
+        if reply._sink is None and buffered > self._high_water():
             self.pause()
+
+    def _high_water(self) -> int:
+        return LITTLE if self._pool.backlog.full else HIGH_WATER
 
     # httptools callbacks
 

@@ -20,7 +20,7 @@ from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.control.fan_out import SLOW
 from miles_router.control.table import TABLE
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
-from miles_router.metrics import GateStatistics, Metrics, Statistics
+from miles_router.metrics import ClientStatistics, GateStatistics, Metrics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from tests.docs.pages import PAGES, name_of
 
@@ -95,7 +95,7 @@ def fan_out() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
-    "metrics": partial(metrics, Metrics, GateStatistics),
+    "metrics": partial(metrics, Metrics, GateStatistics, ClientStatistics),
     "fan_out": fan_out,
     "text_cache": partial(metrics, CacheStatistics),
     "sessions": partial(metrics, SessionStatistics),

@@ -13,11 +13,13 @@ import h11
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import ClientDisconnected, UpstreamError
 from miles_router.forwarding.framing import request_head
-from miles_router.serving.client_connection import ClientConnections
+from miles_router.metrics import ClientStatistics
+from miles_router.serving.clients import ClientConnections
 from tests.support.wire import Wire, WorkerEnd
 
 TOKEN = "abcXYZ019!#$%&'*+-.^_`|~"
@@ -219,7 +221,12 @@ async def served(arrived: Sequence[bytes], answer: Answer) -> tuple[list[Seen], 
         await send({"type": "http.response.body", "body": b""})
 
     state = SimpleNamespace(connections=set(), tasks=set())
-    connection, wire = ClientConnections(app, idle_seconds=60)(server_state=state, app_state={}), Wire()
+    connection, wire = (
+        ClientConnections(app, ClientStatistics(Backlog()), limit=10, idle_seconds=60, head_seconds=60)(
+            server_state=state, app_state={}
+        ),
+        Wire(),
+    )
     connection.connection_made(cast(asyncio.BaseTransport, wire))
     for data in arrived:
         if wire.closed:
