@@ -222,6 +222,8 @@ async def test_as_many_clients_as_there_are_descriptors_for_are_served_and_other
             answers = await asyncio.gather(*(client.closed() for client in more))
             assert {answer[:13] for answer in answers} <= {b"HTTP/1.1 503 ", b""}
             assert any(answers)
+            for client in more:
+                client.abort()
         used = sum(psutil.Process(router.process.pid).cpu_times()[:2])
         await asyncio.sleep(0.3)
         assert sum(psutil.Process(router.process.pid).cpu_times()[:2]) - used < 0.15, "it does not spin"
@@ -230,7 +232,7 @@ async def test_as_many_clients_as_there_are_descriptors_for_are_served_and_other
             assert (await client.read("POST")).body == b"done"
         assert await ended(router, "too_many") == 600
         assert router.stderr().count("too_many_connections") == 1
-        for client in busy:
+        for client in [*idle, *busy]:
             client.abort()
 
 
