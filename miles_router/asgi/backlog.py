@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Beyond this many bytes little is read at once from workers, whoever it is for.
-MAX_BACKLOG = 32 * 1024 * 1024
+MAX_BACKLOG = 16 * 1024 * 1024
 
 
 class Backlog:

@@ -34,7 +34,7 @@ from miles_router.metrics import Metrics
 #: A reader this far behind (bytes) stops the worker from sending more, and lets it go on at half.
 HIGH_WATER = 2 * 1024 * 1024
 #: Bytes that are read at once, and a reader may be behind, while too much waits for slow clients.
-LITTLE = 64 * 1024
+LITTLE = 16 * 1024
 #: Chunks that piled up are handed over as one up to this size: fewer writes, and never a second copy of a big body.
 JOIN_LIMIT = 64 * 1024
 #: A worker whose machine loses its power says nothing more. The kernel asks after 30 s of silence, and gives up the
