@@ -32,6 +32,9 @@ MIN_PROGRESS = 4096
 LOOKS_PER_QUESTION = 10
 #: Retransmissions after which a client that should have answered the question is gone.
 MAX_RETRANSMISSIONS = 3
+#: Bytes of a reply that the system may hold unsent for one client, and for one that was seen to read. Measured on 16 MB
+#: replies: half of that costs 1.3 times the CPU.
+UNSENT, UNSENT_FOR_READERS = 128 * 1024, 1024 * 1024
 TCP_CLOSED = 7  # linux/tcp_states.h
 #: Connections beyond the limit that are told so; more are only closed.
 MAX_REFUSED = 64
@@ -53,6 +56,7 @@ class ClientConnection(asyncio.Protocol):
         self.flush_soon = shared.flush_soon
         self.closing = False
         self.write_paused = False
+        self._reads = False  # it was seen to catch up
         self._backlog = 0  # what of `Backlog` is ours
         self._writable: asyncio.Event | None = None
         self._reading_paused = False
@@ -99,7 +103,7 @@ class ClientConnection(asyncio.Protocol):
             self._current.lost()
         for request, _ in self._waiting:
             request.lost()
-        self.resume_writing()
+        self._caught_up()
         self._reader.close()
         del self._reader  # which holds on to us
 
@@ -110,6 +114,13 @@ class ClientConnection(asyncio.Protocol):
             self._current.slowed(True)
 
     def resume_writing(self) -> None:
+        if not self._reads and not self._shared.statistics.backlog.full:
+            self._reads = True
+            sock = self.transport.get_extra_info("socket")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_FOR_READERS)
+        self._caught_up()
+
+    def _caught_up(self) -> None:
         self.write_paused = False
         self._shared.statistics.backlog.size -= self._backlog
         self._backlog = 0

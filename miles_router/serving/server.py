@@ -17,6 +17,7 @@ import uvicorn
 
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
+from miles_router.serving.client_connection import UNSENT
 from miles_router.serving.clients import ClientConnections
 from miles_router.settings.config import RouterConfig
 from miles_router.version import __version__
@@ -34,8 +35,6 @@ KEEP_ALIVE = 75
 MAX_CLIENTS = 65_536
 #: Descriptors that are neither a client's nor for its request: the listening sockets, checks of workers, files.
 OTHER_FILES = 128
-#: Bytes of a reply that the system may hold unsent for one client; beyond, they wait in the worker.
-UNSENT = 128 * 1024
 
 
 class Server(uvicorn.Server):
@@ -108,7 +107,7 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # of each connection that is taken
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # of each connection that it takes
         sock.bind(address)
         sock.listen(BACKLOG)  # before anybody is told where: whoever reads the banner may come at once
     except OSError as error:

@@ -7,6 +7,7 @@ import contextlib
 import re
 import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from urllib.parse import urlsplit
 
 import psutil
@@ -141,7 +142,7 @@ def half_heads(url: str, how_many: int) -> list[bytes]:
         for number in range(how_many):
             socks.append(stack.enter_context(socket.create_connection((parts.hostname, parts.port or 80))))
             socks[-1].sendall(HALF_HEAD[: number % len(HALF_HEAD)])
-        return [b"".join(iter(lambda sock=sock: sock.recv(4096), b"")) for sock in socks]
+        return [b"".join(iter(partial(sock.recv, 4096), b"")) for sock in socks]
 
 
 async def test_thousands_of_half_heads_vanish(worker: ScriptedWorker) -> None:
