@@ -206,7 +206,6 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._waiting.append((request, scope))
             if len(self._waiting) >= MAX_PIPELINED:
-                self._reader.full = True
                 self.pause_reading()
         return request
 
@@ -229,14 +228,25 @@ class ClientConnection(asyncio.Protocol):
             await self._writable.wait()
 
     def pause_reading(self) -> None:
-        """Hold the client back."""
+        """Hold the client back, and what of it was received and not read yet."""
+        self._reader.full = True
         if not self._reading_paused:
             self._reading_paused = True
             self.transport.pause_reading()
 
     def resume_reading(self) -> None:
         """Let it go on."""
-        if self._reading_paused:
+        if not self._reading_paused:
+            return
+        self._reader.full = False
+        if not self._deaf:
+            try:
+                self._reader.go_on()
+            except RouterError as error:
+                self._refuse_message(error)
+            else:
+                self._settle()
+        if self._reading_paused and not self._reader.full and not self.transport.is_closing():
             self._reading_paused = False
             self.transport.resume_reading()
             self._restart()
@@ -257,26 +267,15 @@ class ClientConnection(asyncio.Protocol):
             return
         if self._waiting:
             self._start(*self._waiting.popleft())
-        self._read_on()
+        self.resume_reading()
         if self._current is not None:
             return
         if self._refusal is not None:
             self.refuse(*self._refusal)
         elif self._half_closed:
             self.close()
-
-    def _read_on(self) -> None:
-        """Read what was held back."""
-        if self._reader.full:
-            self._reader.full = False
-            try:
-                self._reader.go_on()
-            except RouterError as error:
-                self._refuse_message(error)
-                return
-        if not self._reader.full:
-            self.resume_reading()
-        self._settle()
+        else:
+            self._settle()
 
     def break_off(self, request: ClientRequest) -> None:
         """Its reply will never be complete. What came is sent; then the connection ends as no complete reply does."""

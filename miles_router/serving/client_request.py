@@ -152,10 +152,10 @@ class ClientRequest:
             if self.awaits_continue:
                 self.awaits_continue = False
                 self._line.write_continue()
-            self._line.resume_reading()
             if self._news is None:
                 self._news = asyncio.Event()
             self._news.clear()
+            self._line.resume_reading()  # which may bring news at once
             await self._news.wait()
         return {"type": "http.disconnect"}
 
