@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from miles_router.settings.config import MiddlewareSpec
 from tests.support.http import Client, chunked, request
 from tests.support.running_router import RouterProcess, router_process
 from tests.support.scripted_worker import HANG, ScriptedWorker, reply, script
@@ -192,8 +193,26 @@ async def test_a_body_that_drips_is_refused_and_one_that_gets_on_is_not(stage: S
     assert [len(received.body) for received in worker.requests] == [40 * 5000]
 
 
-async def test_who_is_held_back_by_the_router_is_not_late(stage: Stage) -> None:
-    """Its body is not read, or it waits behind another request, or for `100 Continue`."""
+LATE = [("Content-Length", "100"), ("Expect", "100-continue")]
+
+
+@pytest.mark.parametrize(
+    "sent", [request("POST", "/generate", body=b"x" * MEGABYTE), request("POST", "/generate", LATE)]
+)
+async def test_whose_body_nobody_reads_is_not_late(stage: Stage, sent: bytes) -> None:
+    """Neither is one that waits for `100 Continue`."""
+    layer = MiddlewareSpec("tests.support.plugins.working.Unread")
+    router = await stage.router(head_timeout=0.05, middlewares=(layer,))
+    client = await stage.client(router)
+    sending = asyncio.ensure_future(client.send(sent))
+    await asyncio.sleep(0.2)  # four times what a client may take
+    router.app.router.state.answer.set()
+    assert (await client.read("POST")).status == 200
+    await sending
+    assert not router.app.clients.ended
+
+
+async def test_who_waits_behind_another_request_is_not_late(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, head_timeout=0.05)
     gate = asyncio.Event()
