@@ -14,6 +14,7 @@ from starlette.types import Lifespan
 
 from miles_router.admin.control import ControlRoutes
 from miles_router.admin.routes import Admin
+from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.doors import Doors, first_segment
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.keys import Keys
@@ -38,7 +39,7 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
-from miles_router.metrics import Metrics
+from miles_router.metrics import ClientStatistics, Metrics
 from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, load_middlewares
 from miles_router.middlewares.router import Router
@@ -62,7 +63,10 @@ def create_app(
     """
     config = config or RouterConfig()
     loaded = load_middlewares(config.middlewares)
-    upstream = Upstream(connect_timeout=config.connect_timeout, max_connections=config.max_connections)
+    clients = ClientStatistics(Backlog())
+    upstream = Upstream(
+        connect_timeout=config.connect_timeout, max_connections=config.max_connections, backlog=clients.backlog
+    )
     probes, fan_out = Probes(upstream, timeout=config.health_check_timeout), FanOut(upstream)
     fleet = Fleet(
         pool=WorkerPool(failure_threshold=config.health_check_failure_threshold, readmit=config.readmit),
@@ -72,6 +76,7 @@ def create_app(
         orders=fan_out,
     )
     metrics = Metrics(fleet)
+    metrics.register(clients)
     forwarder = Forwarder(fleet=fleet, upstream=upstream, metrics=metrics, max_retries=config.max_retries)
     in_flight = InFlight()
     health = HealthMonitor(
@@ -109,7 +114,7 @@ def create_app(
     routes, doors = _own_routes(config, admin, ControlRoutes(control), layers, stack)
     routes.lifespan_context = _lifespan(layers, health, stalls, fleet, upstream)
     _register_metrics(router, layers)
-    return RouterApp(config=config, router=router, routes=routes, doors=doors, stack=stack)
+    return RouterApp(config=config, router=router, routes=routes, doors=doors, stack=stack, clients=clients)
 
 
 def _own_routes(

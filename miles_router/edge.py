@@ -18,6 +18,7 @@ from miles_router.asgi.origin import refuse_foreign
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.path import decoded
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
+from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 from miles_router.settings.config import RouterConfig
@@ -37,9 +38,12 @@ class RouterApp:
         routes: Routes,
         doors: Doors,
         stack: ASGIApp,
+        clients: ClientStatistics,
     ) -> None:
         self.router = router
         self.doors = doors
+        #: What the server of this app counts.
+        self.clients = clients
         self._routes = routes
         self._stack = stack
         self._public_url = config.public_url

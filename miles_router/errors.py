@@ -8,9 +8,11 @@
     │   ├── ForeignOrigin           403 foreign_origin
     │   ├── NotFound                404 not_found
     │   ├── MethodNotAllowed        405 method_not_allowed
-    │   └── BodyTooLarge            413 request_too_large
+    │   ├── BodyTooLarge            413 request_too_large
+    │   └── RequestTimeout          408 request_timeout
     ├── ClientDisconnected          nothing is rendered: nobody is listening
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
+    ├── TooManyConnections          503 too_many_connections, with Retry-After
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     ├── PartlyFailed                502 fan_out_failed
     └── UpstreamError               502 upstream_error
@@ -95,6 +97,13 @@ class BodyTooLarge(BadRequest):
     type = "request_too_large"
 
 
+class RequestTimeout(BadRequest):
+    """The request did not arrive in time (`--head-timeout`)."""
+
+    status = 408
+    type = "request_timeout"
+
+
 class ClientDisconnected(RouterError):
     """The client is gone; 499 is what metrics and logs call it (nginx's convention)."""
 
@@ -107,6 +116,15 @@ class NoWorkerAvailable(RouterError):
 
     status = 503
     type = "no_worker_available"
+    retryable = True
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
+class TooManyConnections(RouterError):
+    """As many clients are connected as the router takes, and none of their connections is idle."""
+
+    status = 503
+    type = "too_many_connections"
     retryable = True
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 

@@ -7,6 +7,7 @@ with what is sent.
 
 from __future__ import annotations
 
+import io
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -80,17 +81,14 @@ class Exchange:
         return await self._read_parts(message, receive)
 
     async def _read_parts(self, message: Message, receive: Receive) -> bytes:
-        parts: list[bytes] = []
-        size = 0
+        body = io.BytesIO()  # not a list: what comes byte by byte must not take a hundred times its size
         while True:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected("the client left before it had sent its request")
-            part = message.get("body", b"")
-            parts.append(part)
-            size += len(part)
-            self._check_size(size)
+            body.write(message.get("body", b""))
+            self._check_size(body.tell())
             if not message.get("more_body", False):
-                return b"".join(parts)
+                return body.getvalue()
             message = await receive()
 
     def check_announced_size(self, scope: Scope) -> None:

@@ -1,20 +1,17 @@
-"""One HTTP/1.1 connection to a worker, and what comes back on it. Framing after RFC 9112; bytes stay as they are.
-
-Connection  one socket: writes a request, frames the reply, pauses reading when the reader is slow
-Reply       what one exchange delivers: status, headers, then body chunks exactly as they arrive
+"""One HTTP/1.1 connection to a worker: writes a request, frames the reply, pauses reading when the reader is slow.
+Framing after RFC 9112; bytes stay as they are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from typing import Any, Protocol, cast
 
 import httptools
 
+from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.headers import RawHeaders
-from miles_router.asgi.outlet import Sink
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Pulse
@@ -29,12 +26,12 @@ from miles_router.forwarding.framing import (
     InvalidFraming,
     reply_body,
 )
-from miles_router.metrics import Metrics
+from miles_router.forwarding.reply import Reply
 
 #: A reader this far behind (bytes) stops the worker from sending more, and lets it go on at half.
 HIGH_WATER = 2 * 1024 * 1024
-#: Chunks that piled up are handed over as one up to this size: fewer writes, and never a second copy of a big body.
-JOIN_LIMIT = 64 * 1024
+#: Bytes that are read at once, and a reader may be behind, while too much waits for slow clients.
+LITTLE = 16 * 1024
 #: An engine's HTTP process answers with these by itself.
 ERRORS = 400
 #: A worker whose machine loses its power says nothing more. The kernel asks after 30 s of silence, and gives up the
@@ -52,6 +49,8 @@ class Home(Protocol):
 
     #: Where the bytes of every connection arrive. One is enough: the event loop fills it and empties it in one step.
     read_buffer: memoryview
+    #: What waits for clients, over all connections.
+    backlog: Backlog
 
     def made(self, address: WorkerUrl, connection: Connection) -> None:
         """The connection was made; it will be forgotten once."""
@@ -68,159 +67,6 @@ class Home(Protocol):
     def slot_freed(self) -> None:
         """An exchange that counted against the bound has ended."""
         ...
-
-
-class Reply:
-    """One reply as it arrives. Read with `read` until it gives b"", then (or earlier) `close`."""
-
-    __slots__ = (
-        "_buffered",
-        "_chunks",
-        "_connection",
-        "_error",
-        "_loop",
-        "_metrics",
-        "_sink",
-        "_waiter",
-        "complete",
-        "head_seen",
-        "headers",
-        "holds_slot",
-        "status",
-    )
-
-    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        self.status = 0
-        self.headers: RawHeaders = []
-        self.head_seen = False
-        self.complete = False  # every byte has arrived (not: has been read)
-        self.holds_slot = False  # one of the `max_connections`
-        self._connection: Connection | None = connection
-        self._chunks: deque[bytes] = deque()
-        self._buffered = 0
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
-        self._sink: Sink | None = None
-        self._loop = loop
-
-    @property
-    def exhausted(self) -> bool:
-        """Every byte has arrived and was read."""
-        return self.complete and not self._chunks
-
-    async def head(self) -> None:
-        """Wait for status and headers.
-
-        Raises:
-            UpstreamUnreachable: the connection was lost before.
-            UpstreamInvalidResponse: what came is not HTTP.
-        """
-        while not self.head_seen:
-            await self._more()
-
-    async def read(self) -> bytes:
-        """The next bytes of the body as soon as there are any; b"" after the last.
-
-        Raises:
-            UpstreamBroken: the connection was lost inside the body.
-        """
-        while not self._chunks:
-            if self.complete:
-                return b""
-            await self._more()
-        return self.take()
-
-    async def pour(self, sink: Sink, metrics: Metrics) -> None:
-        """Write the body to `sink` as it arrives, without waking anybody for it; what arrives together with its end is
-        left to `read`.
-
-        Raises:
-            UpstreamBroken: the connection was lost inside the body.
-        """
-        assert self._connection is not None
-        self._sink, self._metrics = sink, metrics
-        try:
-            self._flow()
-            self._connection.resume()  # from now on only the client's pace counts
-            sink.fed_by(self._connection)
-            while not self.complete:
-                await self._more()
-        finally:
-            self._sink = None
-            sink.fed_by(None)
-
-    def take(self) -> bytes:
-        """The bytes that have arrived and were not read yet, without waiting; b"" if there are none."""
-        if not self._chunks:
-            return b""
-        chunk = self._next()
-        if self._connection is not None:
-            self._connection.reader_caught_up(self._buffered)
-        return chunk
-
-    def _next(self) -> bytes:
-        if len(self._chunks) > 1 and self._buffered <= JOIN_LIMIT:
-            chunk = b"".join(self._chunks)
-            self._chunks.clear()
-        else:
-            chunk = self._chunks.popleft()
-        self._buffered -= len(chunk)
-        return chunk
-
-    async def read_all(self, limit: int) -> bytes:
-        """The rest of the body.
-
-        Raises:
-            UpstreamInvalidResponse: it is longer than `limit` bytes.
-        """
-        parts = []
-        size = 0
-        while chunk := await self.read():
-            parts.append(chunk)
-            size += len(chunk)
-            if size > limit:
-                raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
-        return b"".join(parts)
-
-    def close(self) -> None:
-        """Done with this reply: a complete one frees its connection for the next, a partial one breaks it off, which
-        tells the worker to stop generating. Calling it again does nothing."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.done_with(self)
-
-    def _more(self) -> asyncio.Future[None]:
-        """What to await for more of the reply, its end or its failure; one reader waits at a time."""
-        if self._error is not None:
-            raise self._error
-        self._waiter = self._loop.create_future()
-        return self._waiter
-
-    def _flow(self) -> None:
-        """Give the sink what has arrived."""
-        while self._chunks and self._sink is not None:
-            data = self._next()
-            self._metrics.bytes_out += len(data)
-            self._sink.write(data)
-
-    # What the connection calls
-
-    def _add(self, data: bytes) -> int:
-        self._chunks.append(data)
-        self._buffered += len(data)
-        return self._buffered
-
-    def _wake(self) -> None:
-        if self._sink is not None and not self.complete:
-            self._flow()
-            if self._error is None:
-                return
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _fail(self, error: Exception) -> None:
-        self._error = self._error or error  # what follows from the first says less
-        self._wake()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -258,7 +104,7 @@ class Connection(asyncio.BufferedProtocol):
         assert self._reply is None
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
-        self._reply = Reply(self, self._loop)
+        self._reply = Reply(self, self._loop, self._pool.backlog)
         self._pulse = pulse
         self._headers, self._head_bytes = [], 0
         self._to_head = head_request
@@ -309,7 +155,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def reader_caught_up(self, buffered: int) -> None:
         """The reader took bytes; let the worker go on once half the high-water mark is free."""
-        if self._reading_paused and buffered <= HIGH_WATER // 2:
+        if self._reading_paused and buffered <= self._high_water() // 2:
             self.resume()
 
     def pause(self) -> None:
@@ -330,17 +176,21 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
         self._loop = asyncio.get_running_loop()
         sock = transport.get_extra_info("socket")
-        for level, option, value in KEEPALIVE:
-            sock.setsockopt(level, option, value)
+        if sock is not None:  # it is gone already, and `connection_lost` comes next
+            for level, option, value in KEEPALIVE:
+                sock.setsockopt(level, option, value)
         self._pool.made(self._address, self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._pool.read_buffer
+        return self._pool.read_buffer[:LITTLE] if self._pool.backlog.full else self._pool.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         reply = self._reply
         if reply is None:  # nobody asked: whatever this is, the connection can no longer be trusted
             self.abort()
+            return
+        if reply.complete:  # nobody asked for more; what follows may be a late answer to nothing
+            self._reusable = False
             return
         data = self._pool.read_buffer[:nbytes]
         if self._raw:
@@ -404,8 +254,12 @@ class Connection(asyncio.BufferedProtocol):
     def _deliver(self, reply: Reply, data: bytes) -> None:
         if self._pulse is not None and reply.status < ERRORS:
             self._pulse.beats += 1
-        if reply._add(data) > HIGH_WATER:
+        buffered = reply._add(data)
+        if reply._sink is None and buffered > self._high_water():
             self.pause()
+
+    def _high_water(self) -> int:
+        return LITTLE if self._pool.backlog.full else HIGH_WATER
 
     # httptools callbacks
 
@@ -435,7 +289,10 @@ class Connection(asyncio.BufferedProtocol):
 
     def on_body(self, data: bytes) -> None:
         reply = self._reply
-        if reply is None or reply.complete or self._body == NO_BODY:
+        if reply is None or reply.complete:
+            return
+        if self._body == NO_BODY:
+            self._reusable = False  # bytes, or the first of them, that this reply may not have
             return
         if self._excess is not None:
             self._excess.piece(len(data))

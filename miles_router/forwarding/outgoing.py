@@ -8,7 +8,7 @@ from typing import Any
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.fleet.gate import SESSION_PREFIX, computes, generates
 from miles_router.fleet.workers import Worker
-from miles_router.forwarding.connection import Reply
+from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Admit, Upstream
 
 AFFINITY_HEADERS = (b"x-smg-routing-key", b"x-session-id")

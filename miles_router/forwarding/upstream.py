@@ -6,25 +6,30 @@ Headers and bodies stay bytes from socket to socket. Nothing is decompressed, de
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from collections import deque
 from collections.abc import Callable
 
 from miles_router import tasks
+from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Pulse
-from miles_router.forwarding.connection import Connection, Reply
+from miles_router.forwarding.connection import Connection
 from miles_router.forwarding.framing import request_head
 from miles_router.forwarding.processes import Processes
+from miles_router.forwarding.reply import Reply
 
 #: Bytes taken from a socket at once. Measured on 16 MB replies: 256 kB, the event loop's own size, costs 1.4 times the
 #: CPU of 1 MB, nearly all of it in system calls; beyond, little is left to gain.
 READ_BYTES = 1024 * 1024
 #: An idle connection older than this (seconds) is retired; SGLang's server closes its own side after 5.
 IDLE_SECONDS = 60.0
+#: Why no connection can be made that says nothing of the worker: descriptors, memory or ports of this machine are out.
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 #: Whether a request may be written now.
 Admit = Callable[[], bool]
 
@@ -36,7 +41,9 @@ class NotAdmitted(Exception):
 class Upstream:
     """Opens exchanges with workers. `max_connections` bounds those running at once (0: no bound); more wait."""
 
-    def __init__(self, *, connect_timeout: float = 5.0, max_connections: int = 0) -> None:
+    def __init__(
+        self, *, connect_timeout: float = 5.0, max_connections: int = 0, backlog: Backlog | None = None
+    ) -> None:
         self._connect_timeout = connect_timeout
         self._slots = asyncio.Semaphore(max_connections) if max_connections else None
         self._idle: dict[str, deque[Connection]] = {}
@@ -44,6 +51,8 @@ class Upstream:
         self._processes = Processes()
         self._tls: ssl.SSLContext | None = None
         self._closed = False
+        #: What waits for clients, over all connections.
+        self.backlog = backlog or Backlog()
         #: Where every connection's bytes arrive. One is enough: the event loop fills it and empties it in one step.
         self.read_buffer = memoryview(bytearray(READ_BYTES))
 
@@ -168,7 +177,8 @@ class Upstream:
             raise UpstreamUnreachable(f"{address.url} took no connection in {self._connect_timeout:g} s", refused=True)
         connection: Connection | OSError = task.result()
         if isinstance(connection, OSError):
-            raise UpstreamUnreachable(f"{address.url} takes no connection: {connection}", refused=True)
+            refused = connection.errno not in EXHAUSTED
+            raise UpstreamUnreachable(f"{address.url} takes no connection: {connection}", refused=refused)
         return connection
 
     async def _dial(self, address: WorkerUrl) -> Connection | OSError:

@@ -4,7 +4,7 @@ statistics   how numbers are declared: once, for `GET /metrics` and `GET /router
 metrics      the router's own, and the registry of all
 """
 
-from miles_router.metrics.metrics import GateStatistics, Metrics
+from miles_router.metrics.metrics import ClientStatistics, GateStatistics, Metrics
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 
-__all__ = ["GateStatistics", "Metrics", "Statistics", "counter", "gauge", "histogram"]
+__all__ = ["ClientStatistics", "GateStatistics", "Metrics", "Statistics", "counter", "gauge", "histogram"]

@@ -7,6 +7,7 @@ from collections import Counter
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from miles_router.asgi.backlog import Backlog
 from miles_router.engines import paths
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
@@ -121,3 +122,17 @@ class GateStatistics(Statistics, prefix="miles_router"):
             held=lambda: gate.held,
             pauses=lambda: gate.pauses,
         )
+
+
+class ClientStatistics(Statistics, prefix="miles_router"):
+    """The connections of clients: how many there are, how the router ended some, and what waits on them."""
+
+    connections = gauge("Connections of clients.", name="client_connections")
+    ended = counter("Connections of clients that the router ended, by reason.", by="reason", name="ended_connections")
+    waiting_bytes = gauge("Bytes of replies that wait for clients which read slowly.", name="waiting_reply_bytes")
+
+    def __init__(self, backlog: Backlog) -> None:
+        #: How many there are.
+        self.open = 0
+        super().__init__(connections=lambda: self.open, waiting_bytes=lambda: backlog.size)
+        self.backlog = backlog

@@ -18,7 +18,8 @@ import uvicorn
 from miles_router.asgi.keys import Keys
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
-from miles_router.serving.client_connection import ClientConnections
+from miles_router.serving.client_connection import UNSENT
+from miles_router.serving.clients import ClientConnections
 from miles_router.settings.config import RouterConfig
 from miles_router.version import __version__
 
@@ -31,6 +32,10 @@ ACCEPTS_PER_STEP = 16
 GC_THRESHOLDS = (10_000, 10, 10)
 #: Seconds an idle client connection is kept: longer than clients' own pools keep theirs, so that they close first.
 KEEP_ALIVE = 75
+#: Connections of clients at once, where the system has descriptors for that many.
+MAX_CLIENTS = 65_536
+#: Descriptors that are neither a client's nor for its request: the listening sockets, checks of workers, files.
+OTHER_FILES = 128
 
 
 class Server(uvicorn.Server):
@@ -70,9 +75,16 @@ def serve(app: RouterApp) -> None:
 
 def uvicorn_config(app: RouterApp) -> uvicorn.Config:
     """How uvicorn hosts our own protocol: its event loop, its lifespan, a bounded SIGTERM."""
+    connections = ClientConnections(
+        app,
+        app.clients,
+        limit=connection_limit(),
+        idle_seconds=KEEP_ALIVE,
+        head_seconds=app.router.config.head_timeout,
+    )
     return uvicorn.Config(
         app,
-        http=cast(type[asyncio.Protocol], ClientConnections(app, idle_seconds=KEEP_ALIVE)),
+        http=cast(type[asyncio.Protocol], connections),
         ws="none",
         loop="uvloop",
         lifespan="on",
@@ -96,6 +108,7 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # of each connection that it takes
         sock.bind(address)
         sock.listen(BACKLOG)  # before anybody is told where: whoever reads the banner may come at once
     except OSError as error:
@@ -117,6 +130,13 @@ def raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def connection_limit() -> int:
+    """How many clients may be connected, so that each can have a connection to a worker beside its own."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MAX_CLIENTS if soft == resource.RLIM_INFINITY else (soft - OTHER_FILES) // 2
+    return max(1, min(files, MAX_CLIENTS))
 
 
 def banner(app: RouterApp, address: tuple[str, int]) -> str:

@@ -21,7 +21,7 @@ from miles_router.control.fan_out import SLOW
 from miles_router.control.table import TABLE
 from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
-from miles_router.metrics import GateStatistics, Metrics, Statistics
+from miles_router.metrics import ClientStatistics, GateStatistics, Metrics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from tests.docs.pages import PAGES, name_of
 
@@ -107,7 +107,7 @@ def client_paths() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
-    "metrics": partial(metrics, Metrics, GateStatistics),
+    "metrics": partial(metrics, Metrics, GateStatistics, ClientStatistics),
     "fan_out": fan_out,
     "client_paths": client_paths,
     "text_cache": partial(metrics, CacheStatistics),

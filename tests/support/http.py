@@ -119,6 +119,10 @@ class Client:
         self._writer.write(data)
         await soon(self._writer.drain())
 
+    def half_close(self) -> None:
+        """Send nothing more, and read on."""
+        self._writer.write_eof()
+
     def abort(self) -> None:
         """Leave at once."""
         self._writer.transport.abort()
@@ -210,6 +214,10 @@ class Client:
             self._left -= len(data)
             return data
         return await self._step(self._reader.read(2**20)) if self._framing == "close" else b""
+
+    async def read_raw(self) -> bytes:
+        """The next bytes as they come."""
+        return await soon(self._reader.read(2**16))
 
     async def closed(self) -> bytes:
         """Wait until the router closes or resets the connection; what it still said before."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -161,12 +162,17 @@ class RouterProcess:
 
 
 @contextlib.asynccontextmanager
-async def router_process(*arguments: str, expect_status: int = 0) -> AsyncIterator[RouterProcess]:
-    """Start the real command on a free port; at the end SIGTERM must end it with `expect_status`."""
+async def router_process(
+    *arguments: str, expect_status: int = 0, open_files: int | None = None
+) -> AsyncIterator[RouterProcess]:
+    """Start the real command on a free port; at the end SIGTERM must end it with `expect_status`. The system lets it
+    have `open_files` descriptors."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILES_ROUTER_")}
     with tempfile.NamedTemporaryFile(prefix="miles-router-", suffix=".log") as log:
         command = [str(COMMAND), "--port", "0", "--health-check-interval", str(QUIET), *arguments]
         process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)  # noqa: ASYNC220 (forks, no wait)
+        if open_files is not None:  # before it looks: an interpreter takes long to start
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (open_files, open_files))
         running = RouterProcess("", process, log)
         try:
             await until(lambda: _listening(running) or process.poll() is not None, "a banner")

@@ -23,8 +23,8 @@ from miles_router.fleet.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import Worker, WorkerState
-from miles_router.forwarding.connection import Reply
 from miles_router.forwarding.outgoing import Outgoing
+from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Upstream
 from tests.support.waiting import until
 
