@@ -16,7 +16,7 @@ from miles_router.metrics import Metrics
 JOIN_LIMIT = 64 * 1024
 
 
-class Line(Source, Protocol):
+class ReplySource(Source, Protocol):
     """Where a reply comes from: `connection.Connection`."""
 
     def reader_caught_up(self, buffered: int) -> None:
@@ -48,13 +48,13 @@ class Reply:
         "status",
     )
 
-    def __init__(self, connection: Line, loop: asyncio.AbstractEventLoop, backlog: Backlog) -> None:
+    def __init__(self, connection: ReplySource, loop: asyncio.AbstractEventLoop, backlog: Backlog) -> None:
         self.status = 0
         self.headers: RawHeaders = []
         self.head_seen = False
         self.complete = False  # every byte has arrived (not: has been read)
         self.holds_slot = False  # one of the `max_connections`
-        self._connection: Line | None = connection
+        self._connection: ReplySource | None = connection
         self._chunks: deque[bytes] = deque()
         self._buffered = 0
         self._waiter: asyncio.Future[None] | None = None
