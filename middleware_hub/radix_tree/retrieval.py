@@ -13,7 +13,7 @@ from starlette.responses import Response
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows
+from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows, Watch
 from miles_router.trajectory import Retrieved, Trajectory
 from miles_router.trajectory.retrieved import write_safetensors
 
@@ -38,11 +38,12 @@ class Retrieval:
         """
         exchange = Exchange.of(request.scope)
         asked = _checked(exchange.loads(await exchange.read(request.receive)))
-        texts = asked.get("texts")
-        if texts is None:
-            found = [await self._one(asked.get("text"), asked.get("rid"), strict=bool(asked.get("strict")))]
-        else:
-            found = [await self._one(text, None, strict=bool(asked.get("strict"))) for text in texts]
+        texts, strict = asked.get("texts"), bool(asked.get("strict"))
+        with Watch(request.receive):
+            if texts is None:
+                found = [await self._one(asked.get("text"), asked.get("rid"), strict=strict)]
+            else:
+                found = [await self._one(text, None, strict=strict) for text in texts]
         if BINARY in request.headers.get("accept", ""):
             return Response(write_safetensors(found, many=texts is not None), media_type=BINARY)
         answers = [each.to_json(with_logprobs=asked.get("return_logp", True)) for each in found]

@@ -8,6 +8,7 @@ from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, 
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.asgi.keys import Key
 from miles_router.asgi.replies import OK, Collected, Kind, Tap, UnreadCounter, readable, with_length
+from miles_router.asgi.watch import Watch
 from miles_router.control.row import Row
 from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
 from miles_router.engines.events import LAST_EVENT, Event, write_event
@@ -60,6 +61,7 @@ __all__ = [
     "TrajectoryRows",
     "UnknownShape",
     "UnreadCounter",
+    "Watch",
     "counter",
     "first",
     "first_prefix",

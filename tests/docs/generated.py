@@ -16,11 +16,12 @@ from middleware_hub.openai_session.statistics import SessionStatistics
 from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  # so that it is in the table
 from middleware_hub.routed_experts.statistics import ExpertStatistics
+from middleware_hub.tokenizing.async_encoder import EncodingStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.control.fan_out import SLOW
 from miles_router.control.table import TABLE
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
-from miles_router.metrics import GateStatistics, Metrics, Statistics
+from miles_router.metrics import GateStatistics, LoopDelay, Metrics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from tests.docs.pages import PAGES, name_of
 
@@ -95,10 +96,11 @@ def fan_out() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
-    "metrics": partial(metrics, Metrics, GateStatistics),
+    "metrics": partial(metrics, Metrics, LoopDelay, GateStatistics),
     "fan_out": fan_out,
     "text_cache": partial(metrics, CacheStatistics),
     "sessions": partial(metrics, SessionStatistics),
+    "encoding": partial(metrics, EncodingStatistics),
     "routed_experts": partial(metrics, ExpertStatistics),
 }
 
