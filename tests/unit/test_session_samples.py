@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from middleware_hub.openai_session.errors import UnusableSample
-from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest, write_samples
+from middleware_hub.openai_session.export.samples import SampleMaker, SamplePlan, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
@@ -29,10 +29,13 @@ def decode(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
+def planned(scene: Scene, **request: Any) -> SamplePlan:
+    maker = SampleMaker(Selection(()), decode, RowChannel(ROUTED_EXPERTS))
+    return maker.plan(scene.session, SampleRequest.read(request))
+
+
 def collected(scene: Scene, **request: Any) -> list[Sample]:
-    return SampleMaker(Selection(()), decode, RowChannel(ROUTED_EXPERTS)).make(
-        scene.session, SampleRequest.read(request)
-    )
+    return planned(scene, **request).make()
 
 
 def one(scene: Scene, **request: Any) -> Sample:
@@ -126,9 +129,9 @@ def test_what_is_given_at_collection_is_carried() -> None:
     sample = one(scene, reward=0.5, label=[1], metadata={"source": "collection"})
     assert (sample.reward, sample.label) == (0.5, [1])
     assert (sample.metadata["task"], sample.metadata["source"]) == ("sum", "collection")
-    (plain,) = orjson.loads(write_samples(scene.session, [one(scene)], SampleRequest()))["samples"]
+    (plain,) = orjson.loads(planned(scene).write())["samples"]
     assert not {"reward", "label"} & plain.keys()
-    (null,) = orjson.loads(write_samples(scene.session, [one(scene)], SampleRequest.read({"label": None})))["samples"]
+    (null,) = orjson.loads(planned(scene, label=None).write())["samples"]
     assert (null["label"], "reward" in null) == (None, False)
 
 
@@ -187,7 +190,7 @@ def test_the_reason_of_a_sample_is_the_first_along_its_line() -> None:
 def test_a_session_without_turns_gives_no_samples() -> None:
     scene = Scene()
     assert collected(scene) == []
-    assert orjson.loads(write_samples(scene.session, [], SampleRequest())) == {
+    assert orjson.loads(planned(scene).write()) == {
         "samples": [],
         "metadata": {"session_id": "s", "turns": 0, "segments": 0, "untraced": []},
     }
@@ -277,7 +280,7 @@ def test_every_form_gives_every_array_exactly(form: Format) -> None:
     scene = of_hard_logprobs()
     scene.turn([user("else")])
     found = collected(scene)
-    read = READERS[form](write_samples(scene.session, found, SampleRequest(form)))
+    read = READERS[form](planned(scene, format=form).write())
     assert [trajectory(sample) for sample in read] == [leaf.trajectory() for leaf in scene.session.leaves()]
     assert bits(read[0].logprobs[3:9]) == bits(LOGPROBS)
     assert [sample.metadata for sample in read] == [sample.metadata for sample in found]
@@ -288,5 +291,5 @@ def test_beside_the_samples_stands_what_is_true_of_the_session() -> None:
     scene.turn([user("else")])
     scene.session.metadata["task"] = 7
     told = {"task": 7, "session_id": "s", "turns": 3, "segments": 2, "untraced": []}
-    assert orjson.loads(write_samples(scene.session, [], SampleRequest()))["metadata"] == told
-    assert orjson.loads(unpack(write_samples(scene.session, [], SampleRequest("safetensors")))[1]["metadata"]) == told
+    assert orjson.loads(planned(scene).write())["metadata"] == told
+    assert orjson.loads(unpack(planned(scene, format="safetensors").write())[1]["metadata"]) == told

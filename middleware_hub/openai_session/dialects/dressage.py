@@ -10,6 +10,7 @@ POST /v1/rollout/pause, /v1/rollout/resume;  GET /v1/rollout/pause_state
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -19,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.dialects.dialect import TakesTurn
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
-from middleware_hub.openai_session.export.samples import SampleRequest, write_samples
+from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines import paths
 from miles_router.errors import BadRequest
@@ -36,6 +37,7 @@ from miles_router.middlewares import (
     Send,
     first,
 )
+from miles_router.trajectory.json_parts import list_parts
 
 SESSION, INSTANCE, TURN, ROUTING = b"x-session-id", b"x-instance-id", b"x-turn-id", b"x-smg-routing-key"
 ROLLOUT = "/v1/rollout/"
@@ -51,6 +53,7 @@ class DressageDialect:
         self._router = router
         self._sessions = sessions
         self._turn = turn
+        self._draining: set[str] = set()  # sessions that are read now, to be deleted then
         # The data plane's key was asked for before; one of administration comes as `X-Api-Key` beside it.
         config = router.config
         self._admin = Key(config.effective_admin_key if config.effective_admin_key != config.api_key else None)
@@ -119,13 +122,20 @@ class DressageDialect:
             sessions, mode = [session] if session.finalized is not None else [], "trajectory"
         else:
             sessions, mode = self._batch(parsed.get("instance_id"), parsed.get("max_groups")), "batch"
-        data = [segment for session in sessions for segment in self._segments(session)]
+        reading = [session for session in sessions if not (drain and session.id in self._draining)]
+        draining = {session.id for session in reading} if drain else set()
+        self._draining |= draining  # who drains at the same time gets others
+        try:
+            write = partial(_segments, [(session, self._plan(session)) for session in reading])
+            data = await self._sessions.beside(request, write)
+        finally:
+            self._draining -= draining
         if drain:
-            for session in sessions:
+            for session in reading:
                 self._sessions.store.delete(session)
-        return as_response(
-            {"success": bool(data), "mode": mode, "data": data, "meta_info": self._counts(), "drained": drain}
-        )
+        about = {"success": bool(data), "mode": mode, "meta_info": self._counts(), "drained": drain}
+        body = b"".join((orjson.dumps(about)[:-1], b',"data":', *list_parts((each,) for each in data), b"}"))
+        return Response(body, media_type="application/json")
 
     def _batch(self, instance_id: object, max_groups: object) -> list[Session]:
         """Finalized sessions, whole groups of them, oldest first."""
@@ -138,15 +148,8 @@ class DressageDialect:
                 groups.setdefault(group, []).append(session)
         return [session for group in list(groups.values())[:max_groups] for session in group]
 
-    def _segments(self, session: Session) -> list[dict[str, Any]]:
-        request = SampleRequest.read(session.finalized)
-        samples = self._sessions.maker.make(session, request)
-        segments = orjson.loads(write_samples(session, samples, request))["samples"]
-        about = {"trajectory_id": session.id, "instance_id": session.metadata.get("instance_id")}
-        return [
-            {**about, "segment_index": index, "segment_count": len(segments), **segment}
-            for index, segment in enumerate(segments)
-        ]
+    def _plan(self, session: Session) -> SamplePlan:
+        return self._sessions.maker.plan(session, SampleRequest.read(session.finalized))
 
     async def _stats(self, request: Request) -> Response:
         return as_response(self._counts())
@@ -195,6 +198,18 @@ class DressageDialect:
             "in_flight": pool.in_flight,
             "version": pool.weight_version,
         }
+
+
+def _segments(plans: Sequence[tuple[Session, SamplePlan]]) -> list[bytes]:
+    """The samples of finalized sessions as the dialect has them, each as JSON."""
+    segments: list[bytes] = []
+    for session, plan in plans:
+        samples = plan.write_each()
+        about = {"trajectory_id": session.id, "instance_id": plan.metadata.get("instance_id")}
+        for index, sample in enumerate(samples):
+            own = orjson.dumps({**about, "segment_index": index, "segment_count": len(samples)})
+            segments.append(b"".join((own[:-1], b",", sample[1:])))
+    return segments
 
 
 def _session_id(scope: Scope) -> str | None:
