@@ -14,7 +14,7 @@ from starlette.responses import Response
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows, Watch
+from miles_router.middlewares import Exchange, Pace, RowMatch, TrajectoryRows, Watch
 from miles_router.trajectory import Retrieved, Trajectory
 from miles_router.trajectory.json_parts import AT_ONCE, list_parts
 from miles_router.trajectory.retrieved import write_safetensors
@@ -40,12 +40,12 @@ class Retrieval:
         """
         exchange = Exchange.of(request.scope)
         asked = _checked(exchange.loads(await exchange.read(request.receive)))
-        texts, strict = asked.get("texts"), bool(asked.get("strict"))
+        texts, strict, pace = asked.get("texts"), bool(asked.get("strict")), Pace()
         with Watch(request.receive):
             if texts is None:
                 found = [await self._one(asked.get("text"), asked.get("rid"), strict=strict)]
             else:
-                found = [await self._in_turn(text, strict=strict) for text in texts]
+                found = [await self._one_of_many(text, pace, strict=strict) for text in texts]
             if BINARY in request.headers.get("accept", ""):
                 write, media_type = partial(write_safetensors, found, many=texts is not None), BINARY
             else:
@@ -54,9 +54,8 @@ class Retrieval:
             large = sum(map(len, found)) > AT_ONCE
             return Response(await asyncio.to_thread(write) if large else write(), media_type=media_type)
 
-    async def _in_turn(self, text: str, *, strict: bool) -> Retrieved:
-        """One of many texts: others have their turn in between."""
-        await asyncio.sleep(0)
+    async def _one_of_many(self, text: str, pace: Pace, *, strict: bool) -> Retrieved:
+        await pace.step()
         return await self._one(text, None, strict=strict)
 
     def experts(self, asked: Mapping[str, Any]) -> RowMatch:

@@ -26,6 +26,7 @@ from miles_router.middlewares.rows import (
     TrajectoryRows,
     first_prefix,
 )
+from miles_router.tasks import Pace
 
 __all__ = [
     "CONTINUE",
@@ -46,6 +47,7 @@ __all__ = [
     "Key",
     "Kind",
     "Message",
+    "Pace",
     "RawHeaders",
     "Receive",
     "Router",

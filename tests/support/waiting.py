@@ -42,9 +42,10 @@ async def soon(awaitable: Awaitable[Result]) -> Result:
 
 
 def at_once(work: Coroutine[Any, Any, Result]) -> Result:
-    """What work gives that has nothing to wait for, without an event loop."""
+    """What work gives that has nothing to wait for, without an event loop; it may let others go on (`sleep(0)`)."""
     try:
-        work.send(None)
+        while work.send(None) is None:
+            pass
     except StopIteration as end:
         result: Result = end.value
         return result

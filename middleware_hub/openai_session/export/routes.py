@@ -18,12 +18,10 @@ from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequ
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest
-from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows, Watch
+from miles_router.middlewares import Exchange, Pace, RowMatch, TrajectoryRows, Watch
 from miles_router.trajectory.json_parts import list_parts
 
 SAFETENSORS, JSON = "application/octet-stream", "application/json"
-#: Sessions that are listed before others have their turn.
-LISTED_AT_ONCE = 64
 Written = TypeVar("Written")
 
 
@@ -59,10 +57,10 @@ class SessionRoutes:
     async def _list(self, request: Request) -> Response:
         self.store.expire()
         parts: list[tuple[bytes, ...]] = []
+        pace = Pace()
         for session in self.store:
             parts.append((orjson.dumps(summary(session)),))
-            if len(parts) % LISTED_AT_ONCE == 0:
-                await asyncio.sleep(0)  # others have their turn
+            await pace.step()
         return Response(b"".join((b'{"sessions":', *list_parts(parts), b"}")), media_type=JSON)
 
     async def _read(self, request: Request) -> Response:
