@@ -59,11 +59,10 @@ class AsyncEncoder:
         #: For work that is always short.
         self.encoder = TextEncoder(tokenizer)
         self.statistics = EncodingStatistics(pending=lambda: self._pending)
-        self._tokenizer = tokenizer
         self._longest = longest
         self._pending = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="encoder")
-        self._processes = _EncoderProcesses()
+        self._processes = _EncoderProcesses(tokenizer)
 
     @classmethod
     def of(cls, router: Router) -> AsyncEncoder:
@@ -77,9 +76,8 @@ class AsyncEncoder:
 
     @contextlib.asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """Packs the tokenizer for processes, which blocks, and ends them."""
-        if not self._processes.packed:
-            self._processes.packed = PackedTokenizer.of(self._tokenizer)
+        """Makes ready for processes, which would hold the event loop for a moment later, and ends them."""
+        self._processes.pack()
         try:
             yield
         finally:
@@ -149,12 +147,19 @@ class _Visit:
 class _EncoderProcesses:
     """The processes, each started when it is needed first, and a thread for each that talks to it."""
 
-    def __init__(self) -> None:
-        self.packed: PackedTokenizer | None = None
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._packed: PackedTokenizer | None = None
         self._threads = ThreadPoolExecutor(PROCESSES, thread_name_prefix="encoder process")
         self._lock = threading.Lock()
         self._idle: list[EncoderProcess] = []
         self._closed = False
+
+    def pack(self) -> PackedTokenizer:
+        """The tokenizer as processes are given it, packed once."""
+        if self._packed is None:
+            self._packed = PackedTokenizer.of(self._tokenizer)
+        return self._packed
 
     async def run(self, work: EncoderWork) -> Any:
         """Do work in one of them, as soon as one is free. It ends with its caller.
@@ -196,9 +201,9 @@ class _EncoderProcesses:
 
     def _take(self, visit: _Visit) -> EncoderProcess:
         with self._lock:
-            if visit.left or self._closed or self.packed is None:
+            if visit.left or self._closed:
                 raise EncoderLost("the router does not encode any more")
-            visit.process = self._idle.pop() if self._idle else EncoderProcess(self.packed)
+            visit.process = self._idle.pop() if self._idle else EncoderProcess(self.pack())
             return visit.process
 
     def _give_back(self, visit: _Visit, process: EncoderProcess) -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orjson
 import pytest
+from starlette.requests import Request
 
 from middleware_hub.openai_session.errors import UnusableSample
+from middleware_hub.openai_session.export.routes import SessionRoutes
 from middleware_hub.openai_session.export.samples import SampleMaker, SamplePlan, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.tree import Turn
-from miles_router.errors import BadRequest
+from miles_router.errors import BadRequest, ClientDisconnected
+from miles_router.middlewares import Message
 from miles_router.middlewares.rows import RowChannel
+from miles_router.tasks import spawn
 from miles_router.trajectory import Sample, Trajectory, from_arrays
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 from miles_router.trajectory.safetensors import unpack
 from miles_router.trajectory.sample import READERS, Format
 from tests.support.sessions import SYSTEM, Scene, user
+from tests.support.waiting import PATIENCE, until
 
 START = [SYSTEM, user("Add.")]
 PROMPT = 3  # of a root, in tokens
@@ -293,3 +300,29 @@ def test_beside_the_samples_stands_what_is_true_of_the_session() -> None:
     told = {"task": 7, "session_id": "s", "turns": 3, "segments": 2, "untraced": []}
     assert orjson.loads(planned(scene).write())["metadata"] == told
     assert orjson.loads(unpack(planned(scene, format="safetensors").write())[1]["metadata"]) == told
+
+
+# Beside the event loop
+
+
+async def test_samples_are_written_one_after_the_other_and_not_begun_for_a_client_that_has_left() -> None:
+    routes = SessionRoutes(Scene().store, cast(SampleMaker, None))
+    go_on, begun = threading.Event(), list[str]()
+
+    async def stays() -> Message:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def leaves() -> Message:
+        return {"type": "http.disconnect"}
+
+    def one() -> bool:
+        begun.append("one")
+        return go_on.wait(PATIENCE)
+
+    writing = spawn(routes.beside(Request({"type": "http"}, stays), one), name="one")
+    await until(lambda: begun, "the first is begun")
+    with pytest.raises(ClientDisconnected):
+        await routes.beside(Request({"type": "http"}, leaves), lambda: begun.append("another"))
+    go_on.set()
+    assert await writing
+    assert begun == ["one"]

@@ -121,29 +121,33 @@ class DressageDialect:
             session = self._sessions.store.get(_named(parsed))
             sessions, mode = [session] if session.finalized is not None else [], "trajectory"
         else:
-            sessions, mode = self._batch(parsed.get("instance_id"), parsed.get("max_groups")), "batch"
-        reading = [session for session in sessions if not (drain and session.id in self._draining)]
-        draining = {session.id for session in reading} if drain else set()
+            sessions, mode = self._batch(parsed.get("instance_id"), parsed.get("max_groups"), drain=drain), "batch"
+        draining = {session.id for session in sessions} if drain else set()
+        if draining & self._draining:
+            raise BadRequest("the session is being drained by another request")
         self._draining |= draining  # who drains at the same time gets others
         try:
-            write = partial(_segments, [(session, self._plan(session)) for session in reading])
+            write = partial(_segments, [(session, self._plan(session)) for session in sessions])
             data = await self._sessions.beside(request, write)
         finally:
             self._draining -= draining
         if drain:
-            for session in reading:
+            for session in sessions:
                 self._sessions.store.delete(session)
-        about = {"success": bool(data), "mode": mode, "meta_info": self._counts(), "drained": drain}
-        body = b"".join((orjson.dumps(about)[:-1], b',"data":', *list_parts((each,) for each in data), b"}"))
+        before = orjson.dumps({"success": bool(data), "mode": mode})[:-1]
+        behind = orjson.dumps({"meta_info": self._counts(), "drained": drain})[1:]
+        body = b"".join((before, b',"data":', *list_parts((each,) for each in data), b",", behind))
         return Response(body, media_type="application/json")
 
-    def _batch(self, instance_id: object, max_groups: object) -> list[Session]:
-        """Finalized sessions, whole groups of them, oldest first."""
+    def _batch(self, instance_id: object, max_groups: object, *, drain: bool) -> list[Session]:
+        """Finalized sessions, whole groups of them, oldest first; to be drained, those that nobody else drains."""
         if max_groups is not None and (type(max_groups) is not int or max_groups < 1):
             raise BadRequest("max_groups must be a whole number from 1")
         groups: dict[object, list[Session]] = {}
         for session in self._sessions.store:
             group = session.metadata.get("instance_id", session.id)
+            if drain and session.id in self._draining:
+                continue
             if session.finalized is not None and (instance_id is None or group == instance_id):
                 groups.setdefault(group, []).append(session)
         return [session for group in list(groups.values())[:max_groups] for session in group]
