@@ -27,6 +27,8 @@ from tests.support.session_trial import SESSIONS
 from tests.support.tiers import size
 from tests.support.tokenizers import tokenizer_directory
 
+pytestmark = pytest.mark.storm
+
 LAYERS, NUMBER, TOP_K = 48, 128, 8
 ROWS = 29_300  # 60 MB on the wire
 TEXT_BYTES = 3_000_000
