@@ -52,9 +52,10 @@ def large_answer() -> bytes:
 
 async def behave(visit: Visit) -> None:
     """A worker with a small answer for a long text, and large ones for others."""
+    body = await visit.read_body()
     if visit.request.path == "/v1/chat/completions":
         await visit.run([chat_reply(range(1000, 1000 + SESSION_TOKENS))])
-    elif len(visit.request.body) > 1000:
+    elif len(body) > 1000:
         await visit.run([reply(compact(generated([7], None)), headers=JSON)])
     else:
         data = large_answer()
