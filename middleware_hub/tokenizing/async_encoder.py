@@ -29,6 +29,8 @@ from miles_router.trajectory.pieces import Tokens
 
 #: Characters of a text, or ids, up to which work is done at once, and in a thread.
 AT_ONCE, IN_A_THREAD = 4096, 1 << 18
+#: A process that did more than this is not kept: it would keep the memory for it.
+LARGE = 1 << 21
 THREADS, PROCESSES = 4, 2
 NAME = "encoding"
 
@@ -128,7 +130,7 @@ class AsyncEncoder:
         try:
             if length <= IN_A_THREAD:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, work, self.encoder)
-            return await self._processes.run(work)
+            return await self._processes.run(work, keep=length <= LARGE)
         except asyncio.CancelledError:
             self.statistics.abandoned += 1
             raise
@@ -138,8 +140,9 @@ class AsyncEncoder:
 
 @dataclass
 class _Visit:
-    """A piece of work with a process; `left`: nobody waits for it any more."""
+    """A piece of work with a process; `keep`: the process may do more; `left`: nobody waits for it any more."""
 
+    keep: bool
     process: EncoderProcess | None = None
     left: bool = False
 
@@ -161,13 +164,13 @@ class _EncoderProcesses:
             self._packed = PackedTokenizer.of(self._tokenizer)
         return self._packed
 
-    async def run(self, work: EncoderWork) -> Any:
+    async def run(self, work: EncoderWork, *, keep: bool) -> Any:
         """Do work in one of them, as soon as one is free. It ends with its caller.
 
         Raises:
             EncoderLost: the process ended in the middle of it.
         """
-        visit = _Visit()
+        visit = _Visit(keep)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._work, visit, work)
         except asyncio.CancelledError:
@@ -209,7 +212,7 @@ class _EncoderProcesses:
     def _give_back(self, visit: _Visit, process: EncoderProcess) -> None:
         with self._lock:
             visit.process = None
-            usable = not (visit.left or self._closed)
+            usable = visit.keep and not (visit.left or self._closed)
             if usable:
                 self._idle.append(process)
         if not usable:

@@ -102,7 +102,7 @@ class RouterConfig:
     max_connections: int = setting(0, "requests sent to workers at once, more wait; 0: no limit", _at_least(0))
     max_request_bytes: int = setting(128 * 1024 * 1024, "largest request body", _at_least(1))
     max_text_chars: int = setting(
-        16 * 1024 * 1024, "longest text, in characters, that a middleware encodes; as many ids", _at_least(1)
+        8 * 1024 * 1024, "longest text, in characters, that a middleware encodes; as many ids", _at_least(1)
     )
     gate_max_held: int = setting(10_000, "requests that may wait while the fleet is paused", _at_least(0))
     gate_timeout: float = setting(0.0, "seconds a request may wait there; 0: as long as it takes", _at_least(0))

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from middleware_hub.tokenizing.async_encoder import AT_ONCE, IN_A_THREAD, PROCESSES, AsyncEncoder, TextTooLong
+from middleware_hub.tokenizing.async_encoder import AT_ONCE, IN_A_THREAD, LARGE, PROCESSES, AsyncEncoder, TextTooLong
 from middleware_hub.tokenizing.encoder_process import EncoderLost, PackedTokenizer
 from middleware_hub.tokenizing.encoding import TextEncoder
 from tests.support.tokenizers import PACKAGES, tokenizer
@@ -126,6 +126,15 @@ async def test_work_that_nobody_waits_for_ends_and_what_waited_behind_it_is_neve
     assert encoder.statistics.numbers() == {"pending": 0, "abandoned": PROCESSES + 2, "refused": 0}
     assert len((await encoder.encode_whole(text_of(IN_A_THREAD + 1))).ids)  # and another one does the next
     assert len(processes()) == 1
+
+
+async def test_a_process_is_kept_unless_its_text_was_large(encoder: AsyncEncoder) -> None:
+    await encoder.encode_whole(text_of(IN_A_THREAD + 1))
+    (kept,) = processes()
+    await encoder.encode_whole(text_of(IN_A_THREAD + 1))
+    assert processes() == [kept]
+    await encoder.encode_whole("a" * (LARGE + 1))
+    assert not processes()
 
 
 async def test_a_process_that_ends_by_itself_fails_its_own_text_alone(encoder: AsyncEncoder) -> None:
