@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
 from starlette.routing import BaseRoute
 
@@ -24,7 +25,8 @@ from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
-from miles_router.middlewares import ASGIApp, HasRoutes, Receive, Router, RowSource, Scope, Send
+from middleware_hub.tokenizing.async_encoder import AsyncEncoder
+from miles_router.middlewares import ASGIApp, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 
 NAME = "openai_sessions"
@@ -67,7 +69,8 @@ class OpenAISessionMiddleware:
         bounds.check("openai_session_middleware")
         self.app = app
         self.store = SessionStore(bounds, now=time.time)
-        equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None)
+        self._encoder = AsyncEncoder.of(router)
+        equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None, self._encoder)
         recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time)
         faces = [face(continuation, equal) for face in FACES]
         self._door = TurnDoor(app, faces, self.store, recorder, TurnRunner(app, router, recorder), now=time.time)
@@ -78,6 +81,10 @@ class OpenAISessionMiddleware:
         dialects = DIALECTS if header_sessions else ()
         self._dialects = [dialect(router, self._sessions, self._door.turn) for dialect in dialects]
         router.publish(NAME, self.store.statistics, continuation=continuation.proof.describe)
+
+    def lifespan(self) -> AbstractAsyncContextManager[None]:
+        """While it runs, long texts are encoded in processes of their own."""
+        return self._encoder.lifespan()
 
     def routes(self) -> Sequence[BaseRoute]:
         """Making, reading, listing and deleting sessions, and their samples."""
@@ -101,4 +108,5 @@ class OpenAISessionMiddleware:
             await self.app(scope, receive, send)
 
 
+_lifespan: type[HasLifespan] = OpenAISessionMiddleware
 _routes: type[HasRoutes] = OpenAISessionMiddleware

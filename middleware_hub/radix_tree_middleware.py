@@ -8,7 +8,7 @@ logprobs, loss mask and weight versions under the text that the client saw.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack
 
 import orjson
 from starlette.routing import BaseRoute, Route
@@ -18,12 +18,13 @@ from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.recording import TextRecorder
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
 from middleware_hub.radix_tree.retrieval import Retrieval
-from middleware_hub.tokenizing.encoding import TextEncoder
+from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.errors import ConfigError
 from miles_router.middlewares import (
     ASGIApp,
     Exchange,
     Handover,
+    HasLifespan,
     HasRoutes,
     Receive,
     Router,
@@ -31,6 +32,7 @@ from miles_router.middlewares import (
     Scope,
     Send,
     UnknownShape,
+    Watch,
     replay,
     with_body,
 )
@@ -58,10 +60,15 @@ class RadixTreeMiddleware:
         self.app = app
         self.router = router
         self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
-        self._recorder = TextRecorder(self.cache, TextEncoder(router.tokenizer))
+        self._encoder = AsyncEncoder.of(router)
+        self._recorder = TextRecorder(self.cache, self._encoder)
         self._retrieval = Retrieval(self._recorder)
         router.publish(NAME, self.cache.statistics)
         router.rows[ROUTED_EXPERTS].sources["text"] = RowSource(self._retrieval.experts)
+
+    def lifespan(self) -> AbstractAsyncContextManager[None]:
+        """While it runs, long texts are encoded in processes of their own."""
+        return self._encoder.lifespan()
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /retrieve_from_text`."""
@@ -76,7 +83,8 @@ class RadixTreeMiddleware:
         body = await exchange.read(receive)
         try:
             request = read_request(exchange.loads(body))
-            prompts = [await self._recorder.tokenize(prompt) for prompt in request.prompts]
+            with Watch(receive):  # a long text takes its time, which is not spent for a client that has left
+                prompts = [await self._recorder.tokenize(prompt) for prompt in request.prompts]
         except (NotRecordable, UnknownShape, InvalidTrajectory) as error:
             reason = "input_ids" if isinstance(error, InvalidTrajectory) else error.reason
             self.cache.statistics.passed_through[reason] += 1
@@ -94,4 +102,5 @@ class RadixTreeMiddleware:
             await tap.call(self.app, with_body(scope, changed), replay(changed, receive))
 
 
+_lifespan: type[HasLifespan] = RadixTreeMiddleware
 _routes: type[HasRoutes] = RadixTreeMiddleware

@@ -39,7 +39,7 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
-from miles_router.metrics import ClientStatistics, Metrics
+from miles_router.metrics import ClientStatistics, LoopDelay, Metrics
 from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, load_middlewares
 from miles_router.middlewares.router import Router
@@ -75,8 +75,9 @@ def create_app(
         questions=probes,
         orders=fan_out,
     )
-    metrics = Metrics(fleet)
+    metrics, loop_delay = Metrics(fleet), LoopDelay()
     metrics.register(clients)
+    metrics.register(loop_delay)
     forwarder = Forwarder(fleet=fleet, upstream=upstream, metrics=metrics, max_retries=config.max_retries)
     in_flight = InFlight()
     health = HealthMonitor(
@@ -112,7 +113,7 @@ def create_app(
         fleet.pool.add(parse_worker_url(url))
     admin = Admin(router, _described(loaded))
     routes, doors = _own_routes(config, admin, ControlRoutes(control), layers, stack)
-    routes.lifespan_context = _lifespan(layers, health, stalls, fleet, upstream)
+    routes.lifespan_context = _lifespan(layers, health, stalls, fleet, upstream, loop_delay)
     _register_metrics(router, layers)
     return RouterApp(config=config, router=router, routes=routes, doors=doors, stack=stack, clients=clients)
 
@@ -180,13 +181,19 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
 
 
 def _lifespan(
-    layers: Iterable[ASGIApp], health: HealthMonitor, stalls: StallWatch, fleet: Fleet, upstream: Upstream
+    layers: Iterable[ASGIApp],
+    health: HealthMonitor,
+    stalls: StallWatch,
+    fleet: Fleet,
+    upstream: Upstream,
+    loop_delay: LoopDelay,
 ) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last."""
 
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         async with AsyncExitStack() as running:
+            await running.enter_async_context(loop_delay.running())
             running.push_async_callback(upstream.close)
             running.push_async_callback(fleet.close)
             await running.enter_async_context(health.running())

@@ -1,13 +1,18 @@
-"""Background tasks that cannot be lost: each has a name, is referenced until it ends, and reports its crash."""
+"""Background tasks that cannot be lost: each has a name, is referenced until it ends, and reports its crash. And work
+that is long for the event loop, which lets others go on in between."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+#: Seconds that the event loop is held at a time by work that can be done in steps.
+HOLD = 0.002
 
 _running: set[asyncio.Task[Any]] = set()
 
@@ -51,3 +56,17 @@ async def cancelled(task: asyncio.Task[Any]) -> None:
     """Cancel `task` and wait until it has ended."""
     task.cancel()
     await asyncio.wait({task})
+
+
+class Pace:
+    """Long work in steps on the event loop: `await pace.step()` between them lets everybody else go on, where this has
+    held the loop for `HOLD` seconds."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    async def step(self) -> None:
+        """One is done."""
+        if time.perf_counter() - self._since > HOLD:
+            await asyncio.sleep(0)
+            self._since = time.perf_counter()

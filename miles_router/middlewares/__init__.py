@@ -7,6 +7,7 @@ know nothing of the router: `miles_router.engines`, the engine's wire, and `mile
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.asgi.replies import OK, Collected, Kind, Tap, UnreadCounter, readable, with_length
+from miles_router.asgi.watch import Watch
 from miles_router.control.row import Row
 from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
 from miles_router.engines.events import LAST_EVENT, Event, write_event
@@ -24,6 +25,7 @@ from miles_router.middlewares.rows import (
     TrajectoryRows,
     first_prefix,
 )
+from miles_router.tasks import Pace
 
 __all__ = [
     "CONTINUE",
@@ -44,6 +46,7 @@ __all__ = [
     "HasRoutes",
     "Kind",
     "Message",
+    "Pace",
     "RawHeaders",
     "Receive",
     "Router",
@@ -59,6 +62,7 @@ __all__ = [
     "TrajectoryRows",
     "UnknownShape",
     "UnreadCounter",
+    "Watch",
     "counter",
     "first",
     "first_prefix",

@@ -7,7 +7,7 @@ safetensors   tensors 0.tokens, 0.loss_mask, 0.logprobs, 0.routed_experts, 1.tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,7 @@ import orjson
 import pybase64
 
 from miles_router.dialects import trainer_fields
+from miles_router.trajectory.json_parts import list_parts, object_parts
 from miles_router.trajectory.pieces import InvalidTrajectory, Logprobs, Malformed, Mask, Tokens, VersionRun, frozen
 from miles_router.trajectory.safetensors import pack, unpack
 from miles_router.trajectory.trajectory import checked_arrays
@@ -121,8 +122,9 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON takes, in the router's own form: `from_json` reads it back."""
-        made = _json_form(self, CARRIED)
-        return {**made, **{name: made[name].tolist() for name in ARRAYS}}
+        made = {**{name: getattr(self, name).tolist() for name in ARRAYS}, **_facts(self, CARRIED)}
+        experts = self.routed_experts
+        return made if experts is None else {**made, EXPERTS: orjson.loads(b"".join(_experts_parts(experts)))}
 
     def trainer_fields(self) -> dict[str, Any]:
         """What the sample of a training framework is updated with, in the framework's names and alignment:
@@ -132,8 +134,17 @@ class Sample:
 
 def write_json(samples: Iterable[Sample], metadata: Mapping[str, Any], carried: Collection[str] = CARRIED) -> bytes:
     """Samples as JSON. `metadata` is about all of them; `carried` names which of reward and label they have."""
-    made = {"samples": [_json_form(sample, carried) for sample in samples], "metadata": metadata}
-    return orjson.dumps(made, option=orjson.OPT_SERIALIZE_NUMPY)
+    written = (json_parts(sample, carried) for sample in samples)
+    return b"".join((b'{"samples":', *list_parts(written), b',"metadata":', orjson.dumps(metadata), b"}"))
+
+
+def json_parts(sample: Sample, carried: Collection[str] = CARRIED) -> Iterator[bytes]:
+    """One sample as JSON, in parts."""
+    yield from object_parts({name: getattr(sample, name) for name in ARRAYS}, _facts(sample, carried))
+    if sample.routed_experts is not None:
+        yield b',"%b":' % EXPERTS.encode()
+        yield from _experts_parts(sample.routed_experts)
+    yield b"}"
 
 
 def write_safetensors(
@@ -195,12 +206,6 @@ def _facts(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _json_form(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
-    """A sample in JSON, its arrays still numpy's, which orjson writes with `OPT_SERIALIZE_NUMPY`."""
-    made = {**{name: getattr(sample, name) for name in ARRAYS}, **_facts(sample, carried)}
-    return made if sample.routed_experts is None else {**made, EXPERTS: _encoded_experts(sample.routed_experts)}
-
-
 def _from_parts(arrays: Mapping[str, Any], facts: Mapping[str, Any], experts: RoutedExperts | None) -> Sample:
     """A sample from its arrays, or lists of their numbers, and everything else. Raises as `Sample.from_json`."""
     try:
@@ -235,15 +240,17 @@ def _fitting_experts(experts: npt.NDArray[Any], tokens: int) -> RoutedExperts:
     return frozen(experts)
 
 
-def _encoded_experts(experts: RoutedExperts) -> dict[str, Any]:
+def _experts_parts(experts: RoutedExperts) -> Iterator[bytes]:
     """`{"dtype", "shape", "data": base64}`, little-endian and row-major."""
     whole = np.ascontiguousarray(experts, dtype=experts.dtype.newbyteorder("<"))
-    data = pybase64.b64encode_as_string(whole.reshape(-1).view(np.uint8).data)
-    return {"dtype": experts.dtype.name, "shape": list(experts.shape), "data": data}
+    yield orjson.dumps({"dtype": experts.dtype.name, "shape": list(experts.shape)})[:-1]
+    yield b',"data":"'
+    yield pybase64.b64encode(whole.reshape(-1).view(np.uint8).data)  # which lets other threads run
+    yield b'"}'
 
 
 def _decoded_experts(data: Any) -> RoutedExperts:
-    """What `_encoded_experts` gave.
+    """What `_experts_parts` gave.
 
     Raises:
         InvalidTrajectory: it is something else, or the bytes do not fill the shape.

@@ -16,12 +16,13 @@ from middleware_hub.openai_session.statistics import SessionStatistics
 from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  # so that it is in the table
 from middleware_hub.routed_experts.statistics import ExpertStatistics
+from middleware_hub.tokenizing.async_encoder import EncodingStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.control.fan_out import SLOW
 from miles_router.control.table import TABLE
 from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
-from miles_router.metrics import ClientStatistics, GateStatistics, Metrics, Statistics
+from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from tests.docs.pages import PAGES, name_of
 
@@ -107,11 +108,12 @@ def client_paths() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
-    "metrics": partial(metrics, Metrics, GateStatistics, ClientStatistics),
+    "metrics": partial(metrics, Metrics, LoopDelay, GateStatistics, ClientStatistics),
     "fan_out": fan_out,
     "client_paths": client_paths,
     "text_cache": partial(metrics, CacheStatistics),
     "sessions": partial(metrics, SessionStatistics),
+    "encoding": partial(metrics, EncodingStatistics),
     "routed_experts": partial(metrics, ExpertStatistics),
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
+import orjson
 import pytest
 from starlette.routing import Route
 
@@ -158,7 +159,7 @@ def test_every_field_of_a_retrieval_is_documented(field: str) -> None:
 
 
 def test_every_field_of_a_retrievals_answer_is_documented() -> None:
-    answer = Retrieved(Trajectory(), "text", 0).to_json()
+    answer = orjson.loads(b"".join(Retrieved(Trajectory(), "text", 0).json_parts()))
     rows = read("docs/text-rollouts.md").partition("| field of the answer |")[2].partition("\n\n")[0]
     named = {name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row[1:].partition("|")[0])}
     assert set(answer) == named

@@ -250,6 +250,13 @@ async def test_what_is_drained_is_forgotten_and_nothing_else(scripted: SessionTr
     assert (await stats(scripted))["active_sessions"] == 1
 
 
+async def test_what_several_drain_at_once_is_given_to_one_of_them(scripted: SessionTrial) -> None:
+    await finalized(scripted, *((f"s{number}", f"g{number // 2}") for number in range(12)))
+    answers = await asyncio.gather(*(read(scripted, drain=True, max_groups=2) for _ in range(4)))
+    assert sorted(each for answer in answers for each in answer) == sorted(f"s{number}" for number in range(12))
+    assert (await stats(scripted))["bytes"] == 0
+
+
 async def test_a_session_that_is_not_finalized_is_not_read(scripted: SessionTrial) -> None:
     await turn(scripted, named("s"))
     answer = await post(scripted, "/trajectory/read", {"session_id": "s", "drain": True})

@@ -17,6 +17,7 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
 from tests.support.sessions import SYSTEM, Scene, history, user
+from tests.support.waiting import at_once
 from tests.unit.test_completions_endpoint import COMPLETIONS, answer, choice
 
 START = [SYSTEM, user("Hi")]
@@ -31,7 +32,7 @@ class Rendering:
         self.settings: Mapping[str, Any] | None = None
         self._refusal = refusal
 
-    def after(self, turn: HeldEnd, appended: Sequence[Any], tools: Any, settings: Mapping[str, Any]) -> Extension:
+    async def after(self, turn: HeldEnd, appended: Sequence[Any], tools: Any, settings: Mapping[str, Any]) -> Extension:
         if self._refusal is not None:
             raise NotAppendOnly(self._refusal)
         self.tools, self.settings = tools, settings
@@ -40,7 +41,7 @@ class Rendering:
 
 def chat_turn(scene: Scene, messages: object, rendering: Rendering | None = None, **fields: Any) -> PendingTurn:
     face = ChatFace(cast(Continuation, rendering or Rendering()), strict)
-    return face.turn(scene.session, {"messages": messages, **fields}, now=scene.time)
+    return at_once(face.turn(scene.session, {"messages": messages, **fields}, now=scene.time))
 
 
 def test_each_api_has_a_path_of_its_own() -> None:
@@ -53,7 +54,7 @@ def test_each_api_has_a_path_of_its_own() -> None:
 @pytest.mark.parametrize("request_body", [[], {}, {"messages": []}, {"messages": [{"content": "Hi"}]}])
 def test_what_is_no_chat_request_is_refused(request_body: object) -> None:
     with pytest.raises(BadRequest):
-        ChatFace(cast(Continuation, Rendering()), strict).turn(Scene().session, request_body, now=0.0)
+        at_once(ChatFace(cast(Continuation, Rendering()), strict).turn(Scene().session, request_body, now=0.0))
 
 
 def test_a_first_turn_goes_as_messages() -> None:
@@ -139,7 +140,7 @@ def test_a_turn_is_rendered_with_the_tools_that_the_held_one_was_rendered_with(
 
 def completion(scene: Scene, request: object) -> PendingTurn:
     face = CompletionsFace(cast(Continuation, None), strict)
-    return face.turn(scene.session, request, now=scene.time)
+    return at_once(face.turn(scene.session, request, now=scene.time))
 
 
 def asked_for(scene: Scene, prompt: object, **fields: Any) -> PendingTurn:

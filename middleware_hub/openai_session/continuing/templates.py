@@ -92,16 +92,8 @@ class Renderer:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_behind(self, text: str, token: int | None) -> list[int]:
-        """The ids of a text that continues others, the last of which is `token` if it is known.
-
-        Raises:
-            InexactTokenizer: no way was found to encode it so.
-        """
-        if token is not None and token in self._added and text:
-            ids = self.encode(self._added[token] + text)
-            if ids[0] == token:
-                return ids[1:]
-        return self._encoder.encode_rest(text).ids
+        """See `TextEncoder`."""
+        return list(map(int, self._encoder.encode_behind(text, token)))
 
     def begins_with(self, text: str, token: int | None) -> bool:
         """Whether a text's first token is this one."""

@@ -10,6 +10,7 @@ POST /v1/rollout/pause, /v1/rollout/resume;  GET /v1/rollout/pause_state
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -19,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.dialects.dialect import TakesTurn
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
-from middleware_hub.openai_session.export.samples import SampleRequest, write_samples
+from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines import paths
 from miles_router.errors import BadRequest
@@ -35,6 +36,7 @@ from miles_router.middlewares import (
     Send,
     first,
 )
+from miles_router.trajectory.json_parts import list_parts
 
 SESSION, INSTANCE, TURN, ROUTING = b"x-session-id", b"x-instance-id", b"x-turn-id", b"x-smg-routing-key"
 ROLLOUT = "/v1/rollout/"
@@ -50,6 +52,7 @@ class DressageDialect:
         self._router = router
         self._sessions = sessions
         self._turn = turn
+        self._draining: set[str] = set()  # sessions that are read now, to be deleted then
 
     def routes(self) -> Sequence[BaseRoute]:
         """Those under path segments of their own."""
@@ -113,35 +116,39 @@ class DressageDialect:
             session = self._sessions.store.get(_named(parsed))
             sessions, mode = [session] if session.finalized is not None else [], "trajectory"
         else:
-            sessions, mode = self._batch(parsed.get("instance_id"), parsed.get("max_groups")), "batch"
-        data = [segment for session in sessions for segment in self._segments(session)]
+            sessions, mode = self._batch(parsed.get("instance_id"), parsed.get("max_groups"), drain=drain), "batch"
+        draining = {session.id for session in sessions} if drain else set()
+        if draining & self._draining:
+            raise BadRequest("the session is being drained by another request")
+        self._draining |= draining  # who drains at the same time gets others
+        try:
+            write = partial(_segments, [(session, self._plan(session)) for session in sessions])
+            data = await self._sessions.beside(request, write)
+        finally:
+            self._draining -= draining
         if drain:
             for session in sessions:
                 self._sessions.store.delete(session)
-        return as_response(
-            {"success": bool(data), "mode": mode, "data": data, "meta_info": self._counts(), "drained": drain}
-        )
+        before = orjson.dumps({"success": bool(data), "mode": mode})[:-1]
+        behind = orjson.dumps({"meta_info": self._counts(), "drained": drain})[1:]
+        body = b"".join((before, b',"data":', *list_parts((each,) for each in data), b",", behind))
+        return Response(body, media_type="application/json")
 
-    def _batch(self, instance_id: object, max_groups: object) -> list[Session]:
-        """Finalized sessions, whole groups of them, oldest first."""
+    def _batch(self, instance_id: object, max_groups: object, *, drain: bool) -> list[Session]:
+        """Finalized sessions, whole groups of them, oldest first; to be drained, those that nobody else drains."""
         if max_groups is not None and (type(max_groups) is not int or max_groups < 1):
             raise BadRequest("max_groups must be a whole number from 1")
         groups: dict[object, list[Session]] = {}
         for session in self._sessions.store:
             group = session.metadata.get("instance_id", session.id)
+            if drain and session.id in self._draining:
+                continue
             if session.finalized is not None and (instance_id is None or group == instance_id):
                 groups.setdefault(group, []).append(session)
         return [session for group in list(groups.values())[:max_groups] for session in group]
 
-    def _segments(self, session: Session) -> list[dict[str, Any]]:
-        request = SampleRequest.read(session.finalized)
-        samples = self._sessions.maker.make(session, request)
-        segments = orjson.loads(write_samples(session, samples, request))["samples"]
-        about = {"trajectory_id": session.id, "instance_id": session.metadata.get("instance_id")}
-        return [
-            {**about, "segment_index": index, "segment_count": len(segments), **segment}
-            for index, segment in enumerate(segments)
-        ]
+    def _plan(self, session: Session) -> SamplePlan:
+        return self._sessions.maker.plan(session, SampleRequest.read(session.finalized))
 
     async def _stats(self, request: Request) -> Response:
         return as_response(self._counts())
@@ -190,6 +197,18 @@ class DressageDialect:
             "in_flight": pool.in_flight,
             "version": pool.weight_version,
         }
+
+
+def _segments(plans: Sequence[tuple[Session, SamplePlan]]) -> list[bytes]:
+    """The samples of finalized sessions as the dialect has them, each as JSON."""
+    segments: list[bytes] = []
+    for session, plan in plans:
+        samples = plan.write_each()
+        about = {"trajectory_id": session.id, "instance_id": plan.metadata.get("instance_id")}
+        for index, sample in enumerate(samples):
+            own = orjson.dumps({**about, "segment_index": index, "segment_count": len(samples)})
+            segments.append(b"".join((own[:-1], b",", sample[1:])))
+    return segments
 
 
 def _session_id(scope: Scope) -> str | None:

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import orjson
 
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.middlewares import TrajectoryRows
 from miles_router.trajectory import Trajectory
+from miles_router.trajectory.json_parts import list_parts
 
 
-def describe(session: Session) -> dict[str, Any]:
-    """The answer to `GET /sessions/{id}`."""
+def written(session_id: str, turns: Sequence[Turn], metadata: Mapping[str, Any]) -> bytes:
+    """The answer to `GET /sessions/{id}`. Turns do not change, so that it may be written in a thread."""
+    records = ((orjson.dumps(record(turn), default=dict),) for turn in turns)
+    begin, end = b'{"session_id":%b,"records":' % orjson.dumps(session_id), b',"metadata":%b}' % orjson.dumps(metadata)
+    return b"".join((begin, *list_parts(records), end))
+
+
+def metadata_of(session: Session) -> dict[str, Any]:
+    """What is true of a session as a whole, now."""
     return {
-        "session_id": session.id,
-        "records": [record(turn) for turn in session.turns],
-        "metadata": {
-            **session.metadata,
-            "created_at": session.created_at,
-            "last_used_at": session.used_at,
-            "in_flight": session.in_flight,
-            "turns": len(session.turns),
-            "roots": [turn.number for turn in session.roots],
-            "leaves": [turn.number for turn in session.leaves()],
-            "segments": len(session.roots),
-            "untraced": session.untraced,
-            "bytes": session.nbytes,
-        },
+        **session.metadata,
+        "created_at": session.created_at,
+        "last_used_at": session.used_at,
+        "in_flight": session.in_flight,
+        "turns": len(session.turns),
+        "roots": [turn.number for turn in session.roots],
+        "leaves": [turn.number for turn in session.leaves()],
+        "segments": len(session.roots),
+        "untraced": list(session.untraced),
+        "bytes": session.nbytes,
     }
 
 

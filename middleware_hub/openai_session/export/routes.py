@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from middleware_hub.openai_session.export.records import describe, summary
-from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest, write_samples
+from middleware_hub.openai_session.export.records import metadata_of, summary, written
+from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest
-from miles_router.middlewares import Exchange, RowMatch, Scope, TrajectoryRows
+from miles_router.middlewares import Exchange, Pace, RowMatch, Scope, TrajectoryRows, Watch
+from miles_router.trajectory.json_parts import list_parts
 
 SAFETENSORS, JSON = "application/octet-stream", "application/json"
-#: Samples with more bytes of routed experts are written in a thread.
-OFF_LOOP = 1 << 20
+Written = TypeVar("Written")
 
 
 class SessionRoutes:
@@ -31,6 +32,7 @@ class SessionRoutes:
         self.store = store
         self.maker = maker
         self._base_url = base_url
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
 
     def routes(self) -> Sequence[BaseRoute]:
         """In the order in which they are looked up."""
@@ -56,10 +58,17 @@ class SessionRoutes:
 
     async def _list(self, request: Request) -> Response:
         self.store.expire()
-        return as_response({"sessions": [summary(session) for session in self.store]})
+        parts: list[tuple[bytes, ...]] = []
+        pace = Pace()
+        for session in self.store:
+            parts.append((orjson.dumps(summary(session)),))
+            await pace.step()
+        return Response(b"".join((b'{"sessions":', *list_parts(parts), b"}")), media_type=JSON)
 
     async def _read(self, request: Request) -> Response:
-        return as_response(describe(self._session(request)))
+        session = self._session(request)
+        write = partial(written, session.id, list(session.turns), metadata_of(session))
+        return Response(await self.beside(request, write), media_type=JSON)
 
     async def _delete(self, request: Request) -> Response:
         self.store.delete(self._session(request))
@@ -68,11 +77,18 @@ class SessionRoutes:
     async def _samples(self, request: Request) -> Response:
         session = self._session(request)
         sample_request = SampleRequest.read(await read_object(request))
-        samples = self.maker.make(session, sample_request)
-        write = partial(write_samples, session, samples, sample_request)
-        large = sum(each.routed_experts.nbytes for each in samples if each.routed_experts is not None) > OFF_LOOP
-        body = await asyncio.to_thread(write) if large else write()
+        body = await self.beside(request, self.maker.plan(session, sample_request).write)
         return Response(body, media_type=SAFETENSORS if sample_request.format == "safetensors" else JSON)
+
+    async def beside(self, request: Request, work: Callable[[], Written]) -> Written:
+        """Do work beside the event loop, one piece after the other: several threads that want the interpreter's lock
+        would keep the loop from it. What is not begun when its client leaves is not done.
+
+        Raises:
+            ClientDisconnected: it has left.
+        """
+        with Watch(request.receive):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def experts(self, asked: Mapping[str, Any]) -> RowMatch:
         """The routed experts of one sample, by its session and, where that has several, its leaf.

@@ -13,7 +13,7 @@ from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
 from miles_router.errors import BadRequest
 from miles_router.middlewares import RowChannel
 from miles_router.trajectory import InvalidTrajectory, Sample
-from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, RoutedExperts
+from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, RoutedExperts, json_parts
 
 FIELDS = frozenset({"format", "max_seq_len", "branches", "reward", "label", "metadata"})
 
@@ -63,28 +63,67 @@ class SampleMaker:
     decode: Callable[[Sequence[int]], str]
     experts: RowChannel
 
-    def make(self, session: Session, request: SampleRequest) -> list[Sample]:
-        """The samples of a session. A leaf in whose line nothing was sampled (aborted before its first token) gives
-        none.
+    def plan(self, session: Session, request: SampleRequest) -> SamplePlan:
+        """What the samples of a session will be, as it is now. A leaf in whose line nothing was sampled (aborted before
+        its first token) gives none.
 
         Raises:
             BadRequest: no such branch policy.
-            UnusableSample: one of them would break an invariant; none is given.
+            UnusableSample: a policy of the operator's gives something else than turns of this session.
         """
         leaves = [leaf for leaf in self.selection.leaves(session, request.branches) if _was_answered(leaf)]
-        plans = trained_elsewhere(leaves)
-        return [self._sample(session, leaf, plan, request) for leaf, plan in zip(leaves, plans, strict=True)]
+        facts = {
+            "session_id": session.id,
+            "turns": len(session.turns),
+            "segments": len(session.roots),
+            "untraced": list(session.untraced),
+        }
+        plans = list(zip(leaves, trained_elsewhere(leaves), strict=True))
+        return SamplePlan(self, request, plans, dict(session.metadata), facts)
 
-    def _sample(self, session: Session, leaf: Turn, elsewhere: Mapping[Turn, int], request: SampleRequest) -> Sample:
-        line = leaf.line()
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """Samples that are to be made, of turns that do not change any more: it may be done in a thread.
+
+    Attributes:
+        leaves: each with how many tokens of the turns of its line an earlier sample trains.
+        metadata: the session's.
+        facts: what stands beside it in the answer.
+    """
+
+    maker: SampleMaker
+    request: SampleRequest
+    leaves: Sequence[tuple[Turn, Mapping[Turn, int]]]
+    metadata: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+    def make(self) -> list[Sample]:
+        """The samples.
+
+        Raises:
+            UnusableSample: one of them would break an invariant; none is given.
+        """
+        return [self._sample(leaf, elsewhere) for leaf, elsewhere in self.leaves]
+
+    def write(self) -> bytes:
+        """The answer with the samples. Raises as `make`."""
+        return WRITERS[self.request.format](self.make(), {**self.metadata, **self.facts}, self.request.carried)
+
+    def write_each(self) -> list[bytes]:
+        """Each sample as JSON. Raises as `make`."""
+        return [b"".join(json_parts(sample, self.request.carried)) for sample in self.make()]
+
+    def _sample(self, leaf: Turn, elsewhere: Mapping[Turn, int]) -> Sample:
+        line, request = leaf.line(), self.request
         whole = line_trajectory(line, elsewhere=elsewhere)
         prompt = line[0].prompt_tokens
         cut = request.max_seq_len is not None and len(whole) > request.max_seq_len
         trajectory = whole[: request.max_seq_len] if cut else whole
         if len(trajectory) <= prompt:
             raise UnusableSample("has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens")
-        rows, missing = _expert_rows(leaf, len(trajectory), self.experts)
-        facts = _facts(session, line, elsewhere, len(trajectory))
+        rows, missing = _expert_rows(leaf, len(trajectory), self.maker.experts)
+        own = self._facts(line, elsewhere, len(trajectory))
         try:
             sample = Sample(
                 tokens=trajectory.tokens,
@@ -93,26 +132,28 @@ class SampleMaker:
                 weight_versions=tuple(trajectory.weight_versions),
                 response_length=len(trajectory) - prompt,
                 status="truncated" if cut else BY_FINISH_REASON.get(leaf.finish_reason, "completed"),
-                metadata={**session.metadata, **request.metadata, **facts, **missing},
+                metadata={**self.metadata, **request.metadata, **own, **missing},
                 routed_experts=rows,
                 **request.carried,
             )
         except InvalidTrajectory as error:
             raise UnusableSample(error.invariant, f"turn {leaf.number}: {error}") from None
         # After the checks: a tokenizer may fail over an id that does not exist.
-        return replace(sample, response=self.decode(sample.tokens[prompt:].tolist()))
+        return replace(sample, response=self.maker.decode(sample.tokens[prompt:].tolist()))
 
-
-def write_samples(session: Session, samples: Sequence[Sample], request: SampleRequest) -> bytes:
-    """The answer with the samples of a session. It does no I/O and may run in a thread."""
-    metadata = {
-        **session.metadata,
-        "session_id": session.id,
-        "turns": len(session.turns),
-        "segments": len(session.roots),
-        "untraced": session.untraced,
-    }
-    return WRITERS[request.format](samples, metadata, request.carried)
+    def _facts(self, line: Sequence[Turn], elsewhere: Mapping[Turn, int], length: int) -> dict[str, Any]:
+        """What the metadata of a sample, the first `length` tokens of a line, says of its turns: where they are, and
+        which of them another sample trains."""
+        spans = zip(line, line_ends(line), strict=True)
+        turns = [(turn, min(end, length)) for turn, end in spans if turn.prompt_tokens < length]
+        return {
+            "session_id": self.facts["session_id"],
+            "leaf": line[-1].number,
+            "reason": next((turn.reason for turn in line if turn.reason is not None), None),
+            "turns": [turn_span(turn, end) for turn, end in turns],
+            "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
+            "untraced": len(self.facts["untraced"]),
+        }
 
 
 def _was_answered(leaf: Turn) -> bool:
@@ -132,18 +173,3 @@ def _expert_rows(leaf: Turn, tokens: int, experts: RowChannel) -> tuple[RoutedEx
         return experts.array(held.rows, 0, tokens - 1), {}
     except InvalidTrajectory as error:
         return None, {"routed_experts_missing": str(error)}
-
-
-def _facts(session: Session, line: Sequence[Turn], elsewhere: Mapping[Turn, int], length: int) -> dict[str, Any]:
-    """What the metadata of a sample, the first `length` tokens of a line, says of its turns: where they are, and which
-    of them another sample trains."""
-    spans = zip(line, line_ends(line), strict=True)
-    turns = [(turn, min(end, length)) for turn, end in spans if turn.prompt_tokens < length]
-    return {
-        "session_id": session.id,
-        "leaf": line[-1].number,
-        "reason": next((turn.reason for turn in line if turn.reason is not None), None),
-        "turns": [turn_span(turn, end) for turn, end in turns],
-        "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
-        "untraced": len(session.untraced),
-    }

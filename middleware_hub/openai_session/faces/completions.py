@@ -35,7 +35,7 @@ class CompletionsFace(Face):
             return "with echo, text and logprobs are the prompt's as well"
         return None
 
-    def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
         """Place each prompt of a request.
 
         Raises:

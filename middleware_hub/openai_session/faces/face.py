@@ -58,11 +58,11 @@ class Face(ABC):
         return None
 
     @abstractmethod
-    def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
         """Read a parsed request and place it in its session.
 
         Raises:
-            BadRequest: it is none.
+            BadRequest: it is none, or a text in it is too long.
         """
 
     def writer(self, turn: PendingTurn) -> ReplyWriter:

@@ -14,7 +14,7 @@ from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from miles_router.engines import paths
 from miles_router.errors import NotFound
-from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, replay
+from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay
 
 #: Paths that generate, and that are not recorded where no face answers them.
 UNTRACED = frozenset({paths.MESSAGES, paths.RESPONSES, paths.GENERATE})
@@ -74,7 +74,8 @@ class TurnDoor:
             if session.finalized is not None:
                 raise SessionFinalized(f"session {session.id!r} is finalized")
             self._store.check_room(session)
-            turn = face.turn(session, parsed, now=self._now())
+            with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
+                turn = await face.turn(session, parsed, now=self._now())
             turn.turn_id = turn_id
             await self._runner.run(face, turn, scope, receive, send)
 
