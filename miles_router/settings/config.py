@@ -101,6 +101,11 @@ class RouterConfig:
     max_retries: int = setting(2, "other workers tried when one cannot be reached or is lost", _at_least(0))
     max_connections: int = setting(0, "requests sent to workers at once, more wait; 0: no limit", _at_least(0))
     max_request_bytes: int = setting(128 * 1024 * 1024, "largest request body", _at_least(1))
+    max_answer_bytes: int = setting(
+        256 * 1024 * 1024,
+        "bytes of one reply that a layer which reads it holds; larger ones are not recorded",
+        _at_least(1),
+    )
     gate_max_held: int = setting(10_000, "requests that may wait while the fleet is paused", _at_least(0))
     gate_timeout: float = setting(0.0, "seconds a request may wait there; 0: as long as it takes", _at_least(0))
     partial_rollout: Literal["return", "resume"] = setting(

@@ -170,7 +170,7 @@ async def test_an_answer_that_is_too_long_passes_as_it_came_and_is_counted(at_it
         await tap.send(body(b""))
     assert client.messages[0] == start
     assert (client.body, client.complete, tap.seen) == (b"123456789012", True, [])
-    assert client.unread == [("shouting", "too_long")]
+    assert client.unread == [("shouting", "too_large")]
 
 
 async def test_an_event_that_is_too_long_passes_as_it_comes_with_all_behind_it() -> None:
@@ -178,7 +178,7 @@ async def test_an_event_that_is_too_long_passes_as_it_comes_with_all_behind_it()
     tap = Short(client)
     await through(tap, head(EVENTS), body(b"data: 1\n\ndata: 12345", more=True), body(b"6\n\ndata: 2\n\n"))
     assert client.body == b"DATA: 1\n\ndata: 123456\n\ndata: 2\n\n"
-    assert (tap.seen, client.unread, client.complete) == ([b"1"], [("shouting", "too_long")], True)
+    assert (tap.seen, client.unread, client.complete) == ([b"1"], [("shouting", "too_large")], True)
 
 
 async def test_a_layer_that_asks_for_nothing_collects_nothing() -> None:
@@ -361,6 +361,6 @@ async def test_the_worker_is_asked_for_a_reply_that_can_be_read() -> None:
     client = Client()
     scope: dict[str, Any] = {"headers": [(b"accept", b"*/*"), (b"accept-encoding", b"gzip")]}
     await Shouting(client).call(app, scope, receive)
-    assert asked == [{"headers": [(b"accept", b"*/*")]}]
+    assert [each["headers"] for each in asked] == [[(b"accept", b"*/*")]]
     assert client.body == b"{}!"
     assert readable(asked[0]) is asked[0]

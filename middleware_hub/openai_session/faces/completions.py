@@ -48,7 +48,9 @@ class CompletionsFace(Face):
             raise BadRequest("prompt must be a string, token ids, or a list of either")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
             prompt = prompt[0]
-        if isinstance(prompt, list) and not all(type(each) is int for each in prompt):
+        if isinstance(prompt, list) and not _are_ids(prompt):
+            if not all(isinstance(each, str) or _are_ids(each) for each in prompt):
+                raise BadRequest("prompt must be a string, token ids, or a list of either")
             places = [_root(each) for each in prompt]
             return PendingTurn(session, self.path, request, places, now, segment="batch")
         turn = PendingTurn(session, self.path, request, (_root(prompt),), now)
@@ -57,6 +59,10 @@ class CompletionsFace(Face):
         elif _continues(prompt, session):
             turn.segment = "text_prompt"
         return turn
+
+
+def _are_ids(prompt: object) -> bool:
+    return isinstance(prompt, list) and all(type(each) is int for each in prompt)
 
 
 def _root(prompt: object) -> Place:

@@ -17,6 +17,8 @@ from middleware_hub.openai_session.statistics import SessionStatistics
 from miles_router.errors import BadRequest, ConfigError
 
 ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
+#: Bytes of what a client may have a session carry beside its turns: metadata, and label and reward.
+MAX_CARRIED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class SessionStore:
         """A new session.
 
         Raises:
-            BadRequest: an id that does not fit into a path.
+            BadRequest: an id that does not fit into a path, or metadata of more than `MAX_CARRIED_BYTES`.
             SessionExists: the id is taken.
             TooManySessions: there is no room, even without those that have expired.
         """
@@ -75,6 +77,7 @@ class SessionStore:
             session_id = secrets.token_hex(16)
         elif not ID.fullmatch(session_id) or session_id in (".", ".."):
             raise BadRequest("session_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ ~ : -")
+        nbytes = _carried_bytes("metadata", metadata or {})
         self.expire()
         if session_id in self._sessions:
             raise SessionExists(f"session {session_id!r} exists already")
@@ -82,7 +85,7 @@ class SessionStore:
             raise TooManySessions(f"{len(self._sessions)} sessions are held already (max_sessions)")
         self._check_room()
         session = self._sessions[session_id] = Session(session_id, now=self._now(), metadata=metadata)
-        self.account(session, message_bytes(session.metadata))
+        self.account(session, nbytes)
         self.statistics.created += 1
         return session
 
@@ -103,7 +106,16 @@ class SessionStore:
     def get_or_create(self, session_id: str) -> Session:
         """The session with this id, made if there is none. Raises as `create`."""
         self.expire()  # first: `get` would find that it has expired
-        return self.get(session_id) if session_id in self._sessions else self.create(session_id)
+        if session_id in self._sessions:
+            return self.get(session_id)
+        session = self.create(session_id)
+        session.made_by_a_turn = True
+        return session
+
+    def drop_unused(self, session: Session) -> None:
+        """Forget a session that was made by its first turn, where that was refused: nobody knows of it."""
+        if session.made_by_a_turn and not (session.turns or session.untraced or session.in_flight):
+            self.delete(session)
 
     def delete(self, session: Session) -> None:
         """Forget it; requests in flight finish and their results are dropped."""
@@ -158,8 +170,24 @@ class SessionStore:
                 session.used_at = self._now()
                 self._sessions.move_to_end(session.id)
 
+    def account_carried(self, session: Session, carried: Mapping[str, Any]) -> None:
+        """A session is to carry label and reward, in place of those it has.
+
+        Raises:
+            BadRequest: they have more than `MAX_CARRIED_BYTES`.
+        """
+        before = message_bytes(session.finalized) if session.finalized is not None else 0
+        self.account(session, _carried_bytes("label and reward", carried) - before)
+
     def account(self, session: Session, nbytes: int) -> None:
         """`nbytes` more are held for a session."""
         if not session.deleted:
             session.nbytes += nbytes
             self.nbytes += nbytes
+
+
+def _carried_bytes(what: str, carried: Mapping[str, Any]) -> int:
+    nbytes = message_bytes(carried)
+    if nbytes > MAX_CARRIED_BYTES:
+        raise BadRequest(f"{what} may take {MAX_CARRIED_BYTES} bytes of memory, not {nbytes}")
+    return nbytes

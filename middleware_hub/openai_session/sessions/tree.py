@@ -140,6 +140,7 @@ class Session:
         self.in_flight = 0
         self.replies: dict[str, Any] = {}  # by turn id, those under way included (turns/idempotency.py)
         self.deleted = False
+        self.made_by_a_turn = False  # which named it in a header; else by `POST /sessions`
         self.finalized: Mapping[str, Any] | None = None  # what it was finalized with: no further turns
         self.nbytes = 0  # arrays and messages
         self._messages: dict[bytes, Message] = {}  # every one that was sent, by digest
