@@ -146,4 +146,5 @@ def _facts(session: Session, line: Sequence[Turn], elsewhere: Mapping[Turn, int]
         "turns": [turn_span(turn, end) for turn, end in turns],
         "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
         "untraced": len(session.untraced),
+        "unrecorded_history": any(turn.unrecorded_history for turn in line),
     }

@@ -50,13 +50,19 @@ class Bounds:
 
 
 class SessionStore:
-    """Sessions by id, least recently used first."""
+    """Sessions by id, least recently used first.
 
-    def __init__(self, bounds: Bounds, now: Callable[[], float]) -> None:
+    Args:
+        now: Unix seconds, which are shown.
+        clock: seconds that never jump, by which sessions expire.
+    """
+
+    def __init__(self, bounds: Bounds, now: Callable[[], float], clock: Callable[[], float]) -> None:
         self.bounds = bounds
         self.nbytes = 0
         self.statistics = SessionStatistics(sessions=lambda: len(self), bytes=lambda: self.nbytes)
         self._now = now
+        self._clock = clock
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
     def __len__(self) -> int:
@@ -84,7 +90,9 @@ class SessionStore:
         if len(self._sessions) >= self.bounds.sessions:
             raise TooManySessions(f"{len(self._sessions)} sessions are held already (max_sessions)")
         self._check_room()
-        session = self._sessions[session_id] = Session(session_id, now=self._now(), metadata=metadata)
+        session = self._sessions[session_id] = Session(
+            session_id, now=self._now(), clock=self._clock(), metadata=metadata
+        )
         self.account(session, nbytes)
         self.statistics.created += 1
         return session
@@ -99,8 +107,7 @@ class SessionStore:
         session = self._sessions.get(session_id)
         if session is None:
             raise SessionNotFound(f"no session {session_id!r}; make it with POST /sessions")
-        session.used_at = self._now()
-        self._sessions.move_to_end(session_id)
+        self._used(session)
         return session
 
     def get_or_create(self, session_id: str) -> Session:
@@ -129,14 +136,14 @@ class SessionStore:
         """Forget the sessions that nobody has used for `idle_timeout`."""
         if not self.bounds.idle_timeout:
             return
-        before = self._now() - self.bounds.idle_timeout
+        before = self._clock() - self.bounds.idle_timeout
         for session in list(self._idle_since(before)):
             self.delete(session)
             self.statistics.expired += 1
 
     def _idle_since(self, before: float) -> Iterator[Session]:
         for session in self._sessions.values():
-            if session.used_at > before:
+            if session.idle_since > before:
                 return
             if not session.in_flight:
                 yield session
@@ -167,8 +174,11 @@ class SessionStore:
         finally:
             session.in_flight -= 1
             if not session.deleted:
-                session.used_at = self._now()
-                self._sessions.move_to_end(session.id)
+                self._used(session)
+
+    def _used(self, session: Session) -> None:
+        session.used_at, session.idle_since = self._now(), self._clock()
+        self._sessions.move_to_end(session.id)
 
     def account_carried(self, session: Session, carried: Mapping[str, Any]) -> None:
         """A session is to carry label and reward, in place of those it has.

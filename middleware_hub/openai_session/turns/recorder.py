@@ -60,6 +60,7 @@ class TurnRecorder:
                 turn.experts = pending.experts.take(choice.index, turn.tokens, choice.facts.get("rid"))
             session.grow(turn, self._equal)
             self.statistics.turns += 1
+            self.statistics.unrecorded_history += turn.unrecorded_history
             self.statistics.sampled_tokens += sum(map(len, sampled))
             nbytes += Trajectory(sampled).nbytes + message_bytes(turn.answer) + TURN_BYTES
         self._store.account(session, nbytes)
