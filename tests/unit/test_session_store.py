@@ -287,3 +287,19 @@ def test_the_account_of_bytes_comes_out_even_whatever_happens(seed: int) -> None
     for session in made:
         store.delete(session)
     assert (store.nbytes, len(store)) == (0, 0)
+
+
+def test_what_finds_no_room_is_counted_by_the_bound_that_it_met() -> None:
+    store = store_of(sessions=2, turns=1, session_bytes=200, total_bytes=1000)
+    session, other = store.create("a"), store.create("b")
+    with pytest.raises(TooManySessions, match="max_sessions"):
+        store.create("c")
+    with store.in_use(session), store.in_use(session), pytest.raises(SessionFull, match="max_turns"):
+        store.check_room(session)
+    store.account(session, 200)
+    with pytest.raises(SessionFull, match="max_session_bytes"):
+        store.check_room(session)
+    store.account(session, 1000)
+    with pytest.raises(TooManySessions, match="max_bytes"):
+        store.check_room(other)
+    assert store.statistics.refused == dict.fromkeys(("max_sessions", "max_turns", "max_session_bytes", "max_bytes"), 1)

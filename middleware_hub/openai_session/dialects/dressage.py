@@ -44,6 +44,7 @@ ROLLOUT = "/v1/rollout/"
 MODES = {"preempt": "retract", "abort": "abort", "retract": "retract", "in_place": "in_place"}
 #: Instances and versions: clients write numbers too.
 Name = str | int
+MAX_NAME = 256
 REWRITTEN = ("edited_history", "compaction")
 
 
@@ -73,10 +74,11 @@ class DressageDialect:
             name = _session_id(scope)
             if name is None:
                 return False
+            given = first(scope["headers"], INSTANCE)
+            instance = None if given is None else _checked_name("X-Instance-Id", given.decode("latin-1"))
             session = self._sessions.store.get_or_create(name)
-            instance = first(scope["headers"], INSTANCE)
             if instance is not None:
-                session.metadata.setdefault("instance_id", instance.decode("latin-1"))
+                session.metadata.setdefault("instance_id", instance)
             try:
                 await self._turn(session, scope, receive, send)
             finally:
@@ -228,11 +230,15 @@ def _name(parsed: Mapping[str, Any], field: str) -> Name | None:
     """A name in a request, if it has one.
 
     Raises:
-        BadRequest: it is neither a string nor a whole number.
+        BadRequest: it is neither a string nor a whole number, or too long.
     """
     value = parsed.get(field)
-    if value is not None and type(value) not in (str, int):
-        raise BadRequest(f"{field} must be a string or a whole number")
+    return None if value is None else _checked_name(field, value)
+
+
+def _checked_name(field: str, value: object) -> Name:
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or len(str(value)) > MAX_NAME:
+        raise BadRequest(f"{field} must be a string or a whole number, of at most {MAX_NAME} characters")
     return value
 
 

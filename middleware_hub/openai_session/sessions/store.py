@@ -14,7 +14,7 @@ from middleware_hub.openai_session.errors import SessionExists, SessionFull, Ses
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.statistics import SessionStatistics
-from miles_router.errors import BadRequest, ConfigError
+from miles_router.errors import BadRequest, ConfigError, RouterError
 
 ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
 #: Bytes of what a client may have a session carry beside its turns: metadata, and label and reward.
@@ -88,7 +88,7 @@ class SessionStore:
         if session_id in self._sessions:
             raise SessionExists(f"session {session_id!r} exists already")
         if len(self._sessions) >= self.bounds.sessions:
-            raise TooManySessions(f"{len(self._sessions)} sessions are held already (max_sessions)")
+            raise self._full("max_sessions", TooManySessions, f"{len(self._sessions)} sessions are held already")
         self._check_room()
         session = self._sessions[session_id] = Session(
             session_id, now=self._now(), clock=self._clock(), metadata=metadata
@@ -156,14 +156,19 @@ class SessionStore:
         """
         if len(session.turns) + session.in_flight > self.bounds.turns:
             under_way = f" and {session.in_flight - 1} under way" if session.in_flight > 1 else ""
-            raise SessionFull(f"the session has {len(session.turns)} turns already{under_way} (max_turns)")
+            raise self._full("max_turns", SessionFull, f"the session has {len(session.turns)} turns already{under_way}")
         if session.nbytes >= self.bounds.session_bytes:
-            raise SessionFull(f"the session holds {session.nbytes} bytes already (max_session_bytes)")
+            raise self._full("max_session_bytes", SessionFull, f"the session holds {session.nbytes} bytes already")
         self._check_room()
 
     def _check_room(self) -> None:
         if self.nbytes >= self.bounds.total_bytes:
-            raise TooManySessions(f"sessions hold {self.nbytes} bytes already (max_bytes); delete those collected")
+            message = f"sessions hold {self.nbytes} bytes already; delete those collected"
+            raise self._full("max_bytes", TooManySessions, message)
+
+    def _full(self, bound: str, error: type[RouterError], message: str) -> RouterError:
+        self.statistics.refused[bound] += 1
+        return error(f"{message} ({bound})")
 
     @contextmanager
     def in_use(self, session: Session) -> Iterator[None]:
