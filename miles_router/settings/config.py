@@ -102,7 +102,7 @@ class RouterConfig:
     max_connections: int = setting(0, "requests sent to workers at once, more wait; 0: no limit", _at_least(0))
     max_request_bytes: int = setting(128 * 1024 * 1024, "largest request body", _at_least(1))
     max_answer_bytes: int = setting(
-        256 * 1024 * 1024,
+        1024 * 1024 * 1024,
         "bytes of one reply that a layer which reads it holds; larger ones are not recorded",
         _at_least(1),
     )
