@@ -191,6 +191,12 @@ def show(text: str) -> None:
         writer.put(text)
 
 
+def flush() -> None:
+    """Wait until all lines are written, but not for ever."""
+    for writer in writers():
+        writer.flush()
+
+
 def dropped_lines() -> int:
     """Lines that were dropped."""
     return sum(writer.dropped for writer in writers())
