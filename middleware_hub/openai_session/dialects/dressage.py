@@ -124,7 +124,7 @@ class DressageDialect:
     async def _read(self, request: Request) -> Response:
         parsed = await read_object(request)
         drain = parsed.get("drain")
-        if drain not in (None, True, False):
+        if drain is not None and not isinstance(drain, bool):
             raise BadRequest("drain must be true or false")
         if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
             session = self._sessions.store.get(_named(parsed))

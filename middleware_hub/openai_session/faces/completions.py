@@ -62,8 +62,10 @@ class CompletionsFace(Face):
 
 
 def _check_prompts(prompts: list[Any]) -> None:
-    """Raises:
-    BadRequest: one of them is neither a text nor ids.
+    """See that each prompt of a batch is a text or ids.
+
+    Raises:
+        BadRequest: one of them is neither.
     """
     for each in prompts:
         if isinstance(each, list):
