@@ -94,7 +94,9 @@ class Decoder:
         if self.largest > LARGEST[self._type]:
             self._widen()
         if (self._count + len(ids)) * self._type.itemsize > self._limit:
-            self._fail("fit", f"they take more than the {self._limit} bytes that may be held")
+            self._fail(
+                "fit", f"they take more than the {self._limit} bytes that may be held (max_bytes, --max-answer-bytes)"
+            )
         while len(ids) and self._failure is None:
             if self._filled == len(self._block):
                 self._next_block()
