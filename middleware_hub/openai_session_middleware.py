@@ -68,7 +68,7 @@ class OpenAISessionMiddleware:
         bounds = Bounds(max_sessions, max_turns, max_session_bytes, max_bytes, idle_timeout)
         bounds.check("openai_session_middleware")
         self.app = app
-        self.store = SessionStore(bounds, now=time.time)
+        self.store = SessionStore(bounds, now=time.time, clock=time.monotonic)
         self._encoder = AsyncEncoder.of(router)
         equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None, self._encoder)
         recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time)

@@ -19,7 +19,7 @@ from middleware_hub.radix_tree.recording import TextRecorder
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
 from middleware_hub.radix_tree.retrieval import Retrieval
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
-from miles_router.errors import ConfigError
+from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import (
     ASGIApp,
     Exchange,
@@ -85,9 +85,10 @@ class RadixTreeMiddleware:
             request = read_request(exchange.loads(body))
             with Watch(receive):  # a long text takes its time, which is not spent for a client that has left
                 prompts = [await self._recorder.tokenize(prompt) for prompt in request.prompts]
-        except (NotRecordable, UnknownShape, InvalidTrajectory) as error:
-            reason = "input_ids" if isinstance(error, InvalidTrajectory) else error.reason
-            self.cache.statistics.passed_through[reason] += 1
+        except InvalidTrajectory as error:
+            raise BadRequest(f"input_ids: {error}") from None  # an engine ends over them
+        except (NotRecordable, UnknownShape) as error:
+            self.cache.statistics.passed_through[error.reason] += 1
             await self.app(scope, replay(body, receive), send)
             return
         ids = [prompt.trajectory.tokens for prompt in prompts]

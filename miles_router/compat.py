@@ -51,4 +51,7 @@ def run(config: RouterConfig, args: Namespace | None = None) -> None:
     from miles_router.app import create_app
     from miles_router.serving.server import serve
 
-    serve(create_app(config, args=args))
+    try:
+        serve(create_app(config, args=args))
+    finally:
+        log.flush()  # a process that a framework has started runs nothing at its exit

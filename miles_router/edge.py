@@ -48,6 +48,7 @@ class RouterApp:
         self._stack = stack
         self._public_url = config.public_url
         self._max_body_bytes = config.max_request_bytes
+        self._max_answer_bytes = config.max_answer_bytes
         self._access_log = config.access_log
         self._metrics = router.metrics
 
@@ -64,7 +65,9 @@ class RouterApp:
                 await send({"type": "websocket.close", "code": 1003})
             return
         started_at = time.perf_counter()
-        exchange = Exchange(request_id(scope), max_body_bytes=self._max_body_bytes)
+        exchange = Exchange(
+            request_id(scope), max_body_bytes=self._max_body_bytes, max_answer_bytes=self._max_answer_bytes
+        )
         scope[SCOPE_KEY] = exchange
         outlet = Outlet(send, scope, exchange.request_id)
         refused = 0

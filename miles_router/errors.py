@@ -169,7 +169,7 @@ class UpstreamUnreachable(UpstreamError):
 
 
 class UpstreamInvalidResponse(UpstreamError):
-    """The worker's bytes are not an HTTP reply."""
+    """The worker's bytes are not an HTTP reply, or an answer that a layer must read is too large or cannot be read."""
 
     type = "upstream_invalid_response"
 

@@ -94,7 +94,9 @@ class Decoder:
         if self.largest > LARGEST[self._type]:
             self._widen()
         if (self._count + len(ids)) * self._type.itemsize > self._limit:
-            self._fail("fit", f"they take more than the {self._limit} bytes that may be held (max_bytes)")
+            self._fail(
+                "fit", f"they take more than the {self._limit} bytes that may be held (max_bytes, --max-answer-bytes)"
+            )
         while len(ids) and self._failure is None:
             if self._filled == len(self._block):
                 self._next_block()
@@ -102,6 +104,11 @@ class Decoder:
             self._block[self._filled : self._filled + len(part)] = part
             self._filled += len(part)
             ids = ids[len(part) :]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ids so far."""
+        return self._count * self._type.itemsize
 
     @property
     def _count(self) -> int:

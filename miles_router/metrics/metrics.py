@@ -13,6 +13,7 @@ from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Transition, WorkerState
+from miles_router.log import dropped_lines
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 
 #: The classes that `route` labels take; anything else is "other", so that no client can grow the table.
@@ -50,6 +51,7 @@ class Metrics(Statistics, prefix="miles_router"):
     unread_replies = counter("Replies that passed a layer unread, by layer and reason.", by=("layer", "reason"))
     transitions = counter("Changes of a worker's state.", by=("before", "after"), name="worker_transitions")
     stalled_workers = counter("Workers given up since their engine stood still under requests.")
+    dropped_log_lines = counter("Log lines that nobody took in time.")
     in_flight = gauge("Leases held.", by="worker")
     worker_routable = gauge("1: takes new requests.", by="worker")
     workers = gauge("Registered workers by state.", by="state")
@@ -57,6 +59,7 @@ class Metrics(Statistics, prefix="miles_router"):
     def __init__(self, fleet: Fleet) -> None:
         pool = fleet.pool
         super().__init__(
+            dropped_log_lines=dropped_lines,
             in_flight=lambda: {worker.url: worker.in_flight for worker in pool},
             worker_routable=lambda: {worker.url: worker.state is WorkerState.READY for worker in pool},
             workers=lambda: _states(pool),

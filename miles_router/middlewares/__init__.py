@@ -6,7 +6,7 @@ know nothing of the router: `miles_router.engines`, the engine's wire, and `mile
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
 from miles_router.asgi.headers import RawHeaders, first
-from miles_router.asgi.replies import OK, Collected, Kind, Tap, UnreadCounter, readable, with_length
+from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, readable, with_length
 from miles_router.asgi.watch import Watch
 from miles_router.control.row import Row
 from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
@@ -32,6 +32,7 @@ __all__ = [
     "LAST_EVENT",
     "OK",
     "PAUSE",
+    "TOO_LARGE",
     "UPDATE_VERSION",
     "ASGIApp",
     "Collected",

@@ -9,12 +9,12 @@ import logging
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from typing import cast
 
 import uvicorn
 
+from miles_router import log
 from miles_router.asgi.keys import Keys
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
@@ -68,7 +68,7 @@ def serve(app: RouterApp) -> None:
     raise_file_limit()
     sock = listen(config.host, config.port)
     server = Server(uvicorn_config(app))
-    print(banner(app, sock.getsockname()), file=sys.stderr, flush=True)
+    log.show(banner(app, sock.getsockname()))
     collect_garbage_less()
     server.run(sockets=[sock, *(sock.dup() for _ in range(ACCEPTS_PER_STEP - 1))])
 

@@ -111,6 +111,11 @@ class RouterConfig:
     max_text_chars: int = setting(
         8 * 1024 * 1024, "longest text, in characters, that a middleware encodes; as many ids", _at_least(1)
     )
+    max_answer_bytes: int = setting(
+        1024 * 1024 * 1024,
+        "bytes of one reply that a layer which reads it holds; larger ones are not recorded",
+        _at_least(1),
+    )
     gate_max_held: int = setting(10_000, "requests that may wait while the fleet is paused", _at_least(0))
     gate_timeout: float = setting(0.0, "seconds a request may wait there; 0: as long as it takes", _at_least(0))
     partial_rollout: Literal["return", "resume"] = setting(

@@ -226,12 +226,18 @@ def test_a_chat_turn_is_not_extended_by_a_completion_nor_the_other_way_round() -
     assert scene.session.place(messages, [b""], scene.equal).parent is None
 
 
-@pytest.mark.parametrize("prompt", [[], [-1], [2**40], [1, True], [1.5], ["a", "b"], [[1, 2], [3]], [3, "a"]])
+@pytest.mark.parametrize("prompt", [[], ["a", "b"], [[1, 2], [3]]])
 def test_prompts_that_are_no_ids_extend_nothing(prompt: list[Any]) -> None:
     scene = Scene()
     turns(scene, [1], choice(ids=[2], prompt=[1]))
     asked = asked_for(scene, prompt)
     assert (asked.places[0].parent, asked.prompt) == (None, None)
+
+
+@pytest.mark.parametrize("prompt", [[-1], [2**40], [1, True], [1.5], [3, "a"], [None], [{}], [[1], [-1]], [["a"], "b"]])
+def test_prompts_that_are_neither_texts_nor_ids_are_refused(prompt: list[Any]) -> None:
+    with pytest.raises(BadRequest, match="prompt"):
+        asked_for(Scene(), prompt)
 
 
 def test_ids_are_held_once_as_tokens_and_never_as_a_list() -> None:

@@ -32,6 +32,7 @@ def test_a_record_says_what_a_turn_was_asked_and_answered_and_where() -> None:
         "path": "/v1/chat/completions",
         "messages": (user("more"),),
         "response": assistant("ok"),
+        "unrecorded_history": False,
         "finish_reason": "length",
         "choice": 0,
         "span": [8, 11],

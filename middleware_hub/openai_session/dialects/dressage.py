@@ -37,11 +37,15 @@ from miles_router.middlewares import (
     first,
 )
 from miles_router.trajectory.json_parts import list_parts
+from miles_router.trajectory.sample import CARRIED
 
 SESSION, INSTANCE, TURN, ROUTING = b"x-session-id", b"x-instance-id", b"x-turn-id", b"x-smg-routing-key"
 ROLLOUT = "/v1/rollout/"
 #: The dialect's own word for a pause that loses nothing.
 MODES = {"preempt": "retract", "abort": "abort", "retract": "retract", "in_place": "in_place"}
+#: Instances and versions: clients write numbers too.
+Name = str | int
+MAX_NAME = 256
 REWRITTEN = ("edited_history", "compaction")
 
 
@@ -69,11 +73,15 @@ class DressageDialect:
             name = _session_id(scope)
             if name is None:
                 return False
+            given = first(scope["headers"], INSTANCE)
+            instance = None if given is None else _checked_name("X-Instance-Id", given.decode("latin-1"))
             session = self._sessions.store.get_or_create(name)
-            instance = first(scope["headers"], INSTANCE)
             if instance is not None:
-                session.metadata.setdefault("instance_id", instance.decode("latin-1"))
-            await self._turn(session, scope, receive, send)
+                session.metadata.setdefault("instance_id", instance)
+            try:
+                await self._turn(session, scope, receive, send)
+            finally:
+                self._sessions.store.drop_unused(session)
             return True
         if not path.startswith(ROLLOUT) or (method, path) not in self._orders():
             return False
@@ -93,9 +101,11 @@ class DressageDialect:
         session = self._sessions.store.get(_named(parsed))
         if not session.turns:
             raise BadRequest("the session has no turns")
-        if parsed.get("instance_id") is not None:
-            session.metadata["instance_id"] = parsed["instance_id"]
-        session.finalized = {name: parsed[name] for name in ("label", "reward") if name in parsed}
+        instance, carried = _name(parsed, "instance_id"), {name: parsed[name] for name in CARRIED if name in parsed}
+        self._sessions.store.account_carried(session, carried)
+        if instance is not None:
+            session.metadata["instance_id"] = instance
+        session.finalized = carried
         return as_response(
             {
                 "success": True,
@@ -111,12 +121,15 @@ class DressageDialect:
 
     async def _read(self, request: Request) -> Response:
         parsed = await read_object(request)
-        drain = bool(parsed.get("drain", False))
+        drain = False if parsed.get("drain") is None else parsed["drain"]
+        if not isinstance(drain, bool):
+            raise BadRequest("drain must be true or false")
         if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
             session = self._sessions.store.get(_named(parsed))
             sessions, mode = [session] if session.finalized is not None else [], "trajectory"
         else:
-            sessions, mode = self._batch(parsed.get("instance_id"), parsed.get("max_groups"), drain=drain), "batch"
+            found = self._batch(_name(parsed, "instance_id"), parsed.get("max_groups"), drain=drain)
+            sessions, mode = found, "batch"
         draining = {session.id for session in sessions} if drain else set()
         if draining & self._draining:
             raise BadRequest("the session is being drained by another request")
@@ -134,13 +147,13 @@ class DressageDialect:
         body = b"".join((before, b',"data":', *list_parts((each,) for each in data), b",", behind))
         return Response(body, media_type="application/json")
 
-    def _batch(self, instance_id: object, max_groups: object, *, drain: bool) -> list[Session]:
+    def _batch(self, instance_id: Name | None, max_groups: object, *, drain: bool) -> list[Session]:
         """Finalized sessions, whole groups of them, oldest first; to be drained, those that nobody else drains."""
         if max_groups is not None and (type(max_groups) is not int or max_groups < 1):
             raise BadRequest("max_groups must be a whole number from 1")
-        groups: dict[object, list[Session]] = {}
+        groups: dict[Name, list[Session]] = {}
         for session in self._sessions.store:
-            group = session.metadata.get("instance_id", session.id)
+            group = _group(session)
             if drain and session.id in self._draining:
                 continue
             if session.finalized is not None and (instance_id is None or group == instance_id):
@@ -158,19 +171,20 @@ class DressageDialect:
         finalized = [session for session in store if session.finalized is not None]
         return {
             "trajectories": len(finalized),
-            "groups": len({session.metadata.get("instance_id", session.id) for session in finalized}),
+            "groups": len(set(map(_group, finalized))),
             "active_sessions": len(store) - len(finalized),
             "bytes": store.nbytes,
         }
 
     async def _pause(self, request: Request) -> Response:
-        mode = MODES.get((await read_object(request)).get("mode", "preempt"))
+        name = (await read_object(request)).get("mode", "preempt")
+        mode = MODES.get(name) if isinstance(name, str) else None
         if mode is None:
             raise BadRequest(f"mode must be one of {', '.join(MODES)}")
         return await self._order(PAUSE, request, mode=mode)
 
     async def _resume(self, request: Request) -> Response:
-        version = (await read_object(request)).get("version")
+        version = _name(await read_object(request), "version")
         if version is not None and str(version) != self._router.pool.weight_version:
             updated = await self._order(UPDATE_VERSION, request, new_version=str(version), abort_all_requests=False)
             if updated.status_code != 200:
@@ -219,6 +233,28 @@ def _session_id(scope: Scope) -> str | None:
     if name is None and (first(headers, INSTANCE) is not None or first(headers, TURN) is not None):
         name = first(headers, ROUTING)
     return name.decode("latin-1") if name else None
+
+
+def _group(session: Session) -> Name:
+    """Which group a session belongs to; its metadata, which anybody wrote, may name none."""
+    instance = session.metadata.get("instance_id")
+    return instance if isinstance(instance, (str, int)) else session.id
+
+
+def _name(parsed: Mapping[str, Any], field: str) -> Name | None:
+    """A name in a request, if it has one.
+
+    Raises:
+        BadRequest: it is neither a string nor a whole number, or too long.
+    """
+    value = parsed.get(field)
+    return None if value is None else _checked_name(field, value)
+
+
+def _checked_name(field: str, value: object) -> Name:
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or len(str(value)) > MAX_NAME:
+        raise BadRequest(f"{field} must be a string or a whole number, of at most {MAX_NAME} characters")
+    return value
 
 
 def _named(parsed: Mapping[str, Any]) -> str:

@@ -59,6 +59,7 @@ def record(turn: Turn) -> dict[str, Any]:
         "path": turn.path,
         "messages": turn.appended,
         "response": turn.answer,
+        "unrecorded_history": turn.unrecorded_history,
         "finish_reason": turn.finish_reason,
         "choice": turn.choice,
         "span": [turn.prompt_tokens, turn.tokens],

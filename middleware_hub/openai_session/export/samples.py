@@ -153,6 +153,7 @@ class SamplePlan:
             "turns": [turn_span(turn, end) for turn, end in turns],
             "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
             "untraced": len(self.facts["untraced"]),
+            "unrecorded_history": any(turn.unrecorded_history for turn in line),
         }
 
 

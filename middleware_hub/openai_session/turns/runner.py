@@ -37,6 +37,12 @@ from miles_router.trajectory.rows import ROUTED_EXPERTS
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
+class TurnReply(Collected):
+    """The whole reply to a turn."""
+
+    layer = "openai_sessions"
+
+
 class TurnRunner:
     """Runs turns through the layers inside."""
 
@@ -83,7 +89,9 @@ class TurnRunner:
     async def _streamed(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
         writer = face.writer(turn)
         stream = TurnStream(turn, face.endpoint, writer, self._version_of(scope))
-        tap = TurnTap(send, stream, writer, lambda: self._end_of_stream(face, turn, stream, scope))
+        tap = TurnTap(
+            send, self._router.metrics, stream, writer, lambda: self._end_of_stream(face, turn, stream, scope)
+        )
         body = _body(face, turn, stream=True)
         await tap.call(self._app, _inner(face, scope, body), replay(body, receive))
 
@@ -140,7 +148,7 @@ class TurnRunner:
         gate, again = self._router.gate, self._router.config.partial_rollout == "resume"
         while True:
             pauses = gate.pauses
-            collected = Collected()
+            collected = TurnReply(self._router.metrics)
             await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
             cut = again and gate.pauses != pauses and not Exchange.of(scope).flight.aborted
             if not cut or not collected.is_json or not _was_aborted(_answer(collected)):
