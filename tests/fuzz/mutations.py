@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Sequence
 
 MOST_BYTES = 16 * 1024
-NUMBERS = (b"0", b"1", b"-1", b"2", b"255", b"65535", b"65536", b"2147483647", b"2147483648", b"4294967296")
-NUMBERS += (b"9223372036854775807", b"18446744073709551616", b"1e999", b"0.5", b"00", b"ffffffffffffffff")
+NUMBERS: tuple[bytes, ...] = (b"0", b"1", b"-1", b"2", b"255", b"65535", b"65536", b"2147483647", b"2147483648")
+NUMBERS += (b"4294967296", b"9223372036854775807", b"18446744073709551616", b"1e999", b"0.5", b"ffffffffffffffff")
 BYTES = (0, 9, 10, 13, 32, 34, 44, 58, 91, 92, 93, 123, 125, 127, 128, 192, 239, 255)
 _DIGITS = re.compile(rb"\d+")
 
