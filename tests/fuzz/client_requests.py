@@ -19,6 +19,7 @@ from typing import cast
 import h11
 
 from miles_router.asgi.exchange import Receive, Scope, Send
+from miles_router.middlewares.contract import ASGIApp
 from miles_router.serving.client_connection import ClientConnections
 from tests.fuzz.target import AT_ONCE, Target, expand, splits
 from tests.support.wire import Wire
@@ -195,8 +196,8 @@ async def spoken(pieces: Sequence[bytes]) -> Spoken:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": said})
 
-    state = SimpleNamespace(connections=set(), tasks=set())
-    connection, wire = ClientConnections(app, idle_seconds=60)(server_state=state, app_state={}), Wire()
+    state, wire = SimpleNamespace(connections=set(), tasks=set()), Wire()
+    connection = _connections(app)(server_state=state, app_state={})
     connection.connection_made(cast(asyncio.BaseTransport, wire))
     since = 0  # bytes since the last request that was complete, without those of bodies
     for data in pieces:
@@ -217,6 +218,11 @@ async def spoken(pieces: Sequence[bytes]) -> Spoken:
     assert not left, f"left running: {left}"
     seen.replies = replies_in(bytes(wire.written), [request.start[0] for request in seen.whole])
     return seen
+
+
+def _connections(app: ASGIApp) -> ClientConnections:
+    """What the process host calls for each connection; nothing is closed for taking long."""
+    return ClientConnections(app, idle_seconds=60)
 
 
 async def settled(seen: Spoken, wire: Wire) -> None:

@@ -1,4 +1,4 @@
-"""The soak finds what it is there for: a short one passes, one with a planted leak does not, and each rule can break."""
+"""The soak finds what it is there for: a short one passes, one with a leak does not; and each rule can break."""
 
 from __future__ import annotations
 
