@@ -212,10 +212,8 @@ async def spoken(pieces: Sequence[bytes]) -> Spoken:
         assert since <= bound or wire.closed, f"{since} bytes were taken that are no body"
     seen.closed = wire.closed
     connection.connection_lost(None)
-    await settled(seen, wire)
     assert not state.connections, "the connection is still known"
-    left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-    assert not left, f"left running: {left}"
+    await alone()
     seen.replies = replies_in(bytes(wire.written), [request.start[0] for request in seen.whole])
     return seen
 
@@ -236,6 +234,16 @@ async def settled(seen: Spoken, wire: Wire) -> None:
         if still == STILL:
             return
     raise AssertionError("the connection does not come to rest")
+
+
+async def alone() -> None:
+    """Until no task of the connection is left."""
+    for _ in range(STEPS):
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        if not left:
+            return
+        await asyncio.sleep(0)
+    raise AssertionError(f"left running: {left}")
 
 
 def replies_in(data: bytes, methods: Sequence[str]) -> list[tuple[int, bytes]]:

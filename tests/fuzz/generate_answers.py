@@ -1,6 +1,6 @@
 """Answers of `/generate`, whole and growing: `engines/answers.py` and `engines/growing.py`.
 
-An input is JSON: one whole answer, or a list of the events of a stream.
+An input is JSON: one whole answer, or a list of the events of a stream; or the seed of a good answer and its events.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from miles_router.engines.growing import GrowingAnswer
 from miles_router.trajectory import InvalidTrajectory, Piece
 from tests.fuzz.target import Target, expand
 
+SEED = b"seed "
 LOGPROBS, SPANS = "output_token_logprobs", "weight_versions"
 FINISHES: Sequence[Any] = (
     {"type": "stop", "matched": 7},
@@ -56,16 +57,16 @@ class GenerateAnswers(Target):
     tokens = TOKENS
 
     def generate(self, dice: random.Random) -> bytes:
+        if dice.random() < 0.5:
+            return SEED + b"%d" % dice.randrange(1 << 32)
         whole = answer(dice)
         kind = dice.choice(("whole", "cumulative", "incremental"))
-        if kind == "whole":
-            return json.dumps(whole).encode()
-        events = streamed(dice, whole, incremental=kind == "incremental")
-        grown = _grow(events, skim=dice.random() < 0.5)
-        assert grown == whole, f"{events} came to {grown}, not {whole}"
-        return json.dumps(events).encode()
+        made = whole if kind == "whole" else streamed(dice, whole, incremental=kind == "incremental")
+        return json.dumps(made).encode()
 
     def check(self, data: bytes) -> Hashable:
+        if data.startswith(SEED):
+            return _check_good(random.Random(data))
         try:
             parsed = orjson.loads(expand(data))
         except orjson.JSONDecodeError:
@@ -103,16 +104,27 @@ def streamed(dice: random.Random, whole: Mapping[str, Any], *, incremental: bool
     events, start = [], 0
     for end in ends:
         last, first = end == len(ids), start if incremental else 0
+        ahead = end if incremental else min(len(ids), end + dice.choice((0, 0, 1)))  # lists may be ahead of the count
         said = {**meta, "completion_tokens": end, "finish_reason": meta["finish_reason"] if last else None}
         if LOGPROBS in meta:
-            said[LOGPROBS] = meta[LOGPROBS][first:end]
+            said[LOGPROBS] = meta[LOGPROBS][first:ahead]
         if not last:
             said.pop(SPANS, None)
             if "weight_version" in said:
                 said["weight_version"] = meta[SPANS][-1]["version"]
-        events.append({"text": whole["text"][first:end], "output_ids": ids[first:end], "meta_info": said})
+        events.append({"text": whole["text"][first:end], "output_ids": ids[first:ahead], "meta_info": said})
         start = end
     return events
+
+
+def _check_good(dice: random.Random) -> Hashable:
+    """An answer that comes in events is, at their end, the answer."""
+    whole, incremental = answer(dice), dice.random() < 0.5
+    events = streamed(dice, whole, incremental=incremental)
+    for skim in (False, True):
+        grown = _grow(events, skim=skim)
+        assert grown == whole, f"{events} came to {grown}, not {whole}"
+    return (incremental, len(events), len(whole["output_ids"]))
 
 
 def _grow(events: Sequence[Any], *, skim: bool) -> dict[str, Any] | None:
