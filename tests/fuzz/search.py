@@ -18,8 +18,8 @@ from tests.fuzz.target import CORPUS, Target
 PATIENCE = 5.0
 #: Inputs kept because they showed something new.
 MOST_KEPT = 400
-#: Checks spent on making a finding small.
-EFFORT = 400
+#: Checks spent on making a finding small, and seconds.
+EFFORT, EFFORT_SECONDS = 400, 30.0
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ class Search:
     def _smallest(self, data: bytes, problem: str) -> Finding:
         """The input with everything left out that the problem does not need."""
         kind, effort = problem.split(":", 1)[0], EFFORT
-        size = max(1, len(data) // 2)
-        while size and effort:
+        size, end = max(1, len(data) // 2), time.monotonic() + EFFORT_SECONDS
+        while size and effort and time.monotonic() < end:
             at = 0
-            while at < len(data) and effort:
+            while at < len(data) and effort and time.monotonic() < end:
                 effort -= 1
                 shorter = data[:at] + data[at + size :]
                 found = self._problem(shorter)

@@ -48,11 +48,11 @@ class Target(ABC):
         """No more inputs come."""
 
 
-def expand(data: bytes) -> bytes:
-    """An input with its repeated parts written out."""
+def expand(data: bytes, largest: int = LARGEST) -> bytes:
+    """An input with its repeated parts written out, each up to so many bytes."""
 
     def written(part: re.Match[bytes]) -> bytes:
-        return part[2] * min(int(part[1]), LARGEST // len(part[2]))
+        return part[2] * min(int(part[1]), largest // len(part[2]))
 
     return _REPEATED.sub(written, data, count=2)
 
