@@ -32,8 +32,8 @@ from tests.support.waiting import until
 SEPARATOR = b"\n%%\n"
 START = re.compile(rb"(GET|POST|PUT|DELETE) (/[A-Za-z0-9/_.~:-]*)")
 HEADER = re.compile(rb"[!-~]+")
-#: How many answers a request wants. A worker does its best to give millions, and nothing else is done meanwhile.
-COPIES = re.compile(rb'("(?:n|best_of)"\s*:\s*)-?\d[\d.eE+-]+')
+#: How many answers, or alternatives, a request wants. A worker does its best to give millions, and nothing else is done meanwhile.
+COPIES = re.compile(rb'("(?:n|best_of|logprobs|top_logprobs|top_logprobs_num)"\s*:\s*)-?\d[\d.eE+-]+')
 NAMES = ("a", "b")
 MOST_REQUESTS = 8
 #: Seconds for one answer: a generation has at most `CONTEXT` tokens.
@@ -44,7 +44,13 @@ READING = ("/sessions", "/trajectory/stats", "/router/info", "/metrics")
 CHAT = "/v1/chat/completions"
 MESSAGE = '{"role": "user", "content": "Hi"}'
 BODIES: dict[str, Sequence[str]] = {
-    "/sessions": ('{"session_id": "a"}', '{"session_id": "b", "metadata": {"k": [1, null]}}', "{}", ""),
+    "/sessions": (
+        '{"session_id": "a"}',
+        '{"session_id": "a", "metadata": {"instance_id": "g"}}',
+        '{"session_id": "b", "metadata": {"k": [1, null]}}',
+        "{}",
+        "",
+    ),
     CHAT: (
         f'{{"model": "m", "max_tokens": 4, "messages": [{MESSAGE}]}}',
         f'{{"model": "m", "max_tokens": 4, "stream": true, "n": 2, "messages": [{MESSAGE}]}}',
@@ -219,7 +225,7 @@ class SessionBodies(Target):
     """
 
     name = "session-bodies"
-    runs = 350
+    runs = 700
     tokens = (*ODD, *(b'"%b": ' % name for name in FIELDS), SEPARATOR, b"> X-Session-Id: a\n", b"> X-Turn-Id: 1\n")
 
     def __init__(self) -> None:
@@ -235,7 +241,11 @@ class SessionBodies(Target):
         self._loop.close()
 
     def generate(self, dice: random.Random) -> bytes:
-        requests = [b'POST /sessions\n{"session_id": "a"}'] if dice.random() < 0.8 else []
+        requests = []
+        if dice.random() < 0.8:
+            requests.append(_with_odd_value(dice, f"POST /sessions\n{dice.choice(BODIES['/sessions'][:2])}".encode()))
+        if dice.random() < 0.6:
+            requests.append(f"POST /sessions/a{CHAT}\n{BODIES[CHAT][0]}".encode())
         requests += [_request(dice) for _ in range(dice.randint(1, 3))]
         return SEPARATOR.join(requests)
 
@@ -296,10 +306,12 @@ def _request(dice: random.Random) -> bytes:
 
 
 def _with_odd_value(dice: random.Random, request: bytes) -> bytes:
-    """Often with another value for one of its fields."""
+    """Often with another value for one of its fields, or for all of its body."""
     values = list(re.finditer(rb'(?<=: )("[^"]*"|[\d.]+|\{[^{}]*\}|\[[^\[\]]*\]|true|null)(?=[,}])', request))
     if not values or dice.random() < 0.4:
         return request
+    if dice.random() < 0.1:
+        return request[: request.index(b"\n{") + 1] + dice.choice(ODD)
     value = dice.choice(values)
     return request[: value.start()] + dice.choice(ODD) + request[value.end() :]
 

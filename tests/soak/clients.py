@@ -192,7 +192,7 @@ class Clients:
     async def slow_reader(self) -> None:
         """Reads a stream in sips, and gets all of it."""
         ids = [self.dice.randrange(3, 400) for _ in range(8)]
-        params = {"max_new_tokens": 120, "ignore_eos": True}
+        params = {"max_new_tokens": 40, "ignore_eos": True}
         body = {"input_ids": ids, "sampling_params": params, "stream": True, "return_logprob": True}
         parts = []
         async with await Client.connect(self.url, receive_buffer=SLOW_BUFFER) as client:
