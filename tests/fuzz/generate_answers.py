@@ -53,7 +53,7 @@ class GenerateAnswers(Target):
     """
 
     name = "generate-answers"
-    runs = 30000
+    runs = 50000
     tokens = TOKENS
 
     def generate(self, dice: random.Random) -> bytes:

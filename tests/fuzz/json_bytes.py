@@ -41,7 +41,7 @@ class JsonBytes(Target):
     """
 
     name = "json-bytes"
-    runs = 20000
+    runs = 25000
     tokens = (
         *VALUES,
         *(b'"%b"' % name.encode() for name in NAMES),

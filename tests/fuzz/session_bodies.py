@@ -32,7 +32,7 @@ from tests.support.waiting import until
 SEPARATOR = b"\n%%\n"
 START = re.compile(rb"(GET|POST|PUT|DELETE) (/[A-Za-z0-9/_.~:-]*)")
 HEADER = re.compile(rb"[!-~]+")
-#: How many answers, or alternatives, a request wants. A worker does its best to give millions, and nothing else is done meanwhile.
+#: How many answers, or alternatives, a request wants. A worker does its best to give millions, and nothing else.
 COPIES = re.compile(rb'("(?:n|best_of|logprobs|top_logprobs|top_logprobs_num)"\s*:\s*)-?\d[\d.eE+-]+')
 NAMES = ("a", "b")
 MOST_REQUESTS = 8
@@ -225,7 +225,7 @@ class SessionBodies(Target):
     """
 
     name = "session-bodies"
-    runs = 700
+    runs = 800
     tokens = (*ODD, *(b'"%b": ' % name for name in FIELDS), SEPARATOR, b"> X-Session-Id: a\n", b"> X-Turn-Id: 1\n")
 
     def __init__(self) -> None:

@@ -43,7 +43,7 @@ def nightly() -> bool:
 
 def fuzzing() -> tuple[int, int | None]:
     """How many times the usual runs a target is fuzzed for, and with which seed; None for another one each time."""
-    return (20, None) if nightly() else (1, 0)
+    return (10, None) if nightly() else (1, 0)
 
 
 def size(*, heavy: Size, otherwise: Size) -> Size:
