@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +14,7 @@ from tests.fuzz.search import Search, bounded, corpus
 from tests.fuzz.target import CORPUS, Target
 from tests.support.tiers import fuzzing
 
+ROOT = CORPUS.parents[2]
 MOST_BYTES = 200_000
 
 
@@ -48,3 +51,10 @@ def test_the_corpus_is_small_and_of_targets_that_there_are() -> None:
     files = [path for path in CORPUS.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < MOST_BYTES
     assert {path.parent.name for path in files} == set(TARGETS)
+
+
+def test_the_command_searches_for_a_while_and_says_what_it_did() -> None:
+    command = [sys.executable, "-m", "tests.fuzz", "--target", "event-streams", "--seconds", "0.5", "--seed", "1"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout.startswith("seed 1\n")
+    assert done.stdout.endswith(" inputs, 0 findings\n")
