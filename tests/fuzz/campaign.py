@@ -14,6 +14,8 @@ from tests.fuzz.search import Finding, Search
 
 #: Seconds for which a process stays with one target.
 SLICE = 20.0
+#: Findings of one target whose problems begin alike are taken for one.
+KIND = 32
 
 
 @dataclass
@@ -67,8 +69,8 @@ class Campaign:
     def _take(self, report: Report, left: float) -> None:
         self.runs[report.target] += report.runs
         self.kept[report.target] = report.kept
-        new = report.finding is not None and report.finding.problem not in {each.problem for each in self.findings}
-        if report.finding is not None and new:
+        known = {(each.target, each.problem[:KIND]) for each in self.findings}
+        if report.finding is not None and (report.target, report.finding.problem[:KIND]) not in known:
             self.findings.append(report.finding)
             print(f"\nFOUND in {report.target}: {told(report.finding)}", flush=True)
         totals = ", ".join(f"{name} {self.runs[name]}" for name in self.names)
