@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help demo test nightly heavy unit coverage install lint types imports sglang tokenizers bench npm
+.PHONY: help demo test nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers bench npm
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -45,6 +45,12 @@ nightly: install tokenizers ## the tests without SGLang with many more and alway
 heavy: install sglang tokenizers nginx ## storms, and the proofs on real SGLang at full length
 	@$(call say,storms and long proofs)
 	@$(PYTEST) --tier heavy -m "sglang or storm"
+
+fuzz: install ## bytes and bodies made up for an hour, held against oracles; FUZZ='--seconds 60'
+	@$(BIN)/python -m tests.fuzz --seconds 3600 $(FUZZ)
+
+soak: install ## half an hour of everything at once: nothing may grow, every token is exact; SOAK='--minutes 5'
+	@$(BIN)/python -m tests.soak $(SOAK)
 
 unit: install tokenizers ## the tests that need no SGLang
 	@$(PYTEST) -m "not sglang"
