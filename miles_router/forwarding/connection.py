@@ -222,6 +222,7 @@ class Connection(asyncio.BufferedProtocol):
             if excess is not None:
                 excess.received(len(data))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, InvalidFraming) as error:
+            reply.complete |= reply.head_seen and self._to_head
             if not reply.complete:
                 self._invalid(reply, f"{self._address.url} sent no valid HTTP: {error.__context__ or error}")
             self._reusable = False
@@ -284,7 +285,8 @@ class Connection(asyncio.BufferedProtocol):
         self._body = reply_body(status, self._headers, to_head=self._to_head)
         self._remaining = max(0, self._body)
         self._excess = Excess() if self._body == CHUNKED else None
-        self._reusable = self._parser.should_keep_alive()
+        # What a worker sends behind its reply to HEAD could not be told from the next reply.
+        self._reusable = self._parser.should_keep_alive() and not self._to_head
         reply.status, reply.headers, reply.head_seen = status, self._headers, True
 
     def on_body(self, data: bytes) -> None:

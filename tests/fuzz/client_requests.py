@@ -18,10 +18,12 @@ from typing import cast
 
 import h11
 
+from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.headers import RawHeaders
+from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp
-from miles_router.serving.client_connection import ClientConnections
+from miles_router.serving.clients import ClientConnections
 from tests.fuzz.target import AT_ONCE, Target, expand, splits
 from tests.support.wire import Wire
 
@@ -222,7 +224,7 @@ async def spoken(pieces: Sequence[bytes]) -> Spoken:
 
 def _connections(app: ASGIApp) -> ClientConnections:
     """What the process host calls for each connection; nothing is closed for taking long."""
-    return ClientConnections(app, idle_seconds=60)
+    return ClientConnections(app, ClientStatistics(Backlog()), limit=10, idle_seconds=60, head_seconds=60)
 
 
 async def settled(seen: Spoken, wire: Wire) -> None:
