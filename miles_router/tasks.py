@@ -7,12 +7,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 
 #: Seconds that the event loop is held at a time by work that can be done in steps.
 HOLD = 0.002
+
+Result = TypeVar("Result")
 
 _running: set[asyncio.Task[Any]] = set()
 
@@ -50,6 +52,26 @@ async def together(works: Sequence[Coroutine[Any, Any, None]], *, name: str) -> 
         await asyncio.wait(running)
     for task in done:
         task.result()
+
+
+async def within(seconds: float, work: Coroutine[Any, Any, Result], *, name: str) -> Result:
+    """What `work` gives within so many seconds. Before Python 3.12 `asyncio.wait_for` may swallow a cancellation that
+    arrives together with the result; this never does.
+
+    Raises:
+        TimeoutError: it took longer; it has been cancelled, and has ended.
+    """
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise TimeoutError(f"{name} took longer than {seconds:g} s")
+        return task.result()
+    finally:
+        if not task.done():
+            await cancelled(task)
+        if not task.cancelled():
+            task.exception()  # nobody else looks at the failure of what nobody waits for any more
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:

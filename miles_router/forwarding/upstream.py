@@ -100,8 +100,9 @@ class Upstream:
             UpstreamError: as `open`, or the body was cut or is longer than `limit` bytes.
         """
         try:
-            return await asyncio.wait_for(self._fetch(address, path, headers, limit), timeout)
-        except asyncio.TimeoutError:
+            work = self._fetch(address, path, headers, limit)
+            return await tasks.within(timeout, work, name=f"fetch {address.url}{path}")
+        except TimeoutError:
             raise UpstreamTimeout(f"{address.url}{path} did not answer within {timeout:g} s") from None
 
     async def _fetch(self, address: WorkerUrl, path: str, headers: RawHeaders, limit: int) -> tuple[int, bytes]:
@@ -165,7 +166,7 @@ class Upstream:
     async def _connect(self, address: WorkerUrl) -> Connection:
         if self._closed:
             raise UpstreamUnreachable("the router is shutting down")
-        # Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation that arrives together with the result.
+        # Not `tasks.within`: a connection that is made too late has to be closed.
         task = tasks.spawn(self._dial(address), name=f"connect {address.url}")
         try:
             await asyncio.wait({task}, timeout=self._connect_timeout)

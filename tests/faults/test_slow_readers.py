@@ -19,7 +19,7 @@ CLIENTS = 200
 BLOCK = b"x" * 2**16
 BLOCKS = 256  # 16 MiB: more than all systems between worker and client take in
 #: Bytes that one of many clients may take: its objects, what waits for it, its share of what all may take.
-EACH = 300_000
+EACH = 400_000
 WAITING = "miles_router_waiting_reply_bytes"
 
 
