@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 from starlette.requests import Request
@@ -24,12 +24,26 @@ SAFETENSORS, JSON = "application/octet-stream", "application/json"
 OFF_LOOP = 1 << 20
 
 
+class SampleForm(Protocol):
+    """A form of samples that is not ours, with an answer of its own."""
+
+    def is_meant(self, body: Mapping[str, Any], accept: str) -> bool:
+        """Whether a request asks for this form; `accept` is its header."""
+        ...
+
+    async def answer(self, session: Session, body: Mapping[str, Any]) -> Response:
+        """The samples of a session."""
+        ...
+
+
 class SessionRoutes:
     """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`."""
 
     def __init__(self, store: SessionStore, maker: SampleMaker) -> None:
         self.store = store
         self.maker = maker
+        #: Looked through for each request for samples, in order, before our own.
+        self.forms: list[SampleForm] = []
 
     def routes(self) -> Sequence[BaseRoute]:
         """In the order in which they are looked up."""
@@ -50,7 +64,7 @@ class SessionRoutes:
             raise BadRequest("metadata must be an object")
         session = self.store.create(session_id, metadata)
         base_url = f"{str(request.base_url).rstrip('/')}/sessions/{session.id}/v1"
-        return as_response({"session_id": session.id, "base_url": base_url}, 201)
+        return as_response({"session_id": session.id, "base_url": base_url})
 
     async def _list(self, request: Request) -> Response:
         self.store.expire()
@@ -65,7 +79,12 @@ class SessionRoutes:
 
     async def _samples(self, request: Request) -> Response:
         session = self._session(request)
-        sample_request = SampleRequest.read(await read_object(request))
+        wanted = await read_object(request)
+        accept = request.headers.get("accept", "")
+        form = next((form for form in self.forms if form.is_meant(wanted, accept)), None)
+        if form is not None:
+            return await form.answer(session, wanted)
+        sample_request = SampleRequest.read(wanted)
         samples = self.maker.make(session, sample_request)
         write = partial(write_samples, session, samples, sample_request)
         large = sum(each.routed_experts.nbytes for each in samples if each.routed_experts is not None) > OFF_LOOP
