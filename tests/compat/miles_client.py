@@ -85,7 +85,8 @@ def decode(payload: bytes, *, version: int = 1) -> Reply:
     """The steps of its decoder: every promised tensor is there in its type, and none is left over."""
     tensors = load(payload)
     meta_array = tensors.pop("_samples_meta")
-    assert (meta_array.ndim, meta_array.dtype) == (1, np.uint8)
+    assert meta_array.ndim == 1
+    assert meta_array.dtype == np.uint8
     meta = json.loads(meta_array.tobytes().decode("utf-8"))
     samples = []
     for place, told in enumerate(meta["samples"]):
