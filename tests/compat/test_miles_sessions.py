@@ -313,7 +313,7 @@ async def test_the_runs_adapter_answers_every_turn(stage: Stage, stream: bool) -
         assert len(await trial.records(session)) == 1
 
 
-async def test_an_adapter_that_the_engine_has_not_is_refused_and_base_weights_answer_nothing(stage: Stage) -> None:
+async def test_without_the_adapter_base_weights_answer_nothing(stage: Stage) -> None:
     async with simulated_sessions(stage, options={"lora_path": "miles_lora"}) as trial:
         session = await trial.create()
         for path, body in ((CHAT, {"messages": HI}), ("/v1/completions", {"prompt": "Hi"})):
