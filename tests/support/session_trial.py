@@ -123,7 +123,7 @@ class SessionTrial:
         return [record["reason"] for record in await self.records(session)]
 
     async def samples(self, session: str, **want: Any) -> list[Any]:
-        answer = await self.ask("POST", f"/sessions/{session}/samples", want)
+        answer = await self.ask("POST", f"/sessions/{session}/samples", {"format": "json", **want})
         assert answer.status == 200, answer.body
         return list(answer.json()["samples"])
 

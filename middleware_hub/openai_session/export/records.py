@@ -51,11 +51,6 @@ def record(turn: Turn) -> dict[str, Any]:
     the history: `messages` stand behind so many.
     """
     return {
-        "timestamp": turn.facts.get("answered_at"),
-        "request_timestamp": turn.facts.get("asked_at"),
-        "method": "POST",
-        "status_code": 200,
-        "request": {"messages_before": turn.messages - len(turn.appended) - 1},
         "turn": turn.number,
         "parent": None if turn.parent is None else turn.parent.number,
         "reason": turn.reason,
@@ -72,6 +67,11 @@ def record(turn: Turn) -> dict[str, Any]:
         "weight_versions": _weight_versions(turn),
         **turn.facts,
         **({} if turn.experts is None else {"routed_experts": _experts(turn.experts)}),
+        "timestamp": turn.facts.get("answered_at"),
+        "request_timestamp": turn.facts.get("asked_at"),
+        "method": "POST",
+        "status_code": 200,
+        "request": {"messages_before": turn.messages - len(turn.appended) - 1},
     }
 
 
