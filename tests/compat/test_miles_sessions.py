@@ -16,6 +16,7 @@ from middleware_hub.openai_session.export.routes import OFF_LOOP
 from miles_router.client import RouterClient
 from tests.compat.miles_client import GetSessionResponse, MilesSample, MilesSession, decode
 from tests.support.experts_trial import simulated_experts, truth
+from tests.support.http import request
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import script
 from tests.support.session_trial import (
@@ -30,8 +31,9 @@ from tests.support.session_trial import (
 )
 from tests.support.stage import Stage, staged
 from tests.support.tiers import size
+from tests.support.waiting import until
 
-AGENTS = size(heavy=32, otherwise=32)
+AGENTS = size(heavy=96, otherwise=32)
 TURNS = 10
 HI: list[Message] = [{"role": "system", "content": "Be brief."}, user("Hi")]
 
@@ -297,6 +299,22 @@ async def test_a_large_file_is_sent_while_it_is_written(stage: Stage, http: aioh
         assert sample.rollout_routed_experts is not None
         assert len(sample.tokens) * 8 + sample.rollout_routed_experts.nbytes > OFF_LOOP
         same(own, sample)
+
+
+async def test_a_client_that_leaves_inside_a_large_file_leaves_nothing_behind(stage: Stage) -> None:
+    async with simulated_experts(stage, around=(SESSIONS,), context_len=100_000) as trial:
+        session = await trial.create()
+        await trial.chat(session, [user("word " * 20_000)], max_tokens=4)
+        client = await stage.client(trial.router, receive_buffer=4096)
+        body = b'{"max_seq_len": null}'
+        await client.send(request("POST", f"/sessions/{session}/samples", (), body))
+        head = await client.read_head("POST")
+        assert head.status == 200
+        assert int(head.value("content-length") or b"") > 2 << 20
+        await client.read_part()
+        client.reset()
+        await until(lambda: not trial.router.leftovers(), "the router has noticed")
+        assert len(await trial.samples(session)) == 1
 
 
 # What a run puts into every turn
