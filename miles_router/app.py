@@ -83,7 +83,14 @@ def create_app(
     health = HealthMonitor(
         fleet, probes, interval=config.health_check_interval, deep_interval=config.deep_health_check_interval
     )
-    control = Control(fleet=fleet, fan_out=fan_out, in_flight=in_flight, health=health, extra=config.fan_out)
+    control = Control(
+        fleet=fleet,
+        fan_out=fan_out,
+        in_flight=in_flight,
+        health=health,
+        extra=config.fan_out,
+        read_timeout=config.health_check_timeout,
+    )
     stalls = StallWatch(
         fleet, probes, upstream, metrics, timeout=config.stall_timeout, excused=lambda: control.may_silence
     )

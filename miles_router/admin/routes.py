@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from miles_router.asgi.exchange import Exchange
+from miles_router.control.engine_metrics import MEDIA_TYPE
 from miles_router.errors import BadRequest
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import Worker, WorkerState
@@ -68,6 +69,7 @@ class Admin:
             Route("/workers/{id:path}", self.delete_worker, methods=["DELETE"]),
             Route("/router/info", self.info, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/engine_metrics", self.engine_metrics, methods=["GET"]),
         ]
 
     # Workers, the spelling of slime and miles
@@ -127,7 +129,10 @@ class Admin:
         )
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._router.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self._router.metrics.render(), media_type=MEDIA_TYPE)
+
+    async def engine_metrics(self, request: Request) -> Response:
+        return Response(await self._router.control.engine_metrics(), media_type=MEDIA_TYPE)
 
     async def dashboard(self, request: Request) -> Response:
         page = resources.files("miles_router.admin").joinpath("dashboard.html").read_text(encoding="utf-8")

@@ -9,9 +9,10 @@ from typing import Any
 
 import orjson
 
+from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
 from miles_router.control.health import HealthMonitor
-from miles_router.control.row import Call, Row
+from miles_router.control.row import BRIEF, Call, Row
 from miles_router.control.table import PAUSE, TABLE
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
@@ -23,7 +24,14 @@ class Control:
     """Runs control requests: one after the other, but for those that may run beside others."""
 
     def __init__(
-        self, *, fleet: Fleet, fan_out: FanOut, in_flight: InFlight, health: HealthMonitor, extra: Iterable[str] = ()
+        self,
+        *,
+        fleet: Fleet,
+        fan_out: FanOut,
+        in_flight: InFlight,
+        health: HealthMonitor,
+        extra: Iterable[str] = (),
+        read_timeout: float = BRIEF,
     ) -> None:
         #: Every row by its path: those of the user's own, and those of the table.
         self.rows = {row.path: row for row in (*map(Row, extra), *TABLE)}
@@ -31,6 +39,7 @@ class Control:
         self._fan_out = fan_out
         self._in_flight = in_flight
         self._health = health
+        self._read_timeout = read_timeout
         self._one_at_a_time = asyncio.Lock()
         self._pausing = False  # the workers are being told to pause, and were neither paused nor asleep before
 
@@ -79,6 +88,10 @@ class Control:
     async def order(self, row: Row, request_id: str, **fields: object) -> FleetAnswer:
         """A control request of a layer's own. Raises as `send`."""
         return await self.send(row.path, outgoing_order(row.order(**fields)), request_id)
+
+    async def engine_metrics(self) -> str:
+        """What the engines say about themselves, as Prometheus reads it. Raises as `engine_metrics`."""
+        return await engine_metrics(self._fleet, self._fan_out, self._read_timeout)
 
 
 def _object(body: bytes) -> Mapping[str, Any]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 MODEL_INFO = ("/model_info", "/get_model_info")
 SERVER_INFO = ("/server_info", "/get_server_info")
 SCHEMA = ("/openapi.json",)
+#: Its numbers, as Prometheus reads them.
+METRICS = "/metrics"
 #: Generates a token: slow under load, and silent while the engine is paused.
 HEALTH = "/health"
 #: The same, whatever the engine's environment says of `/health`.

@@ -97,14 +97,14 @@ def uvicorn_config(app: RouterApp) -> uvicorn.Config:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one.
+    """A bound socket; port 0 takes a free one. An IPv6 address may stand in brackets, as in a URL.
 
     Raises:
         ConfigError: the name does not resolve, or the port is taken.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

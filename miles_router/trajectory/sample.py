@@ -126,10 +126,11 @@ class Sample:
         experts = self.routed_experts
         return made if experts is None else {**made, EXPERTS: orjson.loads(b"".join(_experts_parts(experts)))}
 
-    def trainer_fields(self) -> dict[str, Any]:
+    def trainer_fields(self, *, arrays: bool = False) -> dict[str, Any]:
         """What the sample of a training framework is updated with, in the framework's names and alignment:
-        `Sample.from_dict({**given.to_dict(), **sample.trainer_fields()})`. See `miles_router.dialects`."""
-        return trainer_fields(self)
+        `Sample.from_dict({**given.to_dict(), **sample.trainer_fields()})`. See `miles_router.dialects`.
+        With `arrays`, arrays stay what they are."""
+        return trainer_fields(self, arrays=arrays)
 
 
 def write_json(samples: Iterable[Sample], metadata: Mapping[str, Any], carried: Collection[str] = CARRIED) -> bytes:

@@ -170,7 +170,7 @@ def test_every_reason_for_passing_through_is_documented(reason: str) -> None:
     assert f"`{reason}`" in read("docs/metrics.md")
 
 
-@pytest.mark.parametrize("name", [*NAMES, MIDDLEWARE_PATHS])
+@pytest.mark.parametrize("name", [*NAMES, *MIDDLEWARE_PATHS])
 def test_every_name_that_frameworks_use_is_documented(name: str) -> None:
     assert f"| `{name}` | `{NAMES.get(name, 'middlewares')}` |" in read("docs/configuration.md")
 

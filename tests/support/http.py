@@ -91,7 +91,7 @@ class Client:
     async def connect(cls, url: str, *, receive_buffer: int | None = None) -> Client:
         """`receive_buffer` (bytes) makes the client slow: the kernel and asyncio take little that nobody reads."""
         parts = urlsplit(url)
-        sock = socket.socket()
+        sock = socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET)
         sock.setblocking(False)
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)

@@ -26,6 +26,11 @@ def test_a_record_says_what_a_turn_was_asked_and_answered_and_where() -> None:
     )
     found = record(second)
     assert found == {
+        "timestamp": 1002.0,
+        "request_timestamp": 1001.0,
+        "method": "POST",
+        "status_code": 200,
+        "request": {"messages_before": 3},
         "turn": 1,
         "parent": 0,
         "reason": None,

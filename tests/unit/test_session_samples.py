@@ -64,7 +64,7 @@ def two_turns(scene: Scene, **options: Any) -> Turn:
 
 
 def test_a_request_for_samples_may_leave_everything_out() -> None:
-    assert SampleRequest.read({}) == SampleRequest("json", None, "all", {}, {})
+    assert SampleRequest.read({}) == SampleRequest("json", None, "", {}, {})
 
 
 def test_a_request_for_samples_says_what_it_wants() -> None:

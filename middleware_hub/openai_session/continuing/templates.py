@@ -45,8 +45,12 @@ class Renderer:
         subject: Mapping[str, object],
         parts: bool = False,
         json: bool = False,
+        family: str = "",
     ) -> None:
         self.origin = origin
+        self.tokenizer = tokenizer
+        #: The library's name of the family, where it was named.
+        self.family = family
         self.subject = {"origin": origin, "tokenizer": str(type(tokenizer)), **subject}
         self._encoder = TextEncoder(tokenizer)
         self._backend = tokenizer.backend_tokenizer
@@ -117,7 +121,12 @@ class Renderer:
 
 
 def from_tokenizer(
-    tokenizer: Any, *, template: str | None = None, settings: Mapping[str, Any] | None = None, origin: str | None = None
+    tokenizer: Any,
+    *,
+    template: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    origin: str | None = None,
+    family: str = "",
 ) -> Renderer:
     """Over the tokenizer's chat template, or over `template` in its place; `settings` are what it is given unless a
     request says otherwise.
@@ -161,6 +170,7 @@ def from_tokenizer(
         origin=origin or "the tokenizer's chat template",
         subject={"template": own, "settings": settings, "special tokens": tokenizer.special_tokens_map},
         parts=loops_over_parts(source),
+        family=family,
     )
 
 

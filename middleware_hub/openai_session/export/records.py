@@ -51,7 +51,11 @@ def summary(session: Session) -> dict[str, Any]:
 
 def record(turn: Turn) -> dict[str, Any]:
     """One node of the tree. `span` are its sampled tokens within the trajectory of any leaf behind it, less those at
-    their end that the next turn of that line dropped."""
+    their end that the next turn of that line dropped.
+
+    `timestamp` to `status_code` are the fields of a miles `SessionRecord` (Unix seconds). Its `request` does not repeat
+    the history: `messages` stand behind so many.
+    """
     return {
         "turn": turn.number,
         "parent": None if turn.parent is None else turn.parent.number,
@@ -70,6 +74,11 @@ def record(turn: Turn) -> dict[str, Any]:
         "weight_versions": _weight_versions(turn),
         **turn.facts,
         **({} if turn.experts is None else {"routed_experts": _experts(turn.experts)}),
+        "timestamp": turn.facts.get("answered_at"),
+        "request_timestamp": turn.facts.get("asked_at"),
+        "method": "POST",
+        "status_code": 200,
+        "request": {"messages_before": turn.messages - len(turn.appended) - 1},
     }
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -25,6 +25,18 @@ SAFETENSORS, JSON = "application/octet-stream", "application/json"
 Written = TypeVar("Written")
 
 
+class SampleForm(Protocol):
+    """A form of samples that is not ours, with an answer of its own."""
+
+    def is_meant(self, body: Mapping[str, Any], accept: str) -> bool:
+        """Whether a request asks for this form; `accept` is its header."""
+        ...
+
+    async def answer(self, request: Request, session: Session, body: Mapping[str, Any]) -> Response:
+        """The samples of a session."""
+        ...
+
+
 class SessionRoutes:
     """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`."""
 
@@ -33,6 +45,8 @@ class SessionRoutes:
         self.maker = maker
         self._base_url = base_url
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        #: Looked through for each request for samples, in order, before our own.
+        self.forms: list[SampleForm] = []
 
     def routes(self) -> Sequence[BaseRoute]:
         """In the order in which they are looked up."""
@@ -54,7 +68,7 @@ class SessionRoutes:
         address = self._base_url(request.scope)
         session = self.store.create(session_id, metadata)
         base_url = f"{address}/sessions/{session.id}/v1"
-        return as_response({"session_id": session.id, "base_url": base_url}, 201)
+        return as_response({"session_id": session.id, "base_url": base_url})
 
     async def _list(self, request: Request) -> Response:
         self.store.expire()
@@ -76,7 +90,12 @@ class SessionRoutes:
 
     async def _samples(self, request: Request) -> Response:
         session = self._session(request)
-        sample_request = SampleRequest.read(await read_object(request))
+        wanted = await read_object(request)
+        accept = request.headers.get("accept", "")
+        form = next((form for form in self.forms if form.is_meant(wanted, accept)), None)
+        if form is not None:
+            return await form.answer(request, session, wanted)
+        sample_request = SampleRequest.read(wanted)
         body = await self.beside(request, self.maker.plan(session, sample_request).write)
         return Response(body, media_type=SAFETENSORS if sample_request.format == "safetensors" else JSON)
 

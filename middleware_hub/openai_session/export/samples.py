@@ -15,6 +15,8 @@ from miles_router.middlewares import RowChannel
 from miles_router.trajectory import InvalidTrajectory, Sample
 from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, RoutedExperts, json_parts
 
+#: What we say of a sample in its metadata.
+FACTS = ("session_id", "leaf", "reason", "turns", "untrained_turns", "untraced", "routed_experts_missing")
 FIELDS = frozenset({"format", "max_seq_len", "branches", "reward", "label", "metadata"})
 
 
@@ -24,9 +26,11 @@ class SampleRequest:
 
     format: Format = "json"
     max_seq_len: int | None = None
-    branches: object = "all"
+    branches: object = ""  # none named: the operator's, or those of the form
     carried: Mapping[str, Any] = field(default_factory=dict)  # reward and label, given back on every sample
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    default_branches: str = "all"  # of the form
+    leave_out_prompts: bool = False  # a branch without room for more than its first prompt gives no sample
 
     @classmethod
     def read(cls, body: object) -> SampleRequest:
@@ -47,7 +51,7 @@ class SampleRequest:
         if metadata is not None and not isinstance(metadata, dict):
             raise BadRequest("metadata must be an object")
         carried = {name: body[name] for name in CARRIED if name in body}
-        return cls(form, longest, body.get("branches", "all"), carried, metadata or {})
+        return cls(form, longest, body.get("branches", ""), carried, metadata or {})
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,10 @@ class SampleMaker:
             BadRequest: no such branch policy.
             UnusableSample: a policy of the operator's gives something else than turns of this session.
         """
-        leaves = [leaf for leaf in self.selection.leaves(session, request.branches) if _was_answered(leaf)]
+        selected = self.selection.leaves(session, request.branches, default=request.default_branches)
+        leaves = [leaf for leaf in selected if _was_answered(leaf)]
+        if request.leave_out_prompts and request.max_seq_len is not None:
+            leaves = [leaf for leaf in leaves if leaf.line()[0].prompt_tokens < request.max_seq_len]
         facts = {
             "session_id": session.id,
             "turns": len(session.turns),

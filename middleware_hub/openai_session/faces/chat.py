@@ -40,7 +40,7 @@ class ChatFace(Face):
         Raises:
             BadRequest: it is none.
         """
-        fields = self.fields(request)
+        fields = self._settings.of_chat(self.fields(request))
         messages = tuple(fields["messages"])
         contexts = contexts_of(fields)
         place = session.place(messages, [context.key for context in contexts], self._equal)

@@ -44,6 +44,7 @@ class CompletionsFace(Face):
         """
         if not isinstance(request, Mapping):
             raise BadRequest("the request body must be a JSON object")
+        request = self._settings.of_any(request)
         prompt = request.get("prompt")
         if not isinstance(prompt, (str, list)):
             raise BadRequest("prompt must be a string, token ids, or a list of either")

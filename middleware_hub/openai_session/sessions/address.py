@@ -8,6 +8,7 @@ from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.middlewares import Scope
 
 PREFIX = "/sessions/"
+ROUTING = b"x-smg-routing-key"
 
 
 def addressed(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
@@ -22,5 +23,8 @@ def addressed(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
     if len(raw) < 4:
         raise SessionNotFound(f"no session at {scope['path']!r}")
     headers = [pair for pair in scope["headers"] if pair[0] != b"x-session-id"]
-    headers.append((b"x-session-id", session.id.encode("ascii")))
+    name_bytes = session.id.encode("ascii")
+    headers.append((b"x-session-id", name_bytes))
+    if not any(pair[0] == ROUTING for pair in headers):  # what a router behind this one reads
+        headers.append((ROUTING, name_bytes))
     return session, {**scope, "path": f"/{rest}", "raw_path": b"/" + raw[3], "headers": headers}

@@ -46,11 +46,12 @@ class TurnReply(Collected):
 class TurnRunner:
     """Runs turns through the layers inside."""
 
-    def __init__(self, app: ASGIApp, router: Router, recorder: TurnRecorder) -> None:
+    def __init__(self, app: ASGIApp, router: Router, recorder: TurnRecorder, *, whole_answers: bool = False) -> None:
         self._app = app
         self._router = router
         self._recorder = recorder
         self._stream_facts = StreamFacts(router)
+        self._whole_answers = whole_answers
 
     async def run(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one turn.
@@ -80,7 +81,7 @@ class TurnRunner:
         if face.endpoint.chunks is None:
             return False
         # A stream of several choices tells the routed experts of one alone.
-        if turn.several and turn.experts is not None:
+        if self._whole_answers or (turn.several and turn.experts is not None):
             return True
         return await self._stream_facts.fall_short(turn, face.endpoint)
 
