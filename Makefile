@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help demo test nightly heavy unit coverage install lint types imports sglang tokenizers bench npm
+.PHONY: help demo test nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers bench npm
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -34,7 +34,7 @@ help: ## this list
 demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=sglang takes two real SGLang workers
 	@$(MAKE) --no-print-directory demo-$(WORKER)
 
-test: install sglang tokenizers ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
+test: install sglang tokenizers nginx ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
 	@$(call say,tests and checks of the source)
 	@$(PYTEST)
 
@@ -42,9 +42,15 @@ nightly: install tokenizers ## the tests without SGLang with many more and alway
 	@$(call say,tests with many random cases)
 	@$(PYTEST) --tier nightly -m "not sglang and not static"
 
-heavy: install sglang tokenizers ## storms, and the proofs on real SGLang at full length
+heavy: install sglang tokenizers nginx ## storms, and the proofs on real SGLang at full length
 	@$(call say,storms and long proofs)
 	@$(PYTEST) --tier heavy -m "sglang or storm"
+
+fuzz: install ## bytes and bodies made up for an hour, held against oracles; FUZZ='--seconds 60'
+	@$(BIN)/python -m tests.fuzz --seconds 3600 $(FUZZ)
+
+soak: install ## half an hour of everything at once: nothing may grow, every token is exact; SOAK='--minutes 5'
+	@$(BIN)/python -m tests.soak $(SOAK)
 
 unit: install tokenizers ## the tests that need no SGLang
 	@$(PYTEST) -m "not sglang"
@@ -83,7 +89,7 @@ bench: install $(PEERS)/.installed bench-tools ## overhead against direct, nginx
 
 # The parts of the above
 
-.PHONY: demo-simulated demo-sglang bench-tools
+.PHONY: demo-simulated demo-sglang bench-tools nginx
 
 demo-simulated:
 	@$(DEMO)
@@ -98,6 +104,9 @@ demo-sglang: npm
 bench-tools:
 	@{ command -v nginx && command -v wrk; } >/dev/null || $(call apt,nginx wrk) \
 	|| { echo "nginx or wrk is absent: install both (on Debian: apt-get install nginx wrk)."; exit 1; }
+
+nginx:
+	@command -v nginx >/dev/null || $(call apt,nginx) || echo "nginx is absent: TLS in front of the router is not tried."
 
 npm:
 	@command -v npm >/dev/null || $(call apt,npm) || echo "npm is absent: tokenizers for tests come from it." \

@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
+from typing import Any
 
 from starlette.routing import BaseRoute
 
+from middleware_hub.openai_session.continuing.comparison import Comparison
 from middleware_hub.openai_session.continuing.continuation import build
-from middleware_hub.openai_session.dialects import DIALECTS
+from middleware_hub.openai_session.dialects import DIALECTS, FORMS
 from middleware_hub.openai_session.export.routes import SessionRoutes
 from middleware_hub.openai_session.export.samples import SampleMaker
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import FACES
+from middleware_hub.openai_session.faces.face import RunSettings
 from middleware_hub.openai_session.sessions.address import PREFIX, addressed
 from middleware_hub.openai_session.sessions.messages import equality
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
-from miles_router.middlewares import ASGIApp, HasRoutes, Receive, Router, RowSource, Scope, Send
+from middleware_hub.tokenizing.async_encoder import AsyncEncoder
+from miles_router.middlewares import ASGIApp, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
 
 NAME = "openai_sessions"
 GIB = 1024**3
@@ -40,6 +45,11 @@ class OpenAISessionMiddleware:
         message_equality: when a message that an agent sends back is the one held: `strict`, `tool-arguments-as-json`,
             or the dotted path of a function of two messages, held and sent.
         branch_policies: dotted paths of functions that a request for samples may name as `branches`.
+        default_branches: the branches of a request that names none: by default all, and the last one in miles' form.
+        lora_path: the adapter that answers every turn, by the engine's name for it; whatever an agent asks for.
+        chat_template_kwargs: template settings of every turn; an agent's own count more.
+        whole_answers: whether a streamed chat turn is generated whole, and given as a stream afterwards. Where another
+            router stands between, a stream's weight versions are not known.
         max_sessions: sessions held.
         max_turns: turns of one session.
         max_session_bytes: bytes of one session, messages and arrays.
@@ -56,6 +66,10 @@ class OpenAISessionMiddleware:
         tito_model: str = "",
         message_equality: str = "strict",
         branch_policies: tuple[str, ...] = (),
+        default_branches: str = "",
+        lora_path: str = "",
+        chat_template_kwargs: dict[str, Any] | None = None,
+        whole_answers: bool = False,
         max_sessions: int = 100_000,
         max_turns: int = 2_000,
         max_session_bytes: int = 256 * 1024 * 1024,
@@ -66,22 +80,34 @@ class OpenAISessionMiddleware:
         bounds = Bounds(max_sessions, max_turns, max_session_bytes, max_bytes, idle_timeout)
         bounds.check("openai_session_middleware")
         self.app = app
-        self.store = SessionStore(bounds, now=time.time)
-        equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None)
+        self.store = SessionStore(bounds, now=time.time, clock=time.monotonic)
+        self._encoder = AsyncEncoder.of(router)
+        equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None, self._encoder)
         recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time)
-        faces = [face(continuation, equal) for face in FACES]
-        self._door = TurnDoor(app, faces, self.store, recorder, TurnRunner(app, router, recorder), now=time.time)
-        maker = SampleMaker(Selection(branch_policies), router.tokenizer.decode, router.rows)
-        self._sessions = SessionRoutes(self.store, maker)
+        settings = RunSettings(lora_path, chat_template_kwargs or {})
+        faces = [face(continuation, equal, settings) for face in FACES]
+        runner = TurnRunner(app, router, recorder, whole_answers=whole_answers)
+        self._door = TurnDoor(app, faces, self.store, recorder, runner, now=time.time)
+        maker = SampleMaker(Selection(branch_policies, default_branches), router.tokenizer.decode, router.rows)
+        self._sessions = SessionRoutes(self.store, maker, router.base_url)
+        self._sessions.forms += [form(self._sessions, Comparison(continuation.renderer)) for form in FORMS]
         for kind, channel in router.rows.items():
             channel.sources["session_id"] = RowSource(partial(self._sessions.rows, kind), fields=("leaf",))
         dialects = DIALECTS if header_sessions else ()
         self._dialects = [dialect(router, self._sessions, self._door.turn) for dialect in dialects]
         router.publish(NAME, self.store.statistics, continuation=continuation.proof.describe)
 
+    def lifespan(self) -> AbstractAsyncContextManager[None]:
+        """While it runs, long texts are encoded in processes of their own."""
+        return self._encoder.lifespan()
+
     def routes(self) -> Sequence[BaseRoute]:
         """Making, reading, listing and deleting sessions, and their samples."""
         return [*self._sessions.routes(), *(route for dialect in self._dialects for route in dialect.routes())]
+
+    def data_paths(self) -> Sequence[str]:
+        """What agents ask for within their sessions."""
+        return [PREFIX]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Trace what belongs to a session; everything else passes."""
@@ -97,4 +123,5 @@ class OpenAISessionMiddleware:
             await self.app(scope, receive, send)
 
 
+_lifespan: type[HasLifespan] = OpenAISessionMiddleware
 _routes: type[HasRoutes] = OpenAISessionMiddleware

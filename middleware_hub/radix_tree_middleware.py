@@ -8,7 +8,7 @@ logprobs, loss mask and weight versions under the text that the client saw.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
 
 import orjson
@@ -19,12 +19,13 @@ from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.recording import TextRecorder
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
 from middleware_hub.radix_tree.retrieval import Retrieval
-from middleware_hub.tokenizing.encoding import TextEncoder
-from miles_router.errors import ConfigError
+from middleware_hub.tokenizing.async_encoder import AsyncEncoder
+from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import (
     ASGIApp,
     Exchange,
     Handovers,
+    HasLifespan,
     HasRoutes,
     Receive,
     Router,
@@ -32,6 +33,7 @@ from miles_router.middlewares import (
     Scope,
     Send,
     UnknownShape,
+    Watch,
     replay,
     with_body,
 )
@@ -58,11 +60,16 @@ class RadixTreeMiddleware:
         self.app = app
         self.router = router
         self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
-        self._recorder = TextRecorder(self.cache, TextEncoder(router.tokenizer))
+        self._encoder = AsyncEncoder.of(router)
+        self._recorder = TextRecorder(self.cache, self._encoder)
         self._retrieval = Retrieval(self._recorder)
         router.publish(NAME, self.cache.statistics)
         for kind, channel in router.rows.items():
             channel.sources["text"] = RowSource(partial(self._retrieval.rows, kind))
+
+    def lifespan(self) -> AbstractAsyncContextManager[None]:
+        """While it runs, long texts are encoded in processes of their own."""
+        return self._encoder.lifespan()
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /retrieve_from_text`."""
@@ -77,10 +84,12 @@ class RadixTreeMiddleware:
         body = await exchange.read(receive)
         try:
             request = read_request(exchange.loads(body))
-            prompts = [await self._recorder.tokenize(prompt) for prompt in request.prompts]
-        except (NotRecordable, UnknownShape, InvalidTrajectory) as error:
-            reason = "input_ids" if isinstance(error, InvalidTrajectory) else error.reason
-            self.cache.statistics.passed_through[reason] += 1
+            with Watch(receive):  # a long text takes its time, which is not spent for a client that has left
+                prompts = [await self._recorder.tokenize(prompt) for prompt in request.prompts]
+        except InvalidTrajectory as error:
+            raise BadRequest(f"input_ids: {error}") from None  # an engine ends over them
+        except (NotRecordable, UnknownShape) as error:
+            self.cache.statistics.passed_through[error.reason] += 1
             await self.app(scope, replay(body, receive), send)
             return
         ids = [prompt.trajectory.tokens for prompt in prompts]
@@ -95,4 +104,5 @@ class RadixTreeMiddleware:
             await tap.call(self.app, with_body(scope, changed), replay(changed, receive))
 
 
+_lifespan: type[HasLifespan] = RadixTreeMiddleware
 _routes: type[HasRoutes] = RadixTreeMiddleware

@@ -10,7 +10,7 @@ from miles_router.version import __version__
 if TYPE_CHECKING:
     from miles_router.app import create_app
     from miles_router.asgi.exchange import Exchange, replay
-    from miles_router.compat import run_router
+    from miles_router.compat import run_router, run_session_server
     from miles_router.edge import RouterApp
     from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
     from miles_router.middlewares.router import Router
@@ -29,6 +29,7 @@ _HOMES = {
     "histogram": "miles_router.metrics.statistics",
     "replay": "miles_router.asgi.exchange",
     "run_router": "miles_router.compat",
+    "run_session_server": "miles_router.compat",
 }
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "histogram",
     "replay",
     "run_router",
+    "run_session_server",
 ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import chain
 from typing import Any
 
 from starlette.routing import BaseRoute, Route
@@ -13,13 +14,17 @@ from starlette.types import Lifespan
 
 from miles_router.admin.control import ControlRoutes
 from miles_router.admin.routes import Admin
+from miles_router.asgi.backlog import Backlog
+from miles_router.asgi.doors import Doors, first_segment
 from miles_router.asgi.exchange import Receive, Scope, Send
-from miles_router.asgi.keys import Key
+from miles_router.asgi.keys import Keys
 from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
+from miles_router.control.stalls import StallWatch
 from miles_router.edge import RouterApp
+from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import (
     ConfigError,
     MethodNotAllowed,
@@ -34,14 +39,13 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
-from miles_router.metrics import Metrics
-from miles_router.middlewares.contract import ASGIApp, HasLifespan, HasMetrics, HasRoutes
+from miles_router.metrics import ClientStatistics, LoopDelay, Metrics
+from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, load_middlewares
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
-from miles_router.settings.config import RouterConfig
-
-_OPEN = Key(None)
+from miles_router.settings.config import RouterConfig, paths_problem
+from miles_router.settings.keys import admin_keys, data_keys
 
 
 def create_app(
@@ -59,7 +63,10 @@ def create_app(
     """
     config = config or RouterConfig()
     loaded = load_middlewares(config.middlewares)
-    upstream = Upstream(connect_timeout=config.connect_timeout, max_connections=config.max_connections)
+    clients = ClientStatistics(Backlog())
+    upstream = Upstream(
+        connect_timeout=config.connect_timeout, max_connections=config.max_connections, backlog=clients.backlog
+    )
     probes, fan_out = Probes(upstream, timeout=config.health_check_timeout), FanOut(upstream)
     fleet = Fleet(
         pool=WorkerPool(failure_threshold=config.health_check_failure_threshold, readmit=config.readmit),
@@ -68,13 +75,25 @@ def create_app(
         questions=probes,
         orders=fan_out,
     )
-    metrics = Metrics(fleet)
+    metrics, loop_delay = Metrics(fleet), LoopDelay()
+    metrics.register(clients)
+    metrics.register(loop_delay)
     forwarder = Forwarder(fleet=fleet, upstream=upstream, metrics=metrics, max_retries=config.max_retries)
     in_flight = InFlight()
     health = HealthMonitor(
         fleet, probes, interval=config.health_check_interval, deep_interval=config.deep_health_check_interval
     )
-    control = Control(fleet=fleet, fan_out=fan_out, in_flight=in_flight, health=health, extra=config.fan_out)
+    control = Control(
+        fleet=fleet,
+        fan_out=fan_out,
+        in_flight=in_flight,
+        health=health,
+        extra=config.fan_out,
+        read_timeout=config.health_check_timeout,
+    )
+    stalls = StallWatch(
+        fleet, probes, upstream, metrics, timeout=config.stall_timeout, excused=lambda: control.may_silence
+    )
     router = Router(
         config=config,
         fleet=fleet,
@@ -99,36 +118,43 @@ def create_app(
     stack, layers = build_stack(innermost, loaded, router)
     for url in config.worker_urls:
         fleet.pool.add(parse_worker_url(url))
-    data_key = Key(config.api_key)
-    guarded = Key(config.effective_admin_key)
     admin = Admin(router, _described(loaded))
-    routes, doors = _own_routes(admin, ControlRoutes(control), guarded, data_key, layers, stack)
-    routes.lifespan_context = _lifespan(layers, health, fleet, upstream)
+    routes, doors = _own_routes(config, admin, ControlRoutes(control), layers, stack)
+    routes.lifespan_context = _lifespan(layers, health, stalls, fleet, upstream, loop_delay)
     _register_metrics(router, layers)
-    return RouterApp(config=config, router=router, routes=routes, doors=doors, data_key=data_key, stack=stack)
+    return RouterApp(config=config, router=router, routes=routes, doors=doors, stack=stack, clients=clients)
 
 
 def _own_routes(
-    admin: Admin, control_routes: ControlRoutes, guarded: Key, data: Key, layers: Iterable[ASGIApp], stack: ASGIApp
-) -> tuple[Routes, dict[str, Key]]:
-    """The router's own routes and those of the middlewares, and the key that each first path segment needs. Control
-    endpoints are found by their whole path: their first segment may have others behind it."""
-    opened, administration, control = admin.open_routes(), admin.guarded_routes(), control_routes.routes()
+    config: RouterConfig, admin: Admin, control_routes: ControlRoutes, layers: Iterable[ASGIApp], stack: ASGIApp
+) -> tuple[Routes, Doors]:
+    """The router's own routes and those of the middlewares, and the door of every path."""
+    groups = [admin.open_routes(), admin.guarded_routes(), control_routes.routes()]
+    opened, administration, control = ([_path(route) for route in group] for group in groups)
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
-    doors = {_first_segment(route): _OPEN for route in opened}
-    doors |= {_first_segment(route): guarded for route in administration}
-    doors |= {_path(route): guarded for route in control}
+    taken = {*map(first_segment, (*opened, *administration)), *control}
     for route in extra:
-        segment = _first_segment(route)
-        if doors.get(segment, data) is not data:
+        if (segment := _fixed_segment(route)) in taken:
             raise MiddlewareLoadError(f"a middleware wants to answer {segment!r}, which is the router's own")
-        doors[segment] = data
-    own = {_path(route) for route in (*opened, *administration)}
-    if taken := own & {_path(route) for route in control}:
-        raise ConfigError(f"fan_out: {min(taken)} is the router's own")
-    every = [*opened, *administration, *control]
-    fences = [Route(path, _WrongMethod()) for path in dict.fromkeys(_path(route) for route in every)]
-    return Routes([*every, *fences, *extra], redirect_slashes=False, default=stack), doors
+    for name, paths, others in (
+        ("fan_out", control, {*opened, *administration}),
+        ("data_paths", config.data_paths, {*opened, *administration, *control}),
+    ):
+        if twice := others & {*paths}:
+            raise ConfigError(f"{name}: {min(twice)} is the router's own")
+    layered = [path for layer in layers if isinstance(layer, HasDataPaths) for path in layer.data_paths()]
+    if problem := paths_problem(layered):  # of a text, each character would be one, and "/" would open everything
+        raise MiddlewareLoadError(f"a middleware's data_paths: {problem}")
+    doors = Doors(
+        Keys(data_keys(config), admin_keys(config)),
+        opened=opened,
+        administration=administration,
+        control=control,
+        routes=extra,
+        listed=(*CLIENT_PATHS, *config.data_paths, *layered),
+    )
+    fences = [Route(path, _WrongMethod()) for path in dict.fromkeys((*opened, *administration, *control))]
+    return Routes([*chain(*groups), *fences, *extra], redirect_slashes=False, default=stack), doors
 
 
 def _path(route: BaseRoute) -> str:
@@ -138,8 +164,8 @@ def _path(route: BaseRoute) -> str:
     return path
 
 
-def _first_segment(route: BaseRoute) -> str:
-    segment = "/" + _path(route).lstrip("/").partition("/")[0]
+def _fixed_segment(route: BaseRoute) -> str:
+    segment = first_segment(_path(route))
     if segment == "/" or "{" in segment:
         raise MiddlewareLoadError(f"a middleware's route {_path(route)!r} must begin with a fixed path segment")
     return segment
@@ -161,15 +187,24 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
                 router.metrics.register(collector)
 
 
-def _lifespan(layers: Iterable[ASGIApp], health: HealthMonitor, fleet: Fleet, upstream: Upstream) -> Lifespan[Any]:
+def _lifespan(
+    layers: Iterable[ASGIApp],
+    health: HealthMonitor,
+    stalls: StallWatch,
+    fleet: Fleet,
+    upstream: Upstream,
+    loop_delay: LoopDelay,
+) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last."""
 
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         async with AsyncExitStack() as running:
+            await running.enter_async_context(loop_delay.running())
             running.push_async_callback(upstream.close)
             running.push_async_callback(fleet.close)
             await running.enter_async_context(health.running())
+            await running.enter_async_context(stalls.running())
             for layer in layers:
                 if isinstance(layer, HasLifespan):
                     await running.enter_async_context(layer.lifespan())

@@ -1,14 +1,29 @@
-"""How training frameworks start us: `run_router(args)` with the Namespace they already have."""
+"""How training frameworks start us, with the Namespace they already have: `run_router(args)`, and
+`run_session_server(args, url)` for sessions in front of another router.
+
+    rollout code ──► session server (sessions, no workers of its own) ──► url: any router ──► workers
+"""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 from miles_router import log
-from miles_router.dialects import MIDDLEWARE_PATHS, settings_of
+from miles_router.dialects import Unsupported, middleware_paths, replayed_rows, session_options, settings_of
+from miles_router.dialects.miles import SESSION_HOST, SESSION_PORT
 from miles_router.errors import ConfigError
 from miles_router.settings.config import MiddlewareSpec, RouterConfig, load
+
+SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
+EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
+POSITIONS = "middleware_hub.indexer_topk_middleware.IndexerTopkMiddleware"
+#: Who keeps rows of a kind.
+KEEPERS = {"routed_experts": EXPERTS, "indexer_topk": POSITIONS}
+#: Failures in a row that take a worker out. The router behind a session server is the only place there is to send to,
+#: and answers for its workers itself.
+NEVER = 2**31
 
 
 def run_router(args: Namespace | RouterConfig) -> None:
@@ -27,22 +42,69 @@ def run_router(args: Namespace | RouterConfig) -> None:
         run(config_from(args), args)
 
 
+def run_session_server(args: Namespace, backend_url: str) -> None:
+    """Serve sessions in front of another router until SIGTERM. Safe as the target of a `multiprocessing.Process`.
+
+    Args:
+        args: the argparse Namespace of a training framework; `session_server_ip` and `session_server_port` are where
+            it listens.
+        backend_url: of the router behind it.
+
+    Raises:
+        ConfigError: a setting that cannot be used.
+    """
+    run(session_config_from(args, backend_url), args)
+
+
 def config_from(args: Namespace) -> RouterConfig:
     """Our settings out of a framework's Namespace.
 
     Raises:
-        ConfigError: a value that cannot be used, named as the framework names it.
+        ConfigError: a value that cannot be used, or a setting that is none of ours, named as the framework names it.
     """
-    values = settings_of(args)
-    paths: Iterable[str] = getattr(args, MIDDLEWARE_PATHS, None) or ()
     try:
-        loaded = load(values, {}, ()).config
+        settings: Mapping[str, Any] = settings_of(args)
+        paths = middleware_paths(args)
+        sessions = session_options(args) if SESSIONS in paths else {}
+    except Unsupported as error:
+        raise ConfigError(str(error)) from None
+    for name, kind in replayed_rows(args).items():
+        if SESSIONS in paths and KEEPERS[kind] not in paths:
+            raise ConfigError(f"{name}: samples of sessions need {KEEPERS[kind]} in the stack, behind theirs")
+    return _config(settings, [MiddlewareSpec(path, sessions if path == SESSIONS else {}) for path in paths])
+
+
+def session_config_from(args: Namespace, backend_url: str) -> RouterConfig:
+    """The settings of a session server in front of the router at `backend_url`. Raises as `config_from`."""
+    host, port = getattr(args, SESSION_HOST, None), getattr(args, SESSION_PORT, None)
+    if isinstance(port, (list, tuple)) and len(port) == 1:
+        port = port[0]
+    if type(port) is not int:
+        raise ConfigError(f"{SESSION_PORT}: a session server listens on one port, not {port!r}")
+    try:
+        given = settings_of(args)
+        options = {**session_options(args), "whole_answers": True}
+    except Unsupported as error:
+        raise ConfigError(str(error)) from None
+    settings = {
+        **given,
+        "host": str(host) if host is not None else given.get("host", RouterConfig.host),
+        "port": str(port),
+        "worker_urls": backend_url,
+        "health_check_failure_threshold": str(NEVER),
+        "deep_health_check_interval": "0",
+    }
+    keepers = [MiddlewareSpec(KEEPERS[kind]) for kind in replayed_rows(args).values()]
+    return _config(settings, [MiddlewareSpec(SESSIONS, options), *keepers])
+
+
+def _config(settings: Mapping[str, Any], middlewares: list[MiddlewareSpec]) -> RouterConfig:
+    try:
+        loaded = load(settings, {}, ()).config
     except ConfigError as error:
         raise ConfigError(f"{error} (from a framework's arguments)") from None
-    if not paths:
-        return loaded
-    given = {name: getattr(loaded, name) for name in values}
-    return RouterConfig(**given, middlewares=tuple(MiddlewareSpec(path) for path in paths))
+    given = {name: getattr(loaded, name) for name in settings}
+    return RouterConfig(**given, middlewares=tuple(middlewares))
 
 
 def run(config: RouterConfig, args: Namespace | None = None) -> None:
@@ -51,4 +113,7 @@ def run(config: RouterConfig, args: Namespace | None = None) -> None:
     from miles_router.app import create_app
     from miles_router.serving.server import serve
 
-    serve(create_app(config, args=args))
+    try:
+        serve(create_app(config, args=args))
+    finally:
+        log.flush()  # a process that a framework has started runs nothing at its exit

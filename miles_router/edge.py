@@ -1,5 +1,5 @@
-"""The edge: the one ASGI callable, where a path's first segment decides who answers, where errors become answers and
-requests are counted.
+"""The edge: the one ASGI callable, where a path is decoded and its door found, where errors become answers and requests
+are counted.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import orjson
-from starlette.routing import Match
 from starlette.routing import Router as Routes
 
+from miles_router.asgi.doors import Doors
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
-from miles_router.asgi.keys import Key
+from miles_router.asgi.origin import refuse_foreign
 from miles_router.asgi.outlet import Outlet
+from miles_router.asgi.path import decoded
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
+from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 from miles_router.settings.config import RouterConfig
@@ -34,16 +36,19 @@ class RouterApp:
         config: RouterConfig,
         router: Router,
         routes: Routes,
-        doors: dict[str, Key],
-        data_key: Key,
+        doors: Doors,
         stack: ASGIApp,
+        clients: ClientStatistics,
     ) -> None:
         self.router = router
+        self.doors = doors
+        #: What the server of this app counts.
+        self.clients = clients
         self._routes = routes
-        self._doors = doors  # first path segment of the router's own routes -> the key they need
         self._stack = stack
-        self._data_key = data_key
+        self._public_url = config.public_url
         self._max_body_bytes = config.max_request_bytes
+        self._max_answer_bytes = config.max_answer_bytes
         self._access_log = config.access_log
         self._metrics = router.metrics
 
@@ -60,12 +65,14 @@ class RouterApp:
                 await send({"type": "websocket.close", "code": 1003})
             return
         started_at = time.perf_counter()
-        exchange = Exchange(request_id(scope), max_body_bytes=self._max_body_bytes)
+        exchange = Exchange(
+            request_id(scope), max_body_bytes=self._max_body_bytes, max_answer_bytes=self._max_answer_bytes
+        )
         scope[SCOPE_KEY] = exchange
         outlet = Outlet(send, scope, exchange.request_id)
         refused = 0
         try:
-            await self._door(scope)(scope, receive, outlet)
+            await self._enter(scope)(scope, receive, outlet)
         except Exception as error:  # the edge: a defect is logged whole and answered, never hidden
             if isinstance(error, RouterError) and error.type != RouterError.type:
                 self._report(error, exchange, scope, began=outlet.status != 0)
@@ -79,28 +86,22 @@ class RouterApp:
         finally:
             self._finished(scope, exchange, outlet.status or refused, started_at)
 
-    def _door(self, scope: Scope) -> ASGIApp:
-        """Who answers, once its key was shown.
+    def _enter(self, scope: Scope) -> ASGIApp:
+        """Who answers, once the request may enter. Its path is decoded here, and nowhere else.
 
         Raises:
-            Unauthorized: it was not.
+            BadRequest: the path is ambiguous.
+            Unauthorized: the key that its door takes did not come.
+            ForeignOrigin: no key is needed, and a web page of somebody else asks.
             BodyTooLarge: the request announces more than anybody here takes.
         """
-        path: str = scope["path"]
-        end = path.find("/", 1)
-        door = self._doors.get(path)
-        if door is None and end > 0:
-            door = self._doors.get(path[:end])
-        if door not in (None, self._data_key) and not self._is_own(scope):
-            door = None  # `/health/x` is not ours because `/health` is: it goes to a worker, with the key that needs
-        key = self._data_key if door is None else door
-        if key.required:
-            key.check(scope)
+        scope["path"] = path = decoded(scope["raw_path"])
+        door = self.doors.of(path)
+        scope["headers"] = self.doors.keys.enter(door.key, scope["headers"])
+        if door.foreign is not None and not door.key.required:
+            refuse_foreign(scope, door.foreign, self._public_url)
         scope[SCOPE_KEY].check_announced_size(scope)
-        return self._stack if door is None else self._routes
-
-    def _is_own(self, scope: Scope) -> bool:
-        return any(route.matches(scope)[0] is Match.FULL for route in self._routes.routes)
+        return self._routes if door.own else self._stack
 
     def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
         """One line for each failure. A reply that had begun ends here without its end: the server breaks it off."""

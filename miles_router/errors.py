@@ -5,11 +5,14 @@
     │   └── MiddlewareLoadError     a dotted path or an option that cannot be used
     ├── BadRequest                  400 invalid_request
     │   ├── Unauthorized            401 unauthorized
+    │   ├── ForeignOrigin           403 foreign_origin
     │   ├── NotFound                404 not_found
     │   ├── MethodNotAllowed        405 method_not_allowed
-    │   └── BodyTooLarge            413 request_too_large
+    │   ├── BodyTooLarge            413 request_too_large
+    │   └── RequestTimeout          408 request_timeout
     ├── ClientDisconnected          nothing is rendered: nobody is listening
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
+    ├── TooManyConnections          503 too_many_connections, with Retry-After
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     ├── PartlyFailed                502 fan_out_failed
     └── UpstreamError               502 upstream_error
@@ -66,6 +69,13 @@ class Unauthorized(BadRequest):
     headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
 
 
+class ForeignOrigin(BadRequest):
+    """A web page of somebody else wants to change something where no key is set."""
+
+    status = 403
+    type = "foreign_origin"
+
+
 class NotFound(BadRequest):
     """What the request names does not exist."""
 
@@ -87,6 +97,13 @@ class BodyTooLarge(BadRequest):
     type = "request_too_large"
 
 
+class RequestTimeout(BadRequest):
+    """The request did not arrive in time (`--head-timeout`)."""
+
+    status = 408
+    type = "request_timeout"
+
+
 class ClientDisconnected(RouterError):
     """The client is gone; 499 is what metrics and logs call it (nginx's convention)."""
 
@@ -99,6 +116,15 @@ class NoWorkerAvailable(RouterError):
 
     status = 503
     type = "no_worker_available"
+    retryable = True
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
+class TooManyConnections(RouterError):
+    """As many clients are connected as the router takes, and none of their connections is idle."""
+
+    status = 503
+    type = "too_many_connections"
     retryable = True
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
@@ -132,8 +158,10 @@ class UpstreamUnreachable(UpstreamError):
     type = "upstream_unreachable"
     retryable = True
 
-    def __init__(self, message: str, *, refused: bool = False) -> None:
+    def __init__(self, message: str, *, refused: bool = False, given_up: bool = False) -> None:
         super().__init__(message)
+        #: True when the router broke it off itself: another connection to the same worker would be no better.
+        self.given_up = given_up
         #: True when no connection could be made at all, which speaks against the worker itself.
         self.refused = refused
         #: How many workers were tried.
@@ -141,7 +169,7 @@ class UpstreamUnreachable(UpstreamError):
 
 
 class UpstreamInvalidResponse(UpstreamError):
-    """The worker's bytes are not an HTTP reply."""
+    """The worker's bytes are not an HTTP reply, or an answer that a layer must read is too large or cannot be read."""
 
     type = "upstream_invalid_response"
 

@@ -1,13 +1,20 @@
-"""Background tasks that cannot be lost: each has a name, is referenced until it ends, and reports its crash."""
+"""Background tasks that cannot be lost: each has a name, is referenced until it ends, and reports its crash. And work
+that is long for the event loop, which lets others go on in between."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
+
+#: Seconds that the event loop is held at a time by work that can be done in steps.
+HOLD = 0.002
+
+Result = TypeVar("Result")
 
 _running: set[asyncio.Task[Any]] = set()
 
@@ -47,7 +54,41 @@ async def together(works: Sequence[Coroutine[Any, Any, None]], *, name: str) -> 
         task.result()
 
 
+async def within(seconds: float, work: Coroutine[Any, Any, Result], *, name: str) -> Result:
+    """What `work` gives within so many seconds. Before Python 3.12 `asyncio.wait_for` may swallow a cancellation that
+    arrives together with the result; this never does.
+
+    Raises:
+        TimeoutError: it took longer; it has been cancelled, and has ended.
+    """
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise TimeoutError(f"{name} took longer than {seconds:g} s")
+        return task.result()
+    finally:
+        if not task.done():
+            await cancelled(task)
+        if not task.cancelled():
+            task.exception()  # nobody else looks at the failure of what nobody waits for any more
+
+
 async def cancelled(task: asyncio.Task[Any]) -> None:
     """Cancel `task` and wait until it has ended."""
     task.cancel()
     await asyncio.wait({task})
+
+
+class Pace:
+    """Long work in steps on the event loop: `await pace.step()` between them lets everybody else go on, where this has
+    held the loop for `HOLD` seconds."""
+
+    def __init__(self) -> None:
+        self._since = time.perf_counter()
+
+    async def step(self) -> None:
+        """One is done."""
+        if time.perf_counter() - self._since > HOLD:
+            await asyncio.sleep(0)
+            self._since = time.perf_counter()

@@ -24,7 +24,7 @@ MOST_PROCESSES = 8
 #: Marks of the tests that begin first.
 FIRST = ("sglang", "static")
 #: Where each test takes so long that the others of its file need not wait for it.
-APART = ("tests/docs/test_snippets.py", "tests/property/")
+APART = ("tests/docs/test_snippets.py", "tests/fuzz/", "tests/property/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -15,6 +15,8 @@ class SessionStatistics(Statistics, prefix="miles_router_sessions"):
     created = counter("Sessions made.")
     expired = counter("Sessions forgotten since nobody used them.")
     turns = counter("Turns recorded.")
+    refused = counter("Sessions and turns for which there was no room, by the bound that they met.", by="bound")
+    unrecorded_history = counter("Of these, turns whose history holds answers that nobody recorded.")
     untraced = counter("Requests not recorded.")
     sampled_tokens = counter(TOKENS, name="tokens", labels={"origin": "sampled"})
     given_tokens = counter(TOKENS, name="tokens", labels={"origin": "given"})

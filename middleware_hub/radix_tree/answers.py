@@ -97,24 +97,34 @@ class AnswerTap(Tap):
             self._surplus = True
             return event.raw
         if generation in self._growing:
-            await self._grow(generation, answer)
+            await self._grow(generation, answer, len(event.data))
         if self._shows_logprobs[generation]:
             return event.raw
         return write_event(without_logprobs(answer), event.name)
 
-    async def _grow(self, generation: int, answer: Mapping[str, object]) -> None:
+    async def _grow(self, generation: int, answer: Mapping[str, object], nbytes: int) -> None:
         growing = self._growing[generation]
         if growing is None:
             growing = self._growing[generation] = GrowingAnswer()
         try:
             growing.skim(answer)
         except UnreadableAnswer as error:
-            del self._growing[generation]
+            self._forget(generation)
             self._refuse(error.reason, str(error))
             return
+        self.keep(generation, nbytes, more=growing.incremental is True)
         if growing.ended:
-            del self._growing[generation]
+            self._forget(generation)
             await self._record(generation, growing.with_versions())
+
+    def _forget(self, generation: int) -> None:
+        del self._growing[generation]
+        self.keep(generation, 0, more=False)
+
+    def unread(self, reason: str) -> None:
+        """None of what has come is recorded."""
+        super().unread(reason)
+        self._growing.clear()
 
     async def ended(self) -> bytes:
         """Count the answers that did not end, unless the engine has said why."""

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from middleware_hub.radix_tree.cache import NO_MATCH, PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.statistics import CacheStatistics
-from middleware_hub.tokenizing.alignment import Alignment
-from middleware_hub.tokenizing.encoding import TextEncoder
+from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.spelling import Ends, moved
 from miles_router.engines.answers import GenerateAnswer
 from miles_router.engines.generate import Prompt
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
-
-#: Texts longer than this (characters) are encoded, and ids more than this spelled and aligned, in a thread: about what
-#: takes longer than a few milliseconds.
-OFF_LOOP = 4096
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -45,7 +38,7 @@ class TokenizedText:
 class TextRecorder:
     """Turns texts into ids through the cache, and answers into records of it."""
 
-    def __init__(self, cache: RadixTreeCache, encoder: TextEncoder) -> None:
+    def __init__(self, cache: RadixTreeCache, encoder: AsyncEncoder) -> None:
         self.cache = cache
         self._encoder = encoder
 
@@ -59,6 +52,7 @@ class TextRecorder:
 
         Raises:
             InvalidTrajectory: the client's own ids are none.
+            TextTooLong: it is too long.
         """
         if prompt.ids is not None:
             return await self._tokenize_ids(prompt.ids)
@@ -66,11 +60,16 @@ class TextRecorder:
         return await self.tokenize_text(prompt.text)
 
     async def tokenize_text(self, text: str) -> TokenizedText:
-        """The tokens recorded for a text as far as they go, and the encoding of the rest."""
+        """The tokens recorded for a text as far as they go, and the encoding of the rest.
+
+        Raises:
+            TextTooLong: it is too long, however much of it is recorded.
+        """
+        self._encoder.check(len(text))
         match = self.cache.match(text)
         rest = text[match.chars :]
         encode = self._encoder.encode_rest if len(match.trajectory) else self._encoder.encode_whole
-        encoding = await _off_loop(len(rest), lambda: encode(rest))
+        encoding = await encode(rest)
         self.statistics.encoded_tokens += len(encoding.ids)
         ends = np.concatenate([match.ends, moved(encoding.ends, match.chars)])
         return TokenizedText(text, match.trajectory.append(Piece.given(encoding.ids)), ends, match)
@@ -78,7 +77,7 @@ class TextRecorder:
     async def _tokenize_ids(self, ids: Sequence[int]) -> TokenizedText:
         """Ids of the client's own: given as they are, sampled as far as they are those of a recorded trajectory."""
         given = Piece.given(ids)
-        spelling = await _off_loop(len(ids), lambda: self._encoder.spell_whole(ids))
+        spelling = await self._encoder.spell_whole(ids)
         match = self.cache.match(spelling.text)
         known = match.trajectory.tokens
         if not np.array_equal(known, given.tokens[: len(known)]):
@@ -104,7 +103,14 @@ class TextRecorder:
         """
         if not answer.ids:
             return None
-        alignment, sampled = await _off_loop(len(answer.ids), lambda: self._sampled(answer, params))
+        sampled = _sampled(answer)  # before it is spelled: a tokenizer cannot spell what is no id
+        alignment = await self._encoder.align(
+            answer.ids,
+            answer.text,
+            skip_special=bool(params.get("skip_special_tokens", True)),
+            stop=answer.matched,
+            no_stop_trim=bool(params.get("no_stop_trim", False)),
+        )
         self.statistics.unaligned += not alignment.exact
         trajectory = prompt.trajectory.append(*sampled)
         chars = len(prompt.text)
@@ -119,19 +125,8 @@ class TextRecorder:
         )
         return self.cache.record(record, prompt.match)
 
-    def _sampled(self, answer: GenerateAnswer, params: Mapping[str, Any]) -> tuple[Alignment, list[Piece]]:
-        """Where the sampled tokens end in the answer's text, and they themselves, one piece a weight version."""
-        runs: Sequence[tuple[str | None, int, int]] = answer.versions or [(None, 0, len(answer.ids))]
-        pieces = [Piece.sampled(answer.ids[a:b], answer.logprobs[a:b], version) for version, a, b in runs]
-        alignment = self._encoder.align(  # only now: a tokenizer cannot spell what is no id
-            answer.ids,
-            answer.text,
-            skip_special=bool(params.get("skip_special_tokens", True)),
-            stop=answer.matched,
-            no_stop_trim=bool(params.get("no_stop_trim", False)),
-        )
-        return alignment, pieces
 
-
-async def _off_loop(size: int, work: Callable[[], Result]) -> Result:
-    return work() if size <= OFF_LOOP else await asyncio.to_thread(work)
+def _sampled(answer: GenerateAnswer) -> list[Piece]:
+    """The sampled tokens, one piece a weight version."""
+    runs: Sequence[tuple[str | None, int, int]] = answer.versions or [(None, 0, len(answer.ids))]
+    return [Piece.sampled(answer.ids[a:b], answer.logprobs[a:b], version) for version, a, b in runs]

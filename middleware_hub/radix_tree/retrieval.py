@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder
 from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows
+from miles_router.middlewares import Exchange, Pace, RowMatch, TrajectoryRows, Watch
 from miles_router.trajectory import Retrieved, Trajectory
+from miles_router.trajectory.json_parts import AT_ONCE, list_parts
 from miles_router.trajectory.retrieved import write_safetensors
 from miles_router.trajectory.rows import RowKind
 
-BINARY = "application/octet-stream"
+BINARY, JSON = "application/octet-stream", "application/json"
 MAX_TEXTS = 4096
 FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp"})
 
@@ -39,16 +41,23 @@ class Retrieval:
         """
         exchange = Exchange.of(request.scope)
         asked = _checked(exchange.loads(await exchange.read(request.receive)))
-        texts = asked.get("texts")
-        if texts is None:
-            found = [await self._one(asked.get("text"), asked.get("rid"), strict=bool(asked.get("strict")))]
-        else:
-            found = [await self._one(text, None, strict=bool(asked.get("strict"))) for text in texts]
-        if BINARY in request.headers.get("accept", ""):
-            return Response(write_safetensors(found, many=texts is not None), media_type=BINARY)
-        answers = [each.to_json(with_logprobs=asked.get("return_logp", True)) for each in found]
-        body = orjson.dumps(answers if texts is not None else answers[0], option=orjson.OPT_SERIALIZE_NUMPY)
-        return Response(body, media_type="application/json")
+        texts, strict, pace = asked.get("texts"), bool(asked.get("strict")), Pace()
+        with Watch(request.receive):
+            if texts is None:
+                found = [await self._one(asked.get("text"), asked.get("rid"), strict=strict)]
+            else:
+                found = [await self._one_of_many(text, pace, strict=strict) for text in texts]
+            if BINARY in request.headers.get("accept", ""):
+                write, media_type = partial(write_safetensors, found, many=texts is not None), BINARY
+            else:
+                shown = bool(asked.get("return_logp", True))
+                write, media_type = partial(_write_json, found, many=texts is not None, with_logprobs=shown), JSON
+            large = sum(map(len, found)) > AT_ONCE
+            return Response(await asyncio.to_thread(write) if large else write(), media_type=media_type)
+
+    async def _one_of_many(self, text: str, pace: Pace, *, strict: bool) -> Retrieved:
+        await pace.step()
+        return await self._one(text, None, strict=strict)
 
     def rows(self, kind: RowKind, asked: Mapping[str, Any]) -> RowMatch:
         """The newest generation with exactly this text; its `rid` tells which that is.
@@ -108,6 +117,11 @@ def _of_entry(entry: Entry, text: str, trajectory: Trajectory, candidates: tuple
         finish_reason=entry.finish,
         finished=entry.finished,
     )
+
+
+def _write_json(found: Sequence[Retrieved], *, many: bool, with_logprobs: bool) -> bytes:
+    written = [each.json_parts(with_logprobs=with_logprobs) for each in found]
+    return b"".join(list_parts(written) if many else written[0])
 
 
 def _checked(asked: Any) -> Mapping[str, Any]:

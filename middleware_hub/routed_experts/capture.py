@@ -12,7 +12,9 @@ from middleware_hub.routed_experts.errors import MISSING
 from middleware_hub.routed_experts.shapes import RowWidth, RowWidths, ShapeCheck
 from middleware_hub.routed_experts.store import RowStore
 from miles_router.engines.facts import Facts
+from miles_router.engines.generate import MAX_GENERATIONS
 from miles_router.engines.rows import RowFields
+from miles_router.errors import UpstreamInvalidResponse
 from miles_router.middlewares import Exchange, Handover, RowPrefix
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import AlignedRows, Blocks, RowArray
@@ -21,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 #: Characters of base64 for each id.
 WIRE_BYTES = 16 / 3
+#: Strings of ids in one reply: one for each answer, and more where its generation was cut.
+MAX_STRINGS = 4 * MAX_GENERATIONS
 
 
 class Aligner:
@@ -125,6 +129,9 @@ class Capture:
         self._store = context.store
         self._aligner = Aligner(context.store, context.check, start=start, keep=handover is None)
         self._handover = handover
+        self._room = exchange.max_answer_bytes
+        self._strings = 0
+        self._decoder: Decoder | None = None  # the last one
         if handover is not None:
             handover.unchecked.clear()  # of a first try, which a pause cut
 
@@ -137,8 +144,20 @@ class Capture:
             self._aligner.width = facts.learned(RowWidths)[self.fields.kind]
 
     def decoder(self) -> Decoder:
-        """For the next string of ids."""
-        return Decoder(self.fields.kind, self._store.max_bytes)
+        """For the next string of ids. All of one reply's have room for its bound together.
+
+        Raises:
+            UpstreamInvalidResponse: the reply has more of them than answers can be asked for.
+        """
+        if self._decoder is not None:
+            self._room -= self._decoder.nbytes
+        if self._strings == MAX_STRINGS:
+            raise UpstreamInvalidResponse(
+                f"the worker's answer has over {MAX_STRINGS} strings of {self.fields.kind.ids}"
+            )
+        self._strings += 1
+        self._decoder = Decoder(self.fields.kind, max(0, min(self._store.max_bytes, self._room)))
+        return self._decoder
 
     def take(self, answer: int, decoder: Decoder, meta: Mapping[str, Any]) -> None:
         """An answer's ids: handed to the layer that holds its trajectory, or kept."""

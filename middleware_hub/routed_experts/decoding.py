@@ -96,7 +96,9 @@ class Decoder:
         if self._kind.least < 0 and int(ids.min()) < self._kind.least:
             self._fail("of_the_model", f"an id is below {self._kind.least}")
         if (self._count + len(ids)) * self._type.itemsize > self._limit:
-            self._fail("fit", f"they take more than the {self._limit} bytes that may be held (max_bytes)")
+            self._fail(
+                "fit", f"they take more than the {self._limit} bytes that may be held (max_bytes, --max-answer-bytes)"
+            )
         while len(ids) and self._failure is None:
             if self._filled == len(self._block):
                 self._next_block()
@@ -104,6 +106,11 @@ class Decoder:
             self._block[self._filled : self._filled + len(part)] = part
             self._filled += len(part)
             ids = ids[len(part) :]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the ids so far."""
+        return self._count * self._type.itemsize
 
     @property
     def _count(self) -> int:

@@ -18,12 +18,12 @@ from middleware_hub.routed_experts.store import RowStore
 from miles_router.errors import BadRequest, NotFound
 from miles_router.middlewares import Exchange, RowChannel, RowMatch, RowSource, TrajectoryRows
 from miles_router.trajectory import InvalidTrajectory
-from miles_router.trajectory.rows import RowArray
+from miles_router.trajectory.rows import AlignedRows, RowArray
 from miles_router.trajectory.safetensors import pack
 
 BINARY = "application/octet-stream"
 COMMON = ("format", "start", "stop")
-#: Rows of more bytes are put into their form in a thread.
+#: Rows of more ids are put into their form in a thread.
 OFF_LOOP = 1 << 20
 
 
@@ -53,16 +53,28 @@ class Delivery:
         kind, (rows, reason) = self._store.kind, match.rows
         if rows is None:
             raise NOT_HELD[kind](f"no {kind.title} are held of it: {reason}")
+        write = functools.partial(self._written, form, rows, start, stop)
+        small = (stop - start) * (rows.width or 0) < OFF_LOOP
+        headers, body = write() if small else await asyncio.to_thread(write)
+        if match.rid is not None and match.rid.isascii() and match.rid.isprintable():
+            headers["X-Rid"] = match.rid
+        return Response(body, media_type="application/json" if form == "json" else BINARY, headers=headers)
+
+    def _written(
+        self, form: str, rows: AlignedRows, start: int, stop: int
+    ) -> tuple[dict[str, str], bytes | memoryview]:
+        """Headers and body. May be done in a thread.
+
+        Raises:
+            RowsNotHeld: some rows are missing or evicted.
+        """
+        kind = self._store.kind
         try:
             array = self._channel.array(rows, start, stop)
         except InvalidTrajectory as error:
             raise NOT_HELD[kind](str(error)) from None
         headers = {"X-Dtype": array.dtype.name, "X-Shape": ",".join(map(str, array.shape)), "X-Start": str(start)}
-        if match.rid is not None and match.rid.isascii() and match.rid.isprintable():
-            headers["X-Rid"] = match.rid
-        write = functools.partial(FORMATS[form], kind.name, array, start)
-        body = write() if array.nbytes < OFF_LOOP else await asyncio.to_thread(write)
-        return Response(body, media_type="application/json" if form == "json" else BINARY, headers=headers)
+        return headers, FORMATS[form](kind.name, array, start)
 
     def _find(self, query: Mapping[str, Any]) -> RowMatch:
         sources: dict[str, RowSource] = {"rid": RowSource(self._by_rid), **self._channel.sources}
@@ -104,8 +116,8 @@ def _safetensors(name: str, array: RowArray, start: int) -> bytes:
 
 
 def _json(name: str, array: RowArray, start: int) -> bytes:
-    data = encoded(array).decode("ascii")
-    return orjson.dumps({name: data, "dtype": "int32", "shape": list(array.shape), "start": start})
+    about = orjson.dumps({"dtype": "int32", "shape": list(array.shape), "start": start})
+    return b"".join((b'{"%b":"' % name.encode("ascii"), encoded(array), b'",', about[1:]))
 
 
 #: How an array is written; each is given the kind's name, the array and its first row.

@@ -12,7 +12,10 @@ from typing import Any
 
 from middleware_hub.routed_experts.decoding import Decoder
 from miles_router.engines.scan import Field
+from miles_router.errors import UpstreamInvalidResponse
 
+#: Bytes of a field's name and the space around its colon; they are looked at again with each piece that comes.
+LONGEST = 4096
 QUOTE, COMMA = b'"', b","
 _MARK = re.compile(rb'"\d+"(\s*,?)')
 
@@ -74,6 +77,8 @@ class Extractor:
         end = self._field.beginning(data)
         if end < len(data):
             data, self._withheld = data[:end], data[end:]
+            if len(self._withheld) > LONGEST:
+                raise UpstreamInvalidResponse("the worker's answer has kilobytes of space behind a field's name")
         self._before = data[-1:] or self._before
         return data
 

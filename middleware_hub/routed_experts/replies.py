@@ -14,7 +14,7 @@ from middleware_hub.routed_experts.extraction import Extractor
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.rows import RowAnswer, RowReader
 from miles_router.errors import UpstreamInvalidResponse
-from miles_router.middlewares import Event, Kind, Send, Tap, UnreadCounter, first, write_event
+from miles_router.middlewares import TOO_LARGE, Event, Kind, Send, Tap, UnreadCounter, first, write_event
 
 
 class RowReply(Tap):
@@ -39,13 +39,13 @@ class RowReply(Tap):
 
         Raises:
             RowsMissing: it is compressed, and rows are required.
-            UpstreamInvalidResponse: it is too long, and has been changed already.
+            UpstreamInvalidResponse: it is too large, and has been changed already.
         """
         super().unread(reason)
         if reason == "content_encoding":
             encoding = first(self.start["headers"], b"content-encoding") or b""
             self._capture.unread(encoding.decode("latin-1"))
-        elif reason == "too_long":
+        elif reason == TOO_LARGE:
             raise UpstreamInvalidResponse(f"the worker's answer has over {self.max_collected} bytes beside its rows")
 
     def _take_answers(self, remains: bytes) -> None:
@@ -148,7 +148,7 @@ class VerbatimReply(RowReply):
                 await self._fail(error, raw)
                 return b""
         if self.events.pending > self.max_collected:
-            self.unread("too_long")
+            self.unread(TOO_LARGE)
         if len(self._extractor.decoders) > strings and not self._clear:
             self._clear = self._extractor.has_marks(self.events.rest)
         # An event is not begun before it is clear that it can be ended: ids are taken out of it, or it is whole.
@@ -159,7 +159,7 @@ class VerbatimReply(RowReply):
         self._remains.append(remains)
         self._length += len(remains)
         if self._length > self.max_collected:
-            self.unread("too_long")
+            self.unread(TOO_LARGE)
         if not more:
             self._take_answers(b"".join(self._remains))
         return self._release() if self._extractor.decoders or not more else b""

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from miles_router.errors import ConfigError
-from miles_router.trajectory.rows import COMPARED, Blocks, RowKind, RowShape
+from miles_router.trajectory.rows import Blocks, RowKind, RowShape
 
 MAX_EXPERTS = 1 << 16
 DIGITS = 7
+#: Ids that are looked at together.
+AT_ONCE = 1 << 17
 #: What model families call their number of experts.
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -140,12 +142,13 @@ class ShapeCheck:
     def _check_causal(self, rows: Blocks, start: int) -> None:
         """An engine may mean something else by its ids, places in its memory for example: no token attends to one that
         comes after it."""
-        for at in range(0, len(rows), COMPARED):
-            block = rows[at : at + COMPARED]
-            behind = block.max(axis=1) > np.arange(start + at, start + at + len(block))
+        step = max(AT_ONCE // rows.width, 1)
+        for at in range(0, len(rows), step):
+            largest = rows[at : at + step].max(axis=1)
+            behind = largest > np.arange(start + at, start + at + len(largest))
             if behind.any():
-                row = start + at + int(behind.argmax())
-                reason = f"row {row} has {block.max(axis=1)[row - start - at]}, which is behind it"
+                place = int(behind.argmax())
+                reason = f"row {start + at + place} has {largest[place]}, which is behind it"
                 raise self._kind.invalid("are_causal", reason)
 
     def _shaped(self, flat: Blocks, largest: int, start: int, expected: int, engine: RowWidth) -> Blocks:

@@ -11,16 +11,21 @@ import numpy as np
 from middleware_hub.tokenizing.alignment import Alignment, align
 from middleware_hub.tokenizing.spelling import NO_CUT, Ends, Spelling, speller_for
 from miles_router.errors import ConfigError, RouterError
+from miles_router.trajectory.pieces import Tokens
 
 #: Texts in front of which a continuation is encoded where a tokenizer treats the beginning of a text specially. The
 #: first that no token spans serves; a line break merges with next to nothing.
 ANCHORS = ("\n", "\n\n", ".", "0", "a", "é")
 
 
-class Encoding(NamedTuple):
-    """The ids of a text, and for each the characters of the text up to and with it, or `NO_CUT`."""
+#: Characters from which on a text is encoded without the interpreter's lock, which costs a little.
+UNLOCKED = 4096
 
-    ids: list[int]
+
+class Encoding(NamedTuple):
+    """The ids of a text, int32, and for each the characters of the text up to and with it, or `NO_CUT`."""
+
+    ids: Tokens
     ends: Ends
 
 
@@ -44,16 +49,19 @@ class TextEncoder:
         self._backend = backend
         self._speller = speller_for(backend)
         self._bos: int | None = tokenizer.bos_token_id
+        self._added: dict[int, str] = {
+            token: each.content for token, each in backend.get_added_tokens_decoder().items()
+        }
         self._needs_anchor = self._spells("a") != "a" or self._spells(" a") != " a"
 
     def _spells(self, text: str) -> str:
-        spelling = self._speller.spell(self._backend.encode(text, add_special_tokens=False).ids, skip_special=False)
+        spelling = self._speller.spell(self._encode(text, special=False).ids, skip_special=False)
         return text if spelling is None else spelling.text
 
     def encode_whole(self, text: str) -> Encoding:
         """A text from its beginning, as SGLang encodes `text`, except that a text which begins with the beginning-of-
         sequence token does not get a second one."""
-        encoding = self._backend.encode(text)
+        encoding = self._encode(text, special=True)
         first = int(self._bos is not None and encoding.ids[:2] == [self._bos, self._bos])
         return self._encoding(encoding, first, 0, text)
 
@@ -64,20 +72,32 @@ class TextEncoder:
             InexactTokenizer: no way was found to encode it so.
         """
         if not text:
-            return Encoding([], np.zeros(0, dtype=np.uint32))
+            return Encoding(np.zeros(0, dtype=np.int32), np.zeros(0, dtype=np.uint32))
         if not self._needs_anchor:
-            return self._encoding(self._backend.encode(text, add_special_tokens=False), 0, 0, text)
+            return self._encoding(self._encode(text, special=False), 0, 0, text)
         for anchor in ANCHORS:
-            encoding = self._backend.encode(anchor + text, add_special_tokens=False)
+            encoding = self._encode(anchor + text, special=False)
             offsets = encoding.offsets
             first = sum(end <= len(anchor) for _, end in offsets)
             if first < len(offsets) and offsets[first][0] == len(anchor):
                 return self._encoding(encoding, first, len(anchor), text)
         raise InexactTokenizer("the tokenizer cannot encode a continuation by itself")
 
+    def encode_behind(self, text: str, token: int | None) -> Tokens:
+        """The ids of a text that continues others, the last of which is `token` if it is known.
+
+        Raises:
+            InexactTokenizer: no way was found to encode it so.
+        """
+        if token is not None and token in self._added and text:
+            ids = self._encode(self._added[token] + text, special=False).ids
+            if ids[0] == token:
+                return np.array(ids[1:], dtype=np.int32)
+        return self.encode_rest(text).ids
+
     def spell_whole(self, ids: Sequence[int]) -> Spelling:
         """The text of ids that begin a text: the engine's own decoding, special tokens shown."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=False)
+        (text,) = self._backend.decode_batch([list(ids)], skip_special_tokens=False)  # which lets other threads run
         spelling = self._speller.spell(ids, skip_special=False)
         if spelling is not None and spelling.text == text:
             return spelling
@@ -100,14 +120,22 @@ class TextEncoder:
         """See `alignment.align`."""
         return align(self._speller, ids, text, skip_special=skip_special, stop=stop, no_stop_trim=no_stop_trim)
 
+    def _encode(self, text: str, *, special: bool) -> Any:
+        """A `tokenizers.Encoding`. `encode` holds the interpreter's lock until it is done, `encode_batch` does not;
+        what they give is the same."""
+        if len(text) < UNLOCKED:
+            return self._backend.encode(text, add_special_tokens=special)
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=special)
+        return encoding
+
     def _encoding(self, encoding: Any, first: int, begin: int, text: str) -> Encoding:
         """The ids from number `first` on of a `tokenizers.Encoding`, which encode `text` from character `begin` on."""
         ids = encoding.ids[first:]
         spelling = self._speller.spell(ids, skip_special=False)
         if spelling is not None and spelling.text == text:
-            return Encoding(ids, spelling.ends)
+            return Encoding(np.array(ids, dtype=np.int32), spelling.ends)
         offsets = [(start - begin, end - begin) for start, end in encoding.offsets[first:]]
-        return Encoding(ids, _ends_of(offsets, len(text)))
+        return Encoding(np.array(ids, dtype=np.int32), _ends_of(offsets, len(text)))
 
 
 def _ends_of(offsets: Sequence[tuple[int, int]], length: int) -> Ends:

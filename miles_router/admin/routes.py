@@ -13,6 +13,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from miles_router.asgi.exchange import Exchange
+from miles_router.control.engine_metrics import MEDIA_TYPE
 from miles_router.errors import BadRequest
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import Worker, WorkerState
@@ -64,10 +65,11 @@ class Admin:
             Route("/list_workers", self.list_workers, methods=["GET"]),
             Route("/workers", self.create_worker, methods=["POST"]),
             Route("/workers", self.show_workers, methods=["GET"]),
-            Route("/workers/{id}", self.show_worker, methods=["GET"]),
-            Route("/workers/{id}", self.delete_worker, methods=["DELETE"]),
+            Route("/workers/{id:path}", self.show_worker, methods=["GET"]),
+            Route("/workers/{id:path}", self.delete_worker, methods=["DELETE"]),
             Route("/router/info", self.info, methods=["GET"]),
             Route("/metrics", self.metrics, methods=["GET"]),
+            Route("/engine_metrics", self.engine_metrics, methods=["GET"]),
         ]
 
     # Workers, the spelling of slime and miles
@@ -94,10 +96,10 @@ class Admin:
         return Json({"workers": [worker.describe() for worker in self._pool], "total": len(self._pool)})
 
     async def show_worker(self, request: Request) -> Response:
-        return Json(self._pool.get(request.path_params["id"]).describe())
+        return Json(self._named(request).describe())
 
     async def delete_worker(self, request: Request) -> Response:
-        worker = self._pool.get(request.path_params["id"])
+        worker = self._named(request)
         await self._remove(worker, drain=_flag(request.query_params, "drain"))
         return Json({"status": "success", "id": worker.address.id, "url": worker.url})
 
@@ -127,7 +129,10 @@ class Admin:
         )
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._router.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(self._router.metrics.render(), media_type=MEDIA_TYPE)
+
+    async def engine_metrics(self, request: Request) -> Response:
+        return Response(await self._router.control.engine_metrics(), media_type=MEDIA_TYPE)
 
     async def dashboard(self, request: Request) -> Response:
         page = resources.files("miles_router.admin").joinpath("dashboard.html").read_text(encoding="utf-8")
@@ -153,6 +158,11 @@ class Admin:
             await self._fleet.drain(worker)
         else:
             self._pool.remove(worker)
+
+    def _named(self, request: Request) -> Worker:
+        """The worker that a path names, by its id or by its URL, percent-encoded."""
+        name: str = request.path_params["id"]
+        return self._pool.get(parse_worker_url(name).url if ":" in name else name)
 
     def _in_flight(self) -> dict[str, int]:
         return {worker.url: worker.in_flight for worker in self._pool}

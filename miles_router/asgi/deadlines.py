@@ -38,6 +38,10 @@ class Deadlines(Generic[Item]):
         """Forget `item`, whether or not it waits."""
         self._started.pop(item, None)
 
+    def first(self) -> Item | None:
+        """The one that has waited longest."""
+        return next(iter(self._started), None)
+
     def _look(self) -> None:
         due = self._now() - self._seconds
         try:

@@ -7,6 +7,7 @@ with what is sent.
 
 from __future__ import annotations
 
+import io
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -28,6 +29,9 @@ SCOPE_KEY = "miles_router.asgi.exchange"
 MAX_REQUEST_ID_LENGTH = 128
 #: Distinct bodies whose parse is remembered during one request: what came, and what a few layers made of it.
 REMEMBERED_PARSES = 8
+#: Levels of nesting in a JSON body. orjson writes 254 of them, and answers put a body's values a few levels deeper.
+MAX_DEPTH = 200
+_LEVELS_WRITTEN = 254
 UNBOUNDED = 1 << 62
 
 _process = secrets.token_hex(4)
@@ -46,11 +50,13 @@ class ReadOnlyObject(dict[str, Any]):
 class Exchange:
     """What the layers of one request share. Get it with `Exchange.of(scope)`."""
 
-    __slots__ = ("_parses", "flight", "max_body_bytes", "notes", "request_id")
+    __slots__ = ("_parses", "flight", "max_answer_bytes", "max_body_bytes", "notes", "request_id")
 
-    def __init__(self, request_id: str, *, max_body_bytes: int = UNBOUNDED) -> None:
+    def __init__(self, request_id: str, *, max_body_bytes: int = UNBOUNDED, max_answer_bytes: int = UNBOUNDED) -> None:
         self.request_id = request_id
         self.max_body_bytes = max_body_bytes
+        #: Bytes of the reply that a layer which reads it holds at most.
+        self.max_answer_bytes = max_answer_bytes
         #: Free for middlewares to leave each other things; keys are dotted names (`"my_package.thing"`).
         self.notes: dict[str, Any] = {}
         #: Where it is on its way to a worker.
@@ -80,17 +86,14 @@ class Exchange:
         return await self._read_parts(message, receive)
 
     async def _read_parts(self, message: Message, receive: Receive) -> bytes:
-        parts: list[bytes] = []
-        size = 0
+        body = io.BytesIO()  # not a list: what comes byte by byte must not take a hundred times its size
         while True:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnected("the client left before it had sent its request")
-            part = message.get("body", b"")
-            parts.append(part)
-            size += len(part)
-            self._check_size(size)
+            body.write(message.get("body", b""))
+            self._check_size(body.tell())
             if not message.get("more_body", False):
-                return b"".join(parts)
+                return body.getvalue()
             message = await receive()
 
     def check_announced_size(self, scope: Scope) -> None:
@@ -111,7 +114,7 @@ class Exchange:
         """Parse JSON, at most once per distinct body. An object comes read-only: change a copy, `{**parsed, ...}`.
 
         Raises:
-            BadRequest: not JSON.
+            BadRequest: not JSON, or deeper than `MAX_DEPTH`.
         """
         for known, parsed in self._parses:
             if known is body:
@@ -120,10 +123,23 @@ class Exchange:
             parsed = orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise BadRequest(f"the request body is not valid JSON: {error}") from None
+        if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_too_deep(parsed):
+            raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
         if isinstance(parsed, dict):
             parsed = ReadOnlyObject(parsed)
         self._parses = [*self._parses[1 - REMEMBERED_PARSES :], (body, parsed)]
         return parsed
+
+
+def _is_too_deep(parsed: Any) -> bool:
+    """Whether JSON has more than `MAX_DEPTH` levels, as its writer finds out: it stops within so many more."""
+    for _ in range(_LEVELS_WRITTEN - MAX_DEPTH):
+        parsed = [parsed]
+    try:
+        orjson.dumps(parsed)
+    except orjson.JSONEncodeError:
+        return True
+    return False
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -20,17 +20,17 @@ from typing import Any, ClassVar, Protocol
 
 import orjson
 
-from miles_router.asgi.exchange import Message, Receive, Scope, Send
+from miles_router.asgi.exchange import UNBOUNDED, Exchange, Message, Receive, Scope, Send
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.engines.events import Event, EventReader
+from miles_router.errors import UpstreamInvalidResponse
 
 logger = logging.getLogger(__name__)
 
 OK = 200
 JSON, EVENT_STREAM = b"application/json", b"text/event-stream"
 IDENTITY = b"identity"
-#: Bytes of an answer, or of one event, that a layer collects at most.
-MAX_COLLECTED = 1 << 30
+TOO_LARGE = "too_large"
 
 
 class Kind(Enum):
@@ -59,8 +59,9 @@ class Tap:
 
     #: The layer's name in logs and metrics.
     layer: str = "middleware"
-    #: Bytes of a JSON answer, or of one event, that are collected at most; a longer one passes unread.
-    max_collected: ClassVar[int] = MAX_COLLECTED
+    #: Bytes of a JSON answer, or of a stream's events, that are held at most; a larger reply passes unread. `call`
+    #: takes the request's bound (`--max-answer-bytes`).
+    max_collected: int = UNBOUNDED
     #: Whether `piece` gives as many bytes as it takes, so that the reply's Content-Length stays true.
     same_length = False
     #: Whether `piece` reads what it sees, and is not content with bytes of any kind.
@@ -93,6 +94,8 @@ class Tap:
         self._parts: list[bytes] = []
         self._size = 0
         self._shown: list[bytes] = []  # of the events of this piece, not given yet
+        self._kept: dict[object, int] = {}  # bytes that the layer keeps of a stream, by part
+        self._kept_size = 0
 
     # What a layer overrides
 
@@ -121,7 +124,7 @@ class Tap:
         return b""
 
     def unread(self, reason: str) -> None:
-        """A reply that the layer should have read passes unread: `content_encoding`, `content_type`, `too_long`.
+        """A reply that the layer should have read passes unread: `content_encoding`, `content_type`, `too_large`.
         Raise here to refuse it instead."""
         logger.warning("reply_unread", extra={"fields": {"layer": self.layer, "reason": reason}})
         if self._metrics is not None:
@@ -144,7 +147,15 @@ class Tap:
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], scope: Scope, receive: Receive
     ) -> None:
         """Call the app inside, asking for a reply that can be read."""
+        self.max_collected = min(self.max_collected, Exchange.of(scope).max_answer_bytes)
         await app(readable(scope), receive, self.send)
+
+    def keep(self, part: object, nbytes: int, *, more: bool) -> None:
+        """The layer keeps so many bytes of a part of a stream: beside what it kept of it before (`more`), or in its
+        place. Once all parts have more than `max_collected`, the rest of the stream passes unread."""
+        before = self._kept.get(part, 0)
+        self._kept[part] = before + nbytes if more else nbytes
+        self._kept_size += self._kept[part] - before
 
     async def give(self, data: bytes) -> None:
         """Give the client some of the body."""
@@ -235,7 +246,7 @@ class Tap:
         self._parts.append(data)
         self._size += len(data)
         if self._size > self.max_collected:
-            self.unread("too_long")
+            self.unread(TOO_LARGE)
             await self.let_go()
             if not more:
                 await self.finish()
@@ -252,12 +263,12 @@ class Tap:
                 self._shown.append(shown)
             if self._finished:  # the layer has ended the stream
                 return
-        if self.events.pending > self.max_collected:
-            self.unread("too_long")
+        if self.events.pending + self._kept_size > self.max_collected:
+            self.unread(TOO_LARGE)
             self._passing = True
             self._shown.append(self.events.let_go())
         if not more:
-            end = await self.ended()
+            end = b"" if self._passing else await self.ended()
             if end is not None:
                 await self._give(end + self.events.rest, more=False)
                 return
@@ -290,8 +301,8 @@ class Tap:
 class Collected(Tap):
     """A whole reply of any kind, kept for a layer that answers by itself. Nothing is given to the client."""
 
-    def __init__(self) -> None:
-        super().__init__(drop)
+    def __init__(self, metrics: UnreadCounter | None = None) -> None:
+        super().__init__(drop, metrics)
         #: The whole body, once it is there.
         self.body = b""
 
@@ -333,6 +344,15 @@ class Collected(Tap):
     async def whole(self, body: bytes) -> None:
         """Keep it."""
         self.body = body
+
+    def unread(self, reason: str) -> None:
+        """It is too large.
+
+        Raises:
+            UpstreamInvalidResponse: always.
+        """
+        super().unread(reason)
+        raise UpstreamInvalidResponse(f"the worker's answer has over {self.max_collected} bytes (--max-answer-bytes)")
 
 
 async def drop(message: Message) -> None:

@@ -27,7 +27,7 @@ class Watch:
 
     __slots__ = ("_context", "_deadline", "_patience", "_reason", "_receive", "_task", "_timeout", "_watcher")
 
-    def __init__(self, receive: Receive, timeout: float) -> None:
+    def __init__(self, receive: Receive, timeout: float = 0.0) -> None:
         self._receive = receive
         self._timeout = timeout
         self._reason: RouterError | None = None

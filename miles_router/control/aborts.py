@@ -18,7 +18,7 @@ def check(arguments: Mapping[str, Any]) -> str | None:
 async def abort(call: Call) -> list[Outcome]:
     """`rid`: only where it runs; one the router cannot place is asked of everybody, which harms nobody."""
     rid = None if call.arguments.get("abort_all") else call.arguments.get("rid")
-    concerned = call.in_flight.abort(rid)
+    concerned = await call.in_flight.abort(rid)
     for exchange in concerned:
         call.fleet.gate.release(exchange.flight)
     urls = {exchange.flight.worker_url for exchange in concerned} if rid else set()

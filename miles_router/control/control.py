@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import orjson
 
+from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
 from miles_router.control.health import HealthMonitor
-from miles_router.control.row import Call, Row
-from miles_router.control.table import TABLE
+from miles_router.control.row import BRIEF, Call, Row
+from miles_router.control.table import PAUSE, TABLE
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.inflight import InFlight
@@ -23,7 +24,14 @@ class Control:
     """Runs control requests: one after the other, but for those that may run beside others."""
 
     def __init__(
-        self, *, fleet: Fleet, fan_out: FanOut, in_flight: InFlight, health: HealthMonitor, extra: Iterable[str] = ()
+        self,
+        *,
+        fleet: Fleet,
+        fan_out: FanOut,
+        in_flight: InFlight,
+        health: HealthMonitor,
+        extra: Iterable[str] = (),
+        read_timeout: float = BRIEF,
     ) -> None:
         #: Every row by its path: those of the user's own, and those of the table.
         self.rows = {row.path: row for row in (*map(Row, extra), *TABLE)}
@@ -31,7 +39,15 @@ class Control:
         self._fan_out = fan_out
         self._in_flight = in_flight
         self._health = health
+        self._read_timeout = read_timeout
         self._one_at_a_time = asyncio.Lock()
+        self._pausing = False  # the workers are being told to pause, and were neither paused nor asleep before
+
+    @property
+    def may_silence(self) -> bool:
+        """Whether engines may be silent for what they are told, or were told: a pause may hold an update behind the
+        router. While they are only being told to pause, they answer; one that hangs then would fail every pause."""
+        return not self._pausing and (self._one_at_a_time.locked() or self._fleet.gate.deliberate)
 
     async def send(self, path: str, request: Outgoing, request_id: str) -> FleetAnswer:
         """One control request to every worker that it concerns.
@@ -58,11 +74,24 @@ class Control:
             nullcontext() if row.beside_others else self._one_at_a_time,
             self._fleet.membership if row.holds_membership else nullcontext(),
         ):
-            return one_answer(await row.effect(call), request_id)
+            with self._noting_a_pause() if row is PAUSE else nullcontext():
+                return one_answer(await row.effect(call), request_id)
+
+    @contextmanager
+    def _noting_a_pause(self) -> Iterator[None]:
+        self._pausing = not self._fleet.gate.deliberate
+        try:
+            yield
+        finally:
+            self._pausing = False
 
     async def order(self, row: Row, request_id: str, **fields: object) -> FleetAnswer:
         """A control request of a layer's own. Raises as `send`."""
         return await self.send(row.path, outgoing_order(row.order(**fields)), request_id)
+
+    async def engine_metrics(self) -> str:
+        """What the engines say about themselves, as Prometheus reads it. Raises as `engine_metrics`."""
+        return await engine_metrics(self._fleet, self._fan_out, self._read_timeout)
 
 
 def _object(body: bytes) -> Mapping[str, Any]:

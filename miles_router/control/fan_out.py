@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import orjson
 
+from miles_router import tasks
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout
 from miles_router.fleet.fleet import Order
@@ -77,8 +78,8 @@ class FanOut:
     async def ask_one(self, worker: Worker, request: Outgoing, timeout: float) -> Outcome:
         """What one worker answers within `timeout` seconds."""
         try:
-            return await asyncio.wait_for(self._exchange(worker, request), timeout)
-        except asyncio.TimeoutError:
+            return await tasks.within(timeout, self._exchange(worker, request), name=f"ask {worker.url}")
+        except TimeoutError:
             error: UpstreamError = UpstreamTimeout(f"no answer within {timeout:g} s")
         except UpstreamError as caught:
             error = caught

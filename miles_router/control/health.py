@@ -9,6 +9,7 @@ and a quarantined worker must pass it before it returns.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,6 +20,11 @@ from miles_router.engines import paths
 from miles_router.errors import UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import ALIVE, Transition, Worker, WorkerState
+
+#: Rounds of probes in one interval while somebody takes no traffic for its weights alone.
+ROUNDS = 8
+#: Seconds from one change of a version, after which all are asked, to the next: an address may have two engines.
+CALM = 1.0
 
 
 class HealthMonitor:
@@ -34,6 +40,7 @@ class HealthMonitor:
         self._deep_passed: dict[str, float] = {}
         self._under_way: dict[str, asyncio.Task[None]] = {}
         self._newcomers: set[Worker] = set()  # who has joined and has not answered yet
+        self._asked_for_change = -math.inf  # when a change was last followed by questions
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -49,9 +56,13 @@ class HealthMonitor:
                 await tasks.cancelled(task)
 
     async def _tick(self) -> None:
+        """All are asked once in an interval, and more often while the fleet is between two versions."""
         while True:
             self.check_all()
-            await asyncio.sleep(self._interval)
+            for _ in range(ROUNDS):
+                await asyncio.sleep(self._interval / ROUNDS)
+                if self._pool.has_stragglers:
+                    break
 
     def check_all(self) -> None:
         """Probe every worker now."""
@@ -101,7 +112,12 @@ class HealthMonitor:
 
     def _alive(self, worker: Worker, version: str | None, epoch: int) -> None:
         trusted = epoch % 2 == 0 and epoch == self._pool.weights_epoch
+        changed = trusted and None not in (version, worker.weight_version) and version != worker.weight_version
         self._pool.record_alive(worker, version if trusted else None)
+        if changed and time.monotonic() - self._asked_for_change >= min(CALM, self._interval / ROUNDS):
+            # Somebody updates engines behind the router, and the others may have followed.
+            self._asked_for_change = time.monotonic()
+            self.check_all()
 
     async def _probe_once(self, worker: Worker, epoch: int) -> None:
         silenced, pauses = self._gate.deliberate, self._gate.pauses
@@ -166,7 +182,7 @@ class HealthMonitor:
             try:
                 refused = await self._probes.sickness(worker)
             except UpstreamTimeout as error:
-                refused = str(error)
+                refused = worker.reason if worker.stalled else str(error)
         if refused is None:
             self._pool.readmit(worker, "answers its checks again")
         else:

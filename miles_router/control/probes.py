@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 from miles_router.asgi.headers import RawHeaders
 from miles_router.engines import paths
 from miles_router.engines.facts import Facts, read_facts
@@ -16,6 +19,8 @@ MAX_DOCUMENT = 64 * 1024 * 1024  # an engine's schema of itself may have a megab
 DEEP_PATIENCE = 10.0
 #: How often a worker is asked for its facts that loses all connections meanwhile.
 ATTEMPTS = 2
+#: Seconds until an engine that did not prove that it moves is asked again, at most.
+PAUSE = 1.0
 
 
 class Probes:
@@ -31,7 +36,7 @@ class Probes:
         Raises:
             UpstreamError: it does not answer, or answers with a server error.
         """
-        status, body = await self._first(worker, paths.MODEL_INFO)
+        status, body = await self._first(worker, paths.MODEL_INFO, self._timeout)
         return read_facts(model_info=body if status == OK else None)
 
     async def facts(self, worker: Worker) -> tuple[Facts, int | None]:
@@ -61,6 +66,28 @@ class Probes:
             return False
         return status == UNAVAILABLE
 
+    async def is_paused(self, worker: Worker) -> bool:
+        """Whether it says that it was paused and is well. One that is not well says neither."""
+        try:
+            return await self.is_unready(worker) and (await self._get(worker, paths.WELL, self._timeout))[0] == OK
+        except UpstreamError:
+            return False
+
+    async def moves(self, worker: Worker, patience: float) -> None:
+        """Return once a worker's engine has proved that it moves, however long that takes. It is asked quietly for
+        half of `patience` (seconds), then also for a token, which SGLang counts as a failure of its health where it
+        is silent for 20 s. An engine that does not know these questions proves nothing, and is not suspected.
+        """
+        with suppress(UpstreamError):
+            status, _ = await self._first(worker, paths.SERVER_INFO, patience / 2, MAX_DOCUMENT)
+            if status == OK:
+                return
+        while True:
+            with suppress(UpstreamError):
+                await self._first(worker, paths.HEALTH_GENERATE, patience)
+                return
+            await asyncio.sleep(min(PAUSE, patience / 10))
+
     async def sickness(self, worker: Worker) -> str | None:
         """Why the deep check did not pass, or None.
 
@@ -78,19 +105,21 @@ class Probes:
     async def _document(self, worker: Worker, names: tuple[str, ...]) -> bytes | None:
         """An answer; b"" where the worker has none to give, None where it did not answer."""
         try:
-            status, body = await self._first(worker, names, limit=MAX_DOCUMENT)
+            status, body = await self._first(worker, names, self._timeout, MAX_DOCUMENT)
         except UpstreamError:
             return None
         return body if status == OK else b""
 
-    async def _first(self, worker: Worker, names: tuple[str, ...], limit: int = MAX_ANSWER) -> tuple[int, bytes]:
+    async def _first(
+        self, worker: Worker, names: tuple[str, ...], timeout: float, limit: int = MAX_ANSWER
+    ) -> tuple[int, bytes]:
         """The answer under the first of these names that the worker knows.
 
         Raises:
             UpstreamError: it does not answer, or answers with a server error.
         """
         for path in names:
-            status, body = await self._get(worker, path, self._timeout, limit)
+            status, body = await self._get(worker, path, timeout, limit)
             if status >= 500:
                 raise UpstreamError(f"{worker.url}{path} answered {status}")
             if status != NOT_FOUND:

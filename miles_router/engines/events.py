@@ -36,7 +36,7 @@ class Event(NamedTuple):
     @classmethod
     def read(cls, raw: bytes) -> Event:
         """Read the fields of an event. Comments and unknown fields are skipped; several data lines are joined."""
-        if raw.startswith(DATA) and raw.find(NEWLINE) == len(raw) - len(END):
+        if raw.startswith(DATA) and raw.find(NEWLINE) == len(raw) - len(END) and b"\r" not in raw:
             return cls(raw, b"", raw[len(DATA) : -len(END)])  # nearly all of them
         name, data = b"", []
         for line in raw.splitlines():

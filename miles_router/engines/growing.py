@@ -135,6 +135,8 @@ class GrowingAnswer:
             check_logprobs(new_ids, new.get(LOGPROBS) or [])
         if self.answer is None:
             return {**event}
+        if new.get(LOGPROBS) and known.get(LOGPROBS) is None and self.answer["output_ids"]:
+            raise UnreadableAnswer("token_counts_disagree", "the tokens that came before have no logprobs")
         meta = {**known, **new}
         for name in OUTPUT_LISTS:
             if new.get(name) is not None:

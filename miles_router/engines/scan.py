@@ -20,8 +20,8 @@ _NUMBER = re.compile(rb"-?\d[-+.\deE]*")
 _LITERALS = ((b"null", None), (b"true", True), (b"false", False))
 _ESCAPE = ord("\\")
 _decode = JSONDecoder().raw_decode
-#: Bytes within which most values end; then all that there is.
-_NEAR = 512
+#: Bytes within which most values end; then so many times as many, and so on.
+_NEAR, _FURTHER = 512, 8
 
 
 class Incomplete(ValueError):
@@ -37,14 +37,17 @@ class Field:
         self.name = name
         self.quoted = b'"%b"' % name.encode("ascii")
 
-    def find(self, data: bytes, start: int = 0, *, before: bytes = b"") -> tuple[int, int] | None:
+    def find(
+        self, data: bytes, start: int = 0, stop: int | None = None, *, before: bytes = b""
+    ) -> tuple[int, int] | None:
         """Where its name stands next, at any depth, and where its value begins, which may be behind the end of `data`.
 
         Args:
+            stop: the name begins before this.
             before: what stands in front of `data` where that is a piece of something, at least the last byte of it.
         """
-        at = start
-        while (name := data.find(self.quoted, at)) >= 0:
+        at, end = start, len(data) if stop is None else stop + len(self.quoted) - 1
+        while (name := data.find(self.quoted, at, end)) >= 0:
             at = name + len(self.quoted)
             colon = _COLON.match(data, at)
             if colon is not None and not (data[name - 1] == _ESCAPE if name else before.endswith(b"\\")):
@@ -66,12 +69,13 @@ class Field:
                 return quote
         return len(data)
 
-    def places(self, data: bytes, start: int = 0) -> Iterator[int]:
-        """Where each of its values begins, in the order in which they stand, at any depth."""
-        found = self.find(data, start)
+    def places(self, data: bytes, start: int = 0, stop: int | None = None) -> Iterator[int]:
+        """Where each of its values begins, in the order in which they stand, at any depth; of those whose names begin
+        before `stop`."""
+        found = self.find(data, start, stop)
         while found is not None:
             yield found[1]
-            found = self.find(data, found[1])
+            found = self.find(data, found[1], stop)
 
     def values(self, data: bytes, start: int = 0) -> Iterator[object]:
         """Its values, parsed.
@@ -112,9 +116,7 @@ class Field:
 
 def _without_space(data: bytes, end: int) -> int:
     """Where the whitespace in front of a place begins."""
-    while end and data[end - 1] in _SPACE:
-        end -= 1
-    return end
+    return len(data[:end].rstrip(_SPACE))
 
 
 def value_at(data: bytes, at: int) -> object:
@@ -132,10 +134,15 @@ def value_at(data: bytes, at: int) -> object:
     number = _NUMBER.match(data, at)
     if number is not None and number.end() == len(data):
         raise Incomplete("the bytes end with a number, which may go on")
-    for end in (at + _NEAR, len(data)) if number is None else (number.end(),):
+    if number is not None:
+        return _decoded(data[at : number.end()].decode("ascii"))[0]
+    length = _NEAR
+    while True:  # so that a value costs what it is long, and not what stands behind it
         with suppress(Incomplete):
-            return _decoded(data[at:end].decode("utf-8", "ignore"))[0]
-    raise Incomplete("the bytes end within a value")
+            return _decoded(data[at : at + length].decode("utf-8", "ignore"))[0]
+        if at + length >= len(data):
+            raise Incomplete("the bytes end within a value")
+        length *= _FURTHER
 
 
 def _decoded(text: str) -> tuple[object, int]:

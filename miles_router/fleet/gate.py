@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from miles_router.engines.paths import GENERATION
+from miles_router.engines.paths import COMPUTED, GENERATION
 from miles_router.errors import FleetPaused
 
 #: What stands before an engine's own path in a request of a session: `/sessions/{id}/...`.
@@ -26,6 +26,11 @@ def endpoint(path: str) -> str:
 def generates(path: str) -> bool:
     """Whether a request to this path generates, by itself or within a session."""
     return endpoint(path) in GENERATION
+
+
+def computes(path: str) -> bool:
+    """Whether the engine itself works on a request to this path, by itself or within a session."""
+    return endpoint(path) in COMPUTED
 
 
 class Waiting(Protocol):

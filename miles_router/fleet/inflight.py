@@ -1,6 +1,7 @@
-"""The requests that are being answered now, so that an abort finds the one it means. Pure.
+"""The requests that are being answered now, so that an abort finds the one it means.
 
 Bodies are not parsed on their way: an abort looks for its `rid` among the bodies in flight, and pays for that itself.
+There may be gigabytes of them, so that it looks in steps.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import orjson
 from miles_router.asgi.exchange import Exchange
 from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.generate import RID, GenerateRequest, UnknownShape
-from miles_router.engines.scan import Field, Incomplete
+from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.errors import BadRequest
+from miles_router.tasks import Pace
 
 RID_FIELD = Field(RID)
+#: Bytes of a body that are looked through in one step: about a millisecond.
+STEP = 1 << 20
+#: Fields of one body that are looked at one by one: parsing it is quicker than that where there are more.
+MANY = 256
 IN_THE_QUEUE = {"type": "abort", "message": "Abort in waiting queue"}  # SGLang's words
 LOGPROB_LISTS = ("input_token_logprobs", "output_token_logprobs")
 
@@ -43,20 +49,25 @@ class InFlight:
         if not self._holders[exchange]:
             del self._holders[exchange], self._bodies[exchange]
 
-    def abort(self, rid: str | None) -> list[Exchange]:
+    async def abort(self, rid: str | None) -> list[Exchange]:
         """Mark the requests that an abort means (all for None), so that nothing carries them on; give them.
 
         SGLang aborts every generation whose id begins with `rid`, on workers where one has exactly this id, and so does
         this. One of several generations ends the carrying on of all; a request that no worker has had is ended whole or
-        not at all.
+        not at all. Those that come while it looks are not meant.
         """
-        found = list(self._bodies) if rid is None else self._meant(rid)
+        found = list(self._bodies) if rid is None else await self._meant(rid)
         for exchange in found:
             exchange.flight.aborted = True
         return found
 
-    def _meant(self, rid: str) -> list[Exchange]:
-        ids = {exchange: _ids(exchange, body, rid) for exchange, body in self._bodies.items()}
+    async def _meant(self, rid: str) -> list[Exchange]:
+        pace, given = Pace(), {}
+        for exchange, body in list(self._bodies.items()):
+            given[exchange] = _given(exchange, body) if await _may_name(body, rid, pace) else set()
+            await pace.step()
+        # From here on nothing waits: where requests are, and what workers called them, is of one moment.
+        ids = {exchange: exchange.flight.rids | own for exchange, own in given.items() if exchange in self._bodies}
         where = {exchange.flight.worker_url for exchange, own in ids.items() if rid in own}
         return [
             exchange
@@ -69,26 +80,33 @@ def _enough(exchange: Exchange) -> Callable[[Iterable[bool]], bool]:
     return all if exchange.flight.worker_url is None else any
 
 
-def _ids(exchange: Exchange, body: bytes, rid: str) -> set[str]:
-    """The ids of a request's generations; those in its body only if `rid` could be one of them."""
-    if not _may_name(body, rid):
-        return exchange.flight.rids
+def _given(exchange: Exchange, body: bytes) -> set[str]:
+    """The ids that a request's body gives its generations."""
     try:
         parsed = exchange.loads(body)
     except BadRequest:
-        return exchange.flight.rids
-    return exchange.flight.rids | {each for each in _named(parsed) if isinstance(each, str)}
+        return set()
+    return {each for each in _named(parsed) if isinstance(each, str)}
 
 
-def _may_name(body: bytes, rid: str) -> bool:
+async def _may_name(body: bytes, rid: str, pace: Pace) -> bool:
     """Whether a body could give this id, or one that begins with it, to a generation: `r_1` belongs to a list with the
-    id `r`. Costs one look at the bytes, whatever they are."""
-    try:
-        given = RID_FIELD.only(body)
-    except Incomplete:
-        return next(RID_FIELD.places(body), None) is not None
-    names = given if isinstance(given, list) else [given]
-    return any(isinstance(name, str) and (name.startswith(rid) or rid.startswith(name)) for name in names)
+    id `r`. Looks at the bytes, whatever they are."""
+    seen = 0
+    for start in range(0, len(body), STEP):
+        for at in RID_FIELD.places(body, start, start + STEP):
+            seen += 1
+            try:
+                given = value_at(body, at)
+            except Incomplete:
+                return True
+            if seen > MANY:
+                return True
+            names = given if isinstance(given, list) else [given]
+            if any(isinstance(name, str) and (name.startswith(rid) or rid.startswith(name)) for name in names):
+                return True
+        await pace.step()
+    return False
 
 
 def _named(parsed: object) -> list[Any]:

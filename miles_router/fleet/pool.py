@@ -107,6 +107,21 @@ class WorkerPool:
         return [worker for worker in self if worker.state is WorkerState.READY]
 
     @property
+    def busy(self) -> Sequence[Worker]:
+        """The workers with requests in flight, removed ones that still finish included."""
+        return [worker for worker in (*self, *self._leaving.values()) if worker.in_flight]
+
+    @property
+    def has_stragglers(self) -> bool:
+        """Whether somebody who answers takes no traffic for its weights alone."""
+        return self._readmit == "same-weights" and any(
+            worker.state in (WorkerState.OUTDATED, WorkerState.QUARANTINED)
+            and not worker.failures
+            and worker.weight_version not in (None, self.weight_version)
+            for worker in self
+        )
+
+    @property
     def in_flight(self) -> int:
         """Leases held on all workers, removed ones that still finish included."""
         return sum(w.in_flight for w in self) + sum(w.in_flight for w in self._leaving.values())
@@ -250,6 +265,12 @@ class WorkerPool:
         if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is(worker, worker.state):
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
 
+    def record_stall(self, worker: Worker, reason: str) -> None:
+        """Its engine stands still: it is out until it passes its checks, and keeps this reason while it is silent."""
+        if worker.state is not WorkerState.DRAINING and self._workers.get(worker.url) is worker:
+            self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
+            worker.stalled = True
+
     def record_alive(self, worker: Worker, weight_version: str | None) -> None:
         """The cheap probe passed; failures start from zero again. A quarantined worker needs `readmit` besides."""
         worker.failures = 0
@@ -353,7 +374,7 @@ class WorkerPool:
     # Transitions
 
     def _move(self, worker: Worker, state: WorkerState, reason: str, *, before: WorkerState | None) -> None:
-        worker.state, worker.reason, worker.since = state, reason, self._now()
+        worker.state, worker.reason, worker.since, worker.stalled = state, reason, self._now(), False
         self._publish()
         self._tell(Transition(worker, before, state, reason))
         self._settle_weights()

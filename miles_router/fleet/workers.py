@@ -23,6 +23,15 @@ class WorkerState(str, Enum):
 ALIVE = frozenset({WorkerState.READY, WorkerState.OUTDATED, WorkerState.PAUSED})
 
 
+class Pulse:
+    """Counts what a worker's engine is heard to do: pieces of answers to requests that it works on."""
+
+    __slots__ = ("beats",)
+
+    def __init__(self) -> None:
+        self.beats = 0
+
+
 class Unit:
     """What one request is sent to, and what it is counted on: the part of a worker that generates on its own. A worker
     is one unit."""
@@ -50,8 +59,10 @@ class Worker:
         "facts_of",
         "failures",
         "last_check",
+        "pulse",
         "reason",
         "since",
+        "stalled",
         "state",
         "units",
         "url",
@@ -77,6 +88,9 @@ class Worker:
         self.failures = 0
         self.weight_version: str | None = None
         self.last_check: float | None = None
+        self.pulse = Pulse()
+        #: It is out since its engine stood still.
+        self.stalled = False
         #: What its engine said about itself, and the number of the process that did. Only the fleet knows whether that
         #: one still answers: ask `Fleet.facts`.
         self.facts: Facts | None = None

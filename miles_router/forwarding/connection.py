@@ -1,22 +1,20 @@
-"""One HTTP/1.1 connection to a worker, and what comes back on it. Framing after RFC 9112; bytes stay as they are.
-
-Connection  one socket: writes a request, frames the reply, pauses reading when the reader is slow
-Reply       what one exchange delivers: status, headers, then body chunks exactly as they arrive
+"""One HTTP/1.1 connection to a worker: writes a request, frames the reply, pauses reading when the reader is slow.
+Framing after RFC 9112; bytes stay as they are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections import deque
 from typing import Any, Protocol, cast
 
 import httptools
 
+from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.headers import RawHeaders
-from miles_router.asgi.outlet import Sink
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
+from miles_router.fleet.workers import Pulse
 from miles_router.forwarding.framing import (
     CHUNKED,
     INLINE_BODY,
@@ -28,12 +26,14 @@ from miles_router.forwarding.framing import (
     InvalidFraming,
     reply_body,
 )
-from miles_router.metrics import Metrics
+from miles_router.forwarding.reply import Reply
 
 #: A reader this far behind (bytes) stops the worker from sending more, and lets it go on at half.
 HIGH_WATER = 2 * 1024 * 1024
-#: Chunks that piled up are handed over as one up to this size: fewer writes, and never a second copy of a big body.
-JOIN_LIMIT = 64 * 1024
+#: Bytes that are read at once, and a reader may be behind, while too much waits for slow clients.
+LITTLE = 16 * 1024
+#: An engine's HTTP process answers with these by itself.
+ERRORS = 400
 #: A worker whose machine loses its power says nothing more. The kernel asks after 30 s of silence, and gives up the
 #: connection, and with it the request, a minute later.
 KEEPALIVE = (
@@ -49,6 +49,8 @@ class Home(Protocol):
 
     #: Where the bytes of every connection arrive. One is enough: the event loop fills it and empties it in one step.
     read_buffer: memoryview
+    #: What waits for clients, over all connections.
+    backlog: Backlog
 
     def made(self, address: WorkerUrl, connection: Connection) -> None:
         """The connection was made; it will be forgotten once."""
@@ -67,159 +69,6 @@ class Home(Protocol):
         ...
 
 
-class Reply:
-    """One reply as it arrives. Read with `read` until it gives b"", then (or earlier) `close`."""
-
-    __slots__ = (
-        "_buffered",
-        "_chunks",
-        "_connection",
-        "_error",
-        "_loop",
-        "_metrics",
-        "_sink",
-        "_waiter",
-        "complete",
-        "head_seen",
-        "headers",
-        "holds_slot",
-        "status",
-    )
-
-    def __init__(self, connection: Connection, loop: asyncio.AbstractEventLoop) -> None:
-        self.status = 0
-        self.headers: RawHeaders = []
-        self.head_seen = False
-        self.complete = False  # every byte has arrived (not: has been read)
-        self.holds_slot = False  # one of the `max_connections`
-        self._connection: Connection | None = connection
-        self._chunks: deque[bytes] = deque()
-        self._buffered = 0
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
-        self._sink: Sink | None = None
-        self._loop = loop
-
-    @property
-    def exhausted(self) -> bool:
-        """Every byte has arrived and was read."""
-        return self.complete and not self._chunks
-
-    async def head(self) -> None:
-        """Wait for status and headers.
-
-        Raises:
-            UpstreamUnreachable: the connection was lost before.
-            UpstreamInvalidResponse: what came is not HTTP.
-        """
-        while not self.head_seen:
-            await self._more()
-
-    async def read(self) -> bytes:
-        """The next bytes of the body as soon as there are any; b"" after the last.
-
-        Raises:
-            UpstreamBroken: the connection was lost inside the body.
-        """
-        while not self._chunks:
-            if self.complete:
-                return b""
-            await self._more()
-        return self.take()
-
-    async def pour(self, sink: Sink, metrics: Metrics) -> None:
-        """Write the body to `sink` as it arrives, without waking anybody for it; what arrives together with its end is
-        left to `read`.
-
-        Raises:
-            UpstreamBroken: the connection was lost inside the body.
-        """
-        assert self._connection is not None
-        self._sink, self._metrics = sink, metrics
-        try:
-            self._flow()
-            self._connection.resume()  # from now on only the client's pace counts
-            sink.fed_by(self._connection)
-            while not self.complete:
-                await self._more()
-        finally:
-            self._sink = None
-            sink.fed_by(None)
-
-    def take(self) -> bytes:
-        """The bytes that have arrived and were not read yet, without waiting; b"" if there are none."""
-        if not self._chunks:
-            return b""
-        chunk = self._next()
-        if self._connection is not None:
-            self._connection.reader_caught_up(self._buffered)
-        return chunk
-
-    def _next(self) -> bytes:
-        if len(self._chunks) > 1 and self._buffered <= JOIN_LIMIT:
-            chunk = b"".join(self._chunks)
-            self._chunks.clear()
-        else:
-            chunk = self._chunks.popleft()
-        self._buffered -= len(chunk)
-        return chunk
-
-    async def read_all(self, limit: int) -> bytes:
-        """The rest of the body.
-
-        Raises:
-            UpstreamInvalidResponse: it is longer than `limit` bytes.
-        """
-        parts = []
-        size = 0
-        while chunk := await self.read():
-            parts.append(chunk)
-            size += len(chunk)
-            if size > limit:
-                raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
-        return b"".join(parts)
-
-    def close(self) -> None:
-        """Done with this reply: a complete one frees its connection for the next, a partial one breaks it off, which
-        tells the worker to stop generating. Calling it again does nothing."""
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.done_with(self)
-
-    def _more(self) -> asyncio.Future[None]:
-        """What to await for more of the reply, its end or its failure; one reader waits at a time."""
-        if self._error is not None:
-            raise self._error
-        self._waiter = self._loop.create_future()
-        return self._waiter
-
-    def _flow(self) -> None:
-        """Give the sink what has arrived."""
-        while self._chunks and self._sink is not None:
-            data = self._next()
-            self._metrics.bytes_out += len(data)
-            self._sink.write(data)
-
-    # What the connection calls
-
-    def _add(self, data: bytes) -> int:
-        self._chunks.append(data)
-        self._buffered += len(data)
-        return self._buffered
-
-    def _wake(self) -> None:
-        if self._sink is not None and not self.complete:
-            self._flow()
-            if self._error is None:
-                return
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def _fail(self, error: Exception) -> None:
-        self._error = error
-        self._wake()
-
-
 class Connection(asyncio.BufferedProtocol):
     """One socket to a worker, one exchange at a time."""
 
@@ -230,6 +79,7 @@ class Connection(asyncio.BufferedProtocol):
         self._loop: asyncio.AbstractEventLoop
         self._parser: Any = None
         self._reply: Reply | None = None
+        self._pulse: Pulse | None = None  # of the engine that works on the request; None where it is no work for one
         self._headers: RawHeaders = []
         self._head_bytes = 0
         self._to_head = False  # the request was HEAD
@@ -243,8 +93,8 @@ class Connection(asyncio.BufferedProtocol):
 
     # The exchange
 
-    def send(self, head: bytes, body: bytes, *, head_request: bool) -> Reply:
-        """Write one request and give the reply that will come.
+    def send(self, head: bytes, body: bytes, *, head_request: bool, pulse: Pulse | None = None) -> Reply:
+        """Write one request and give the reply that will come; what comes of its body is counted on `pulse`.
 
         Raises:
             UpstreamUnreachable: the connection was lost since it was made, as when a dying worker's backlog took it.
@@ -254,7 +104,8 @@ class Connection(asyncio.BufferedProtocol):
         assert self._reply is None
         if self._parser is None:
             self._parser = httptools.HttpResponseParser(self)
-        self._reply = Reply(self, self._loop)
+        self._reply = Reply(self, self._loop, self._pool.backlog)
+        self._pulse = pulse
         self._headers, self._head_bytes = [], 0
         self._to_head = head_request
         self._body, self._remaining, self._raw, self._excess = NO_BODY, 0, False, None
@@ -277,6 +128,17 @@ class Connection(asyncio.BufferedProtocol):
         if reply.holds_slot:
             self._pool.slot_freed()
 
+    def awaits(self, pulse: Pulse) -> bool:
+        """Whether a reply is still to come from the engine with this pulse."""
+        return self._pulse is pulse and self._reply is not None and not self._reply.complete
+
+    def give_up(self, reason: str) -> None:
+        """Break the exchange off: the engine will not go on with it."""
+        reply = self._reply
+        if reply is not None and not reply.complete:
+            reply._fail(UpstreamBroken(reason) if reply.head_seen else UpstreamUnreachable(reason, given_up=True))
+        self.abort()
+
     def _unsent(self) -> bool:
         """A reply came before the worker had read its request: what is left of that would hold up the next one."""
         return self._transport is not None and self._transport.get_write_buffer_size() > 0
@@ -293,7 +155,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def reader_caught_up(self, buffered: int) -> None:
         """The reader took bytes; let the worker go on once half the high-water mark is free."""
-        if self._reading_paused and buffered <= HIGH_WATER // 2:
+        if self._reading_paused and buffered <= self._high_water() // 2:
             self.resume()
 
     def pause(self) -> None:
@@ -314,17 +176,21 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports are no subclass
         self._loop = asyncio.get_running_loop()
         sock = transport.get_extra_info("socket")
-        for level, option, value in KEEPALIVE:
-            sock.setsockopt(level, option, value)
+        if sock is not None:  # it is gone already, and `connection_lost` comes next
+            for level, option, value in KEEPALIVE:
+                sock.setsockopt(level, option, value)
         self._pool.made(self._address, self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._pool.read_buffer
+        return self._pool.read_buffer[:LITTLE] if self._pool.backlog.full else self._pool.read_buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         reply = self._reply
         if reply is None:  # nobody asked: whatever this is, the connection can no longer be trusted
             self.abort()
+            return
+        if reply.complete:  # nobody asked for more; what follows may be a late answer to nothing
+            self._reusable = False
             return
         data = self._pool.read_buffer[:nbytes]
         if self._raw:
@@ -356,6 +222,7 @@ class Connection(asyncio.BufferedProtocol):
             if excess is not None:
                 excess.received(len(data))
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, InvalidFraming) as error:
+            reply.complete |= reply.head_seen and self._to_head
             if not reply.complete:
                 self._invalid(reply, f"{self._address.url} sent no valid HTTP: {error.__context__ or error}")
             self._reusable = False
@@ -386,8 +253,14 @@ class Connection(asyncio.BufferedProtocol):
             reply.complete = True
 
     def _deliver(self, reply: Reply, data: bytes) -> None:
-        if reply._add(data) > HIGH_WATER:
+        if self._pulse is not None and reply.status < ERRORS:
+            self._pulse.beats += 1
+        buffered = reply._add(data)
+        if reply._sink is None and buffered > self._high_water():
             self.pause()
+
+    def _high_water(self) -> int:
+        return LITTLE if self._pool.backlog.full else HIGH_WATER
 
     # httptools callbacks
 
@@ -412,12 +285,16 @@ class Connection(asyncio.BufferedProtocol):
         self._body = reply_body(status, self._headers, to_head=self._to_head)
         self._remaining = max(0, self._body)
         self._excess = Excess() if self._body == CHUNKED else None
-        self._reusable = self._parser.should_keep_alive()
+        # What a worker sends behind its reply to HEAD could not be told from the next reply.
+        self._reusable = self._parser.should_keep_alive() and not self._to_head
         reply.status, reply.headers, reply.head_seen = status, self._headers, True
 
     def on_body(self, data: bytes) -> None:
         reply = self._reply
-        if reply is None or reply.complete or self._body == NO_BODY:
+        if reply is None or reply.complete:
+            return
+        if self._body == NO_BODY:
+            self._reusable = False  # bytes, or the first of them, that this reply may not have
             return
         if self._excess is not None:
             self._excess.piece(len(data))

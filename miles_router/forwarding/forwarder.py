@@ -14,8 +14,8 @@ from miles_router.errors import FleetPaused, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.pool import Lease
 from miles_router.fleet.workers import Worker
-from miles_router.forwarding.connection import Reply
 from miles_router.forwarding.outgoing import Outgoing, send
+from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import NotAdmitted, Upstream
 from miles_router.metrics import Metrics
 

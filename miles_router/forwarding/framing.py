@@ -39,7 +39,8 @@ LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 #: Methods whose requests have no body unless they say so (RFC 9110 section 9.3).
 BODILESS_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "DELETE", "TRACE"})
-BODILESS_STATUSES = frozenset({204, 304})
+NO_CONTENT = 204
+BODILESS_STATUSES = frozenset({NO_CONTENT, 304})
 #: Header fields that say where a message ends, and whether the connection outlives it.
 FRAMING_FIELDS = frozenset({b"content-length", b"transfer-encoding", b"connection"})
 
@@ -97,6 +98,10 @@ def _length(value: bytes) -> int:
     return int(value)
 
 
+class TooMuchAround(InvalidFraming):
+    """A peer sent more around a body than anybody needs."""
+
+
 class Excess:
     """Counts what a peer sends around a chunked body: sizes, extensions, trailers. None of it is kept or passed on, and
     without a bound one could send it for ever."""
@@ -114,11 +119,11 @@ class Excess:
         """`size` bytes came, and all pieces in them were told.
 
         Raises:
-            InvalidFraming: more than `MAX_EXCESS` of what came so far was no body.
+            TooMuchAround: more than `MAX_EXCESS` of what came so far was no body.
         """
         self._bytes += size
         if self._bytes > MAX_EXCESS:
-            raise InvalidFraming(f"more than {MAX_EXCESS} bytes of chunk extensions or trailers came")
+            raise TooMuchAround(f"more than {MAX_EXCESS} bytes of chunk extensions or trailers came")
         if self._bytes < 0:
             self._bytes = 0
 
@@ -164,6 +169,8 @@ def reply_head(
     for name, value in headers:
         start = _LINE_STARTS.get(name) or _line_start(name)
         if start is _LENGTH:
+            if status == NO_CONTENT:
+                continue  # RFC 9110 section 8.6
             if body is not None:
                 raise InvalidFraming("a reply has two lengths")
             body = _length(value)

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
-from miles_router.fleet.gate import SESSION_PREFIX, generates
+from miles_router.fleet.gate import SESSION_PREFIX, computes, generates
 from miles_router.fleet.workers import Worker
-from miles_router.forwarding.connection import Reply
+from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Admit, Upstream
 
 AFFINITY_HEADERS = (b"x-smg-routing-key", b"x-session-id")
@@ -18,9 +18,9 @@ DROPPED = REQUEST_DROPPED | {b"x-request-id"}
 
 class Outgoing:
     """A request on its way to a worker: framing headers removed, the path as it was spelled. One that `generates` is
-    written only while the gate is open."""
+    written only while the gate is open; one that `computes` is lost when the worker's engine stands still."""
 
-    __slots__ = ("body", "generates", "headers", "key", "method", "preferred", "target", "tried")
+    __slots__ = ("body", "computes", "generates", "headers", "key", "method", "preferred", "target", "tried")
 
     def __init__(
         self,
@@ -31,6 +31,7 @@ class Outgoing:
         key: str | None = None,
         *,
         generates: bool = False,
+        computes: bool = False,
         preferred: str | None = None,
     ) -> None:
         self.method = method
@@ -39,6 +40,7 @@ class Outgoing:
         self.body = body
         self.key = key
         self.generates = generates
+        self.computes = computes
         #: The URL of the worker that takes it, while that one takes requests.
         self.preferred = preferred
         #: Workers that lost it before a reply began.
@@ -53,7 +55,10 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing
     if scope["query_string"]:
         target = b"%b?%b" % (target, scope["query_string"])
     path = scope["path"]
-    return Outgoing(scope["method"], target, headers, body, affinity_key(path, headers), generates=generates(path))
+    key, generating = affinity_key(path, headers), generates(path)
+    return Outgoing(
+        scope["method"], target, headers, body, key, generates=generating, computes=generating or computes(path)
+    )
 
 
 def affinity_key(path: str, headers: RawHeaders) -> str | None:
@@ -91,5 +96,12 @@ async def send(
         headers = [pair for pair in headers if pair[0] != b"authorization"]
         headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
     return await upstream.open(
-        worker.address, request.method, request.target, headers, request.body, slot=slot, admit=admit
+        worker.address,
+        request.method,
+        request.target,
+        headers,
+        request.body,
+        slot=slot,
+        admit=admit,
+        pulse=worker.pulse if request.computes else None,
     )

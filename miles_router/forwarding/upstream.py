@@ -6,24 +6,30 @@ Headers and bodies stay bytes from socket to socket. Nothing is decompressed, de
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 import time
 from collections import deque
 from collections.abc import Callable
 
 from miles_router import tasks
+from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.forwarding.connection import Connection, Reply
+from miles_router.fleet.workers import Pulse
+from miles_router.forwarding.connection import Connection
 from miles_router.forwarding.framing import request_head
 from miles_router.forwarding.processes import Processes
+from miles_router.forwarding.reply import Reply
 
 #: Bytes taken from a socket at once. Measured on 16 MB replies: 256 kB, the event loop's own size, costs 1.4 times the
 #: CPU of 1 MB, nearly all of it in system calls; beyond, little is left to gain.
 READ_BYTES = 1024 * 1024
 #: An idle connection older than this (seconds) is retired; SGLang's server closes its own side after 5.
 IDLE_SECONDS = 60.0
+#: Why no connection can be made that says nothing of the worker: descriptors, memory or ports of this machine are out.
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 #: Whether a request may be written now.
 Admit = Callable[[], bool]
 
@@ -35,14 +41,18 @@ class NotAdmitted(Exception):
 class Upstream:
     """Opens exchanges with workers. `max_connections` bounds those running at once (0: no bound); more wait."""
 
-    def __init__(self, *, connect_timeout: float = 5.0, max_connections: int = 0) -> None:
+    def __init__(
+        self, *, connect_timeout: float = 5.0, max_connections: int = 0, backlog: Backlog | None = None
+    ) -> None:
         self._connect_timeout = connect_timeout
         self._slots = asyncio.Semaphore(max_connections) if max_connections else None
         self._idle: dict[str, deque[Connection]] = {}
-        self._open: set[Connection] = set()
+        self._open: dict[str, set[Connection]] = {}
         self._processes = Processes()
         self._tls: ssl.SSLContext | None = None
         self._closed = False
+        #: What waits for clients, over all connections.
+        self.backlog = backlog or Backlog()
         #: Where every connection's bytes arrive. One is enough: the event loop fills it and empties it in one step.
         self.read_buffer = memoryview(bytearray(READ_BYTES))
 
@@ -56,22 +66,24 @@ class Upstream:
         *,
         slot: bool = True,
         admit: Admit | None = None,
+        pulse: Pulse | None = None,
     ) -> Reply:
         """Send a request and wait for the head of its reply. `headers` are end-to-end ones, without Host and length.
         Without `slot` it waits for none of the `max_connections`: it must get through while all are taken. `admit` is
-        asked each time at the moment of writing, when nothing is left to wait for.
+        asked each time at the moment of writing, when nothing is left to wait for. A request with the `pulse` of an
+        engine ends when that one is given up.
 
         Raises:
-            UpstreamUnreachable: no connection, or it was lost before a reply began.
+            UpstreamUnreachable: no connection, or it was lost, or given up, before a reply began.
             UpstreamInvalidResponse: the worker does not speak HTTP.
             NotAdmitted: `admit` said no. The connection is kept.
         """
         head = request_head(method, address.prefix + target, address.authority, headers, len(body))
         if self._slots is None or not slot:
-            return await self._exchange(address, method, head, body, admit)
+            return await self._exchange(address, method, head, body, admit, pulse)
         await self._slots.acquire()
         try:
-            reply = await self._exchange(address, method, head, body, admit)
+            reply = await self._exchange(address, method, head, body, admit, pulse)
         except BaseException:
             self.slot_freed()
             raise
@@ -88,8 +100,9 @@ class Upstream:
             UpstreamError: as `open`, or the body was cut or is longer than `limit` bytes.
         """
         try:
-            return await asyncio.wait_for(self._fetch(address, path, headers, limit), timeout)
-        except asyncio.TimeoutError:
+            work = self._fetch(address, path, headers, limit)
+            return await tasks.within(timeout, work, name=f"fetch {address.url}{path}")
+        except TimeoutError:
             raise UpstreamTimeout(f"{address.url}{path} did not answer within {timeout:g} s") from None
 
     async def _fetch(self, address: WorkerUrl, path: str, headers: RawHeaders, limit: int) -> tuple[int, bytes]:
@@ -100,15 +113,32 @@ class Upstream:
         finally:
             reply.close()
 
+    def awaits(self, address: WorkerUrl, pulse: Pulse) -> bool:
+        """Whether a reply is still to come from the engine with this pulse."""
+        return any(connection.awaits(pulse) for connection in self._open.get(address.url, ()))
+
+    def give_up(self, address: WorkerUrl, pulse: Pulse, reason: str) -> int:
+        """Break off every request that the engine with this pulse works on, as if its worker were lost; how many."""
+        lost = [connection for connection in self._open.get(address.url, ()) if connection.awaits(pulse)]
+        for connection in lost:
+            connection.give_up(reason)
+        return len(lost)
+
     async def close(self) -> None:
         """Break off everything; later exchanges are refused."""
         self._closed = True
-        for connection in tuple(self._open):
+        for connection in [each for connections in self._open.values() for each in connections]:
             connection.abort()
         self._idle.clear()
 
     async def _exchange(
-        self, address: WorkerUrl, method: str, head: bytes, body: bytes, admit: Admit | None = None
+        self,
+        address: WorkerUrl,
+        method: str,
+        head: bytes,
+        body: bytes,
+        admit: Admit | None = None,
+        pulse: Pulse | None = None,
     ) -> Reply:
         connection = self._take_idle(address)
         while True:
@@ -118,11 +148,11 @@ class Upstream:
                 self.keep(address, connection)
                 raise NotAdmitted
             try:
-                reply = connection.send(head, body, head_request=method == "HEAD")
+                reply = connection.send(head, body, head_request=method == "HEAD", pulse=pulse)
                 await reply.head()
-            except UpstreamUnreachable:
+            except UpstreamUnreachable as error:
                 connection.abort()
-                if not kept:
+                if error.given_up or not kept:
                     raise
                 # A kept connection that dies before its reply was most likely closed by the worker while idle; only a
                 # new connection can tell that from a dead worker.
@@ -136,7 +166,7 @@ class Upstream:
     async def _connect(self, address: WorkerUrl) -> Connection:
         if self._closed:
             raise UpstreamUnreachable("the router is shutting down")
-        # Not asyncio.wait_for: before Python 3.12 it can swallow a cancellation that arrives together with the result.
+        # Not `tasks.within`: a connection that is made too late has to be closed.
         task = tasks.spawn(self._dial(address), name=f"connect {address.url}")
         try:
             await asyncio.wait({task}, timeout=self._connect_timeout)
@@ -148,7 +178,8 @@ class Upstream:
             raise UpstreamUnreachable(f"{address.url} took no connection in {self._connect_timeout:g} s", refused=True)
         connection: Connection | OSError = task.result()
         if isinstance(connection, OSError):
-            raise UpstreamUnreachable(f"{address.url} takes no connection: {connection}", refused=True)
+            refused = connection.errno not in EXHAUSTED
+            raise UpstreamUnreachable(f"{address.url} takes no connection: {connection}", refused=refused)
         return connection
 
     async def _dial(self, address: WorkerUrl) -> Connection | OSError:
@@ -179,7 +210,7 @@ class Upstream:
 
     def made(self, address: WorkerUrl, connection: Connection) -> None:
         """A connection was made."""
-        self._open.add(connection)
+        self._open.setdefault(address.url, set()).add(connection)
         self._processes.connected(address.url)
 
     def keep(self, address: WorkerUrl, connection: Connection) -> None:
@@ -197,7 +228,10 @@ class Upstream:
 
     def forget(self, address: WorkerUrl, connection: Connection) -> None:
         """A connection was lost."""
-        self._open.discard(connection)
+        connections = self._open[address.url]
+        connections.discard(connection)
+        if not connections:
+            del self._open[address.url]
         self._processes.disconnected(address.url)
         idle = self._idle.get(address.url)
         if idle and connection in idle:

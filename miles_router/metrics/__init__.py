@@ -2,9 +2,11 @@
 
 statistics   how numbers are declared: once, for `GET /metrics` and `GET /router/info`
 metrics      the router's own, and the registry of all
+loop_delay   how long the event loop was held
 """
 
-from miles_router.metrics.metrics import GateStatistics, Metrics
+from miles_router.metrics.loop_delay import LoopDelay
+from miles_router.metrics.metrics import ClientStatistics, GateStatistics, Metrics
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 
-__all__ = ["GateStatistics", "Metrics", "Statistics", "counter", "gauge", "histogram"]
+__all__ = ["ClientStatistics", "GateStatistics", "LoopDelay", "Metrics", "Statistics", "counter", "gauge", "histogram"]

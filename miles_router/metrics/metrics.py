@@ -7,11 +7,13 @@ from collections import Counter
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
 
+from miles_router.asgi.backlog import Backlog
 from miles_router.engines import paths
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Transition, WorkerState
+from miles_router.log import dropped_lines
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 
 #: The classes that `route` labels take; anything else is "other", so that no client can grow the table.
@@ -49,6 +51,8 @@ class Metrics(Statistics, prefix="miles_router"):
     broken_replies = counter("Replies cut by a worker after they had begun.")
     unread_replies = counter("Replies that passed a layer unread, by layer and reason.", by=("layer", "reason"))
     transitions = counter("Changes of a worker's state.", by=("before", "after"), name="worker_transitions")
+    stalled_workers = counter("Workers given up since their engine stood still under requests.")
+    dropped_log_lines = counter("Log lines that nobody took in time.")
     in_flight = gauge("Leases held.", by="worker")
     worker_routable = gauge("1: takes new requests.", by="worker")
     workers = gauge("Registered workers by state.", by="state")
@@ -56,6 +60,7 @@ class Metrics(Statistics, prefix="miles_router"):
     def __init__(self, fleet: Fleet) -> None:
         pool = fleet.pool
         super().__init__(
+            dropped_log_lines=dropped_lines,
             in_flight=lambda: {worker.url: worker.in_flight for worker in pool},
             worker_routable=lambda: {worker.url: worker.state is WorkerState.READY for worker in pool},
             workers=lambda: _states(pool),
@@ -121,3 +126,17 @@ class GateStatistics(Statistics, prefix="miles_router"):
             held=lambda: gate.held,
             pauses=lambda: gate.pauses,
         )
+
+
+class ClientStatistics(Statistics, prefix="miles_router"):
+    """The connections of clients: how many there are, how the router ended some, and what waits on them."""
+
+    connections = gauge("Connections of clients.", name="client_connections")
+    ended = counter("Connections of clients that the router ended, by reason.", by="reason", name="ended_connections")
+    waiting_bytes = gauge("Bytes of replies that wait for clients which read slowly.", name="waiting_reply_bytes")
+
+    def __init__(self, backlog: Backlog) -> None:
+        #: How many there are.
+        self.open = 0
+        super().__init__(connections=lambda: self.open, waiting_bytes=lambda: backlog.size)
+        self.backlog = backlog

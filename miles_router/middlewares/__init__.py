@@ -6,15 +6,15 @@ know nothing of the router: `miles_router.engines`, the engine's wire, and `mile
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
 from miles_router.asgi.headers import RawHeaders, first
-from miles_router.asgi.keys import Key
-from miles_router.asgi.replies import OK, Collected, Kind, Tap, UnreadCounter, readable, with_length
+from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, readable, with_length
+from miles_router.asgi.watch import Watch
 from miles_router.control.row import Row
 from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
-from miles_router.middlewares.contract import ASGIApp, HasLifespan, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
     NO_ROWS,
@@ -28,6 +28,7 @@ from miles_router.middlewares.rows import (
     TrajectoryRows,
     first_prefix,
 )
+from miles_router.tasks import Pace
 
 __all__ = [
     "CONTINUE",
@@ -35,6 +36,7 @@ __all__ = [
     "NO_ROWS",
     "OK",
     "PAUSE",
+    "TOO_LARGE",
     "UPDATE_VERSION",
     "ASGIApp",
     "Collected",
@@ -44,12 +46,13 @@ __all__ = [
     "GenerateRequest",
     "Handover",
     "Handovers",
+    "HasDataPaths",
     "HasLifespan",
     "HasMetrics",
     "HasRoutes",
-    "Key",
     "Kind",
     "Message",
+    "Pace",
     "RawHeaders",
     "Receive",
     "Router",
@@ -66,6 +69,7 @@ __all__ = [
     "TrajectoryRows",
     "UnknownShape",
     "UnreadCounter",
+    "Watch",
     "counter",
     "first",
     "first_prefix",

@@ -1,6 +1,6 @@
 """The middleware contract: a pure ASGI class, `__init__(self, app, *, router, **typed options)`.
 
-Three further powers are optional and found by shape: `lifespan()`, `routes()`, `metrics()`.
+Four further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `metrics()`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ class HasRoutes(Protocol):
     """Answers paths of its own; they are looked up before the stack runs."""
 
     def routes(self) -> Sequence[BaseRoute]: ...
+
+
+@runtime_checkable
+class HasDataPaths(Protocol):
+    """Answers paths inside the stack that no worker knows, and the clients' key opens them. One that ends with `/`
+    stands for all beneath it. Its `routes()` are opened without this."""
+
+    def data_paths(self) -> Sequence[str]: ...
 
 
 @runtime_checkable

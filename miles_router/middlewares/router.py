@@ -8,17 +8,18 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any, TypeVar
-from urllib.parse import unquote
 
 from prometheus_client.registry import Collector
 
-from miles_router.asgi.exchange import request_id
+from miles_router.asgi.exchange import Scope, request_id
 from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
+from miles_router.asgi.origin import base_url
+from miles_router.asgi.path import decoded
 from miles_router.control.control import Control
 from miles_router.dialects import namespace_of
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import generates
+from miles_router.fleet.gate import computes, generates
 from miles_router.forwarding.forwarder import Forwarded, Forwarder
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics import Metrics, Statistics
@@ -105,18 +106,37 @@ class Router:
         the one it is made for, ends that.
 
         Raises:
+            BadRequest: the path is ambiguous.
             NoWorkerAvailable, UpstreamError, FleetPaused: as for a client's request.
         """
         sent = end_to_end(headers or [], REQUEST_DROPPED)
         if not any(name == b"x-request-id" for name, _ in sent):
             sent.append((b"x-request-id", request_id({}).encode("ascii")))
-        generating = generates(unquote(path.partition("?")[0]))
-        request = Outgoing(method, path.encode("ascii"), sent, body, key, generates=generating, preferred=preferred)
+        target = path.encode("ascii")
+        decided = decoded(target.partition(b"?")[0])
+        request = Outgoing(
+            method,
+            target,
+            sent,
+            body,
+            key,
+            generates=generates(decided),
+            computes=computes(decided),
+            preferred=preferred,
+        )
         forwarded = await self._forwarder.open_when_admitted(request, flight or Flight())
         try:
             yield forwarded
         finally:
             forwarded.close()
+
+    def base_url(self, scope: Scope) -> str:
+        """The router's address as the client of this request knows it, without a slash at its end.
+
+        Raises:
+            BadRequest: there is no `--public-url`, and the request's `Host` is no clean authority.
+        """
+        return base_url(scope, self.config.public_url)
 
     @functools.cached_property
     def model_config(self) -> Mapping[str, Any]:

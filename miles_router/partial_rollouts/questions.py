@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 import orjson
 
+from miles_router import tasks
 from miles_router.asgi.exchange import Exchange
 from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.replies import OK
@@ -196,8 +196,8 @@ class EngineQuestions:
 
     async def _ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
-            return _object(path, *await asyncio.wait_for(self._send(path, body), PATIENCE))
-        except asyncio.TimeoutError:
+            return _object(path, *await tasks.within(PATIENCE, self._send(path, body), name=f"ask {path}"))
+        except TimeoutError:
             raise CannotResume(f"{path} was not answered") from None
 
     async def _send(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:

@@ -94,7 +94,7 @@ class ResumableRequest(ABC):
         with ExitStack() as stack:
             works = []
             for generation in generations:
-                exchange = Exchange(self.exchange.request_id)
+                exchange = Exchange(self.exchange.request_id, max_answer_bytes=self.exchange.max_answer_bytes)
                 exchange.flight.aborted = self.exchange.flight.aborted
                 exchange.flight.worker_url = self.exchange.flight.worker_url
                 exchange.flight.rids.update(generation.rids)

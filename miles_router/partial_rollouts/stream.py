@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from miles_router.asgi.exchange import Message
-from miles_router.asgi.replies import OK, Kind, Tap, drop
+from miles_router.asgi.replies import OK, TOO_LARGE, Kind, Tap, drop
 from miles_router.engines.answers import (
     OUTPUT_LISTS,
     VERSIONS,
@@ -158,10 +158,16 @@ class _OpeningStream(Tap):
             generation.keep(event.data, progress.version)
         else:
             await self._read(event)
+        self.keep(generation.index, len(event.data), more=generation.incremental is not False)
         return event.raw
 
     async def ended(self) -> bytes | None:
         return None if self.is_cut else b""
+
+    def unread(self, reason: str) -> None:
+        super().unread(reason)
+        if reason == TOO_LARGE and self.is_cut:
+            raise UpstreamBroken("the worker's stream is too large, and some of it was held back")
 
     def _generation(self, index: object) -> ResumableGeneration | None:
         """The one that an event is about."""
@@ -220,14 +226,15 @@ class _FollowingStream(Tap):
 
     async def event(self, event: Event) -> bytes:
         if event.data and not event.is_last:
-            await self._continue(event.parse())
+            await self._continue(event.parse(), len(event.data))
         return b""
 
-    async def _continue(self, answer: object) -> None:
+    async def _continue(self, answer: object, nbytes: int) -> None:
         generation = self._generation
         if self.has_end:
             raise CannotResume("the worker's stream goes on behind its end")
         finish = generation.add(answer).get("finish_reason")
+        self.keep(generation.index, nbytes, more=generation.incremental is not False)
         self._leg.exchange.flight.rids.update(generation.rids)
         self.has_end = finish is not None
         joined, stopped = generation.so_far(), False

@@ -12,7 +12,6 @@ from miles_router.asgi.outlet import Source
 from miles_router.errors import RouterError
 from miles_router.forwarding.framing import (
     CHUNKED,
-    CONTINUE,
     CRLF,
     INLINE_BODY,
     LAST_CHUNK,
@@ -27,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Bytes of a body that wait for the app before the client is held back.
 HIGH_WATER = 256 * 1024
+#: What each part of a body takes beside its bytes: chunks of one byte are no small body.
+PART = 64
 
 
 class Line(Protocol):
@@ -39,6 +40,10 @@ class Line(Protocol):
     closing: bool
     #: What `send` gives where nothing has to be waited for.
     sent: asyncio.Future[None]
+
+    def count_backlog(self) -> None:
+        """Tell how much waits for a client that reads slowly."""
+        ...
 
     async def writable(self) -> None:
         """Wait until the client has caught up, or is gone."""
@@ -54,6 +59,10 @@ class Line(Protocol):
 
     def flush_soon(self, request: ClientRequest) -> None:
         """Call its `flush` at the end of this step of the event loop."""
+        ...
+
+    def write_continue(self) -> None:
+        """Tell the client to send its body."""
         ...
 
     def reply_ended(self, request: ClientRequest) -> None:
@@ -73,20 +82,20 @@ class ClientRequest:
     """`receive` and `send` of one request; also the `Sink` that its reply's body may be written to."""
 
     __slots__ = (
-        "_awaits_continue",
         "_begun",
         "_body",
         "_buffered",
         "_given",
         "_gone",
         "_head",
-        "_http_1_0",
         "_line",
         "_method",
         "_news",
         "_parts",
         "_source",
+        "awaits_continue",
         "ended",
+        "http_1_0",
         "keep_alive",
         "task",
         "whole",
@@ -95,12 +104,13 @@ class ClientRequest:
     def __init__(self, line: Line, method: str, *, http_1_0: bool, keep_alive: bool, awaits_continue: bool) -> None:
         self._line = line
         self._method = method
-        self._http_1_0 = http_1_0
+        self.http_1_0 = http_1_0
         #: Whether the connection stays open behind the reply; the app may still say no.
         self.keep_alive = keep_alive
         self.task: asyncio.Task[None] | None = None
         # The body
-        self._awaits_continue = awaits_continue
+        #: The client waits for `100 Continue` before it sends it.
+        self.awaits_continue = awaits_continue
         self._parts: list[bytes] = []
         self._buffered = 0
         self.whole = False  # its last byte has come
@@ -139,13 +149,13 @@ class ClientRequest:
         while not self._gone and not self.ended:
             if self._parts or (self.whole and not self._given):
                 return self._next_part()
-            if self._awaits_continue:
-                self._awaits_continue = False
-                self._line.transport.write(CONTINUE)
-            self._line.resume_reading()
+            if self.awaits_continue:
+                self.awaits_continue = False
+                self._line.write_continue()
             if self._news is None:
                 self._news = asyncio.Event()
             self._news.clear()
+            self._line.resume_reading()  # which may bring news at once
             await self._news.wait()
         return {"type": "http.disconnect"}
 
@@ -186,15 +196,15 @@ class ClientRequest:
     def _begin(self, message: Message) -> None:
         # A client that was not told to go on may send the body or another request; nobody could tell which it is (RFC
         # 9110 section 10.1.1).
-        keep_alive = self.keep_alive and not self._line.closing and not (self._awaits_continue and not self.whole)
+        keep_alive = self.keep_alive and not self._line.closing and not (self.awaits_continue and not self.whole)
         self._head, self._body, self.keep_alive = reply_head(
             message["status"],
             message.get("headers", ()),
             method=self._method,
-            http_1_0=self._http_1_0,
+            http_1_0=self.http_1_0,
             keep_alive=keep_alive,
         )
-        self._begun, self._awaits_continue = True, False
+        self._begun, self.awaits_continue = True, False
         self._line.flush_soon(self)
 
     def _write(self, data: bytes, last: bool) -> None:
@@ -216,6 +226,8 @@ class ClientRequest:
             self._line.transport.write(b"".join(pieces))
         else:
             self._line.transport.writelines(pieces)
+        if self._line.write_paused:
+            self._line.count_backlog()
         if last:
             self.ended = True
             if self._news is not None:
@@ -241,9 +253,9 @@ class ClientRequest:
         """More of the body has come."""
         if self.ended:
             return
-        self._awaits_continue = False  # it did not wait
+        self.awaits_continue = False  # it did not wait
         self._parts.append(data)
-        self._buffered += len(data)
+        self._buffered += len(data) + PART
         if self._news is not None:
             self._news.set()
         if self._buffered > HIGH_WATER:

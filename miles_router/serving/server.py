@@ -9,15 +9,17 @@ import logging
 import resource
 import signal
 import socket
-import sys
 from collections.abc import Iterator
 from typing import cast
 
 import uvicorn
 
+from miles_router import log
+from miles_router.asgi.keys import Keys
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
-from miles_router.serving.client_connection import ClientConnections
+from miles_router.serving.client_connection import UNSENT
+from miles_router.serving.clients import ClientConnections
 from miles_router.settings.config import RouterConfig
 from miles_router.version import __version__
 
@@ -30,6 +32,10 @@ ACCEPTS_PER_STEP = 16
 GC_THRESHOLDS = (10_000, 10, 10)
 #: Seconds an idle client connection is kept: longer than clients' own pools keep theirs, so that they close first.
 KEEP_ALIVE = 75
+#: Connections of clients at once, where the system has descriptors for that many.
+MAX_CLIENTS = 65_536
+#: Descriptors that are neither a client's nor for its request: the listening sockets, checks of workers, files.
+OTHER_FILES = 128
 
 
 class Server(uvicorn.Server):
@@ -62,16 +68,23 @@ def serve(app: RouterApp) -> None:
     raise_file_limit()
     sock = listen(config.host, config.port)
     server = Server(uvicorn_config(app))
-    print(banner(app, sock.getsockname()), file=sys.stderr, flush=True)
+    log.show(banner(app, sock.getsockname()))
     collect_garbage_less()
     server.run(sockets=[sock, *(sock.dup() for _ in range(ACCEPTS_PER_STEP - 1))])
 
 
 def uvicorn_config(app: RouterApp) -> uvicorn.Config:
     """How uvicorn hosts our own protocol: its event loop, its lifespan, a bounded SIGTERM."""
+    connections = ClientConnections(
+        app,
+        app.clients,
+        limit=connection_limit(),
+        idle_seconds=KEEP_ALIVE,
+        head_seconds=app.router.config.head_timeout,
+    )
     return uvicorn.Config(
         app,
-        http=cast(type[asyncio.Protocol], ClientConnections(app, idle_seconds=KEEP_ALIVE)),
+        http=cast(type[asyncio.Protocol], connections),
         ws="none",
         loop="uvloop",
         lifespan="on",
@@ -84,17 +97,18 @@ def uvicorn_config(app: RouterApp) -> uvicorn.Config:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one.
+    """A bound socket; port 0 takes a free one. An IPv6 address may stand in brackets, as in a URL.
 
     Raises:
         ConfigError: the name does not resolve, or the port is taken.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # of each connection that it takes
         sock.bind(address)
         sock.listen(BACKLOG)  # before anybody is told where: whoever reads the banner may come at once
     except OSError as error:
@@ -118,6 +132,13 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def connection_limit() -> int:
+    """How many clients may be connected, so that each can have a connection to a worker beside its own."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = MAX_CLIENTS if soft == resource.RLIM_INFINITY else (soft - OTHER_FILES) // 2
+    return max(1, min(files, MAX_CLIENTS))
+
+
 def banner(app: RouterApp, address: tuple[str, int]) -> str:
     """What a person wants to see at the start: where, which layers in which order, which workers."""
     config = app.router.config
@@ -128,7 +149,7 @@ def banner(app: RouterApp, address: tuple[str, int]) -> str:
         ("middlewares", f"{' -> '.join([*layers, 'worker'])}  (first = outermost)" if layers else "none"),
         ("workers", ", ".join(worker.url for worker in app.router.pool) or "none yet: POST /add_worker?url=..."),
         ("health", _health_line(config)),
-        ("keys", _keys_line(config)),
+        ("keys", _keys_line(app.doors.keys)),
     ]
     return "\n".join([f"miles-router {__version__}", *(f"  {name:<12} {text}" for name, text in rows)])
 
@@ -138,6 +159,6 @@ def _health_line(config: RouterConfig) -> str:
     return f"every {config.health_check_interval:g} s, quarantine after {threshold} failures, readmit {config.readmit}"
 
 
-def _keys_line(config: RouterConfig) -> str:
-    data = "required" if config.api_key else "open"
-    return f"clients: {data}, administration: {'required' if config.effective_admin_key else 'open'}"
+def _keys_line(keys: Keys) -> str:
+    data, admin = ("required" if key.required else "open" for key in (keys.data, keys.admin))
+    return f"clients: {data}, administration: {admin}"

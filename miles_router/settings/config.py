@@ -18,7 +18,8 @@ from miles_router.errors import BadRequest, ConfigError
 from miles_router.fleet.pool import ReadmitPolicy
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.log import LogFormat
-from miles_router.settings.values import WrongValue, convert, describe
+from miles_router.settings.keys import key_problem
+from miles_router.settings.values import WrongValue, convert, describe, is_none
 
 ENVIRONMENT_PREFIX = "MILES_ROUTER_"
 Check = Callable[[Any], "str | None"]
@@ -45,13 +46,12 @@ def _worker_urls(urls: Iterable[str]) -> str | None:
     return None
 
 
-def _key(value: str | None) -> str | None:
-    if value is not None and (not value or not value.isascii() or not value.isprintable() or " " in value):
-        return "must be printable ASCII without spaces"
-    return None
+def _public_url(value: str | None) -> str | None:
+    return None if value is None else _worker_urls([value])
 
 
-def _paths(paths: Iterable[str]) -> str | None:
+def paths_problem(paths: Iterable[str]) -> str | None:
+    """Why these cannot be paths as they stand, or None."""
     for path in paths:
         if not path.startswith("/") or path == "/":
             return "every path must start with /"
@@ -64,9 +64,10 @@ def _host(value: str) -> str | None:
     return None if value and not any(c.isspace() for c in value) else "must name a host or an address"
 
 
-def setting(default: Any, help: str, check: Check | None = None, *, secret: bool = False) -> Any:
-    """One row of the table: default value, help text (units included), what makes a value impossible."""
-    return field(default=default, metadata={"help": help, "check": check, "secret": secret})
+def setting(default: Any, help: str, check: Check | None = None, *, secret: bool = False, guards: bool = False) -> Any:
+    """One row of the table: default value, help text (units included), what makes a value impossible. One that `guards`
+    a door cannot be given and be empty; a `secret` one is not shown."""
+    return field(default=default, metadata={"help": help, "check": check, "secret": secret, "guards": guards or secret})
 
 
 @dataclass(frozen=True)
@@ -95,24 +96,48 @@ class RouterConfig:
     deep_health_check_interval: float = setting(
         60.0, "seconds between deep checks (/health generates a token); 0 leaves them to readmission", _at_least(0)
     )
+    stall_timeout: float = setting(
+        60.0, "seconds without a sign of life after which an engine with requests is given up; 0: never", _at_least(0)
+    )
     readmit: ReadmitPolicy = setting("same-weights", "when a recovered worker may return")
     connect_timeout: float = setting(5.0, "seconds to connect to a worker", _positive)
     request_timeout: float = setting(0.0, "seconds a worker may take for a whole reply; 0: no limit", _at_least(0))
     max_retries: int = setting(2, "other workers tried when one cannot be reached or is lost", _at_least(0))
     max_connections: int = setting(0, "requests sent to workers at once, more wait; 0: no limit", _at_least(0))
     max_request_bytes: int = setting(128 * 1024 * 1024, "largest request body", _at_least(1))
+    head_timeout: float = setting(
+        30.0, "seconds a request's head may take to arrive, or its body may stand still", _positive
+    )
+    max_text_chars: int = setting(
+        8 * 1024 * 1024, "longest text, in characters, that a middleware encodes; as many ids", _at_least(1)
+    )
+    max_answer_bytes: int = setting(
+        1024 * 1024 * 1024,
+        "bytes of one reply that a layer which reads it holds; larger ones are not recorded",
+        _at_least(1),
+    )
     gate_max_held: int = setting(10_000, "requests that may wait while the fleet is paused", _at_least(0))
     gate_timeout: float = setting(0.0, "seconds a request may wait there; 0: as long as it takes", _at_least(0))
     partial_rollout: Literal["return", "resume"] = setting(
         "return", "a generation cut by a pause: return the part, or resume it after continue"
     )
     resume_on_worker_loss: bool = setting(False, "carry a stream on at another worker when its worker is lost")
-    fan_out: tuple[str, ...] = setting((), "further paths whose requests go to every worker", _paths)
+    fan_out: tuple[str, ...] = setting((), "further paths whose requests go to every worker", paths_problem)
     shutdown_timeout: float = setting(30.0, "seconds that requests in flight may take after SIGTERM", _at_least(0))
-    api_key: str | None = setting(None, "key that clients must send (Authorization: Bearer)", _key, secret=True)
-    admin_api_key: str | None = setting(
-        None, "key for worker administration and statistics; default: --api-key", _key, secret=True
+    data_paths: tuple[str, ...] = setting(
+        (),
+        "further paths that --api-key opens beside an admin key; one that ends with / opens all beneath",
+        paths_problem,
     )
+    public_url: str | None = setting(
+        None, "where clients reach the router, behind TLS or a balancer; default: as they spell it", _public_url
+    )
+    api_key: str | None = setting(None, "key that clients must send (Authorization: Bearer)", key_problem, secret=True)
+    api_key_file: str | None = setting(None, "file of such keys, one a line, read at the start", guards=True)
+    admin_api_key: str | None = setting(
+        None, "key for all but the clients' own paths; default: those of clients", key_problem, secret=True
+    )
+    admin_api_key_file: str | None = setting(None, "file of such keys, one a line, read at the start", guards=True)
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe log line shown")
     log_format: LogFormat = setting("text", "text for people, json for machines")
     access_log: bool = setting(False, "one log line for every request")
@@ -122,12 +147,8 @@ class RouterConfig:
             check: Check | None = spec.metadata["check"]
             value = getattr(self, spec.name)
             if check is not None and (problem := check(value)):
-                raise ConfigError(f"{spec.name}: {problem}, got {value!r}")
-
-    @property
-    def effective_admin_key(self) -> str | None:
-        """Administration is never more open than the data plane."""
-        return self.admin_api_key or self.api_key
+                given = "" if spec.metadata["secret"] else f", got {value!r}"
+                raise ConfigError(f"{spec.name}: {problem}{given}")
 
 
 FIELDS = {spec.name: spec for spec in fields(RouterConfig)}
@@ -158,11 +179,15 @@ class _Merge:
                 name, value = "middlewares", self._paths(convert(value, tuple[str, ...], from_text=from_text))
             elif name == "middlewares":
                 value = tuple(_spec(item) for item in convert(value, list[Any]))
+            elif name in FIELDS and FIELDS[name].metadata["guards"] and is_none(value):
+                raise WrongValue("is empty, which would open the door that it guards; leave it out if that is meant")
             elif name in FIELDS:
                 value = convert(value, TYPES[name], from_text=from_text)
             else:
                 raise ConfigError(f"{origin}: unknown setting {name!r}{nearest(name, [*FIELDS, PATHS])}")
         except WrongValue as error:
+            if name in FIELDS and FIELDS[name].metadata["secret"] and not is_none(value):
+                raise ConfigError(f"{origin}: {name}: expected text") from None
             raise ConfigError(f"{origin}: {name}: {error}") from None
         self.values[name] = value
         self.origins[name] = origin

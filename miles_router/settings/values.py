@@ -107,8 +107,13 @@ def _from_text(text: str, wanted: type) -> object:
         raise WrongValue(f"expected {wanted.__name__}, got {text!r}") from None
 
 
+def is_none(value: object) -> bool:
+    """Whether a value says that there is none, as text too."""
+    return value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null"))
+
+
 def _none(value: object, from_text: bool) -> None:
-    if value is None or (from_text and isinstance(value, str) and value.lower() in ("", "none", "null")):
+    if value is None or (from_text and is_none(value)):
         return
     raise WrongValue(f"expected none, got {value!r}")
 

@@ -5,6 +5,7 @@
     Sample       flat arrays with what a trainer wants to know of them, written by the router and read by its client
     Retrieved    a trajectory and the text that it spells, written and read likewise
     safetensors  the file format that both are written in
+    json_parts   JSON of both, in parts that are each written quickly
 
 Knows nothing of HTTP, tokenizers or engines.
 """

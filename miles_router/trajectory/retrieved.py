@@ -7,13 +7,14 @@ safetensors   tensors tokens, logprobs, loss_mask; everything else as JSON under
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 import orjson
 
+from miles_router.trajectory.json_parts import array_parts, object_parts
 from miles_router.trajectory.pieces import Logprobs, Malformed, Mask, Tokens, VersionRun
 from miles_router.trajectory.safetensors import pack, unpack
 from miles_router.trajectory.trajectory import Trajectory, from_arrays
@@ -67,15 +68,14 @@ class Retrieved:
         """`(version, start, end)` over the sampled positions."""
         return self.trajectory.weight_versions
 
-    def to_json(self, *, with_logprobs: bool = True) -> dict[str, Any]:
-        """The JSON answer, its arrays still numpy's, which orjson writes with `OPT_SERIALIZE_NUMPY`."""
-        return {
-            "tokens": self.tokens,
-            "loss_mask": self.loss_mask,
-            "weight_versions": self._runs(),
-            **self._facts(),
-            **({"rollout_logp": self.logprobs} if with_logprobs else {}),
-        }
+    def json_parts(self, *, with_logprobs: bool = True) -> Iterator[bytes]:
+        """The JSON answer, in parts."""
+        arrays: dict[str, npt.NDArray[Any]] = {"tokens": self.tokens, "loss_mask": self.loss_mask}
+        yield from object_parts(arrays, {"weight_versions": self._runs(), **self._facts()})
+        if with_logprobs:
+            yield b',"rollout_logp":'
+            yield from array_parts(self.logprobs)
+        yield b"}"
 
     def _runs(self) -> list[dict[str, Any]]:
         return [run._asdict() for run in self.weight_versions]

@@ -205,9 +205,10 @@ class AlignedRows:
         return np.concatenate(parts[::-1]) if parts else self._nothing()
 
     def _part(self, start: int, stop: int) -> RowArray:
-        if self._own is None:
+        own = self._own  # read once: a thread may read while the event loop evicts
+        if own is None:
             raise self.kind.invalid("held", f"rows {start} to {stop - 1} have been evicted")
-        return self._own[start - self.start : stop - self.start]
+        return own[start - self.start : stop - self.start]
 
     def alike(self, own: RowArray | Blocks) -> int:
         """How many rows of `own` are this one's own, from their first on."""

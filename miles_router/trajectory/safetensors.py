@@ -8,7 +8,7 @@ here, so that the core needs no further package; the tests hold it against the o
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,44 +18,76 @@ import orjson
 from miles_router.trajectory.pieces import Malformed
 
 DTYPES: dict[str, np.dtype[Any]] = {
-    "I16": np.dtype("<i2"),
-    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+    "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
-    "U8": np.dtype("u1"),
+    "I32": np.dtype("<i4"),
     "U16": np.dtype("<u2"),
+    "I16": np.dtype("<i2"),
+    "U8": np.dtype("u1"),
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+#: The official library's order of tensors: by type as above, widest first, so that all stay aligned; then by name.
+ORDER = {name: place for place, name in enumerate(DTYPES)}
 MAX_HEADER_BYTES = 100_000_000
 LENGTH = struct.Struct("<Q")
 ALIGNMENT = 8
+#: Bytes of an array that are converted at a time.
+CHUNK = 1 << 20
+
+
+class TensorFile:
+    """A file of named arrays of any shape that is still to be written.
+
+    Args:
+        arrays: what it holds.
+        metadata: texts for its header.
+        types: by the name of an array, the type it is written as where that is not its own. It is converted while it
+            is written, a piece at a time; the type must hold all of its values.
+
+    Raises:
+        ValueError: an array would be of a type that is not in `DTYPES`.
+    """
+
+    def __init__(
+        self,
+        arrays: Mapping[str, npt.NDArray[Any]],
+        metadata: Mapping[str, str] | None = None,
+        types: Mapping[str, npt.DTypeLike] | None = None,
+    ) -> None:
+        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        columns = []
+        for name, array in arrays.items():
+            dtype = np.dtype((types or {}).get(name, array.dtype)).newbyteorder("<")
+            if dtype not in NAMES:
+                raise ValueError(f"{name} is of type {dtype}, which is none of {', '.join(map(str, NAMES))}")
+            columns.append((ORDER[NAMES[dtype]], name, array, dtype))
+        columns.sort(key=lambda column: column[:2])
+        offset = 0
+        for _, name, array, dtype in columns:
+            end = offset + array.size * dtype.itemsize
+            header[name] = {"dtype": NAMES[dtype], "shape": list(array.shape), "data_offsets": [offset, end]}
+            offset = end
+        head = orjson.dumps(header)
+        head += b" " * (-len(head) % ALIGNMENT)
+        self._head = LENGTH.pack(len(head)) + head
+        self._columns = [(array, dtype) for _, _, array, dtype in columns]
+        #: Bytes of the whole file.
+        self.nbytes = len(self._head) + offset
+
+    def chunks(self) -> Iterator[bytes | memoryview]:
+        """The file's bytes in order. An array of the type that is written, in one piece, is not copied."""
+        yield self._head
+        for array, dtype in self._columns:
+            flat = np.ascontiguousarray(array).reshape(-1)
+            step = len(flat) if flat.dtype == dtype else CHUNK // dtype.itemsize
+            for start in range(0, len(flat), max(step, 1)):
+                yield flat[start : start + step].astype(dtype, copy=False).view(np.uint8).data
 
 
 def pack(arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """Write named arrays of any shape as one file. Their bytes are copied once, into the file.
-
-    Raises:
-        ValueError: an array is of another type than int16, int32, float32, uint8 and uint16.
-    """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    chunks = []
-    offset = 0
-    for name, array in sorted(
-        arrays.items(), key=lambda item: -item[1].dtype.itemsize
-    ):  # widest first: all stay aligned
-        dtype = array.dtype.newbyteorder("<")
-        if dtype not in NAMES:
-            raise ValueError(f"{name} is of type {array.dtype}, which is none of {', '.join(map(str, NAMES))}")
-        chunk = np.ascontiguousarray(array, dtype=dtype).reshape(-1).view(np.uint8).data
-        header[name] = {
-            "dtype": NAMES[dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, offset + len(chunk)],
-        }
-        chunks.append(chunk)
-        offset += len(chunk)
-    head = orjson.dumps(header)
-    head += b" " * (-len(head) % ALIGNMENT)
-    return b"".join([LENGTH.pack(len(head)), head, *chunks])
+    """Named arrays of any shape as one file; their bytes are copied once. Raises as `TensorFile`."""
+    return b"".join(TensorFile(arrays, metadata).chunks())
 
 
 def unpack(data: bytes) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:

@@ -9,7 +9,7 @@ Rows aligned with tokens are there by their kind's name: `routed_experts`, `inde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -19,6 +19,7 @@ import orjson
 import pybase64
 
 from miles_router.dialects import trainer_fields
+from miles_router.trajectory.json_parts import list_parts, object_parts
 from miles_router.trajectory.pieces import InvalidTrajectory, Logprobs, Malformed, Mask, Tokens, VersionRun, frozen
 from miles_router.trajectory.rows import KINDS, RowKind
 from miles_router.trajectory.safetensors import pack, unpack
@@ -129,19 +130,29 @@ class Sample:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON takes, in the router's own form: `from_json` reads it back."""
-        made = _json_form(self, CARRIED)
-        return {**made, **{name: made[name].tolist() for name in ARRAYS}}
+        made = {**{name: getattr(self, name).tolist() for name in ARRAYS}, **_facts(self, CARRIED)}
+        return {**made, **{name: orjson.loads(b"".join(_row_parts(rows))) for name, rows in self.rows.items()}}
 
-    def trainer_fields(self) -> dict[str, Any]:
+    def trainer_fields(self, *, arrays: bool = False) -> dict[str, Any]:
         """What the sample of a training framework is updated with, in the framework's names and alignment:
-        `Sample.from_dict({**given.to_dict(), **sample.trainer_fields()})`. See `miles_router.dialects`."""
-        return trainer_fields(self)
+        `Sample.from_dict({**given.to_dict(), **sample.trainer_fields()})`. See `miles_router.dialects`.
+        With `arrays`, arrays stay what they are."""
+        return trainer_fields(self, arrays=arrays)
 
 
 def write_json(samples: Iterable[Sample], metadata: Mapping[str, Any], carried: Collection[str] = CARRIED) -> bytes:
     """Samples as JSON. `metadata` is about all of them; `carried` names which of reward and label they have."""
-    made = {"samples": [_json_form(sample, carried) for sample in samples], "metadata": metadata}
-    return orjson.dumps(made, option=orjson.OPT_SERIALIZE_NUMPY)
+    written = (json_parts(sample, carried) for sample in samples)
+    return b"".join((b'{"samples":', *list_parts(written), b',"metadata":', orjson.dumps(metadata), b"}"))
+
+
+def json_parts(sample: Sample, carried: Collection[str] = CARRIED) -> Iterator[bytes]:
+    """One sample as JSON, in parts."""
+    yield from object_parts({name: getattr(sample, name) for name in ARRAYS}, _facts(sample, carried))
+    for name, rows in sample.rows.items():
+        yield b',"%b":' % name.encode("ascii")
+        yield from _row_parts(rows)
+    yield b"}"
 
 
 def write_safetensors(
@@ -201,12 +212,6 @@ def _facts(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _json_form(sample: Sample, carried: Collection[str]) -> dict[str, Any]:
-    """A sample in JSON, its arrays still numpy's, which orjson writes with `OPT_SERIALIZE_NUMPY`."""
-    made = {**{name: getattr(sample, name) for name in ARRAYS}, **_facts(sample, carried)}
-    return {**made, **{name: _encoded_rows(rows) for name, rows in sample.rows.items()}}
-
-
 def _arrays_of(arrays: Mapping[str, npt.NDArray[Any]], place: int) -> dict[str, npt.NDArray[Any]]:
     """The arrays of one sample in a file; KeyError where one is missing that every sample has."""
     rows = {kind.name: arrays[name] for kind in KINDS if (name := f"{place}.{kind.name}") in arrays}
@@ -247,15 +252,17 @@ def _fitting_rows(name: str, rows: npt.NDArray[Any], tokens: int) -> ShapedRows:
     return frozen(rows)
 
 
-def _encoded_rows(rows: ShapedRows) -> dict[str, Any]:
+def _row_parts(rows: ShapedRows) -> Iterator[bytes]:
     """`{"dtype", "shape", "data": base64}`, little-endian and row-major."""
     whole = np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<"))
-    data = pybase64.b64encode_as_string(whole.reshape(-1).view(np.uint8).data)
-    return {"dtype": rows.dtype.name, "shape": list(rows.shape), "data": data}
+    yield orjson.dumps({"dtype": rows.dtype.name, "shape": list(rows.shape)})[:-1]
+    yield b',"data":"'
+    yield pybase64.b64encode(whole.reshape(-1).view(np.uint8).data)  # which lets other threads run
+    yield b'"}'
 
 
 def _decoded_rows(kind: RowKind, data: Any) -> ShapedRows:
-    """What `_encoded_rows` gave.
+    """What `_row_parts` gave.
 
     Raises:
         InvalidTrajectory: it is something else, or the bytes do not fill the shape.

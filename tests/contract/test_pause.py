@@ -96,6 +96,7 @@ async def test_information_is_given_while_paused(worker: WorkerClient, mode: str
     async with worker.paused(mode):
         assert (await worker.get("/model_info"))["weight_version"] == "default"
         assert (await worker.get("/v1/models"))["object"] == "list"
+        assert (await worker.get("/server_info"))["version"], "which the scheduler answers"
         assert await worker.load() == (0, 0)
 
 
@@ -103,6 +104,7 @@ async def test_information_is_given_while_paused(worker: WorkerClient, mode: str
 async def test_ready_says_503_while_paused(worker: WorkerClient, mode: str) -> None:
     async with worker.paused(mode):
         assert (await worker.ask("GET", "/ready")).status == 503
+        assert (await worker.ask("GET", "/ping")).status == 200
     assert (await worker.ask("GET", "/ready")).status == 200
 
 

@@ -16,11 +16,13 @@ from middleware_hub.openai_session.statistics import SessionStatistics
 from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  # so that it is in the table
 from middleware_hub.routed_experts.statistics import ExpertStatistics, PositionStatistics
+from middleware_hub.tokenizing.async_encoder import EncodingStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.control.fan_out import SLOW
 from miles_router.control.table import TABLE
+from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
-from miles_router.metrics import GateStatistics, Metrics, Statistics
+from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from tests.docs.pages import PAGES, name_of
 
@@ -93,13 +95,26 @@ def fan_out() -> str:
     return table(("path", "methods", "a worker may take"), rows)
 
 
+def client_paths() -> str:
+    """What the clients' key opens of an engine."""
+    beneath = {path.rstrip("/") for path in CLIENT_PATHS if path.endswith("/")}
+    rows: Rows = [
+        (f"`{path}`", "all" if path in beneath else "nothing")
+        for path in sorted(CLIENT_PATHS)
+        if not path.endswith("/")
+    ]
+    return table(("path", "beneath it"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
-    "metrics": partial(metrics, Metrics, GateStatistics),
+    "metrics": partial(metrics, Metrics, LoopDelay, GateStatistics, ClientStatistics),
     "fan_out": fan_out,
+    "client_paths": client_paths,
     "text_cache": partial(metrics, CacheStatistics),
     "sessions": partial(metrics, SessionStatistics),
+    "encoding": partial(metrics, EncodingStatistics),
     "routed_experts": partial(metrics, ExpertStatistics),
     "indexer_topk": partial(metrics, PositionStatistics),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.docs.pages import KINDS, PAGES, ROOT, all_blocks, anchors, links, name_of, prose, read
 
 LINE_LENGTH = 120
-PROMISE_PAGE = "docs/behavior.md"
+PROMISE_PAGE, CALLS_PAGE = "docs/behavior.md", "docs/drop-in.md"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -46,8 +47,9 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 
 def promises() -> list[str]:
-    """The tests that the page of promises names."""
-    return re.findall(r"`(tests/[\w/]+\.py::\w+)`", read(PROMISE_PAGE))
+    """The tests that the pages of promises and of frameworks' calls name."""
+    named = [re.findall(r"`(tests/[\w/]+\.py::\w+)`", read(page)) for page in (PROMISE_PAGE, CALLS_PAGE)]
+    return list(dict.fromkeys(chain(*named)))
 
 
 @pytest.mark.parametrize("promise", promises())
@@ -62,3 +64,10 @@ def test_every_promise_has_a_test() -> None:
     items = re.findall(r"^- (.*?)(?=^- |^#|^$|\Z)", prose(ROOT / PROMISE_PAGE), re.MULTILINE | re.DOTALL)
     assert len(items) > 20
     assert [item for item in items if "tests/" not in item] == []
+
+
+def test_every_call_of_a_framework_has_a_test() -> None:
+    rows = [line for line in read(CALLS_PAGE).splitlines() if line.startswith("| ")]
+    calls = [row for row in rows if not row.startswith(("| call |", "| --- |"))]
+    assert len(calls) > 20
+    assert [row for row in calls if "tests/" not in row] == []

@@ -97,8 +97,8 @@ def test_configurations_in_pages_load(block: Block, tmp_path: Path, checkpoint: 
     create_app(load({}, {"MILES_ROUTER_HF_CHECKPOINT": str(checkpoint)}, (), str(file)).config)
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*")), ids=lambda file: file.name)
-def test_every_file_in_configs_starts_a_router(file: Path, checkpoint: Path) -> None:
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda file: file.name)
+def test_every_file_of_settings_in_configs_starts_a_router(file: Path, checkpoint: Path) -> None:
     loaded = load({}, {"MILES_ROUTER_HF_CHECKPOINT": str(checkpoint)}, (), str(file))
     create_app(loaded.config)
     assert str(file) in loaded.origins.values()

@@ -180,7 +180,8 @@ async def test_many_who_ask_at_once_ask_the_worker_once(stage: Stage) -> None:
     worker.standing["/server_info"] = slowly
     for link in tuple(worker.links):
         link.close()
-    await until(lambda: not worker.links, "no connection is left")
+    fleet = router.app.router.fleet
+    await until(lambda: not worker.links and fleet.known_facts(worker.url).kind is None, "no connection is left")
     asking = [asyncio.ensure_future(facts(router, worker)) for _ in range(5)]
     await until(lambda: asked, "it is asked")
     asking.pop().cancel()

@@ -370,7 +370,6 @@ async def test_every_row_needs_the_administration_key_where_one_is_set(stage: St
         assert worker.requests == []
         assert (await router.ask(method, path, [*JSON, ("Authorization", "Bearer admin")], body)).status == 200, path
         assert b"admin" not in worker.requests.pop().head
-    assert (await router.ask("POST", "/v1/other", [("Authorization", "Bearer data")], b"{}")).status == 200
 
 
 async def test_each_worker_gets_its_own_key(stage: Stage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -108,6 +109,57 @@ async def test_a_worker_that_gets_the_weights_by_itself_returns_by_itself(stage:
         assert (await shown(router, "state"))[two.url] == "outdated"
         two.engine.weight_version = "2"
         await until(lambda: len(router.pool.routable) == 2, "its new version was seen")
+
+
+async def heard_of(router: RunningRouter, worker: SimulatedWorker) -> None:
+    """Have the router ask this worker alone, for the sake of a generation that nobody aborted through it."""
+    sampling = {"max_new_tokens": 4000, "ignore_eos": True}
+    running = asyncio.ensure_future(post(router, "/generate", text="Hi", sampling_params=sampling))
+    await until(lambda: worker.running, "it runs")
+    worker.engine.abort_all()
+    assert (await running).json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_a_version_that_changed_behind_the_router_makes_it_ask_the_others_at_once(stage: Stage) -> None:
+    async with simulated(weight_version="1", token_latency_s=0.002) as (one, two):
+        router = await stage.router(one.url, two.url, partial_rollout="resume")  # no check within this test
+        one.engine.weight_version = two.engine.weight_version = "2"
+        await heard_of(router, one)
+        await until(lambda: router.pool.get(two.url).weight_version == "2", "the other was asked")
+        assert await shown(router, "state") == {one.url: "ready", two.url: "ready"}
+        assert (await info(router))["weight_version"] == "2"
+
+
+async def test_while_engines_are_updated_one_by_one_nobody_waits_for_the_next_check(stage: Stage) -> None:
+    interval = 6.0
+    async with simulated(weight_version="1", token_latency_s=0.002) as (one, two):
+        router = await stage.router(one.url, two.url, partial_rollout="resume", health_check_interval=interval)
+        one.engine.weight_version = "2"
+        await heard_of(router, one)
+        assert router.pool.get(one.url).state.value == "outdated"
+        two.engine.weight_version = "2"
+        followed = time.monotonic()
+        await until(lambda: len(router.pool.routable) == 2, "the fleet is in step")
+        assert time.monotonic() - followed < interval / 2
+
+
+async def test_versions_that_keep_changing_make_no_storm_of_questions(stage: Stage) -> None:
+    """As behind an address that has two engines."""
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers, readmit="healthy")
+    versions = itertools.count()
+
+    async def late(visit: Visit) -> None:
+        await asyncio.sleep(0.01)
+        await visit.run([reply(b'{"weight_version": "%d"}' % next(versions))])
+
+    workers[0].model_info = lambda visit: visit.run([reply(b'{"weight_version": "%d"}' % next(versions))])
+    workers[1].model_info = late
+    before = next(versions)
+    assert (await post(router, "/update_weights_from_disk", model_path="m")).status == 200
+    await until(lambda: all(int(worker.weight_version or 0) > before for worker in router.pool), "they were asked")
+    await asyncio.sleep(0.2)
+    assert next(versions) - before < 20
 
 
 async def test_a_worker_that_registers_with_other_weights_is_kept_out_from_the_first_request_on(stage: Stage) -> None:

@@ -183,8 +183,8 @@ async def test_replies_to_head_have_the_headers_and_no_body(stage: Stage, framin
         assert (answer.status, answer.body, answer.value("x-a")) == (200, b"", b"1")
         assert answer.value("content-length") == (b"12345" if framing == "length" else None)
     assert (await client.ask("GET", "/again")).body == b"{}"
-    if framing == "length":
-        assert len({id(visit.link) for visit in worker.visits}) == 1
+    # What follows a reply to HEAD could not be told from the next reply.
+    assert len({id(visit.link) for visit in worker.visits}) == 3
 
 
 async def test_options_is_answered_by_the_worker(stage: Stage) -> None:

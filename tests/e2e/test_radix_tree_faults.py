@@ -51,8 +51,6 @@ async def trial(stage: Stage) -> AsyncIterator[Trial]:
         ({"input_ids": [[1], "x"]}, "input_ids"),
         ({"text": "x", "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": "x", "sampling_params": {"n": 0}}, "sampling_params"),
-        ({"input_ids": [1, -1]}, "input_ids"),
-        ({"input_ids": [1 << 40]}, "input_ids"),
         ({"text": "x", "rid": ["a", "b"]}, "rid"),
         ({"text": "x", "sampling_params": {"n": 5000}}, "too_many"),
         ({"text": ["x", "y"], "return_logprob": [True]}, "return_logprob"),
@@ -70,6 +68,15 @@ async def test_what_is_not_understood_passes_untouched_and_is_counted(stage: Sta
     assert trial.statistics()["passed_through"] == {reason: 1}
     metrics = (await trial.router.ask("GET", "/metrics")).body.decode()
     assert f'miles_router_radix_tree_passed_through_total{{reason="{reason}"}} 1.0' in metrics
+
+
+@pytest.mark.parametrize("ids", [[1, -1], [1 << 31], [1 << 40], [[1], [-1]]])
+async def test_ids_that_no_engine_has_are_refused(trial: Trial, ids: Any) -> None:
+    """An engine ends over them."""
+    answer = await trial.post("/generate", {"input_ids": ids})
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert answer.json()["error"]["message"].startswith("input_ids: tokens_are_ids")
+    assert (trial.door, trial.statistics()["passed_through"]) == ([], {})
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"text": "a"', b'{"text": "\\ud800"}'])

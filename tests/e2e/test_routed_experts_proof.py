@@ -254,7 +254,7 @@ async def test_agents_samples_have_the_rows_that_their_workers_gave(
     async with stage(sglang_moe_workers, SESSIONS, CAPTURE) as made, RouterClient(made.router.url) as client:
         begun = time.monotonic()
         agents = Agents(made.router.url, count=AGENTS, turns=6)
-        twins = (await made.ask("POST", "/sessions", {}, status=201))["session_id"]
+        twins = (await made.ask("POST", "/sessions", {}))["session_id"]
         await together([agents.run(), _twins(made, twins)], name="agents")
         ran = time.monotonic()
         went = chats_of(made.doors, version=FIRST_VERSION)
@@ -376,7 +376,7 @@ async def test_a_worker_that_tells_no_experts_is_named_at_the_first_request(sgla
     params = {"max_new_tokens": 4}
     async with stage(sglang_workers, SESSIONS, CACHE, CAPTURE) as made:
         urls = [door.url for door in made.doors]
-        session = (await made.ask("POST", "/sessions", {}, status=201))["session_id"]
+        session = (await made.ask("POST", "/sessions", {}))["session_id"]
         message = {"messages": [{"role": "user", "content": "Hi"}], "model": "m", "max_tokens": 4}
         for path, body in (
             (GENERATE, {"text": "Hi", "sampling_params": params}),
@@ -406,7 +406,7 @@ def _names(error: Any, urls: Sequence[str]) -> None:
 async def test_such_a_worker_is_tolerated_where_experts_are_not_required(sglang_workers: list[RealWorker]) -> None:
     tolerant = replace(CAPTURE, options={"required": False})
     async with stage(sglang_workers, SESSIONS, CACHE, tolerant) as made:
-        session = (await made.ask("POST", "/sessions", {}, status=201))["session_id"]
+        session = (await made.ask("POST", "/sessions", {}))["session_id"]
         messages: list[Any] = [{"role": "user", "content": "Hi"}]
         for stream in (False, True):
             body = {"messages": messages, "model": "m", "max_tokens": 4, "stream": stream}

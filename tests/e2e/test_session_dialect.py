@@ -250,6 +250,13 @@ async def test_what_is_drained_is_forgotten_and_nothing_else(scripted: SessionTr
     assert (await stats(scripted))["active_sessions"] == 1
 
 
+async def test_what_several_drain_at_once_is_given_to_one_of_them(scripted: SessionTrial) -> None:
+    await finalized(scripted, *((f"s{number}", f"g{number // 2}") for number in range(12)))
+    answers = await asyncio.gather(*(read(scripted, drain=True, max_groups=2) for _ in range(4)))
+    assert sorted(each for answer in answers for each in answer) == sorted(f"s{number}" for number in range(12))
+    assert (await stats(scripted))["bytes"] == 0
+
+
 async def test_a_session_that_is_not_finalized_is_not_read(scripted: SessionTrial) -> None:
     await turn(scripted, named("s"))
     answer = await post(scripted, "/trajectory/read", {"session_id": "s", "drain": True})
@@ -319,11 +326,13 @@ async def test_what_else_is_under_its_paths_is_forwarded(
 async def test_rollouts_are_paused_with_the_key_of_administration(stage: Stage, worker: ScriptedWorker) -> None:
     trial = await session_trial(stage, worker, api_key="data", admin_api_key="admin")
     data, admin = ("Authorization", "Bearer data"), ("X-Api-Key", "admin")
-    for headers in ([], [data], [admin], [("Authorization", "Bearer admin")]):
+    for headers in ([], [data], [("Authorization", "Bearer wrong"), data]):
         answer = await trial.ask("POST", "/v1/rollout/pause", {}, headers)
         assert (answer.status, answer.error_type) == (401, "unauthorized"), headers
     assert worker.requests == []
-    assert (await trial.ask("POST", "/v1/rollout/pause", {}, [data, admin])).status == 200
+    for headers in ([data, admin], [admin], [("Authorization", "Bearer admin")]):
+        assert (await trial.ask("POST", "/v1/rollout/pause", {}, headers)).status == 200
+    assert not any(b"admin" in request.head or b"Bearer" in request.head for request in worker.requests)
     for path in ("/session/finalize", "/trajectory/read"):
         assert (await trial.ask("POST", path, {})).status == 401
         assert (await trial.ask("POST", path, {}, [data])).status in (200, 400)
@@ -352,3 +361,58 @@ async def test_many_sessions_at_once_do_not_mix(trial: SessionTrial) -> None:
 def text_before(trial: SessionTrial, segment: Any) -> str:
     begin = segment["metadata"]["turns"][0]["start"]
     return trial.worker.tokenizer.decode(segment["tokens"][:begin])
+
+
+# Odd requests, and what a restart leaves
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/session/finalize", {"session_id": "s", "instance_id": ["i"]}),
+        ("/session/finalize", {"session_id": "s", "instance_id": "i" * 257}),
+        ("/session/finalize", {"session_id": "s", "label": "x" * (1 << 20)}),
+        ("/trajectory/read", {"instance_id": {}}),
+        ("/trajectory/read", {"drain": "false"}),
+        ("/v1/rollout/pause", {"mode": []}),
+        ("/v1/rollout/resume", {"version": [2]}),
+    ],
+)
+async def test_odd_fields_are_refused_and_change_nothing(trial: SessionTrial, path: str, body: Any) -> None:
+    await good(await turn(trial, named("s", "task-7")))
+    before = await stats(trial)
+    answer = await trial.ask("POST", path, body)
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert await stats(trial) == before
+    await post(trial, "/session/finalize", {"session_id": "s"})
+    assert len((await post(trial, "/trajectory/read"))["data"]) == 1
+
+
+async def test_metadata_that_names_no_instance_breaks_no_batch(trial: SessionTrial) -> None:
+    session = await trial.create("odd", metadata={"instance_id": ["of", "several"]})
+    await good(await turn(trial, named(session)))
+    await post(trial, "/session/finalize", {"session_id": session})
+    assert (await stats(trial))["groups"] == 1
+    assert len((await post(trial, "/trajectory/read"))["data"]) == 1
+
+
+@pytest.mark.parametrize("body", [[], {"messages": []}, {"messages": [1]}])
+async def test_a_first_turn_that_is_refused_leaves_no_session(trial: SessionTrial, body: Any) -> None:
+    answer = await trial.ask("POST", CHAT, body, list(named("s", "task-7").items()))
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert (await stats(trial))["active_sessions"] == 0
+    assert trial.statistics()["bytes"] == 0
+
+
+async def test_a_session_begun_anew_says_that_its_history_was_not_recorded(trial: SessionTrial) -> None:
+    """As after a restart, which forgets sessions."""
+    before = message_of(await good(await turn(trial, named("s"))))
+    await trial.ask("DELETE", "/sessions/s")
+    after = message_of(await good(await turn(trial, named("s"), [*HI, before, user("Go on")])))
+    await good(await turn(trial, named("s"), [*HI, before, user("Go on"), after, user("And?")]))
+    assert [record["unrecorded_history"] for record in await trial.records("s")] == [True, False]
+    (sample,) = await trial.samples("s")
+    assert sample["metadata"]["unrecorded_history"] is True
+    assert trial.statistics()["unrecorded_history"] == 1
+    await good(await turn(trial, named("other")))
+    assert [each["metadata"]["unrecorded_history"] for each in await trial.samples("other")] == [False]

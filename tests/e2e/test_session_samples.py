@@ -289,7 +289,7 @@ async def test_a_sample_of_a_prompt_alone_is_refused(trial: SessionTrial) -> Non
     session = await trial.create()
     await trial.chat(session, HI)
     prompt = len(generations(trial)[0].input_ids)
-    answer = await trial.ask("POST", f"/sessions/{session}/samples", {"max_seq_len": prompt})
+    answer = await trial.ask("POST", f"/sessions/{session}/samples", {"format": "json", "max_seq_len": prompt})
     assert (answer.status, answer.error_type) == (422, "invalid_sample")
     assert "has_a_response" in answer.json()["error"]["message"]
 

@@ -13,12 +13,12 @@ from tests.support.scripted_worker import HANG, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
-ONE, TWO = "http://10.9.8.7:30000", "https://10.9.8.8:8443/engine"
+ONE, TWO = "http://127.0.0.7:30000", "https://127.0.0.8:8443/engine"
 BAD_URLS = [
     "",
     " ",
-    "10.9.8.7:30000",
-    "ftp://10.9.8.7",
+    "127.0.0.7:30000",
+    "ftp://127.0.0.7",
     "http://",
     "http://:30000",
     "http://host:port",
@@ -64,12 +64,12 @@ async def router(stage: Stage) -> RunningRouter:
     [
         (f"/add_worker?url={ONE}", None),
         (f"/add_worker?worker_url={ONE}", None),
-        ("/add_worker?url=http%3A%2F%2F10.9.8.7%3A30000", None),
+        ("/add_worker?url=http%3A%2F%2F127.0.0.7%3A30000", None),
         ("/add_worker", in_json(url=ONE)),
         ("/add_worker", in_json(worker_url=ONE)),
         ("/add_worker", in_json(url=ONE + "/")),
         (f"/add_worker?url={ONE}/", b""),
-        ("/add_worker?url=HTTP://10.9.8.7:30000", None),
+        ("/add_worker?url=HTTP://127.0.0.7:30000", None),
     ],
 )
 async def test_a_worker_registers_by_query_or_body_under_either_name(
@@ -90,12 +90,12 @@ async def test_registering_again_changes_nothing(router: RunningRouter) -> None:
 @pytest.mark.parametrize(
     ("given", "normal"),
     [
-        ("http://10.9.8.7:80", "http://10.9.8.7"),
-        ("https://10.9.8.7:443/", "https://10.9.8.7"),
+        ("http://127.0.0.7:80", "http://127.0.0.7"),
+        ("https://127.0.0.7:443/", "https://127.0.0.7"),
         ("HTTP://LOCALHOST:9", "http://localhost:9"),
-        ("http://10.9.8.7:8000/engines/0//", "http://10.9.8.7:8000/engines/0"),
+        ("http://127.0.0.7:8000/engines/0//", "http://127.0.0.7:8000/engines/0"),
         ("http://[2001:DB8::1]:8000/", "http://[2001:db8::1]:8000"),
-        ("  http://10.9.8.7:8000\n", "http://10.9.8.7:8000"),
+        ("  http://127.0.0.7:8000\n", "http://127.0.0.7:8000"),
     ],
 )
 async def test_a_url_is_normalised(router: RunningRouter, given: str, normal: str) -> None:
@@ -178,6 +178,28 @@ async def test_the_rest_form_creates_shows_lists_and_deletes(router: RunningRout
     assert (await router.ask("GET", "/workers")).json()["workers"] == []
     assert (await router.ask("GET", f"/workers/{worker['id']}")).status == 404
     assert (await router.ask("DELETE", f"/workers/{worker['id']}")).status == 404
+
+
+@pytest.mark.parametrize("spelled", ["http%3A%2F%2F10.9.8.7%3A30000", "HTTP:%2f%2f10.9.8.7:30000%2F"])
+async def test_a_workers_url_stands_for_its_id_in_a_path(stage: Stage, spelled: str) -> None:
+    other = await stage.worker()
+    router = await stage.router(other, "http://10.9.8.7:30000", connect_timeout=0.05)
+    assert (await router.ask("GET", f"/workers/{spelled}")).json()["url"] == "http://10.9.8.7:30000"
+    assert (await router.ask("DELETE", f"/workers/{spelled}?drain=true")).json()["url"] == "http://10.9.8.7:30000"
+    assert (await router.ask("DELETE", f"/workers/{spelled}")).error_type == "not_found"
+    assert [worker.url for worker in router.pool] == [other.url]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("a/b", 404), ("", 404), ("x/y%2Fz", 400), ("http://10.9.8.7:1", 400), ("ftp%3A%2F%2Fx", 400), ("a%0a", 400)],
+)
+async def test_what_lies_beneath_the_workers_is_the_routers_own(stage: Stage, path: str, status: int) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker)
+    for method in ("GET", "DELETE"):
+        assert (await router.ask(method, f"/workers/{path}")).status == status
+    assert worker.requests == []
 
 
 async def test_a_worker_has_one_id_however_it_was_registered(router: RunningRouter) -> None:

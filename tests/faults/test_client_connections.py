@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from miles_router.serving import client_connection, server
+from miles_router.serving import client_connection, clients, server
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.http import Client, chunked, request
 from tests.support.scripted_worker import reply, script
@@ -90,7 +90,7 @@ async def test_a_body_that_nobody_wanted_is_read_away_and_the_next_request_serve
 async def test_one_that_never_stops_sending_is_left_after_a_while(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client_connection, "LINGER", 0.05)
+    monkeypatch.setattr(clients, "LINGER", 0.05)
     client = await stage.client(await stage.router())
     await client.send(b"garbage\r\n\r\n")
     assert (await client.read()).status == 400

@@ -126,7 +126,7 @@ async def _stalled(progress: Callable[[], int]) -> None:
 
 async def test_while_a_worker_is_cut_that_a_slow_client_was_still_to_read(stage: Stage) -> None:
     gate = asyncio.Event()
-    start = head(200, [("Content-Length", str(2**24))]) + b"x" * 2**22
+    start = head(200, [("Content-Length", str(2**24))]) + b"x" * 2**20
     worker = (await stage.worker()).always(script(start, gate, RESET))
     router = await stage.router(worker)
     client = await stage.client(router, receive_buffer=4096)

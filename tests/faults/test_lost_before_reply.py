@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import socket
 from collections.abc import Iterator
 
 import pytest
 
+from miles_router.fleet.workers import WorkerState
 from tests.support.http import RawReply, request
 from tests.support.scripted_worker import CLOSE, HANG, RESET, Behaviour, ScriptedWorker, script, unread
 from tests.support.stage import Stage
@@ -47,6 +51,23 @@ def silent_url() -> Iterator[str]:
             filler.setblocking(False)
             filler.connect_ex(held.getsockname())
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    taken: list[int] = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in taken:
+            os.close(each)
 
 
 def assert_unreachable(answer: RawReply) -> None:
@@ -176,3 +197,17 @@ async def test_two_kills_in_a_row_still_end_with_an_answer(stage: Stage) -> None
 async def _busy_one(workers: list[ScriptedWorker]) -> ScriptedWorker:
     await until(lambda: sum(worker.busy for worker in workers) == 1, "one worker is busy")
     return next(worker for worker in workers if worker.busy)
+
+
+async def test_a_router_without_descriptors_left_does_not_blame_its_workers(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers, health_check_failure_threshold=1)
+    client = await stage.client(router)
+    assert (await client.ask("GET", "/health")).status == 200
+    for link in [link for worker in workers for link in worker.links]:
+        link.close()
+    await until(lambda: not any(worker.links for worker in workers), "no connection is left that could be used")
+    with no_descriptors():
+        assert_unreachable(await client.ask("POST", "/generate", body=BODY))
+    assert [router.worker(worker).state for worker in workers] == [WorkerState.READY] * 2
+    assert (await client.ask("POST", "/generate", body=BODY)).status == 200

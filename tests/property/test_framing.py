@@ -10,14 +10,18 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import h11
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import ClientDisconnected, UpstreamError
 from miles_router.forwarding.framing import request_head
-from miles_router.serving.client_connection import ClientConnections
+from miles_router.metrics import ClientStatistics
+from miles_router.serving import client_connection, request_reader
+from miles_router.serving.clients import ClientConnections
 from tests.support.wire import Wire, WorkerEnd
 
 TOKEN = "abcXYZ019!#$%&'*+-.^_`|~"
@@ -219,7 +223,8 @@ async def served(arrived: Sequence[bytes], answer: Answer) -> tuple[list[Seen], 
         await send({"type": "http.response.body", "body": b""})
 
     state = SimpleNamespace(connections=set(), tasks=set())
-    connection, wire = ClientConnections(app, idle_seconds=60)(server_state=state, app_state={}), Wire()
+    connections = ClientConnections(app, ClientStatistics(Backlog()), limit=10, idle_seconds=60, head_seconds=60)
+    connection, wire = connections(server_state=state, app_state={}), Wire()
     connection.connection_made(cast(asyncio.BaseTransport, wire))
     for data in arrived:
         if wire.closed:
@@ -280,12 +285,23 @@ def replies_by_h11(asked: Sequence[Seen], data: bytes) -> list[Seen]:
 
 
 @settings(deadline=None)
-@given(st.lists(requests(), min_size=1, max_size=3), cuts, st.integers(0, 600), st.booleans(), answers)
+@given(
+    st.lists(requests(), min_size=1, max_size=3),
+    cuts,
+    st.integers(0, 600),
+    st.booleans(),
+    answers,
+    st.sampled_from([1, 7, 60, 4096]),
+    st.sampled_from([1, 16]),
+)
 def test_requests_are_read_and_answered_as_h11_does_it_however_they_arrive_and_wherever_they_end(
-    sent: list[bytes], places: list[int], end: int, whole: bool, answer: Answer
+    sent: list[bytes], places: list[int], end: int, whole: bool, answer: Answer, at_once: int, waiting: int
 ) -> None:
     data = b"".join(sent) if whole else b"".join(sent)[:end]
-    seen, wire = asyncio.run(served(pieces(data, places), answer))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(request_reader, "SLICE", at_once)
+        patched.setattr(client_connection, "MAX_PIPELINED", waiting)
+        seen, wire = asyncio.run(served(pieces(data, places), answer))
     expected = requests_by_h11(data)
     assert [(each.start, each.headers) for each in seen] == [(each.start, each.headers) for each in expected]
     complete = [each for each in expected if each.whole]

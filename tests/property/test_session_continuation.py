@@ -20,6 +20,7 @@ from tests.support.chat import CHATML, TOOLS, Message, family_tokenizer, with_te
 from tests.support.chat import whole as whole_of
 from tests.support.tiers import examples
 from tests.support.tokenizers import tokenizer
+from tests.support.waiting import at_once
 
 #: SentencePiece tokenizers put a space in front of a text; an end of turn of their own is needed here.
 LLAMA = """
@@ -97,7 +98,7 @@ def spelled(made: Any, ids: list[int]) -> str:
 
 def check_given(made: Any, continuation: Continuation, turn: HeldEnd, appended: list[Message]) -> tuple[int, list[int]]:
     """What is given, held against the whole rendering of a history that the short conversation does not have."""
-    drop, ids = continuation.after(turn, appended, TOOLS, {})
+    drop, ids = at_once(continuation.after(turn, appended, TOOLS, {}))
     calls = [
         {"id": call_id, "type": "function", "function": {"name": name, "arguments": '{"q": "é"}'}}
         for call_id, name in turn.tool_calls

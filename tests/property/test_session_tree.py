@@ -172,7 +172,8 @@ def check_samples(found: Episode) -> None:
     session = found.scene.session
     trained: Counter[tuple[Turn, int]] = Counter()
     had: set[tuple[Turn, int]] = set()
-    for sample in SampleMaker(Selection(()), lambda ids: "", {}).make(session, SampleRequest()):
+    maker = SampleMaker(Selection(()), lambda ids: "", {})
+    for sample in maker.plan(session, SampleRequest()).make():
         leaf = session.turns[sample.metadata["leaf"]]
         door = found.doors[leaf]
         assert sample.tokens.tolist() == [*door.given, *door.sampled]

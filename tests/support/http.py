@@ -91,7 +91,7 @@ class Client:
     async def connect(cls, url: str, *, receive_buffer: int | None = None) -> Client:
         """`receive_buffer` (bytes) makes the client slow: the kernel and asyncio take little that nobody reads."""
         parts = urlsplit(url)
-        sock = socket.socket()
+        sock = socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET)
         sock.setblocking(False)
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -118,6 +118,10 @@ class Client:
             raise ConnectionResetError("the connection is closed")
         self._writer.write(data)
         await soon(self._writer.drain())
+
+    def half_close(self) -> None:
+        """Send nothing more, and read on."""
+        self._writer.write_eof()
 
     def abort(self) -> None:
         """Leave at once."""
@@ -210,6 +214,10 @@ class Client:
             self._left -= len(data)
             return data
         return await self._step(self._reader.read(2**20)) if self._framing == "close" else b""
+
+    async def read_raw(self) -> bytes:
+        """The next bytes as they come."""
+        return await soon(self._reader.read(2**16))
 
     async def closed(self) -> bytes:
         """Wait until the router closes or resets the connection; what it still said before."""

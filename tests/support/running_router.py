@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -117,15 +118,21 @@ async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> Asy
     urls = tuple(worker if isinstance(worker, str) else worker.url for worker in workers)
     config = RouterConfig(worker_urls=urls, **{**QUIETLY, **settings})
     app = create_app(config)
-    sock = listen(config.host, config.port)
-    server = _Server(uvicorn_config(app))
-    serving = spawn(server.serve(sockets=[sock]), name="router under test")
+    async with serving(uvicorn_config(app), listen(config.host, config.port)) as (server, url):
+        yield RunningRouter(app, server, url)
+
+
+@contextlib.asynccontextmanager
+async def serving(config: uvicorn.Config, sock: socket.socket) -> AsyncIterator[tuple[_Server, str]]:
+    """Serve an app in the loop of the test; the server and its URL."""
+    server = _Server(config)
+    running = spawn(server.serve(sockets=[sock]), name="server under test")
     try:
-        await until(lambda: server.started or serving.done(), "the router serves")
-        yield RunningRouter(app, server, f"http://127.0.0.1:{sock.getsockname()[1]}")
+        await until(lambda: server.started or running.done(), "the server serves")
+        yield server, f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.stop.set()
-        await serving
+        await running
         sock.close()
 
 
@@ -155,12 +162,17 @@ class RouterProcess:
 
 
 @contextlib.asynccontextmanager
-async def router_process(*arguments: str, expect_status: int = 0) -> AsyncIterator[RouterProcess]:
-    """Start the real command on a free port; at the end SIGTERM must end it with `expect_status`."""
+async def router_process(
+    *arguments: str, expect_status: int = 0, open_files: int | None = None
+) -> AsyncIterator[RouterProcess]:
+    """Start the real command on a free port; at the end SIGTERM must end it with `expect_status`. The system lets it
+    have `open_files` descriptors."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILES_ROUTER_")}
     with tempfile.NamedTemporaryFile(prefix="miles-router-", suffix=".log") as log:
         command = [str(COMMAND), "--port", "0", "--health-check-interval", str(QUIET), *arguments]
         process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)  # noqa: ASYNC220 (forks, no wait)
+        if open_files is not None:  # before it looks: an interpreter takes long to start
+            resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (open_files, open_files))
         running = RouterProcess("", process, log)
         try:
             await until(lambda: _listening(running) or process.poll() is not None, "a banner")

@@ -84,7 +84,7 @@ class SessionTrial:
         """A new session's id."""
         named = {"session_id": session} if session is not None else {}
         answer = await self.ask("POST", "/sessions", {**named, **fields})
-        assert answer.status == 201, answer.body
+        assert answer.status == 200, answer.body
         return str(answer.json()["session_id"])
 
     async def turn(self, session: str, messages: Sequence[Message], headers: Pairs = (), **fields: Any) -> RawReply:
@@ -123,7 +123,7 @@ class SessionTrial:
         return [record["reason"] for record in await self.records(session)]
 
     async def samples(self, session: str, **want: Any) -> list[Any]:
-        answer = await self.ask("POST", f"/sessions/{session}/samples", want)
+        answer = await self.ask("POST", f"/sessions/{session}/samples", {"format": "json", **want})
         assert answer.status == 200, answer.body
         return list(answer.json()["samples"])
 

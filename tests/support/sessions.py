@@ -45,7 +45,7 @@ class Scene:
     def __init__(self, bounds: Bounds = PLENTY, *, equal: Equality = strict) -> None:
         self.time = 1000.0
         self.equal = equal
-        self.store = SessionStore(bounds, now=lambda: self.time)
+        self.store = SessionStore(bounds, now=lambda: self.time, clock=lambda: self.time)
         self.session = self.store.create("s")
         self.recorder = TurnRecorder(self.store, equal, lambda token: token >= SPECIAL, now=lambda: self.time)
         self._ids = itertools.count(1)

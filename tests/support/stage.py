@@ -80,7 +80,7 @@ async def staged() -> AsyncIterator[Stage]:
         raise
     finally:
         logging.getLogger().removeHandler(defects)
-    assert not defects.seen
+    assert not defects.seen, defects.seen
     for worker in stage.workers:
         for crash in worker.crashes:
             raise crash

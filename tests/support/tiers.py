@@ -36,6 +36,16 @@ def examples(nightly: int) -> int:
     return nightly if _tier == "nightly" else min(nightly, max(LEAST, nightly // SHARE))
 
 
+def nightly() -> bool:
+    """Whether this is the tier of tests that take long and need no SGLang."""
+    return _tier == "nightly"
+
+
+def fuzzing() -> tuple[int, int | None]:
+    """How many times the usual runs a target is fuzzed for, and with which seed; None for another one each time."""
+    return (10, None) if nightly() else (1, 0)
+
+
 def size(*, heavy: Size, otherwise: Size) -> Size:
     """The size of a proof or a storm."""
     return heavy if _tier == "heavy" else otherwise

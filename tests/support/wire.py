@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+from miles_router.asgi.backlog import Backlog
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.connection import Connection
 
@@ -54,6 +55,7 @@ class WorkerEnd:
 
     def __init__(self) -> None:
         self.read_buffer = memoryview(bytearray(2**20))
+        self.backlog = Backlog()
         self.wire = Wire()
         self.connection = Connection(self, WORKER)
         self.connection.connection_made(cast(asyncio.BaseTransport, self.wire))

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from miles_router.asgi.keys import Key
+from miles_router.asgi.keys import Keys
 from miles_router.errors import Unauthorized
 
 Pairs = list[tuple[bytes, bytes]]
+ACCEPT = (b"accept", b"*/*")
+OVERRIDE = (b"x-override-rid", b"of somebody else")
 
 
-def scope(*headers: tuple[bytes, bytes]) -> dict[str, Any]:
-    return {"headers": [(b"accept", b"*/*"), *headers]}
+def bearer(key: str) -> tuple[bytes, bytes]:
+    return b"authorization", f"Bearer {key}".encode()
 
 
 def test_without_a_key_everybody_enters_with_all_they_carry() -> None:
-    carried = scope((b"authorization", b"Bearer for the worker"))
-    assert Key(None).check(carried) is carried
-    assert carried["headers"] == scope((b"authorization", b"Bearer for the worker"))["headers"]
+    carried = [ACCEPT, bearer("for-the-worker")]
+    keys = Keys()
+    for key in (keys.data, keys.admin, keys.everybody):
+        assert keys.enter(key, carried) == [ACCEPT, bearer("for-the-worker")]
 
 
 @pytest.mark.parametrize(
@@ -32,12 +33,15 @@ def test_without_a_key_everybody_enters_with_all_they_carry() -> None:
     ],
 )
 def test_the_right_key_enters_and_is_left_at_the_door(credential: tuple[bytes, bytes]) -> None:
-    assert Key("secret").check(scope(credential))["headers"] == scope()["headers"]
+    keys = Keys(["secret"])
+    assert keys.enter(keys.data, [ACCEPT, credential]) == [ACCEPT]
 
 
-def test_only_the_credential_that_opened_is_taken_away() -> None:
-    other = (b"authorization", b"Bearer for the worker")
-    assert Key("secret").check(scope(other, (b"x-api-key", b"secret")))["headers"] == scope(other)["headers"]
+def test_only_the_routers_own_keys_are_taken_away_whichever_door_they_open() -> None:
+    keys = Keys(["data", "data-of-before"], ["admin"])
+    carried = [bearer("for-the-worker"), (b"x-api-key", b"data-of-before"), ACCEPT, bearer("admin"), bearer("data")]
+    for key in (keys.data, keys.admin, keys.everybody):
+        assert keys.enter(key, carried) == [bearer("for-the-worker"), ACCEPT]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +57,51 @@ def test_only_the_credential_that_opened_is_taken_away() -> None:
         [(b"authorization", b"Bearer secre")],
         [(b"authorization", b"Bearer SECRET")],
         [(b"authorization", b"Bearer caf\xc3\xa9")],
+        [(b"authorization", b"Bearer secret,other")],
         [(b"x-api-key", b"")],
         [(b"x-api-key", b"Bearer secret")],
         [(b"x-other", b"secret")],
     ],
 )
 def test_anything_else_is_turned_away(headers: Pairs) -> None:
-    carried = scope(*headers)
+    keys = Keys(["secret", "other"])
     with pytest.raises(Unauthorized, match="api key"):
-        Key("secret").check(carried)
-    assert carried == scope(*headers)
+        keys.enter(keys.data, [ACCEPT, *headers])
+    assert keys.enter(keys.everybody, [ACCEPT, *headers]) == [ACCEPT, *headers]
+
+
+def test_every_one_of_several_keys_opens() -> None:
+    keys = Keys(["old", "new"])
+    for key in ("old", "new"):
+        assert keys.enter(keys.data, [bearer(key)]) == []
+
+
+def test_administration_is_never_more_open_than_the_data_plane() -> None:
+    assert not Keys().admin.required
+    one, both, admin_alone = Keys(["data"]), Keys(["data"], ["admin"]), Keys([], ["admin"])
+    assert one.enter(one.admin, [bearer("data")]) == []
+    for keys in (both, admin_alone):
+        assert keys.enter(keys.admin, [bearer("admin")]) == []
+        with pytest.raises(Unauthorized, match="admin key"):
+            keys.enter(keys.admin, [bearer("data")])
+    with pytest.raises(Unauthorized, match="api key"):
+        both.enter(both.data, [bearer("admin")])
+
+
+@pytest.mark.parametrize(
+    ("keys", "credentials", "kept"),
+    [
+        (Keys(), [], False),
+        (Keys(["data"], ["admin"]), [bearer("data")], False),
+        (Keys(["data"], ["admin"]), [bearer("data"), (b"x-api-key", b"admin")], True),
+        (Keys([], ["admin"]), [], False),
+        (Keys([], ["admin"]), [bearer("admin")], True),
+        (Keys(["data"]), [bearer("data")], True),
+    ],
+    ids=["no keys", "data", "both", "no data key", "admin", "one key for all"],
+)
+def test_what_overrides_an_engines_choices_takes_the_key_of_administration(
+    keys: Keys, credentials: Pairs, kept: bool
+) -> None:
+    passed = keys.enter(keys.data, [OVERRIDE, ACCEPT, *credentials])
+    assert passed == ([OVERRIDE, ACCEPT] if kept else [ACCEPT])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from miles_router.settings.config import (
     snake_case,
     type_name,
 )
+from miles_router.settings.keys import admin_keys, data_keys
 
 IMPOSSIBLE: list[tuple[str, Any, str]] = [
     ("host", "", "must name a host"),
@@ -41,7 +43,13 @@ IMPOSSIBLE: list[tuple[str, Any, str]] = [
     ("max_connections", -1, "at least 0"),
     ("max_request_bytes", 0, "at least 1"),
     ("shutdown_timeout", -1.0, "at least 0"),
-    ("api_key", "", "printable ASCII"),
+    ("api_key", "", "must not be empty"),
+    ("api_key", "none", "must not be empty"),
+    ("admin_api_key", " ", "must not be empty"),
+    ("public_url", "rollouts.test", "must start with http"),
+    ("public_url", "https://user@rollouts.test", "credentials"),
+    ("data_paths", ("v1/files",), "start with /"),
+    ("data_paths", ("/",), "start with /"),
     ("api_key", "a b", "printable ASCII"),
     ("admin_api_key", "caf\xe9", "printable ASCII"),
     ("admin_api_key", "a\n", "printable ASCII"),
@@ -87,13 +95,6 @@ def test_an_impossible_value_is_refused_by_name(name: str, value: Any, says: str
         RouterConfig(**{name: value})
     assert str(stopped.value).startswith(f"{name}: ")
     assert says in str(stopped.value)
-
-
-def test_administration_is_never_more_open_than_the_data_plane() -> None:
-    assert RouterConfig().effective_admin_key is None
-    assert RouterConfig(api_key="data").effective_admin_key == "data"
-    assert RouterConfig(api_key="data", admin_api_key="admin").effective_admin_key == "admin"
-    assert RouterConfig(admin_api_key="admin").effective_admin_key == "admin"
 
 
 # Sources and their order
@@ -195,6 +196,57 @@ def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "{}\n"])
 def test_an_empty_file_says_nothing(config_file: Any, text: str) -> None:
     assert read_file(config_file(text)) == {}
+
+
+# Keys
+
+
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key", "api_key_file", "admin_api_key_file"])
+@pytest.mark.parametrize("text", ["", " ", "none", "NULL"])
+def test_a_key_that_is_given_and_empty_stops_the_start_by_its_name(config_file: Any, name: str, text: str) -> None:
+    path = config_file("api_key: of-the-file\n")
+    flag, variable = f"--{name.replace('_', '-')}", f"MILES_ROUTER_{name.upper()}"
+    assert refusal(flags={name: text}, file=path).startswith(f"{flag}: {name}: is empty")
+    assert refusal(environment={variable: text}, file=path).startswith(f"{variable}: {name}: is empty")
+    assert refusal(assignments=[f"{name}={text}"], file=path).startswith(f"--set: {name}: is empty")
+
+
+@pytest.mark.parametrize("value", ["", "''", "null", "~", "none", "' '"])
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key_file"])
+def test_so_does_one_in_a_file_of_settings(config_file: Any, name: str, value: str) -> None:
+    assert f"{name}: is empty" in refusal(file=config_file(f"{name}: {value}\n"))
+
+
+def test_a_wrong_key_is_not_shown(config_file: Any) -> None:
+    lines = [
+        refusal(environment={"MILES_ROUTER_API_KEY": "hush hush"}),
+        refusal(assignments=["admin_api_key=hush\u00e9"]),
+        refusal(file=config_file("api_key: [hush]\n")),
+    ]
+    assert "hush" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "has no key"),
+        (b"\n  \n", "has no key"),
+        (b"good\nhush hush\n", "key 2 must be printable"),
+        (b"none\n", "key 1 must not be empty"),
+        (b"\xff", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_file_without_good_keys_stops_the_start(tmp_path: Path, content: bytes | None, says: str) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    for name, read in (("api_key_file", data_keys), ("admin_api_key_file", admin_keys)):
+        given: dict[str, Any] = {name: str(file)}
+        config = RouterConfig(**given)
+        with pytest.raises(ConfigError, match=re.escape(f"{name}: {file}: {says}")) as stopped:
+            read(config)
+        assert "hush" not in str(stopped.value)
 
 
 # Middlewares

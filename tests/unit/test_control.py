@@ -23,8 +23,8 @@ from miles_router.fleet.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import Worker, WorkerState
-from miles_router.forwarding.connection import Reply
 from miles_router.forwarding.outgoing import Outgoing
+from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Upstream
 from tests.support.waiting import until
 
@@ -64,7 +64,9 @@ class Workers:
         body: bytes,
         **how: object,
     ) -> Reply:
-        assert how == {"slot": False, "admit": None}, "it must get through while all connections are taken"
+        assert how == {"slot": False, "admit": None, "pulse": None}, (
+            "it must get through while all connections are taken"
+        )
         path = target.decode()
         if path in self.waits:
             await self.waits[path].wait()

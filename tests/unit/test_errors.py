@@ -8,7 +8,14 @@ import pickle
 import pytest
 
 from miles_router import errors
-from miles_router.errors import ConfigError, FleetPaused, NoWorkerAvailable, RouterError, UpstreamUnreachable
+from miles_router.errors import (
+    ConfigError,
+    FleetPaused,
+    NoWorkerAvailable,
+    RouterError,
+    TooManyConnections,
+    UpstreamUnreachable,
+)
 
 CLASSES = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, RouterError)]
 
@@ -35,12 +42,13 @@ def test_the_body_is_type_message_and_request_id() -> None:
 def test_only_errors_without_any_part_of_a_reply_may_be_tried_again() -> None:
     assert {cls.__name__ for cls in CLASSES if cls.retryable} == {
         "FleetPaused",
+        "TooManyConnections",
         "NoWorkerAvailable",
         "UpstreamUnreachable",
     }
 
 
-@pytest.mark.parametrize("cls", [FleetPaused, NoWorkerAvailable])
+@pytest.mark.parametrize("cls", [FleetPaused, NoWorkerAvailable, TooManyConnections])
 def test_who_cannot_be_served_now_is_told_when_to_come_back(cls: type[RouterError]) -> None:
     assert int(cls.headers["Retry-After"]) >= 1
 

@@ -8,7 +8,16 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from miles_router.asgi.exchange import MAX_REQUEST_ID_LENGTH, Exchange, Message, Receive, replay, request_id, with_body
+from miles_router.asgi.exchange import (
+    MAX_DEPTH,
+    MAX_REQUEST_ID_LENGTH,
+    Exchange,
+    Message,
+    Receive,
+    replay,
+    request_id,
+    with_body,
+)
 from miles_router.errors import BadRequest, BodyTooLarge, ClientDisconnected
 
 GONE: Message = {"type": "http.disconnect"}
@@ -183,3 +192,23 @@ def test_a_parsed_object_can_be_dumped_again_and_not_be_changed() -> None:
         with pytest.raises(TypeError):
             change()
     assert parsed == {"a": {"b": [1]}}
+
+
+# Depth
+
+
+@pytest.mark.parametrize(
+    ("opens", "inner", "closes"), [(b"[", b"", b"]"), (b'{"a":', b"[]", b"}"), (b'{"a":[', b"1", b"]}")]
+)
+def test_json_that_could_not_be_written_again_is_refused(opens: bytes, inner: bytes, closes: bytes) -> None:
+    levels = opens.count(b"[") + opens.count(b"{")
+    fits = (MAX_DEPTH - inner.count(b"[")) // levels
+    parsed = Exchange("id").loads(opens * fits + inner + closes * fits)
+    orjson.dumps({"as": {"an": {"answer": [{"puts": [parsed]}]}}})
+    for deeper in (fits + 1, 254, 10_000):
+        with pytest.raises(BadRequest, match=r"nested deeper than 200 levels|not valid JSON"):
+            Exchange("id").loads(opens * deeper + inner + closes * deeper)
+
+
+def test_json_with_many_objects_that_is_not_deep_is_taken() -> None:
+    assert len(Exchange("id").loads(b"[%b]" % b",".join([b'{"a":[1]}'] * 5000))) == 5000

@@ -78,3 +78,9 @@ def test_a_colon_may_stand_before_the_class() -> None:
 def test_no_middleware_may_take_a_route_of_the_routers_own() -> None:
     with pytest.raises(MiddlewareLoadError, match=r"'/metrics', which is the router's own"):
         create_app(RouterConfig(middlewares=(MiddlewareSpec(f"{WORKING}.Stealing"),)))
+
+
+def test_a_middleware_that_gives_a_text_for_paths_opens_nothing() -> None:
+    careless = MiddlewareSpec(f"{WORKING}.Inside", {"careless": True})
+    with pytest.raises(MiddlewareLoadError, match="data_paths: every path must start with /"):
+        create_app(RouterConfig(middlewares=(careless,)))

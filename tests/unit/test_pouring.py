@@ -8,7 +8,8 @@ import pytest
 
 from miles_router.asgi.outlet import Source
 from miles_router.errors import UpstreamBroken
-from miles_router.forwarding.connection import HIGH_WATER, Reply
+from miles_router.forwarding.connection import HIGH_WATER
+from miles_router.forwarding.reply import Reply
 from miles_router.metrics import Metrics
 from tests.support.quiet_fleet import quiet_fleet
 from tests.support.wire import WorkerEnd

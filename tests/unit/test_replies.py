@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.asgi.exchange import Message, Receive, Scope, Send
+from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Message, Receive, Scope, Send
 from miles_router.asgi.replies import Collected, Kind, Tap, readable
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.errors import UpstreamInvalidResponse
@@ -170,7 +170,7 @@ async def test_an_answer_that_is_too_long_passes_as_it_came_and_is_counted(at_it
         await tap.send(body(b""))
     assert client.messages[0] == start
     assert (client.body, client.complete, tap.seen) == (b"123456789012", True, [])
-    assert client.unread == [("shouting", "too_long")]
+    assert client.unread == [("shouting", "too_large")]
 
 
 async def test_an_event_that_is_too_long_passes_as_it_comes_with_all_behind_it() -> None:
@@ -178,7 +178,47 @@ async def test_an_event_that_is_too_long_passes_as_it_comes_with_all_behind_it()
     tap = Short(client)
     await through(tap, head(EVENTS), body(b"data: 1\n\ndata: 12345", more=True), body(b"6\n\ndata: 2\n\n"))
     assert client.body == b"DATA: 1\n\ndata: 123456\n\ndata: 2\n\n"
-    assert (tap.seen, client.unread, client.complete) == ([b"1"], [("shouting", "too_long")], True)
+    assert (tap.seen, client.unread, client.complete) == ([b"1"], [("shouting", "too_large")], True)
+
+
+class Keeping(Short):
+    """Keeps the data of every event, or of the last one."""
+
+    def __init__(self, client: Client, *, all_of_it: bool) -> None:
+        super().__init__(client)
+        self.all_of_it = all_of_it
+
+    async def event(self, event: Event) -> bytes:
+        self.keep("all", len(event.data), more=self.all_of_it)
+        return await super().event(event)
+
+
+@pytest.mark.parametrize("all_of_it", [True, False])
+async def test_a_stream_of_which_a_layer_keeps_too_much_passes_from_there_on(all_of_it: bool) -> None:
+    client = Client()
+    tap = Keeping(client, all_of_it=all_of_it)
+    await through(tap, head(EVENTS), *(body(b"data: a23456\n\n", more=number < 3) for number in range(4)))
+    if all_of_it:
+        assert client.body == b"DATA: A23456\n\n" * 2 + b"data: a23456\n\n" * 2
+        assert client.unread == [("shouting", "too_large")]
+    else:
+        assert client.body == b"DATA: A23456\n\n" * 4 + b": end\n\n"
+        assert client.unread == []
+    assert client.complete
+
+
+async def test_a_layer_takes_the_bound_of_the_request() -> None:
+    client, asked = Client(), Exchange("id", max_answer_bytes=3)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await through(tap, head(), body(b"{   }"))
+
+    async def receive() -> Message:
+        raise AssertionError
+
+    tap = Shouting(client)
+    await tap.call(app, {"headers": [], SCOPE_KEY: asked}, receive)
+    assert (client.body, client.unread) == (b"{   }", [("shouting", "too_large")])
 
 
 async def test_a_layer_that_asks_for_nothing_collects_nothing() -> None:
@@ -361,6 +401,6 @@ async def test_the_worker_is_asked_for_a_reply_that_can_be_read() -> None:
     client = Client()
     scope: dict[str, Any] = {"headers": [(b"accept", b"*/*"), (b"accept-encoding", b"gzip")]}
     await Shouting(client).call(app, scope, receive)
-    assert asked == [{"headers": [(b"accept", b"*/*")]}]
+    assert [each["headers"] for each in asked] == [[(b"accept", b"*/*")]]
     assert client.body == b"{}!"
     assert readable(asked[0]) is asked[0]

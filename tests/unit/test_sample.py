@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load, save
 
-from miles_router.dialects.slime import trainer_fields
+from miles_router.dialects import trainer_fields
 from miles_router.trajectory import InvalidTrajectory, Malformed, Sample, VersionRun
 from miles_router.trajectory.rows import INDEXER_TOPK, KINDS, ROUTED_EXPERTS, RowKind
 from miles_router.trajectory.safetensors import unpack
@@ -198,8 +198,8 @@ def test_a_reward_that_nobody_gave_is_not_written(form: Format, carried: tuple[s
 
 
 def test_experts_of_a_type_that_the_file_does_not_have_are_refused_by_name() -> None:
-    sample = Sample.from_json({**GIVEN, "routed_experts": encoded(EXPERTS.astype(np.int64))})
-    with pytest.raises(ValueError, match=r"0\.routed_experts is of type int64"):
+    sample = Sample.from_json({**GIVEN, "routed_experts": encoded(EXPERTS.astype(np.uint32))})
+    with pytest.raises(ValueError, match=r"0\.routed_experts is of type uint32"):
         write_safetensors([sample], {})
 
 

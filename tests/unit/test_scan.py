@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -12,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.engines.answers import Progress, finish_reasons, index_of, progress_of
+from miles_router.engines.events import Event, EventReader
 from miles_router.engines.scan import Field, Incomplete, value_at
 
 NAMES = ("finish_reason", "index", "weight_version")
@@ -200,3 +203,77 @@ def test_finish_reasons_are_seen_without_parsing_or_not_at_all(
     data: bytes, answers: int, beginning: bool, found: list[object] | None
 ) -> None:
     assert finish_reasons(data, answers, beginning=beginning) == found
+
+
+ODD_BYTES = {
+    "names without end": lambda size: b'"rid":' * (size // 6),
+    "names and spaces": lambda size: (b'"rid"' + b" " * 95) * (size // 100),
+    "spaces in front of a value": lambda size: b'"rid":' + b" " * size + b"1",
+    "spaces behind a name": lambda size: b'"rid"' + b" " * size,
+    "quotes": lambda size: b'"' * size,
+    "backslashes": lambda size: b'"rid":"' + b"\\" * size,
+    "names in a text": lambda size: b'\\"rid\\":' * (size // 8),
+    "names behind an escape": lambda size: b'\\"rid":' * (size // 7),
+    "deep lists": lambda size: b'"rid":' + b"[" * size,
+    "lists that do not end": lambda size: b'"rid":[' * (size // 7),
+    "texts that do not end": lambda size: b'"rid":"\\n' * (size // 9),
+    "one long text": lambda size: b'"rid":"\\n' + b"a" * size + b'"',
+    "digits": lambda size: b'"rid":' + b"1" * size,
+    "numbers": lambda size: b'"rid":1e' * (size // 8),
+}
+
+
+def _growth(look: Callable[[bytes], object], make: Callable[[int], bytes], size: int) -> float:
+    """How many times as long a look at 8 times as many bytes takes."""
+
+    def seconds(size: int) -> float:
+        data, best = make(size), 1.0
+        for _ in range(3):
+            began = time.process_time()
+            look(data)
+            best = min(best, time.process_time() - began)
+        return max(best, 1e-4)  # what takes no time grows in no way
+
+    return seconds(size) / seconds(size // 8)
+
+
+@pytest.mark.parametrize("odd", ODD_BYTES)
+def test_a_look_at_bytes_takes_time_that_grows_as_they_do(odd: str) -> None:
+    field = Field("rid")
+
+    def look(data: bytes) -> None:
+        for each in (field.values, field.last, field.beginning):
+            with suppress(Incomplete):
+                list(each(data)) if each == field.values else each(data)
+
+    assert _growth(look, ODD_BYTES[odd], 1 << 18) < 24, "8 times as long is in order, 64 times is not"
+
+
+def test_a_value_takes_time_by_its_own_length_and_not_by_what_follows() -> None:
+    values = b'"rid":"\\n' + b"a" * 1000 + b'",'
+    assert _growth(lambda data: list(Field("rid").values(data)), lambda size: values * (size // 1000), 1 << 22) < 24
+
+
+STREAMS = {
+    "empty lines": b"\n",
+    "lines": b"a\n",
+    "carriage returns": b"\r",
+    "letters": b"a",
+    "ends that are none": b"\n\r",
+    "events": b"data: {}\n\n",
+}
+
+
+@pytest.mark.parametrize("lets_go", [False, True])
+@pytest.mark.parametrize("piece", [1, 1 << 16], ids=["byte by byte", "in pieces"])
+@pytest.mark.parametrize("odd", STREAMS)
+def test_cutting_a_stream_into_events_takes_time_that_grows_as_it_does(odd: str, piece: int, lets_go: bool) -> None:
+    def cut(data: bytes) -> None:
+        reader = EventReader()
+        for at in range(0, len(data), piece):
+            for raw in reader.feed(data[at : at + piece]):
+                Event.read(raw)
+            if lets_go and not reader.within:
+                reader.let_go()
+
+    assert _growth(cut, lambda size: STREAMS[odd] * (size // len(STREAMS[odd])), 1 << 15) < 24

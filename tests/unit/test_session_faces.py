@@ -18,6 +18,7 @@ from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 from tests.support.sessions import SYSTEM, Scene, history, user
+from tests.support.waiting import at_once
 from tests.unit.test_completions_endpoint import COMPLETIONS, answer, choice
 
 START = [SYSTEM, user("Hi")]
@@ -32,7 +33,7 @@ class Rendering:
         self.settings: Mapping[str, Any] | None = None
         self._refusal = refusal
 
-    def after(self, turn: HeldEnd, appended: Sequence[Any], tools: Any, settings: Mapping[str, Any]) -> Extension:
+    async def after(self, turn: HeldEnd, appended: Sequence[Any], tools: Any, settings: Mapping[str, Any]) -> Extension:
         if self._refusal is not None:
             raise NotAppendOnly(self._refusal)
         self.tools, self.settings = tools, settings
@@ -41,7 +42,7 @@ class Rendering:
 
 def chat_turn(scene: Scene, messages: object, rendering: Rendering | None = None, **fields: Any) -> PendingTurn:
     face = ChatFace(cast(Continuation, rendering or Rendering()), strict)
-    return face.turn(scene.session, {"messages": messages, **fields}, now=scene.time)
+    return at_once(face.turn(scene.session, {"messages": messages, **fields}, now=scene.time))
 
 
 def test_each_api_has_a_path_of_its_own() -> None:
@@ -54,7 +55,7 @@ def test_each_api_has_a_path_of_its_own() -> None:
 @pytest.mark.parametrize("request_body", [[], {}, {"messages": []}, {"messages": [{"content": "Hi"}]}])
 def test_what_is_no_chat_request_is_refused(request_body: object) -> None:
     with pytest.raises(BadRequest):
-        ChatFace(cast(Continuation, Rendering()), strict).turn(Scene().session, request_body, now=0.0)
+        at_once(ChatFace(cast(Continuation, Rendering()), strict).turn(Scene().session, request_body, now=0.0))
 
 
 def test_a_first_turn_goes_as_messages() -> None:
@@ -141,7 +142,7 @@ def test_a_turn_is_rendered_with_the_tools_that_the_held_one_was_rendered_with(
 
 def completion(scene: Scene, request: object) -> PendingTurn:
     face = CompletionsFace(cast(Continuation, None), strict)
-    return face.turn(scene.session, request, now=scene.time)
+    return at_once(face.turn(scene.session, request, now=scene.time))
 
 
 def asked_for(scene: Scene, prompt: object, **fields: Any) -> PendingTurn:
@@ -227,12 +228,18 @@ def test_a_chat_turn_is_not_extended_by_a_completion_nor_the_other_way_round() -
     assert scene.session.place(messages, [b""], scene.equal).parent is None
 
 
-@pytest.mark.parametrize("prompt", [[], [-1], [2**40], [1, True], [1.5], ["a", "b"], [[1, 2], [3]], [3, "a"]])
+@pytest.mark.parametrize("prompt", [[], ["a", "b"], [[1, 2], [3]]])
 def test_prompts_that_are_no_ids_extend_nothing(prompt: list[Any]) -> None:
     scene = Scene()
     turns(scene, [1], choice(ids=[2], prompt=[1]))
     asked = asked_for(scene, prompt)
     assert (asked.places[0].parent, asked.prompt) == (None, None)
+
+
+@pytest.mark.parametrize("prompt", [[-1], [2**40], [1, True], [1.5], [3, "a"], [None], [{}], [[1], [-1]], [["a"], "b"]])
+def test_prompts_that_are_neither_texts_nor_ids_are_refused(prompt: list[Any]) -> None:
+    with pytest.raises(BadRequest, match="prompt"):
+        asked_for(Scene(), prompt)
 
 
 def test_ids_are_held_once_as_tokens_and_never_as_a_list() -> None:

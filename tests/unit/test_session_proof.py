@@ -13,9 +13,11 @@ from middleware_hub.openai_session.continuing.endings import AnswerShape, NotApp
 from middleware_hub.openai_session.continuing.probes import CALLING, STANDARD, Shape, probe_of, shape_of
 from middleware_hub.openai_session.continuing.proof import Proof, prove
 from middleware_hub.openai_session.continuing.templates import from_tokenizer
+from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.errors import ConfigError
 from tests.support.chat import CHATML, TOOLS, family_tokenizer, with_template
+from tests.support.waiting import at_once
 
 LOOP = "{%- for m in messages -%}"
 OPENING = "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"
@@ -224,12 +226,14 @@ def test_notes_say_where_a_tokenizer_cannot_go_on(monkeypatch: pytest.MonkeyPatc
     def refuse(text: str, token: int | None) -> list[int]:
         raise InexactTokenizer("cannot go on")
 
-    renderer = from_tokenizer(with_template(CHATML))
+    renderer, encoder = from_tokenizer(with_template(CHATML)), AsyncEncoder(with_template(CHATML), longest=100)
     monkeypatch.setattr(renderer, "encode_behind", refuse)
+    monkeypatch.setattr(encoder.encoder, "encode_behind", refuse)
     proof = prove(renderer)
     assert "user: cannot go on" in proof.notes
+    made, end = Continuation(renderer, proof, encoder), HeldEnd(None, ended=False)
     with pytest.raises(NotAppendOnly, match="cannot go on"):
-        Continuation(renderer, proof).after(HeldEnd(None, ended=False), [{"role": "user", "content": ""}], None, {})
+        at_once(made.after(end, [{"role": "user", "content": ""}], None, {}))
 
 
 # Shapes.

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import orjson
 
-from middleware_hub.openai_session.export.records import describe, record, summary, turn_span
+from middleware_hub.openai_session.export.records import metadata_of, record, summary, turn_span, written
+from middleware_hub.openai_session.sessions.tree import Session
 from tests.support.sessions import SYSTEM, Scene, assistant, user
 
 START = [SYSTEM, user("Add.")]
+
+
+def described(session: Session) -> Any:
+    """The answer to `GET /sessions/{id}`."""
+    return orjson.loads(written(session.id, session.turns, metadata_of(session)))
 
 
 def test_a_record_says_what_a_turn_was_asked_and_answered_and_where() -> None:
@@ -18,12 +26,18 @@ def test_a_record_says_what_a_turn_was_asked_and_answered_and_where() -> None:
     )
     found = record(second)
     assert found == {
+        "timestamp": 1002.0,
+        "request_timestamp": 1001.0,
+        "method": "POST",
+        "status_code": 200,
+        "request": {"messages_before": 3},
         "turn": 1,
         "parent": 0,
         "reason": None,
         "path": "/v1/chat/completions",
         "messages": (user("more"),),
         "response": assistant("ok"),
+        "unrecorded_history": False,
         "finish_reason": "length",
         "choice": 0,
         "span": [8, 11],
@@ -63,7 +77,7 @@ def test_a_session_is_describe_with_its_tree() -> None:
     scene.follow(first, user("b"))
     scene.turn([user("else")])
     scene.recorder.pass_by("/v1/messages", scene.session, "not traced", "r")
-    found = describe(scene.session)
+    found = described(scene.session)
     assert found["session_id"] == "s"
     assert [each["turn"] for each in found["records"]] == [0, 1, 2]
     metadata = found["metadata"]
@@ -72,11 +86,10 @@ def test_a_session_is_describe_with_its_tree() -> None:
     assert metadata["untraced"][0]["path"] == "/v1/messages"
     assert (metadata["created_at"], metadata["in_flight"]) == (1000.0, 0)
     assert metadata["bytes"] == scene.session.nbytes
-    orjson.dumps(found)
 
 
-def test_an_empty_session_is_describe_too() -> None:
-    found = describe(Scene().session)
+def test_an_empty_session_is_described_too() -> None:
+    found = described(Scene().session)
     assert (found["records"], found["metadata"]["roots"], found["metadata"]["leaves"]) == ([], [], [])
 
 

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orjson
 import pytest
+from starlette.requests import Request
 
 from middleware_hub.openai_session.errors import UnusableSample
-from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest, write_samples
+from middleware_hub.openai_session.export.routes import SessionRoutes
+from middleware_hub.openai_session.export.samples import SampleMaker, SamplePlan, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.tree import Turn
-from miles_router.errors import BadRequest
+from miles_router.errors import BadRequest, ClientDisconnected
+from miles_router.middlewares import Message
 from miles_router.middlewares.rows import RowChannel
+from miles_router.tasks import spawn
 from miles_router.trajectory import Sample, Trajectory, from_arrays
 from miles_router.trajectory.rows import KINDS
 from miles_router.trajectory.safetensors import unpack
 from miles_router.trajectory.sample import READERS, Format
 from tests.support.sessions import SYSTEM, Scene, user
+from tests.support.waiting import PATIENCE, until
 
 START = [SYSTEM, user("Add.")]
 CHANNELS = {kind: RowChannel(kind) for kind in KINDS}
@@ -30,8 +37,13 @@ def decode(ids: Sequence[int]) -> str:
     return " ".join(map(str, ids))
 
 
+def planned(scene: Scene, **request: Any) -> SamplePlan:
+    maker = SampleMaker(Selection(()), decode, CHANNELS)
+    return maker.plan(scene.session, SampleRequest.read(request))
+
+
 def collected(scene: Scene, **request: Any) -> list[Sample]:
-    return SampleMaker(Selection(()), decode, CHANNELS).make(scene.session, SampleRequest.read(request))
+    return planned(scene, **request).make()
 
 
 def one(scene: Scene, **request: Any) -> Sample:
@@ -53,7 +65,7 @@ def two_turns(scene: Scene, **options: Any) -> Turn:
 
 
 def test_a_request_for_samples_may_leave_everything_out() -> None:
-    assert SampleRequest.read({}) == SampleRequest("json", None, "all", {}, {})
+    assert SampleRequest.read({}) == SampleRequest("json", None, "", {}, {})
 
 
 def test_a_request_for_samples_says_what_it_wants() -> None:
@@ -125,9 +137,9 @@ def test_what_is_given_at_collection_is_carried() -> None:
     sample = one(scene, reward=0.5, label=[1], metadata={"source": "collection"})
     assert (sample.reward, sample.label) == (0.5, [1])
     assert (sample.metadata["task"], sample.metadata["source"]) == ("sum", "collection")
-    (plain,) = orjson.loads(write_samples(scene.session, [one(scene)], SampleRequest()))["samples"]
+    (plain,) = orjson.loads(planned(scene).write())["samples"]
     assert not {"reward", "label"} & plain.keys()
-    (null,) = orjson.loads(write_samples(scene.session, [one(scene)], SampleRequest.read({"label": None})))["samples"]
+    (null,) = orjson.loads(planned(scene, label=None).write())["samples"]
     assert (null["label"], "reward" in null) == (None, False)
 
 
@@ -186,7 +198,7 @@ def test_the_reason_of_a_sample_is_the_first_along_its_line() -> None:
 def test_a_session_without_turns_gives_no_samples() -> None:
     scene = Scene()
     assert collected(scene) == []
-    assert orjson.loads(write_samples(scene.session, [], SampleRequest())) == {
+    assert orjson.loads(planned(scene).write()) == {
         "samples": [],
         "metadata": {"session_id": "s", "turns": 0, "segments": 0, "untraced": []},
     }
@@ -276,7 +288,7 @@ def test_every_form_gives_every_array_exactly(form: Format) -> None:
     scene = of_hard_logprobs()
     scene.turn([user("else")])
     found = collected(scene)
-    read = READERS[form](write_samples(scene.session, found, SampleRequest(form)))
+    read = READERS[form](planned(scene, format=form).write())
     assert [trajectory(sample) for sample in read] == [leaf.trajectory() for leaf in scene.session.leaves()]
     assert bits(read[0].logprobs[3:9]) == bits(LOGPROBS)
     assert [sample.metadata for sample in read] == [sample.metadata for sample in found]
@@ -287,5 +299,31 @@ def test_beside_the_samples_stands_what_is_true_of_the_session() -> None:
     scene.turn([user("else")])
     scene.session.metadata["task"] = 7
     told = {"task": 7, "session_id": "s", "turns": 3, "segments": 2, "untraced": []}
-    assert orjson.loads(write_samples(scene.session, [], SampleRequest()))["metadata"] == told
-    assert orjson.loads(unpack(write_samples(scene.session, [], SampleRequest("safetensors")))[1]["metadata"]) == told
+    assert orjson.loads(planned(scene).write())["metadata"] == told
+    assert orjson.loads(unpack(planned(scene, format="safetensors").write())[1]["metadata"]) == told
+
+
+# Beside the event loop
+
+
+async def test_samples_are_written_one_after_the_other_and_not_begun_for_a_client_that_has_left() -> None:
+    routes = SessionRoutes(Scene().store, cast(SampleMaker, None), lambda scope: "")
+    go_on, begun = threading.Event(), list[str]()
+
+    async def stays() -> Message:
+        return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    async def leaves() -> Message:
+        return {"type": "http.disconnect"}
+
+    def one() -> bool:
+        begun.append("one")
+        return go_on.wait(PATIENCE)
+
+    writing = spawn(routes.beside(Request({"type": "http"}, stays), one), name="one")
+    await until(lambda: begun, "the first is begun")
+    with pytest.raises(ClientDisconnected):
+        await routes.beside(Request({"type": "http"}, leaves), lambda: begun.append("another"))
+    go_on.set()
+    assert await writing
+    assert begun == ["one"]

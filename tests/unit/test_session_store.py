@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from middleware_hub.openai_session.errors import SessionExists, SessionFull, SessionNotFound, TooManySessions
-from middleware_hub.openai_session.sessions.store import SessionStore
+from middleware_hub.openai_session.sessions.store import MAX_CARRIED_BYTES, SessionStore
 from miles_router.errors import BadRequest, ConfigError
 from tests.support.sessions import PLENTY, SYSTEM, Scene, user
 
@@ -26,7 +26,8 @@ class Clock:
 
 
 def store_of(clock: Clock | None = None, **bounds: float) -> SessionStore:
-    return SessionStore(replace(PLENTY, **bounds), now=clock or Clock())  # type: ignore[arg-type]  # by name
+    clock = clock or Clock()
+    return SessionStore(replace(PLENTY, **bounds), now=clock, clock=clock)  # type: ignore[arg-type]  # by name
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,50 @@ def test_an_expired_session_makes_room() -> None:
     clock.now += 10.0
     store.create("b")
     assert ([session.id for session in store], store.statistics.expired) == (["b"], 1)
+
+
+def test_a_jump_of_the_wall_clock_forgets_nothing() -> None:
+    wall, clock = Clock(), Clock()
+    store = SessionStore(replace(PLENTY, idle_timeout=10.0), now=wall, clock=clock)
+    session = store.create("a")
+    wall.now += 1e6
+    store.expire()
+    assert store.get("a") is session
+    assert (session.created_at, session.used_at) == (100.0, 1e6 + 100.0)
+    wall.now -= 2e6
+    clock.now += 11
+    store.expire()
+    assert len(store) == 0
+
+
+def test_what_a_session_carries_is_bounded_and_accounted() -> None:
+    store = store_of()
+    large = {"note": "x" * MAX_CARRIED_BYTES}
+    with pytest.raises(BadRequest, match="metadata may take"):
+        store.create("a", large)
+    assert (len(store), store.nbytes) == (0, 0)
+    session = store.create("a", {"note": "x"})
+    with pytest.raises(BadRequest, match="label and reward may take"):
+        store.account_carried(session, large)
+    before = store.nbytes
+    store.account_carried(session, {"label": "x" * 1000})
+    session.finalized = {"label": "x" * 1000}
+    assert store.nbytes == session.nbytes > before + 1000
+    store.account_carried(session, {})
+    assert store.nbytes < before + 200
+    store.delete(session)
+    assert store.nbytes == 0
+
+
+def test_a_session_whose_first_turn_was_refused_is_forgotten_and_one_that_somebody_made_is_not() -> None:
+    store = store_of()
+    implied, made = store.get_or_create("implied"), store.create("made")
+    with store.in_use(implied):
+        store.drop_unused(implied)
+        assert len(store) == 2  # another request is under way in it
+    store.drop_unused(implied)
+    store.drop_unused(made)
+    assert [session.id for session in store] == ["made"]
 
 
 def test_a_session_that_is_used_does_not_expire() -> None:
@@ -242,3 +287,19 @@ def test_the_account_of_bytes_comes_out_even_whatever_happens(seed: int) -> None
     for session in made:
         store.delete(session)
     assert (store.nbytes, len(store)) == (0, 0)
+
+
+def test_what_finds_no_room_is_counted_by_the_bound_that_it_met() -> None:
+    store = store_of(sessions=2, turns=1, session_bytes=200, total_bytes=1000)
+    session, other = store.create("a"), store.create("b")
+    with pytest.raises(TooManySessions, match="max_sessions"):
+        store.create("c")
+    with store.in_use(session), store.in_use(session), pytest.raises(SessionFull, match="max_turns"):
+        store.check_room(session)
+    store.account(session, 200)
+    with pytest.raises(SessionFull, match="max_session_bytes"):
+        store.check_room(session)
+    store.account(session, 1000)
+    with pytest.raises(TooManySessions, match="max_bytes"):
+        store.check_room(other)
+    assert store.statistics.refused == dict.fromkeys(("max_sessions", "max_turns", "max_session_bytes", "max_bytes"), 1)

@@ -311,7 +311,7 @@ def test_a_message_that_is_sent_again_is_stored_once() -> None:
 
 
 def test_held_messages_are_counted_when_they_are_new() -> None:
-    session = Session("s", now=0.0)
+    session = Session("s", now=0.0, clock=0.0)
     held, nbytes = session.hold(Place(None, tuple(copied(START)), b"context"))
     assert nbytes > len(b"context") + sum(len(str(message["content"])) for message in START)
     again, nothing = session.hold(Place(None, tuple(copied(START)), bytes(bytearray(b"context"))))
@@ -321,7 +321,7 @@ def test_held_messages_are_counted_when_they_are_new() -> None:
 
 
 def test_a_long_line_s_tokens_take_time_in_proportion_to_it() -> None:
-    session = Session("s", now=0.0)
+    session = Session("s", now=0.0, clock=0.0)
     turn: Turn | None = None
     for number in range(4000):
         turn = Turn(
@@ -345,7 +345,7 @@ def test_a_cleared_session_s_turns_are_gone_without_the_garbage_collector() -> N
         scene.session.clear()
         assert (scene.session.turns, scene.session.roots, scene.session.replies) == ([], [], {})
         everything = Place(None, tuple(copied(START)), b"")
-        assert scene.session.hold(everything) == Session("new", now=0.0).hold(everything)
+        assert scene.session.hold(everything) == Session("new", now=0.0, clock=0.0).hold(everything)
         assert second.parent is first, "a request in flight keeps what it extends"
         del first, second
         assert [ref() for ref in gone] == [None, None]
@@ -359,3 +359,31 @@ def test_a_turn_is_shown_without_its_tree() -> None:
     for number in range(sys.getrecursionlimit() // 10):
         turn = scene.follow(turn, user(f"{number}"), sampled=1)
     assert "the first answer" not in repr(turn)
+
+
+# Answers that nobody recorded
+
+
+def test_a_history_with_an_answer_that_nobody_recorded_is_marked_and_so_is_nothing_else() -> None:
+    scene = Scene()
+    first = scene.turn([SYSTEM, user("Add.")], "5")
+    second = scene.follow(first, user("Again."))
+    edited = scene.turn([SYSTEM, user("Add!"), first.answer, user("Go on")])
+    assert not any(turn.unrecorded_history for turn in (first, second, edited))
+    begun_anew = scene.turn([SYSTEM, user("Multiply."), assistant("6"), user("Again.")])
+    appended = scene.follow(second, user("And?"), assistant("of its own"), user("Go on"))
+    assert begun_anew.unrecorded_history
+    assert appended.unrecorded_history
+    assert not scene.follow(begun_anew, user("Go on")).unrecorded_history  # the turn before says it
+    assert scene.store.statistics.unrecorded_history == 2
+
+
+def test_an_answer_is_the_recorded_one_however_an_agent_spells_it() -> None:
+    scene = Scene()
+    first = scene.turn(
+        [SYSTEM, user("Add.")], assistant("", tool_calls=[call("add", '{"a": 1}')], reasoning_content="hm")
+    )
+    again = assistant([{"type": "text", "text": ""}], tool_calls=[call("add", '{"a":1}', "other")])  # type: ignore[arg-type]
+    assert first.answer != again
+    assert not scene.turn([user("Sum up."), again, tool("1", "other")]).unrecorded_history
+    assert scene.turn([user("Sum up."), assistant("", tool_calls=[call("sub")]), tool("1")]).unrecorded_history

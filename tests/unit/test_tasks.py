@@ -8,8 +8,8 @@ import logging
 
 import pytest
 
-from miles_router.tasks import cancelled, spawn, together
-from tests.support.waiting import soon
+from miles_router.tasks import cancelled, spawn, together, within
+from tests.support.waiting import PATIENCE, soon
 
 
 class Work:
@@ -116,3 +116,27 @@ async def test_cancelled_waits_until_the_task_has_ended() -> None:
     await settled()
     await cancelled(task)
     assert (task.done(), work.ended) == (True, "cancelled")
+
+
+async def test_work_within_its_time_gives_its_result() -> None:
+    assert await within(PATIENCE, asyncio.sleep(0, "done"), name="work") == "done"
+
+
+async def test_work_beyond_its_time_is_cancelled_and_has_ended() -> None:
+    work = Work()
+    with pytest.raises(TimeoutError, match="work took longer"):
+        await within(0.01, work.run(), name="work")
+    assert work.ended == "cancelled"
+
+
+async def test_a_cancellation_that_arrives_together_with_the_result_is_not_swallowed() -> None:
+    """`asyncio.wait_for` of Python 3.10 and 3.11 swallows it."""
+    work = Work()
+    waiting = asyncio.ensure_future(within(PATIENCE, work.run(), name="work"))
+    await settled()
+    work.go.set()
+    await asyncio.sleep(0)
+    assert work.ended == "done"
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await soon(waiting)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from middleware_hub.openai_session.continuing.proof_file import ProofFile
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer, from_tokenizer
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import Context
+from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 
 __all__ = ["Continuation", "Extension", "HeldEnd", "NotAppendOnly", "build"]
@@ -57,14 +59,15 @@ class Extension(NamedTuple):
 class Continuation:
     """The ids behind held turns, for one model."""
 
-    def __init__(self, renderer: Renderer, proof: Proof) -> None:
+    def __init__(self, renderer: Renderer, proof: Proof, encoder: AsyncEncoder) -> None:
         self.proof = proof
         self.is_special = renderer.is_special
         self.renderer = renderer
+        self._encoder = encoder
         self._endings = proof.endings
         self._ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._endings.measure)
 
-    def after(
+    async def after(
         self,
         turn: HeldEnd,
         appended: Sequence[Message],
@@ -75,6 +78,7 @@ class Continuation:
 
         Raises:
             NotAppendOnly: it cannot be given exactly.
+            TextTooLong: it is too long.
         """
         answer = AnswerShape(turn.tool_calls, turn.reasoning)
         context = Context(tools, template_kwargs)
@@ -83,7 +87,8 @@ class Continuation:
             self.proof.require(shape_of(answer, appended, tools), template_kwargs)
             tail = self._endings.tail(answer, appended, context)
             given = self._given(turn, answer, tail, context)
-            return Extension(given.drop, self.renderer.encode_behind(given.text, given.token))
+            ids = await self._encoder.encode_behind(given.text, given.token)
+            return Extension(given.drop, ids.tolist())
         except (CannotRender, InexactTokenizer) as error:
             raise NotAppendOnly(str(error)) from None
 
@@ -132,8 +137,8 @@ def given_behind(tail: str, ending: Ending, turn: HeldEnd, renderer: Renderer) -
     return Given(1, text, None)
 
 
-def build(tokenizer: Any, tito_model: str | None) -> Continuation:
-    """The continuation of a model, proved.
+def build(tokenizer: Any, tito_model: str | None, encoder: AsyncEncoder | None = None) -> Continuation:
+    """The continuation of a model, proved. Without an encoder it has one of its own.
 
     Raises:
         ConfigError: there is no chat template or no such family, or not even a user's message can be appended.
@@ -145,4 +150,4 @@ def build(tokenizer: Any, tito_model: str | None) -> Continuation:
     if known is None:
         file.write(list(proof.refusals.values()))
     logger.info("continuation_proved", extra={"fields": {**proof.describe(), "before": known is not None}})
-    return Continuation(renderer, proof)
+    return Continuation(renderer, proof, encoder or AsyncEncoder(tokenizer, longest=sys.maxsize))

@@ -80,7 +80,7 @@ def _jinja(tokenizer: Any, family: str) -> Renderer:
     path, settings = resolve_fixed_chat_template(family, roles)
     template = Path(path).read_text(encoding="utf-8") if path is not None else None
     whose = f"{Path(path).name} of miles-tito-tokenizers" if path is not None else "the tokenizer's chat template"
-    return from_tokenizer(tokenizer, template=template, settings=settings, origin=f"{whose} ({family})")
+    return from_tokenizer(tokenizer, template=template, settings=settings, origin=f"{whose} ({family})", family=family)
 
 
 def _deepseek(tokenizer: Any, families: tuple[str, ...]) -> Renderer:
@@ -104,7 +104,7 @@ def _deepseek(tokenizer: Any, families: tuple[str, ...]) -> Renderer:
             raise CannotRender(f"the encoder fails with {type(error).__name__}") from None
 
     origin = f"the encoder of miles-tito-tokenizers ({family})"
-    return Renderer(tokenizer, write, origin=origin, subject={"encoder": family}, json=True)
+    return Renderer(tokenizer, write, origin=origin, subject={"encoder": family}, json=True, family=family)
 
 
 def _thinking(kwargs: Mapping[str, Any]) -> str:

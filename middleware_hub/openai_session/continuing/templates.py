@@ -45,8 +45,12 @@ class Renderer:
         subject: Mapping[str, object],
         parts: bool = False,
         json: bool = False,
+        family: str = "",
     ) -> None:
         self.origin = origin
+        self.tokenizer = tokenizer
+        #: The library's name of the family, where it was named.
+        self.family = family
         self.subject = {"origin": origin, "tokenizer": str(type(tokenizer)), **subject}
         self._encoder = TextEncoder(tokenizer)
         self._backend = tokenizer.backend_tokenizer
@@ -92,16 +96,8 @@ class Renderer:
         return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def encode_behind(self, text: str, token: int | None) -> list[int]:
-        """The ids of a text that continues others, the last of which is `token` if it is known.
-
-        Raises:
-            InexactTokenizer: no way was found to encode it so.
-        """
-        if token is not None and token in self._added and text:
-            ids = self.encode(self._added[token] + text)
-            if ids[0] == token:
-                return ids[1:]
-        return self._encoder.encode_rest(text).ids
+        """See `TextEncoder`."""
+        return list(map(int, self._encoder.encode_behind(text, token)))
 
     def begins_with(self, text: str, token: int | None) -> bool:
         """Whether a text's first token is this one."""
@@ -125,7 +121,12 @@ class Renderer:
 
 
 def from_tokenizer(
-    tokenizer: Any, *, template: str | None = None, settings: Mapping[str, Any] | None = None, origin: str | None = None
+    tokenizer: Any,
+    *,
+    template: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    origin: str | None = None,
+    family: str = "",
 ) -> Renderer:
     """Over the tokenizer's chat template, or over `template` in its place; `settings` are what it is given unless a
     request says otherwise.
@@ -169,6 +170,7 @@ def from_tokenizer(
         origin=origin or "the tokenizer's chat template",
         subject={"template": own, "settings": settings, "special tokens": tokenizer.special_tokens_map},
         parts=loops_over_parts(source),
+        family=family,
     )
 
 

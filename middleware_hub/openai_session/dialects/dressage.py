@@ -10,6 +10,7 @@ POST /v1/rollout/pause, /v1/rollout/resume;  GET /v1/rollout/pause_state
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import orjson
@@ -19,7 +20,7 @@ from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.dialects.dialect import TakesTurn
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
-from middleware_hub.openai_session.export.samples import SampleRequest, write_samples
+from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines import paths
 from miles_router.errors import BadRequest
@@ -28,7 +29,6 @@ from miles_router.middlewares import (
     PAUSE,
     UPDATE_VERSION,
     Exchange,
-    Key,
     Receive,
     Router,
     Row,
@@ -36,11 +36,16 @@ from miles_router.middlewares import (
     Send,
     first,
 )
+from miles_router.trajectory.json_parts import list_parts
+from miles_router.trajectory.sample import CARRIED
 
 SESSION, INSTANCE, TURN, ROUTING = b"x-session-id", b"x-instance-id", b"x-turn-id", b"x-smg-routing-key"
 ROLLOUT = "/v1/rollout/"
 #: The dialect's own word for a pause that loses nothing.
 MODES = {"preempt": "retract", "abort": "abort", "retract": "retract", "in_place": "in_place"}
+#: Instances and versions: clients write numbers too.
+Name = str | int
+MAX_NAME = 256
 REWRITTEN = ("edited_history", "compaction")
 
 
@@ -51,9 +56,7 @@ class DressageDialect:
         self._router = router
         self._sessions = sessions
         self._turn = turn
-        # The data plane's key was asked for before; one of administration comes as `X-Api-Key` beside it.
-        config = router.config
-        self._admin = Key(config.effective_admin_key if config.effective_admin_key != config.api_key else None)
+        self._draining: set[str] = set()  # sessions that are read now, to be deleted then
 
     def routes(self) -> Sequence[BaseRoute]:
         """Those under path segments of their own."""
@@ -70,15 +73,18 @@ class DressageDialect:
             name = _session_id(scope)
             if name is None:
                 return False
+            given = first(scope["headers"], INSTANCE)
+            instance = None if given is None else _checked_name("X-Instance-Id", given.decode("latin-1"))
             session = self._sessions.store.get_or_create(name)
-            instance = first(scope["headers"], INSTANCE)
             if instance is not None:
-                session.metadata.setdefault("instance_id", instance.decode("latin-1"))
-            await self._turn(session, scope, receive, send)
+                session.metadata.setdefault("instance_id", instance)
+            try:
+                await self._turn(session, scope, receive, send)
+            finally:
+                self._sessions.store.drop_unused(session)
             return True
         if not path.startswith(ROLLOUT) or (method, path) not in self._orders():
             return False
-        self._admin.check(scope)
         response = await self._orders()[method, path](Request(scope, receive))
         await response(scope, receive, send)
         return True
@@ -95,9 +101,11 @@ class DressageDialect:
         session = self._sessions.store.get(_named(parsed))
         if not session.turns:
             raise BadRequest("the session has no turns")
-        if parsed.get("instance_id") is not None:
-            session.metadata["instance_id"] = parsed["instance_id"]
-        session.finalized = {name: parsed[name] for name in ("label", "reward") if name in parsed}
+        instance, carried = _name(parsed, "instance_id"), {name: parsed[name] for name in CARRIED if name in parsed}
+        self._sessions.store.account_carried(session, carried)
+        if instance is not None:
+            session.metadata["instance_id"] = instance
+        session.finalized = carried
         return as_response(
             {
                 "success": True,
@@ -113,40 +121,47 @@ class DressageDialect:
 
     async def _read(self, request: Request) -> Response:
         parsed = await read_object(request)
-        drain = bool(parsed.get("drain", False))
+        drain = False if parsed.get("drain") is None else parsed["drain"]
+        if not isinstance(drain, bool):
+            raise BadRequest("drain must be true or false")
         if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
             session = self._sessions.store.get(_named(parsed))
             sessions, mode = [session] if session.finalized is not None else [], "trajectory"
         else:
-            sessions, mode = self._batch(parsed.get("instance_id"), parsed.get("max_groups")), "batch"
-        data = [segment for session in sessions for segment in self._segments(session)]
+            found = self._batch(_name(parsed, "instance_id"), parsed.get("max_groups"), drain=drain)
+            sessions, mode = found, "batch"
+        draining = {session.id for session in sessions} if drain else set()
+        if draining & self._draining:
+            raise BadRequest("the session is being drained by another request")
+        self._draining |= draining  # who drains at the same time gets others
+        try:
+            write = partial(_segments, [(session, self._plan(session)) for session in sessions])
+            data = await self._sessions.beside(request, write)
+        finally:
+            self._draining -= draining
         if drain:
             for session in sessions:
                 self._sessions.store.delete(session)
-        return as_response(
-            {"success": bool(data), "mode": mode, "data": data, "meta_info": self._counts(), "drained": drain}
-        )
+        before = orjson.dumps({"success": bool(data), "mode": mode})[:-1]
+        behind = orjson.dumps({"meta_info": self._counts(), "drained": drain})[1:]
+        body = b"".join((before, b',"data":', *list_parts((each,) for each in data), b",", behind))
+        return Response(body, media_type="application/json")
 
-    def _batch(self, instance_id: object, max_groups: object) -> list[Session]:
-        """Finalized sessions, whole groups of them, oldest first."""
+    def _batch(self, instance_id: Name | None, max_groups: object, *, drain: bool) -> list[Session]:
+        """Finalized sessions, whole groups of them, oldest first; to be drained, those that nobody else drains."""
         if max_groups is not None and (type(max_groups) is not int or max_groups < 1):
             raise BadRequest("max_groups must be a whole number from 1")
-        groups: dict[object, list[Session]] = {}
+        groups: dict[Name, list[Session]] = {}
         for session in self._sessions.store:
-            group = session.metadata.get("instance_id", session.id)
+            group = _group(session)
+            if drain and session.id in self._draining:
+                continue
             if session.finalized is not None and (instance_id is None or group == instance_id):
                 groups.setdefault(group, []).append(session)
         return [session for group in list(groups.values())[:max_groups] for session in group]
 
-    def _segments(self, session: Session) -> list[dict[str, Any]]:
-        request = SampleRequest.read(session.finalized)
-        samples = self._sessions.maker.make(session, request)
-        segments = orjson.loads(write_samples(session, samples, request))["samples"]
-        about = {"trajectory_id": session.id, "instance_id": session.metadata.get("instance_id")}
-        return [
-            {**about, "segment_index": index, "segment_count": len(segments), **segment}
-            for index, segment in enumerate(segments)
-        ]
+    def _plan(self, session: Session) -> SamplePlan:
+        return self._sessions.maker.plan(session, SampleRequest.read(session.finalized))
 
     async def _stats(self, request: Request) -> Response:
         return as_response(self._counts())
@@ -156,19 +171,20 @@ class DressageDialect:
         finalized = [session for session in store if session.finalized is not None]
         return {
             "trajectories": len(finalized),
-            "groups": len({session.metadata.get("instance_id", session.id) for session in finalized}),
+            "groups": len(set(map(_group, finalized))),
             "active_sessions": len(store) - len(finalized),
             "bytes": store.nbytes,
         }
 
     async def _pause(self, request: Request) -> Response:
-        mode = MODES.get((await read_object(request)).get("mode", "preempt"))
+        name = (await read_object(request)).get("mode", "preempt")
+        mode = MODES.get(name) if isinstance(name, str) else None
         if mode is None:
             raise BadRequest(f"mode must be one of {', '.join(MODES)}")
         return await self._order(PAUSE, request, mode=mode)
 
     async def _resume(self, request: Request) -> Response:
-        version = (await read_object(request)).get("version")
+        version = _name(await read_object(request), "version")
         if version is not None and str(version) != self._router.pool.weight_version:
             updated = await self._order(UPDATE_VERSION, request, new_version=str(version), abort_all_requests=False)
             if updated.status_code != 200:
@@ -197,6 +213,18 @@ class DressageDialect:
         }
 
 
+def _segments(plans: Sequence[tuple[Session, SamplePlan]]) -> list[bytes]:
+    """The samples of finalized sessions as the dialect has them, each as JSON."""
+    segments: list[bytes] = []
+    for session, plan in plans:
+        samples = plan.write_each()
+        about = {"trajectory_id": session.id, "instance_id": plan.metadata.get("instance_id")}
+        for index, sample in enumerate(samples):
+            own = orjson.dumps({**about, "segment_index": index, "segment_count": len(samples)})
+            segments.append(b"".join((own[:-1], b",", sample[1:])))
+    return segments
+
+
 def _session_id(scope: Scope) -> str | None:
     """The session that the headers name. A routing key alone is affinity, and a session only beside the dialect's own
     headers."""
@@ -205,6 +233,28 @@ def _session_id(scope: Scope) -> str | None:
     if name is None and (first(headers, INSTANCE) is not None or first(headers, TURN) is not None):
         name = first(headers, ROUTING)
     return name.decode("latin-1") if name else None
+
+
+def _group(session: Session) -> Name:
+    """Which group a session belongs to; its metadata, which anybody wrote, may name none."""
+    instance = session.metadata.get("instance_id")
+    return instance if isinstance(instance, (str, int)) else session.id
+
+
+def _name(parsed: Mapping[str, Any], field: str) -> Name | None:
+    """A name in a request, if it has one.
+
+    Raises:
+        BadRequest: it is neither a string nor a whole number, or too long.
+    """
+    value = parsed.get(field)
+    return None if value is None else _checked_name(field, value)
+
+
+def _checked_name(field: str, value: object) -> Name:
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or len(str(value)) > MAX_NAME:
+        raise BadRequest(f"{field} must be a string or a whole number, of at most {MAX_NAME} characters")
+    return value
 
 
 def _named(parsed: Mapping[str, Any]) -> str:

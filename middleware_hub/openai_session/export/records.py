@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import orjson
 
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.middlewares import TrajectoryRows
 from miles_router.trajectory import Trajectory
+from miles_router.trajectory.json_parts import list_parts
 
 
-def describe(session: Session) -> dict[str, Any]:
-    """The answer to `GET /sessions/{id}`."""
+def written(session_id: str, turns: Sequence[Turn], metadata: Mapping[str, Any]) -> bytes:
+    """The answer to `GET /sessions/{id}`. Turns do not change, so that it may be written in a thread."""
+    records = ((orjson.dumps(record(turn), default=dict),) for turn in turns)
+    begin, end = b'{"session_id":%b,"records":' % orjson.dumps(session_id), b',"metadata":%b}' % orjson.dumps(metadata)
+    return b"".join((begin, *list_parts(records), end))
+
+
+def metadata_of(session: Session) -> dict[str, Any]:
+    """What is true of a session as a whole, now."""
     return {
-        "session_id": session.id,
-        "records": [record(turn) for turn in session.turns],
-        "metadata": {
-            **session.metadata,
-            "created_at": session.created_at,
-            "last_used_at": session.used_at,
-            "in_flight": session.in_flight,
-            "turns": len(session.turns),
-            "roots": [turn.number for turn in session.roots],
-            "leaves": [turn.number for turn in session.leaves()],
-            "segments": len(session.roots),
-            "untraced": session.untraced,
-            "bytes": session.nbytes,
-        },
+        **session.metadata,
+        "created_at": session.created_at,
+        "last_used_at": session.used_at,
+        "in_flight": session.in_flight,
+        "turns": len(session.turns),
+        "roots": [turn.number for turn in session.roots],
+        "leaves": [turn.number for turn in session.leaves()],
+        "segments": len(session.roots),
+        "untraced": list(session.untraced),
+        "bytes": session.nbytes,
     }
 
 
@@ -45,7 +51,11 @@ def summary(session: Session) -> dict[str, Any]:
 
 def record(turn: Turn) -> dict[str, Any]:
     """One node of the tree. `span` are its sampled tokens within the trajectory of any leaf behind it, less those at
-    their end that the next turn of that line dropped."""
+    their end that the next turn of that line dropped.
+
+    `timestamp` to `status_code` are the fields of a miles `SessionRecord` (Unix seconds). Its `request` does not repeat
+    the history: `messages` stand behind so many.
+    """
     return {
         "turn": turn.number,
         "parent": None if turn.parent is None else turn.parent.number,
@@ -53,6 +63,7 @@ def record(turn: Turn) -> dict[str, Any]:
         "path": turn.path,
         "messages": turn.appended,
         "response": turn.answer,
+        "unrecorded_history": turn.unrecorded_history,
         "finish_reason": turn.finish_reason,
         "choice": turn.choice,
         "span": [turn.prompt_tokens, turn.tokens],
@@ -63,6 +74,11 @@ def record(turn: Turn) -> dict[str, Any]:
         "weight_versions": _weight_versions(turn),
         **turn.facts,
         **{kind.name: _rows(taken) for kind, taken in turn.rows.items()},
+        "timestamp": turn.facts.get("answered_at"),
+        "request_timestamp": turn.facts.get("asked_at"),
+        "method": "POST",
+        "status_code": 200,
+        "request": {"messages_before": turn.messages - len(turn.appended) - 1},
     }
 
 

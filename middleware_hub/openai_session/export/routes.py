@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from middleware_hub.openai_session.export.records import describe, summary
-from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest, write_samples
+from middleware_hub.openai_session.export.records import metadata_of, summary, written
+from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest
-from miles_router.middlewares import Exchange, RowMatch, TrajectoryRows
+from miles_router.middlewares import Exchange, Pace, RowMatch, Scope, TrajectoryRows, Watch
+from miles_router.trajectory.json_parts import list_parts
 from miles_router.trajectory.rows import RowKind
 
 SAFETENSORS, JSON = "application/octet-stream", "application/json"
-#: Samples with more bytes of rows are written in a thread.
-OFF_LOOP = 1 << 20
+Written = TypeVar("Written")
+
+
+class SampleForm(Protocol):
+    """A form of samples that is not ours, with an answer of its own."""
+
+    def is_meant(self, body: Mapping[str, Any], accept: str) -> bool:
+        """Whether a request asks for this form; `accept` is its header."""
+        ...
+
+    async def answer(self, request: Request, session: Session, body: Mapping[str, Any]) -> Response:
+        """The samples of a session."""
+        ...
 
 
 class SessionRoutes:
     """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`."""
 
-    def __init__(self, store: SessionStore, maker: SampleMaker) -> None:
+    def __init__(self, store: SessionStore, maker: SampleMaker, base_url: Callable[[Scope], str]) -> None:
         self.store = store
         self.maker = maker
+        self._base_url = base_url
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        #: Looked through for each request for samples, in order, before our own.
+        self.forms: list[SampleForm] = []
 
     def routes(self) -> Sequence[BaseRoute]:
         """In the order in which they are looked up."""
@@ -49,16 +66,24 @@ class SessionRoutes:
             raise BadRequest("session_id must be a string")
         if metadata is not None and not isinstance(metadata, dict):
             raise BadRequest("metadata must be an object")
+        address = self._base_url(request.scope)
         session = self.store.create(session_id, metadata)
-        base_url = f"{str(request.base_url).rstrip('/')}/sessions/{session.id}/v1"
-        return as_response({"session_id": session.id, "base_url": base_url}, 201)
+        base_url = f"{address}/sessions/{session.id}/v1"
+        return as_response({"session_id": session.id, "base_url": base_url})
 
     async def _list(self, request: Request) -> Response:
         self.store.expire()
-        return as_response({"sessions": [summary(session) for session in self.store]})
+        parts: list[tuple[bytes, ...]] = []
+        pace = Pace()
+        for session in self.store:
+            parts.append((orjson.dumps(summary(session)),))
+            await pace.step()
+        return Response(b"".join((b'{"sessions":', *list_parts(parts), b"}")), media_type=JSON)
 
     async def _read(self, request: Request) -> Response:
-        return as_response(describe(self._session(request)))
+        session = self._session(request)
+        write = partial(written, session.id, list(session.turns), metadata_of(session))
+        return Response(await self.beside(request, write), media_type=JSON)
 
     async def _delete(self, request: Request) -> Response:
         self.store.delete(self._session(request))
@@ -66,12 +91,24 @@ class SessionRoutes:
 
     async def _samples(self, request: Request) -> Response:
         session = self._session(request)
-        sample_request = SampleRequest.read(await read_object(request))
-        samples = self.maker.make(session, sample_request)
-        write = partial(write_samples, session, samples, sample_request)
-        large = sum(rows.nbytes for sample in samples for rows in sample.rows.values()) > OFF_LOOP
-        body = await asyncio.to_thread(write) if large else write()
+        wanted = await read_object(request)
+        accept = request.headers.get("accept", "")
+        form = next((form for form in self.forms if form.is_meant(wanted, accept)), None)
+        if form is not None:
+            return await form.answer(request, session, wanted)
+        sample_request = SampleRequest.read(wanted)
+        body = await self.beside(request, self.maker.plan(session, sample_request).write)
         return Response(body, media_type=SAFETENSORS if sample_request.format == "safetensors" else JSON)
+
+    async def beside(self, request: Request, work: Callable[[], Written]) -> Written:
+        """Do work beside the event loop, one piece after the other: several threads that want the interpreter's lock
+        would keep the loop from it. What is not begun when its client leaves is not done.
+
+        Raises:
+            ClientDisconnected: it has left.
+        """
+        with Watch(request.receive):
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def rows(self, kind: RowKind, asked: Mapping[str, Any]) -> RowMatch:
         """The rows of one sample, by its session and, where that has several, its leaf.

@@ -13,9 +13,13 @@ from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
 from miles_router.errors import BadRequest
 from miles_router.middlewares import RowChannel
 from miles_router.trajectory import InvalidTrajectory, Sample
-from miles_router.trajectory.rows import RowKind
-from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, ShapedRows
+from miles_router.trajectory.rows import KINDS, RowKind
+from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, ShapedRows, json_parts
 
+#: Where a sample's metadata says why it has no rows of a kind.
+NOTES = {kind: f"{kind.name}_missing" for kind in KINDS}
+#: What we say of a sample in its metadata.
+FACTS = ("session_id", "leaf", "reason", "turns", "untrained_turns", "untraced", "unrecorded_history", *NOTES.values())
 FIELDS = frozenset({"format", "max_seq_len", "branches", "reward", "label", "metadata"})
 
 
@@ -25,9 +29,11 @@ class SampleRequest:
 
     format: Format = "json"
     max_seq_len: int | None = None
-    branches: object = "all"
+    branches: object = ""  # none named: the operator's, or those of the form
     carried: Mapping[str, Any] = field(default_factory=dict)  # reward and label, given back on every sample
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    default_branches: str = "all"  # of the form
+    leave_out_prompts: bool = False  # a branch without room for more than its first prompt gives no sample
 
     @classmethod
     def read(cls, body: object) -> SampleRequest:
@@ -48,7 +54,7 @@ class SampleRequest:
         if metadata is not None and not isinstance(metadata, dict):
             raise BadRequest("metadata must be an object")
         carried = {name: body[name] for name in CARRIED if name in body}
-        return cls(form, longest, body.get("branches", "all"), carried, metadata or {})
+        return cls(form, longest, body.get("branches", ""), carried, metadata or {})
 
 
 @dataclass(frozen=True)
@@ -64,28 +70,70 @@ class SampleMaker:
     decode: Callable[[Sequence[int]], str]
     channels: Mapping[RowKind, RowChannel]
 
-    def make(self, session: Session, request: SampleRequest) -> list[Sample]:
-        """The samples of a session. A leaf in whose line nothing was sampled (aborted before its first token) gives
-        none.
+    def plan(self, session: Session, request: SampleRequest) -> SamplePlan:
+        """What the samples of a session will be, as it is now. A leaf in whose line nothing was sampled (aborted before
+        its first token) gives none.
 
         Raises:
             BadRequest: no such branch policy.
+            UnusableSample: a policy of the operator's gives something else than turns of this session.
+        """
+        selected = self.selection.leaves(session, request.branches, default=request.default_branches)
+        leaves = [leaf for leaf in selected if _was_answered(leaf)]
+        if request.leave_out_prompts and request.max_seq_len is not None:
+            leaves = [leaf for leaf in leaves if leaf.line()[0].prompt_tokens < request.max_seq_len]
+        facts = {
+            "session_id": session.id,
+            "turns": len(session.turns),
+            "segments": len(session.roots),
+            "untraced": list(session.untraced),
+        }
+        plans = list(zip(leaves, trained_elsewhere(leaves), strict=True))
+        return SamplePlan(self, request, plans, dict(session.metadata), facts)
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """Samples that are to be made, of turns that do not change any more: it may be done in a thread.
+
+    Attributes:
+        leaves: each with how many tokens of the turns of its line an earlier sample trains.
+        metadata: the session's.
+        facts: what stands beside it in the answer.
+    """
+
+    maker: SampleMaker
+    request: SampleRequest
+    leaves: Sequence[tuple[Turn, Mapping[Turn, int]]]
+    metadata: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+    def make(self) -> list[Sample]:
+        """The samples.
+
+        Raises:
             UnusableSample: one of them would break an invariant; none is given.
         """
-        leaves = [leaf for leaf in self.selection.leaves(session, request.branches) if _was_answered(leaf)]
-        plans = trained_elsewhere(leaves)
-        return [self._sample(session, leaf, plan, request) for leaf, plan in zip(leaves, plans, strict=True)]
+        return [self._sample(leaf, elsewhere) for leaf, elsewhere in self.leaves]
 
-    def _sample(self, session: Session, leaf: Turn, elsewhere: Mapping[Turn, int], request: SampleRequest) -> Sample:
-        line = leaf.line()
+    def write(self) -> bytes:
+        """The answer with the samples. Raises as `make`."""
+        return WRITERS[self.request.format](self.make(), {**self.metadata, **self.facts}, self.request.carried)
+
+    def write_each(self) -> list[bytes]:
+        """Each sample as JSON. Raises as `make`."""
+        return [b"".join(json_parts(sample, self.request.carried)) for sample in self.make()]
+
+    def _sample(self, leaf: Turn, elsewhere: Mapping[Turn, int]) -> Sample:
+        line, request = leaf.line(), self.request
         whole = line_trajectory(line, elsewhere=elsewhere)
         prompt = line[0].prompt_tokens
         cut = request.max_seq_len is not None and len(whole) > request.max_seq_len
         trajectory = whole[: request.max_seq_len] if cut else whole
         if len(trajectory) <= prompt:
             raise UnusableSample("has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens")
-        rows, missing = _rows(leaf, len(trajectory), self.channels.values())
-        facts = _facts(session, line, elsewhere, len(trajectory))
+        rows, missing = _rows(leaf, len(trajectory), self.maker.channels.values())
+        own = self._facts(line, elsewhere, len(trajectory))
         try:
             sample = Sample(
                 tokens=trajectory.tokens,
@@ -94,26 +142,29 @@ class SampleMaker:
                 weight_versions=tuple(trajectory.weight_versions),
                 response_length=len(trajectory) - prompt,
                 status="truncated" if cut else BY_FINISH_REASON.get(leaf.finish_reason, "completed"),
-                metadata={**session.metadata, **request.metadata, **facts, **missing},
+                metadata={**self.metadata, **request.metadata, **own, **missing},
                 **rows,
                 **request.carried,
             )
         except InvalidTrajectory as error:
             raise UnusableSample(error.invariant, f"turn {leaf.number}: {error}") from None
         # After the checks: a tokenizer may fail over an id that does not exist.
-        return replace(sample, response=self.decode(sample.tokens[prompt:].tolist()))
+        return replace(sample, response=self.maker.decode(sample.tokens[prompt:].tolist()))
 
-
-def write_samples(session: Session, samples: Sequence[Sample], request: SampleRequest) -> bytes:
-    """The answer with the samples of a session. It does no I/O and may run in a thread."""
-    metadata = {
-        **session.metadata,
-        "session_id": session.id,
-        "turns": len(session.turns),
-        "segments": len(session.roots),
-        "untraced": session.untraced,
-    }
-    return WRITERS[request.format](samples, metadata, request.carried)
+    def _facts(self, line: Sequence[Turn], elsewhere: Mapping[Turn, int], length: int) -> dict[str, Any]:
+        """What the metadata of a sample, the first `length` tokens of a line, says of its turns: where they are, and
+        which of them another sample trains."""
+        spans = zip(line, line_ends(line), strict=True)
+        turns = [(turn, min(end, length)) for turn, end in spans if turn.prompt_tokens < length]
+        return {
+            "session_id": self.facts["session_id"],
+            "leaf": line[-1].number,
+            "reason": next((turn.reason for turn in line if turn.reason is not None), None),
+            "turns": [turn_span(turn, end) for turn, end in turns],
+            "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
+            "untraced": len(self.facts["untraced"]),
+            "unrecorded_history": any(turn.unrecorded_history for turn in line),
+        }
 
 
 def _was_answered(leaf: Turn) -> bool:
@@ -130,7 +181,7 @@ def _rows(leaf: Turn, tokens: int, channels: Iterable[RowChannel]) -> tuple[dict
             try:
                 rows[channel.kind.name] = _shaped(leaf, tokens, channel)
             except InvalidTrajectory as error:
-                missing[f"{channel.kind.name}_missing"] = str(error)
+                missing[NOTES[channel.kind]] = str(error)
     return rows, missing
 
 
@@ -142,18 +193,3 @@ def _shaped(leaf: Turn, tokens: int, channel: RowChannel) -> ShapedRows:
     if channel.shape is None:
         raise kind.invalid("of_the_model", f"the model's shape is not known: set {channel.shape_option}")
     return channel.array(held.rows, 0, tokens - 1)
-
-
-def _facts(session: Session, line: Sequence[Turn], elsewhere: Mapping[Turn, int], length: int) -> dict[str, Any]:
-    """What the metadata of a sample, the first `length` tokens of a line, says of its turns: where they are, and which
-    of them another sample trains."""
-    spans = zip(line, line_ends(line), strict=True)
-    turns = [(turn, min(end, length)) for turn, end in spans if turn.prompt_tokens < length]
-    return {
-        "session_id": session.id,
-        "leaf": line[-1].number,
-        "reason": next((turn.reason for turn in line if turn.reason is not None), None),
-        "turns": [turn_span(turn, end) for turn, end in turns],
-        "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
-        "untraced": len(session.untraced),
-    }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.sessions.messages import load_function
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
-from miles_router.errors import BadRequest
+from miles_router.errors import BadRequest, ConfigError
 
 Policy = Callable[[Session], Sequence[Turn]]
 
@@ -37,19 +37,32 @@ POLICIES: Mapping[str, Policy] = {"all": all_leaves, "last": last_leaf, "drop-su
 
 
 class Selection:
-    """The policies that a request may name: ours, and those that the operator named in the options."""
+    """The policies that a request may name: ours, and those that the operator named in the options.
 
-    def __init__(self, allowed: Sequence[str]) -> None:
+    Args:
+        allowed: dotted paths of the operator's.
+        default: the policy of a request that names none; empty for that of the form it asks in.
+
+    Raises:
+        ConfigError: one of them is none.
+    """
+
+    def __init__(self, allowed: Sequence[str], default: str = "") -> None:
         own = {path: load_function(path, "branch_policies", POLICIES) for path in allowed}
         self._policies: dict[str, Policy] = {**POLICIES, **own}
+        if default and default not in self._policies:
+            known = ", ".join(self._policies)
+            raise ConfigError(f"openai_session_middleware.default_branches: must be one of {known}, not {default!r}")
+        self.default = default
 
-    def leaves(self, session: Session, policy: object) -> Sequence[Turn]:
-        """The leaves that a policy selects.
+    def leaves(self, session: Session, policy: object = "", *, default: str = "all") -> Sequence[Turn]:
+        """The leaves that a policy selects; without one the operator's default does, or else `default`.
 
         Raises:
             BadRequest: no such policy may be named.
             UnusableSample: a policy of the operator's gives something else than turns of this session.
         """
+        policy = (self.default or default) if policy == "" else policy
         select = self._policies.get(policy) if isinstance(policy, str) else None
         if select is None:
             raise BadRequest(f"branches must be one of {', '.join(self._policies)}")

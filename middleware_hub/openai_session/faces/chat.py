@@ -34,13 +34,13 @@ class ChatFace(Face):
         assert isinstance(request, Mapping)
         return request
 
-    def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
         """Place a request behind the deepest turn whose messages it begins with.
 
         Raises:
             BadRequest: it is none.
         """
-        fields = self.fields(request)
+        fields = self._settings.of_chat(self.fields(request))
         messages = tuple(fields["messages"])
         contexts = contexts_of(fields)
         place = session.place(messages, [context.key for context in contexts], self._equal)
@@ -48,13 +48,13 @@ class ChatFace(Face):
             return PendingTurn(session, self.path, fields, (place,), now)
         try:
             context = next(each for each in contexts if each.key == place.context)
-            prompt = self._prompt(fields, context, place, place.parent)
+            prompt = await self._prompt(fields, context, place, place.parent)
         except NotAppendOnly as reason:
             root = Place(None, messages, contexts[0].key)
             return PendingTurn(session, self.path, fields, (root,), now, segment=str(reason))
         return PendingTurn(session, self.path, fields, (place,), now, prompt)
 
-    def _prompt(self, fields: Mapping[str, Any], context: Context, place: Place, parent: Turn) -> TokenPrompt:
+    async def _prompt(self, fields: Mapping[str, Any], context: Context, place: Place, parent: Turn) -> TokenPrompt:
         """The ids behind a held turn.
 
         Raises:
@@ -70,6 +70,6 @@ class ChatFace(Face):
             tool_calls=tuple((call.get("id"), call["function"]["name"]) for call in calls),
             reasoning=bool(parent.answer.get("reasoning_content")),
         )
-        extension = self._continuation.after(end, place.appended, context.tools, context.template_kwargs)
+        extension = await self._continuation.after(end, place.appended, context.tools, context.template_kwargs)
         tokens = parent.trajectory().tokens
         return TokenPrompt(tokens[: len(tokens) - extension.drop], Piece.given(extension.ids), extension.drop)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import orjson
@@ -35,7 +36,7 @@ class CompletionsFace(Face):
             return "with echo, text and logprobs are the prompt's as well"
         return None
 
-    def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
         """Place each prompt of a request.
 
         Raises:
@@ -43,20 +44,49 @@ class CompletionsFace(Face):
         """
         if not isinstance(request, Mapping):
             raise BadRequest("the request body must be a JSON object")
+        request = self._settings.of_any(request)
         prompt = request.get("prompt")
         if not isinstance(prompt, (str, list)):
             raise BadRequest("prompt must be a string, token ids, or a list of either")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
             prompt = prompt[0]
-        if isinstance(prompt, list) and not all(type(each) is int for each in prompt):
+        if isinstance(prompt, list) and (set(map(type, prompt)) & {str, list}):
+            _check_prompts(prompt)
             places = [_root(each) for each in prompt]
             return PendingTurn(session, self.path, request, places, now, segment="batch")
         turn = PendingTurn(session, self.path, request, (_root(prompt),), now)
         if isinstance(prompt, list):
-            _extend(turn, prompt)
+            _extend(turn, prompt, _checked_ids(prompt))
         elif _continues(prompt, session):
             turn.segment = "text_prompt"
         return turn
+
+
+def _check_prompts(prompts: list[Any]) -> None:
+    """See that each prompt of a batch is a text or ids.
+
+    Raises:
+        BadRequest: one of them is neither.
+    """
+    for each in prompts:
+        if isinstance(each, list):
+            _checked_ids(each)
+        elif not isinstance(each, str):
+            raise BadRequest("prompt must be a string, token ids, or a list of either")
+
+
+def _checked_ids(prompt: list[Any]) -> Tokens:
+    """A prompt's ids.
+
+    Raises:
+        BadRequest: they are none. An engine ends over some of them.
+    """
+    if not set(map(type, prompt)) <= {int}:
+        raise BadRequest("prompt must be a string, token ids, or a list of either")
+    try:
+        return Piece.given(prompt).tokens
+    except InvalidTrajectory as error:
+        raise BadRequest(f"prompt: {error}") from None
 
 
 def _root(prompt: object) -> Place:
@@ -71,12 +101,8 @@ def _message(prompt: object) -> Message:
     return {"role": "prompt", "content": prompt}
 
 
-def _extend(turn: PendingTurn, prompt: list[int]) -> None:
+def _extend(turn: PendingTurn, prompt: list[int], ids: Tokens) -> None:
     """Place a prompt of ids behind the deepest turn that it begins with."""
-    try:
-        ids = Piece.given(prompt).tokens
-    except InvalidTrajectory:
-        return  # the engine says what is wrong with it
     parent = _deepest(ids, turn.session)
     if parent is not None:
         turn.places = (Place(parent, (_message(prompt[parent.tokens :]),), parent.context),)

@@ -10,6 +10,8 @@ the table of `faces/__init__.py`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from middleware_hub.openai_session.continuing.continuation import Continuation
@@ -41,6 +43,30 @@ class ReplyWriter:
         return body
 
 
+@dataclass(frozen=True)
+class RunSettings:
+    """What the training run puts into every turn, whatever its agent asks.
+
+    Attributes:
+        lora_path: the adapter that answers, by the engine's name for it; the base model where it is empty.
+        chat_template_kwargs: settings of the chat template; an agent's own count more.
+    """
+
+    lora_path: str = ""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def of_any(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A request with what belongs into one of any API."""
+        return {**request, "lora_path": self.lora_path} if self.lora_path else request
+
+    def of_chat(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A chat request with all of it. Template settings that are none are left for the engine to refuse."""
+        request, own = self.of_any(request), request.get("chat_template_kwargs") or {}
+        if not self.chat_template_kwargs or not isinstance(own, Mapping):
+            return request
+        return {**request, "chat_template_kwargs": {**self.chat_template_kwargs, **own}}
+
+
 class Face(ABC):
     """One API. There is one object of it for each router."""
 
@@ -49,20 +75,21 @@ class Face(ABC):
     #: Where the engine is asked.
     endpoint: ClassVar[OpenAIEndpoint]
 
-    def __init__(self, continuation: Continuation, equal: Equality) -> None:
+    def __init__(self, continuation: Continuation, equal: Equality, settings: RunSettings | None = None) -> None:
         self._continuation = continuation
         self._equal = equal
+        self._settings = settings or RunSettings()
 
     def untraceable(self, request: object) -> str | None:
         """Why a request cannot be recorded and passes as it is; None if it can."""
         return None
 
     @abstractmethod
-    def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
         """Read a parsed request and place it in its session.
 
         Raises:
-            BadRequest: it is none.
+            BadRequest: it is none, or a text in it is too long.
         """
 
     def writer(self, turn: PendingTurn) -> ReplyWriter:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from urllib.parse import unquote_to_bytes
-
 from middleware_hub.openai_session.errors import SessionNotFound
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.middlewares import Scope
 
 PREFIX = "/sessions/"
+ROUTING = b"x-smg-routing-key"
 
 
 def addressed(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
@@ -21,9 +20,11 @@ def addressed(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
     name, _, rest = scope["path"][len(PREFIX) :].partition("/")
     session = store.get(name)
     raw = scope["raw_path"].split(b"/", 3)
-    # A slash that is percent-encoded is part of a name, and of none we give.
-    if len(raw) < 4 or unquote_to_bytes(raw[2]) != name.encode():
+    if len(raw) < 4:
         raise SessionNotFound(f"no session at {scope['path']!r}")
     headers = [pair for pair in scope["headers"] if pair[0] != b"x-session-id"]
-    headers.append((b"x-session-id", session.id.encode("ascii")))
+    name_bytes = session.id.encode("ascii")
+    headers.append((b"x-session-id", name_bytes))
+    if not any(pair[0] == ROUTING for pair in headers):  # what a router behind this one reads
+        headers.append((ROUTING, name_bytes))
     return session, {**scope, "path": f"/{rest}", "raw_path": b"/" + raw[3], "headers": headers}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import orjson
@@ -103,6 +104,14 @@ def load_function(path: str, option: str, names: Mapping[str, object]) -> Callab
     if not callable(found):
         raise ConfigError(f"{where}: {path!r} is no function")
     return found  # type: ignore[no-any-return]  # whatever its operator named
+
+
+def says(message: Message) -> bytes:
+    """A digest of what an answer says: its text, and the names of the functions it calls. Unlike an equality it needs
+    no other message, and it does not see what agents' libraries write anew."""
+    calls = message.get("tool_calls")
+    names = [_function(call).get("name") for call in calls] if isinstance(calls, list) else []
+    return blake2b(orjson.dumps([_content(message), names]), digest_size=16).digest()
 
 
 def _but_for_calls(held: Message, sent: Message) -> bool:

@@ -14,9 +14,11 @@ from middleware_hub.openai_session.errors import SessionExists, SessionFull, Ses
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.statistics import SessionStatistics
-from miles_router.errors import BadRequest, ConfigError
+from miles_router.errors import BadRequest, ConfigError, RouterError
 
 ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
+#: Bytes of what a client may have a session carry beside its turns: metadata, and label and reward.
+MAX_CARRIED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,19 @@ class Bounds:
 
 
 class SessionStore:
-    """Sessions by id, least recently used first."""
+    """Sessions by id, least recently used first.
 
-    def __init__(self, bounds: Bounds, now: Callable[[], float]) -> None:
+    Args:
+        now: Unix seconds, which are shown.
+        clock: seconds that never jump, by which sessions expire.
+    """
+
+    def __init__(self, bounds: Bounds, now: Callable[[], float], clock: Callable[[], float]) -> None:
         self.bounds = bounds
         self.nbytes = 0
         self.statistics = SessionStatistics(sessions=lambda: len(self), bytes=lambda: self.nbytes)
         self._now = now
+        self._clock = clock
         self._sessions: OrderedDict[str, Session] = OrderedDict()
 
     def __len__(self) -> int:
@@ -67,7 +75,7 @@ class SessionStore:
         """A new session.
 
         Raises:
-            BadRequest: an id that does not fit into a path.
+            BadRequest: an id that does not fit into a path, or metadata of more than `MAX_CARRIED_BYTES`.
             SessionExists: the id is taken.
             TooManySessions: there is no room, even without those that have expired.
         """
@@ -75,14 +83,17 @@ class SessionStore:
             session_id = secrets.token_hex(16)
         elif not ID.fullmatch(session_id) or session_id in (".", ".."):
             raise BadRequest("session_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ ~ : -")
+        nbytes = _carried_bytes("metadata", metadata or {})
         self.expire()
         if session_id in self._sessions:
             raise SessionExists(f"session {session_id!r} exists already")
         if len(self._sessions) >= self.bounds.sessions:
-            raise TooManySessions(f"{len(self._sessions)} sessions are held already (max_sessions)")
+            raise self._full("max_sessions", TooManySessions, f"{len(self._sessions)} sessions are held already")
         self._check_room()
-        session = self._sessions[session_id] = Session(session_id, now=self._now(), metadata=metadata)
-        self.account(session, message_bytes(session.metadata))
+        session = self._sessions[session_id] = Session(
+            session_id, now=self._now(), clock=self._clock(), metadata=metadata
+        )
+        self.account(session, nbytes)
         self.statistics.created += 1
         return session
 
@@ -96,14 +107,22 @@ class SessionStore:
         session = self._sessions.get(session_id)
         if session is None:
             raise SessionNotFound(f"no session {session_id!r}; make it with POST /sessions")
-        session.used_at = self._now()
-        self._sessions.move_to_end(session_id)
+        self._used(session)
         return session
 
     def get_or_create(self, session_id: str) -> Session:
         """The session with this id, made if there is none. Raises as `create`."""
         self.expire()  # first: `get` would find that it has expired
-        return self.get(session_id) if session_id in self._sessions else self.create(session_id)
+        if session_id in self._sessions:
+            return self.get(session_id)
+        session = self.create(session_id)
+        session.made_by_a_turn = True
+        return session
+
+    def drop_unused(self, session: Session) -> None:
+        """Forget a session that was made by its first turn, where that was refused: nobody knows of it."""
+        if session.made_by_a_turn and not (session.turns or session.untraced or session.in_flight):
+            self.delete(session)
 
     def delete(self, session: Session) -> None:
         """Forget it; requests in flight finish and their results are dropped."""
@@ -117,14 +136,14 @@ class SessionStore:
         """Forget the sessions that nobody has used for `idle_timeout`."""
         if not self.bounds.idle_timeout:
             return
-        before = self._now() - self.bounds.idle_timeout
+        before = self._clock() - self.bounds.idle_timeout
         for session in list(self._idle_since(before)):
             self.delete(session)
             self.statistics.expired += 1
 
     def _idle_since(self, before: float) -> Iterator[Session]:
         for session in self._sessions.values():
-            if session.used_at > before:
+            if session.idle_since > before:
                 return
             if not session.in_flight:
                 yield session
@@ -137,14 +156,19 @@ class SessionStore:
         """
         if len(session.turns) + session.in_flight > self.bounds.turns:
             under_way = f" and {session.in_flight - 1} under way" if session.in_flight > 1 else ""
-            raise SessionFull(f"the session has {len(session.turns)} turns already{under_way} (max_turns)")
+            raise self._full("max_turns", SessionFull, f"the session has {len(session.turns)} turns already{under_way}")
         if session.nbytes >= self.bounds.session_bytes:
-            raise SessionFull(f"the session holds {session.nbytes} bytes already (max_session_bytes)")
+            raise self._full("max_session_bytes", SessionFull, f"the session holds {session.nbytes} bytes already")
         self._check_room()
 
     def _check_room(self) -> None:
         if self.nbytes >= self.bounds.total_bytes:
-            raise TooManySessions(f"sessions hold {self.nbytes} bytes already (max_bytes); delete those collected")
+            message = f"sessions hold {self.nbytes} bytes already; delete those collected"
+            raise self._full("max_bytes", TooManySessions, message)
+
+    def _full(self, bound: str, error: type[RouterError], message: str) -> RouterError:
+        self.statistics.refused[bound] += 1
+        return error(f"{message} ({bound})")
 
     @contextmanager
     def in_use(self, session: Session) -> Iterator[None]:
@@ -155,11 +179,30 @@ class SessionStore:
         finally:
             session.in_flight -= 1
             if not session.deleted:
-                session.used_at = self._now()
-                self._sessions.move_to_end(session.id)
+                self._used(session)
+
+    def _used(self, session: Session) -> None:
+        session.used_at, session.idle_since = self._now(), self._clock()
+        self._sessions.move_to_end(session.id)
+
+    def account_carried(self, session: Session, carried: Mapping[str, Any]) -> None:
+        """A session is to carry label and reward, in place of those it has.
+
+        Raises:
+            BadRequest: they have more than `MAX_CARRIED_BYTES`.
+        """
+        before = message_bytes(session.finalized) if session.finalized is not None else 0
+        self.account(session, _carried_bytes("label and reward", carried) - before)
 
     def account(self, session: Session, nbytes: int) -> None:
         """`nbytes` more are held for a session."""
         if not session.deleted:
             session.nbytes += nbytes
             self.nbytes += nbytes
+
+
+def _carried_bytes(what: str, carried: Mapping[str, Any]) -> int:
+    nbytes = message_bytes(carried)
+    if nbytes > MAX_CARRIED_BYTES:
+        raise BadRequest(f"{what} may take {MAX_CARRIED_BYTES} bytes of memory, not {nbytes}")
+    return nbytes

@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.sessions.messages import Equality, Message, message_bytes
+from middleware_hub.openai_session.sessions.messages import Equality, Message, message_bytes, says
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
@@ -44,6 +44,7 @@ class Turn:
     rows: RowsByKind = field(default_factory=lambda: NO_ROWS)  # of all its tokens but the last, where they are captured
     first: Turn | None = field(default=None, repr=False)  # that answered the same request, if this one was not it
     children: list[Turn] = field(default_factory=list, repr=False)
+    unrecorded_history: bool = False  # an answer in `appended` is none that this session has recorded
     number: int = -1  # in the order in which turns were recorded
     prompt_tokens: int = field(init=False)
     tokens: int = field(init=False)
@@ -130,10 +131,11 @@ class Place:
 class Session:
     """One agent episode."""
 
-    def __init__(self, session_id: str, *, now: float, metadata: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, session_id: str, *, now: float, clock: float, metadata: Mapping[str, Any] | None = None) -> None:
         self.id = session_id
         self.created_at = now
         self.used_at = now
+        self.idle_since = clock  # by a clock that never jumps
         self.metadata = dict(metadata or {})
         self.turns: list[Turn] = []
         self.roots: list[Turn] = []
@@ -141,10 +143,12 @@ class Session:
         self.in_flight = 0
         self.replies: dict[str, Any] = {}  # by turn id, those under way included (turns/idempotency.py)
         self.deleted = False
+        self.made_by_a_turn = False  # which named it in a header; else by `POST /sessions`
         self.finalized: Mapping[str, Any] | None = None  # what it was finalized with: no further turns
         self.nbytes = 0  # arrays and messages
         self._messages: dict[bytes, Message] = {}  # every one that was sent, by digest
         self._contexts: dict[bytes, bytes] = {}
+        self._answers: set[bytes] = set()  # what every recorded answer says, by digest
 
     def place(self, messages: Sequence[Message], contexts: Sequence[bytes], equal: Equality) -> Place:
         """The deepest turn that a request's messages extend in one of these contexts, the latest of several."""
@@ -193,6 +197,9 @@ class Session:
         same = [other for other in siblings if _same_request(turn, other, equal)]
         turn.first = (same[0].first or same[0]) if same else None
         turn.reason = self._reason(turn, siblings, same, equal)
+        said = (says(message) for message in turn.appended if message.get("role") == "assistant")
+        turn.unrecorded_history = not self._answers.issuperset(said)
+        self._answers.add(says(turn.answer))
         turn.number = len(self.turns)
         self.turns.append(turn)
         siblings.append(turn)
@@ -241,6 +248,7 @@ class Session:
         self.replies.clear()
         self._messages.clear()
         self._contexts.clear()
+        self._answers.clear()
 
 
 def _same_request(turn: Turn, other: Turn, equal: Equality) -> bool:

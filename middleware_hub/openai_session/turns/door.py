@@ -1,4 +1,5 @@
-"""Where requests within a session come in: a turn is taken by the face of its path, anything else passes."""
+"""Where requests within a session come in: a turn is taken by the face of its path, what agents need besides passes.
+Nothing else does: whoever has a session's address has the clients' key, and runs what a model wrote."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from middleware_hub.openai_session.turns.idempotency import once, turn_id_of
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from miles_router.engines import paths
-from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, replay
+from miles_router.errors import NotFound
+from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay
 
 #: Paths that generate, and that are not recorded where no face answers them.
 UNTRACED = frozenset({paths.MESSAGES, paths.RESPONSES, paths.GENERATE})
@@ -38,13 +40,19 @@ class TurnDoor:
         self._now = now
 
     async def request(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
-        """Any request within a session."""
-        if scope["method"] == "POST" and scope["path"] in self._faces:
+        """Any request within a session.
+
+        Raises:
+            NotFound: it is none that an agent makes.
+        """
+        method, path = scope["method"], scope["path"]
+        if method == "POST" and path in self._faces:
             await self.turn(session, scope, receive, send)
             return
-        if scope["method"] == "POST" and scope["path"] in UNTRACED:
-            request_id = Exchange.of(scope).request_id
-            self._recorder.pass_by(scope["path"], session, "this endpoint is not traced", request_id)
+        if method == "POST" and path in UNTRACED:
+            self._recorder.pass_by(path, session, "this endpoint is not traced", Exchange.of(scope).request_id)
+        elif not _is_aside(method, path):
+            raise NotFound(f"within a session there is no {method} {path}")
         with self._store.in_use(session):
             await self._app(scope, receive, send)
 
@@ -66,7 +74,8 @@ class TurnDoor:
             if session.finalized is not None:
                 raise SessionFinalized(f"session {session.id!r} is finalized")
             self._store.check_room(session)
-            turn = face.turn(session, parsed, now=self._now())
+            with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
+                turn = await face.turn(session, parsed, now=self._now())
             turn.turn_id = turn_id
             await self._runner.run(face, turn, scope, receive, send)
 
@@ -79,3 +88,10 @@ class TurnDoor:
                 await run(send)
             else:
                 await once(session, turn_id, send, run, lambda nbytes: self._store.account(session, nbytes))
+
+
+def _is_aside(method: str, path: str) -> bool:
+    """Whether an agent may ask for this beside its turns."""
+    if method == "POST":
+        return path in paths.ASIDE
+    return method in ("GET", "HEAD") and (path == paths.MODELS or path.startswith(f"{paths.MODELS}/"))

@@ -20,6 +20,7 @@ from miles_router.trajectory import InvalidTrajectory, Piece, Trajectory
 logger = logging.getLogger(__name__)
 
 MAX_UNTRACED = 1000  # of one session; the log has the rest
+UNTRACED_BYTES = 1024  # of each of them, about
 TURN_BYTES = 2048  # what a turn takes beside its arrays and messages, about
 
 
@@ -58,6 +59,7 @@ class TurnRecorder:
             turn.rows = pending.handovers.take(choice.index, turn.tokens, choice.facts.get("rid"))
             session.grow(turn, self._equal)
             self.statistics.turns += 1
+            self.statistics.unrecorded_history += turn.unrecorded_history
             self.statistics.sampled_tokens += sum(map(len, sampled))
             nbytes += Trajectory(sampled).nbytes + message_bytes(turn.answer) + TURN_BYTES
         self._store.account(session, nbytes)
@@ -111,6 +113,7 @@ class TurnRecorder:
         """A request in a session that is not recorded; the session says so."""
         self.statistics.untraced += 1
         if len(session.untraced) < MAX_UNTRACED:
+            self._store.account(session, UNTRACED_BYTES)
             session.untraced.append({"path": path, "reason": reason, "request_id": request_id, "at": self._now()})
         fields = {"session_id": session.id, "path": path, "reason": reason, "request_id": request_id}
         logger.warning("turn_not_traced", extra={"fields": fields})

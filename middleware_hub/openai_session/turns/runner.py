@@ -37,14 +37,21 @@ from miles_router.middlewares import (
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
+class TurnReply(Collected):
+    """The whole reply to a turn."""
+
+    layer = "openai_sessions"
+
+
 class TurnRunner:
     """Runs turns through the layers inside."""
 
-    def __init__(self, app: ASGIApp, router: Router, recorder: TurnRecorder) -> None:
+    def __init__(self, app: ASGIApp, router: Router, recorder: TurnRecorder, *, whole_answers: bool = False) -> None:
         self._app = app
         self._router = router
         self._recorder = recorder
         self._stream_facts = StreamFacts(router)
+        self._whole_answers = whole_answers
 
     async def run(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one turn.
@@ -73,7 +80,8 @@ class TurnRunner:
         if face.endpoint.chunks is None:
             return False
         # A stream of several choices tells the rows of one alone, and those of some kinds it does not tell.
-        if any(turn.several or not ROW_FIELDS[kind].in_chat_streams for kind in turn.handovers):
+        untold = any(turn.several or not ROW_FIELDS[kind].in_chat_streams for kind in turn.handovers)
+        if self._whole_answers or untold:
             return True
         return await self._stream_facts.fall_short(turn, face.endpoint)
 
@@ -82,7 +90,9 @@ class TurnRunner:
     async def _streamed(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
         writer = face.writer(turn)
         stream = TurnStream(turn, face.endpoint, writer, self._version_of(scope))
-        tap = TurnTap(send, stream, writer, lambda: self._end_of_stream(face, turn, stream, scope))
+        tap = TurnTap(
+            send, self._router.metrics, stream, writer, lambda: self._end_of_stream(face, turn, stream, scope)
+        )
         body = _body(face, turn, stream=True)
         await tap.call(self._app, _inner(face, scope, body), replay(body, receive))
 
@@ -139,7 +149,7 @@ class TurnRunner:
         gate, again = self._router.gate, self._router.config.partial_rollout == "resume"
         while True:
             pauses = gate.pauses
-            collected = Collected()
+            collected = TurnReply(self._router.metrics)
             await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
             cut = again and gate.pauses != pauses and not Exchange.of(scope).flight.aborted
             if not cut or not collected.is_json or not _was_aborted(_answer(collected)):

@@ -15,7 +15,7 @@ from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.choices import Choice, OpenAIEndpoint
-from miles_router.middlewares import OK, Event, Kind, Message, Send, Tap
+from miles_router.middlewares import OK, Event, Kind, Message, Send, Tap, UnreadCounter
 
 
 class TurnStream:
@@ -104,9 +104,14 @@ class TurnTap(Tap):
     layer = "openai_sessions"
 
     def __init__(
-        self, send: Send, stream: TurnStream, writer: ReplyWriter, record: Callable[[], Awaitable[None]]
+        self,
+        send: Send,
+        metrics: UnreadCounter,
+        stream: TurnStream,
+        writer: ReplyWriter,
+        record: Callable[[], Awaitable[None]],
     ) -> None:
-        super().__init__(send)
+        super().__init__(send, metrics)
         self._stream = stream
         self._writer = writer
         self._record = record
@@ -122,6 +127,7 @@ class TurnTap(Tap):
         Raises:
             UnusableAnswer: always, but for refusals.
         """
+        super().unread(reason)
         if self.start["status"] == OK:
             raise UnusableAnswer(f"the worker's answer cannot be read: {reason}")
 
@@ -137,6 +143,7 @@ class TurnTap(Tap):
 
     async def event(self, event: Event) -> bytes:
         """What the agent is shown of it."""
+        self.keep(self._stream, len(event.raw), more=True)
         shown = self._stream.feed(event)
         return shown + await self._end() if event.is_last else shown
 

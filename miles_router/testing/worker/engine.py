@@ -53,6 +53,7 @@ class Engine:
         self.slow_down_s = 0.0
         self.updating = False
         self.healthy = True
+        self.stopped = False
         self.adapters: dict[str, str] = {}
         self.cache = PrefixCache()
         self.scripts: deque[list[int]] = deque()
@@ -144,15 +145,28 @@ class Engine:
             generation.waiting = False
         self._pulse()
 
+    def stop(self) -> None:
+        """Stand still where it is, as a scheduler process that was stopped; what does not need it is answered."""
+        self.stopped = True
+
+    def go_on(self) -> None:
+        """End that."""
+        self.stopped = False
+        self._pulse()
+
+    async def turn(self) -> None:
+        """Wait until the scheduler moves; a paused one does."""
+        await self._until(lambda: not self.stopped)
+
     async def idle(self) -> None:
         """Wait until nothing runs."""
         await self._until(lambda: not self.running)
 
     async def generates_before(self, deadline: float) -> bool:
-        """Whether the engine is, or gets, out of its pause before a time of the loop's clock."""
+        """Whether the engine moves and is out of its pause, or gets there, before a time of the loop's clock."""
         remaining = deadline - asyncio.get_running_loop().time()
         try:
-            await asyncio.wait_for(self._until(lambda: self.paused is None), max(0.0, remaining))
+            await asyncio.wait_for(self._until(self._generates), max(0.0, remaining))
         except asyncio.TimeoutError:
             return False
         return True
@@ -190,7 +204,11 @@ class Engine:
             if generation.due_for_forced_output():
                 generation.flush()
 
+    def _generates(self) -> bool:
+        return self.paused is None and not self.stopped
+
     async def _thaw(self, generation: Generation) -> None:
+        await self.turn()
         if self.paused in (PauseMode.RETRACT, PauseMode.IN_PLACE):
             await self._until(lambda: self.paused is None or generation.finish_reason is not None)
 

@@ -145,7 +145,8 @@ async def detokenize(visit: Visit) -> web.StreamResponse:
 
 
 async def ping(visit: Visit) -> web.StreamResponse:
-    return await visit.reply.empty()
+    """503 after a failed `/health` until one succeeds; a pause changes nothing."""
+    return await visit.reply.empty(200 if visit.engine.healthy else 503)
 
 
 async def root(visit: Visit) -> web.StreamResponse:

@@ -27,7 +27,7 @@ from miles_router.testing.worker.faults import Faults
 from miles_router.testing.worker.generate_input import LethalPrompt
 from miles_router.testing.worker.generation import Model
 from miles_router.testing.worker.indexer import IndexerShape
-from miles_router.testing.worker.info_routes import INFO_ROUTES, model
+from miles_router.testing.worker.info_routes import INFO_ROUTES, model, server_info
 from miles_router.testing.worker.messages_routes import messages
 from miles_router.testing.worker.moe import MoeShape
 from miles_router.testing.worker.native_routes import generate
@@ -49,6 +49,8 @@ _ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/messages"): messages,
 }
 _ROUTES["GET", "/openapi.json"] = openapi(_ROUTES)
+#: What SGLang's HTTP process passes on to the scheduler, besides generations.
+_OF_THE_SCHEDULER = {*CONTROL_ROUTES.values(), server_info}
 _PATHS: dict[str, list[str]] = {}
 for _method, _path in _ROUTES:
     _PATHS.setdefault(_path, []).append(_method)
@@ -143,6 +145,15 @@ class SimulatedWorker:
     def running(self) -> int:
         """Generations that the engine works on now."""
         return len(self.engine.running)
+
+    def stop_scheduler(self) -> None:
+        """Hang as an engine does whose scheduler process was stopped: connections stay, `/model_info` is answered, and
+        what needs the scheduler is silent: generations, `/health`, `/server_info`, control requests."""
+        self.engine.stop()
+
+    def continue_scheduler(self) -> None:
+        """End that; what waited goes on."""
+        self.engine.go_on()
 
     def say(self, answer: str | list[int]) -> None:
         """Make the next generation answer this, then stop. Repeat it to plan several, each used once.
@@ -287,6 +298,8 @@ class SimulatedWorker:
             settings=self.settings,
         )
         try:
+            if route in _OF_THE_SCHEDULER:
+                await self.engine.turn()
             return await route(visit)
         except Refusal as refusal:
             return await reply.json(refusal.content, refusal.status)

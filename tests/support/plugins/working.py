@@ -270,6 +270,20 @@ class Stealing:
         return [Route("/metrics", lambda request: Response(), methods=["GET"])]
 
 
+class Inside:
+    """Says what it answers inside the stack; as a text, where it is careless."""
+
+    def __init__(self, app: ASGIApp, *, router: Router, careless: bool = False) -> None:
+        self.app = app
+        self.careless = careless
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+    def data_paths(self) -> Sequence[str]:
+        return "/inside/" if self.careless else ["/inside/", "/v1/exactly"]
+
+
 class Demanding:
     """Has an option without a default."""
 

@@ -1,0 +1,187 @@
+"""miles' form of samples (radixark/miles at 31f1ca961, `rollout/session/samples/codec.py`), and when it is meant.
+
+One safetensors file. Tensors of sample i: `tokens.i` int64 [n], and over its response `loss_mask.i` uint8 and
+`rollout_log_probs.i` float64; and where the router records them `rollout_routed_experts.i` and
+`rollout_indexer_topk.i`, int32 [n - 1, layers, top_k].
+Everything else is compact JSON in the tensor `_samples_meta`, uint8: `samples`, an object for each that names in
+`nulls` the tensors it has not; `session_metadata`; and `empty_reason`, why there is no sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from middleware_hub.openai_session.continuing.comparison import Comparison
+from middleware_hub.openai_session.export.routes import SAFETENSORS, SessionRoutes
+from middleware_hub.openai_session.export.samples import FACTS, SamplePlan, SampleRequest
+from middleware_hub.openai_session.sessions.tree import Session, Turn
+from miles_router.engines import paths
+from miles_router.trajectory import Sample
+from miles_router.trajectory.safetensors import TensorFile
+
+NAME = "miles"
+#: A larger file is written while it is sent, in threads.
+AT_ONCE = 1 << 20
+#: What the chat template is asked about a line: messages, tools, settings, and the tokens that are held.
+Question = tuple[Sequence[Any], Any, Mapping[str, Any], list[int]]
+#: What its client sends; the second only from the servers of its version 2.
+SENT = frozenset({"max_seq_len", "metadata"})
+META = "_samples_meta"
+TENSORS: Mapping[str, type[np.generic]] = {
+    "tokens": np.int64,
+    "loss_mask": np.uint8,
+    "rollout_log_probs": np.float64,
+    "rollout_routed_experts": np.int32,
+    "rollout_indexer_topk": np.int32,
+}
+#: In its order. The first version's reader knows no `reward` and leaves it alone.
+VALUES = ("response", "response_length", "status", "weight_versions", "prefix_cache_info", "metadata", "reward")
+
+
+class MilesForm:
+    """Answers requests for samples in this form."""
+
+    def __init__(self, sessions: SessionRoutes, comparison: Comparison) -> None:
+        self._sessions = sessions
+        self._comparison = comparison
+
+    def is_meant(self, body: Mapping[str, Any], accept: str) -> bool:
+        """By name, by `Accept`, or because it is just what the client sends."""
+        if "format" in body:
+            return bool(body["format"] == NAME)
+        if "application/json" in accept:
+            return False
+        return SAFETENSORS in accept or ("max_seq_len" in body and body.keys() <= SENT)
+
+    async def answer(self, request: Request, session: Session, body: Mapping[str, Any]) -> Response:
+        """The file. Raises as `SampleRequest.read` and `SamplePlan.make`, but that a sample without room for its first
+        prompt is left out."""
+        wanted = SampleRequest.read({name: value for name, value in body.items() if name != "format"})
+        # Its first version wants one sample, and goes on from the branch that was asked last.
+        policy = "drop-superseded" if "metadata" in body else "last"
+        carried = {"reward": wanted.metadata.get("reward"), **wanted.carried}
+        wanted = replace(wanted, carried=carried, default_branches=policy, leave_out_prompts=True)
+        plan = self._sessions.maker.plan(session, wanted)
+        leaves = [leaf for leaf, _ in plan.leaves]
+        about = {**session.metadata, "router": _about(session, leaves)}
+        if "metadata" in body:
+            about["agent"] = wanted.metadata
+        reason = None if leaves else _empty_reason(session, wanted)
+        questions = [_question(leaf) for leaf in leaves]  # before others may change the session
+        write = partial(self._write, plan, questions, about, reason)
+        return _response(await self._sessions.beside(request, write))
+
+    def _write(
+        self, plan: SamplePlan, questions: Sequence[Question | None], about: Mapping[str, Any], reason: str | None
+    ) -> TensorFile:
+        own, beside = {**plan.metadata, **plan.request.metadata}, dict[str, Any]()
+        entries = []
+        for sample, (leaf, _), question in zip(plan.make(), plan.leaves, questions, strict=True):
+            mismatch = None if question is None else self._comparison.mismatches(*question)
+            mismatches = {} if mismatch is None else {"tito_session_mismatch": mismatch}
+            beside |= mismatches
+            entries.append(fields_of(sample, {**own, **_metadata(sample, leaf), **mismatches}))
+        return samples_file(entries, {**about, **beside}, reason)
+
+
+def samples_file(
+    entries: Sequence[Mapping[str, Any]], session_metadata: Mapping[str, Any], empty_reason: str | None
+) -> TensorFile:
+    """The file of samples, each with the fields of `TENSORS` and `VALUES` that it has."""
+    arrays, types, told = {}, {}, []
+    for place, entry in enumerate(entries):
+        for name, dtype in TENSORS.items():
+            if entry.get(name) is not None:
+                arrays[f"{name}.{place}"], types[f"{name}.{place}"] = entry[name], dtype
+        nulls = [name for name in TENSORS if entry.get(name) is None]
+        told.append({**{name: entry[name] for name in VALUES if name in entry}, "nulls": nulls})
+    meta = orjson.dumps({"samples": told, "session_metadata": session_metadata, "empty_reason": empty_reason})
+    return TensorFile({**arrays, META: np.frombuffer(meta, np.uint8)}, types=types)
+
+
+def fields_of(sample: Sample, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of one sample."""
+    return {
+        "reward": sample.reward,
+        **sample.trainer_fields(arrays=True),
+        "prefix_cache_info": _prefix_cache_info(sample),
+        "metadata": metadata,
+    }
+
+
+def _prefix_cache_info(sample: Sample) -> dict[str, int]:
+    """How much of what the engine was given was in its cache. A turn whose engine does not say counts for neither."""
+    turns = [turn for turn in sample.metadata["turns"] if turn["cached_tokens"] is not None]
+    return {
+        "cached_tokens": sum(turn["cached_tokens"] for turn in turns),
+        "total_prompt_tokens": sum(turn["start"] for turn in turns),
+    }
+
+
+def _metadata(sample: Sample, leaf: Turn) -> dict[str, Any]:
+    """What its trainer reads of one sample beside what it gave itself; what we say stands under `router`."""
+    line = leaf.line()
+    turns = sample.metadata["turns"]
+    before = [None, *(turn["answered_at"] for turn in turns)]
+    return {
+        "leaf": {
+            "node_id": leaf.number,
+            "parent": None if leaf.parent is None else leaf.parent.number,
+            "path_node_ids": [turn.number for turn in line],
+            "response_id": leaf.facts.get("rid"),
+        },
+        "lifecycle": [
+            {
+                "t0": turn["asked_at"],
+                "t1": turn["answered_at"],
+                "turn": number,
+                "req_ts": turn["asked_at"],
+                **({} if previous is None else {"prev_t1": previous}),
+            }
+            for number, (turn, previous) in enumerate(zip(turns, before, strict=False), 1)
+        ],
+        "router": {name: sample.metadata[name] for name in FACTS if name in sample.metadata},
+    }
+
+
+def _about(session: Session, leaves: Sequence[Turn]) -> dict[str, Any]:
+    """What we say of the session."""
+    return {
+        "session_id": session.id,
+        "turns": len(session.turns),
+        "segments": len(session.roots),
+        "untraced": list(session.untraced),
+        "branches_left_out": len(session.leaves()) - len(leaves),
+    }
+
+
+def _empty_reason(session: Session, request: SampleRequest) -> str:
+    if not session.turns:
+        return "no_records"
+    truncated = request.max_seq_len is not None and any(turn.sampled for turn in session.turns)
+    return "all_truncated" if truncated else "nothing_sampled"
+
+
+def _question(leaf: Turn) -> Question | None:
+    """What is asked about the line of a leaf; None where no chat template made it."""
+    if leaf.path == paths.COMPLETIONS:
+        return None
+    tools, settings = orjson.loads(leaf.context) if leaf.context else (None, {})
+    messages = [message for turn in leaf.line() for message in (*turn.appended, turn.answer)]
+    return messages, tools, settings, leaf.trajectory().tokens.tolist()
+
+
+def _response(file: TensorFile) -> Response:
+    """A large file is written while it is sent, in threads: rows are never held at their full width."""
+    if file.nbytes <= AT_ONCE:
+        return Response(b"".join(file.chunks()), media_type=SAFETENSORS)
+    headers = {"content-length": str(file.nbytes)}
+    return StreamingResponse(map(bytes, file.chunks()), headers=headers, media_type=SAFETENSORS)

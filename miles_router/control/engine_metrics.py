@@ -1,0 +1,77 @@
+"""The engines' own metrics in one text, in the form of the SGLang gateway's `/engine_metrics`: every sample has a label
+with the worker that said it, and names have `_` for `:`.
+
+Values are neither summed nor made up: a worker that does not answer in time has no samples, and a comment names it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping, Sequence
+
+from miles_router.control.fan_out import FanOut, Outcome
+from miles_router.engines import paths
+from miles_router.errors import NoWorkerAvailable, PartlyFailed
+from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.workers import WorkerState
+from miles_router.forwarding.outgoing import Outgoing
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LABEL = "worker_addr"
+#: A sample: name, labels with their braces or none, the rest.
+SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?(\s+(?:[-+]?[\d.]\S*|[-+]?Inf|NaN)(?:\s+-?\d+)?)")
+ABOUT = re.compile(r"# (?:HELP|TYPE) ([A-Za-z_:][\w:]*)")
+
+
+async def engine_metrics(fleet: Fleet, fan_out: FanOut, timeout: float) -> str:
+    """What every worker that is not quarantined says about itself within `timeout` seconds.
+
+    Raises:
+        NoWorkerAvailable: there is none.
+        PartlyFailed: none of them answered.
+    """
+    workers = [worker for worker in fleet.pool if worker.state is not WorkerState.QUARANTINED]
+    if not workers:
+        raise NoWorkerAvailable("no worker is registered that answers")
+    request = Outgoing("GET", paths.METRICS.encode("ascii"), [(b"accept", b"text/plain")], b"")
+    outcomes = await fan_out.ask(workers, request, timeout)
+    if not any(outcome.ok for outcome in outcomes):
+        raise PartlyFailed(f"no worker gave its metrics: {_refusals(outcomes)}")
+    texts = {outcome.worker.url: outcome.body.decode("utf-8", "replace") for outcome in outcomes if outcome.ok}
+    merged = await asyncio.to_thread(merge, texts)  # hundreds of engines have megabytes
+    silent = [outcome for outcome in outcomes if not outcome.ok]
+    return merged + "".join(f"# no metrics of {outcome.worker.url}: {_refusals([outcome])}\n" for outcome in silent)
+
+
+def merge(texts: Mapping[str, str]) -> str:
+    """Prometheus texts by worker as one text: each family once, with the samples of all workers. Pure."""
+    families: dict[str, tuple[dict[str, None], list[str]]] = {}  # the lines about it, once each; its samples
+    for url, text in texts.items():
+        family = ""
+        for line in text.splitlines():
+            if about := ABOUT.match(line):
+                family = about[1]
+                lines, _ = families.setdefault(family, ({}, []))
+                if not any(line[:6] == known[:6] for known in lines):  # HELP and TYPE of the first worker
+                    lines[line.replace(family, _name(family), 1)] = None
+            elif sample := SAMPLE.fullmatch(line):
+                name, labels, rest = sample.groups()
+                own = family if family and name.startswith(family) else name
+                families.setdefault(own, ({}, []))[1].append(f"{_name(name)}{{{_labelled(labels, url)}}}{rest}")
+    return "".join(f"{line}\n" for lines, samples in families.values() for line in (*lines, *samples))
+
+
+def _name(name: str) -> str:
+    return name.replace(":", "_")
+
+
+def _labelled(labels: str | None, url: str) -> str:
+    """With the worker's, unless it stands there: the worker may itself be a router."""
+    if labels and re.search(rf'(?:^|,)\s*{LABEL}="', labels):
+        return labels
+    return f'{labels.rstrip(", ")},{LABEL}="{url}"' if labels and labels.strip() else f'{LABEL}="{url}"'
+
+
+def _refusals(outcomes: Sequence[Outcome]) -> str:
+    return ", ".join(str(outcome.status or outcome.body.decode(errors="replace")) for outcome in outcomes)

@@ -1,0 +1,98 @@
+"""All connections of clients: what they share, how many there may be, and how long each may wait for what."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from typing import Any
+
+from miles_router.asgi.deadlines import Deadlines
+from miles_router.metrics import ClientStatistics
+from miles_router.middlewares.contract import ASGIApp
+from miles_router.serving.client_connection import ClientConnection
+from miles_router.serving.client_request import ClientRequest
+
+logger = logging.getLogger(__name__)
+
+#: Seconds for which what a client still sends behind its last answer is read and dropped. A connection that is closed
+#: with bytes unread is reset, and the reset would destroy the answer on its way.
+LINGER = 2.0
+#: Seconds between two looks at a client that has closed its own side.
+LOOK = 0.1
+#: Seconds.
+REFUSALS_LOGGED_EVERY = 10.0
+
+
+class ClientConnections:
+    """What uvicorn calls for each new connection.
+
+    Args:
+        limit: connections at once.
+        idle_seconds: between two requests.
+        head_seconds: from a connection's start, or the first byte of a request, to the end of its head.
+    """
+
+    def __init__(
+        self, app: ASGIApp, statistics: ClientStatistics, *, limit: int, idle_seconds: float, head_seconds: float
+    ) -> None:
+        self._app = app
+        self._statistics = statistics
+        self._limit = limit
+        self._idle_seconds = idle_seconds
+        self._head_seconds = head_seconds
+        self._shared: Shared | None = None
+
+    def __call__(self, *, server_state: Any, app_state: dict[str, Any], **_: Any) -> ClientConnection:
+        """A connection's protocol; `server_state` and `app_state` are uvicorn's."""
+        if self._shared is None:
+            self._shared = Shared(self._app, self._statistics, self._limit, self._idle_seconds, self._head_seconds)
+        return ClientConnection(self._shared, server_state, app_state)
+
+
+class Shared:
+    """What the connections of one server have in common."""
+
+    def __init__(
+        self, app: ASGIApp, statistics: ClientStatistics, limit: int, idle_seconds: float, head_seconds: float
+    ) -> None:
+        self.app = app
+        self.statistics = statistics
+        self.limit = limit
+        self.loop = loop = asyncio.get_running_loop()
+        #: Connections between two requests; one on which no request comes in time is closed.
+        self.idle: Deadlines[ClientConnection] = Deadlines(idle_seconds, ClientConnection.idled, loop)
+        #: Connections on which a request is awaited for the first time, or has begun to arrive and is not whole.
+        self.arriving: Deadlines[ClientConnection] = Deadlines(head_seconds, ClientConnection.is_late, loop)
+        #: Connections that wait for their client to stop sending.
+        self.lingering: Deadlines[ClientConnection] = Deadlines(LINGER, ClientConnection.close, loop)
+        #: Connections whose client has closed its own side.
+        self.half_closed: Deadlines[ClientConnection] = Deadlines(LOOK, ClientConnection.look, loop)
+        self.sent: asyncio.Future[None] = loop.create_future()
+        self.sent.set_result(None)
+        self._held: list[ClientRequest] = []
+        self._refused_at = -math.inf
+
+    def make_room(self) -> bool:
+        """Whether there is room for one more connection, if need be in place of one that waits for a request."""
+        if self.statistics.open < self.limit:
+            return True
+        idle = self.idle.first() or self.arriving.first()
+        if idle is not None and idle.idle:
+            idle.idled()
+            return True
+        if self.loop.time() - self._refused_at > REFUSALS_LOGGED_EVERY:
+            self._refused_at = self.loop.time()
+            logger.warning("too_many_connections", extra={"fields": {"limit": self.limit}})
+        return False
+
+    def flush_soon(self, request: ClientRequest) -> None:
+        """Call `request.flush` at the end of this step of the event loop."""
+        if not self._held:
+            self.loop.call_soon(self._flush)
+        self._held.append(request)
+
+    def _flush(self) -> None:
+        held, self._held = self._held, []
+        for request in held:
+            request.flush()
