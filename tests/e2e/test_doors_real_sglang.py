@@ -35,7 +35,7 @@ async def router(sglang_workers: list[RealWorker]) -> AsyncIterator[RunningRoute
     specs = (MiddlewareSpec(SESSIONS),)
     async with running_router(*urls, middlewares=specs, hf_checkpoint=checkpoint(), gate_max_held=0, **keys) as running:
         await running.probed()
-        assert (await running.ask("POST", "/sessions", DATA, b'{"session_id": "s"}')).status == 201
+        assert (await running.ask("POST", "/sessions", DATA, b'{"session_id": "s"}')).status == 200
         yield running
 
 

@@ -37,8 +37,8 @@ SESSIONS_COLLECTED, SESSION_TOKENS = 100, size(heavy=32_000, otherwise=8_000)
 #: going on.
 BOUND, TIMES_IDLE = 0.15, 5
 #: What a busy machine does comes and goes. What the router does comes each time, so that one good round is a proof; at
-#: full length, all rounds but a few have to be good.
-ROUNDS, GOOD = size(heavy=(15, 11), otherwise=(4, 1))
+#: full length, a third of the rounds have to be good.
+ROUNDS, GOOD = size(heavy=(15, 5), otherwise=(4, 1))
 Load = Callable[[RouterProcess], Awaitable[None]]
 
 
