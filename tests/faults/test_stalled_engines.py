@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
+import resource
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -35,6 +39,22 @@ def generating(router: RunningRouter, tokens: int = 100, **fields: Any) -> async
 
 async def on_each(*workers: SimulatedWorker) -> None:
     await until(lambda: all(worker.running for worker in workers), "one runs on each")
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open no file and no connection."""
+    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, before[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(taken[0]))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for each in taken:
+            os.close(each)
 
 
 def sampled(worker: SimulatedWorker) -> int:
@@ -312,4 +332,17 @@ async def test_a_router_that_stood_still_itself_blames_nobody(stage: Stage) -> N
             time.sleep(LONG)  # noqa: ASYNC251
             await asyncio.sleep(0.01)
         assert (await running).status == 200
+        assert await stalls(router) == 0
+
+
+async def test_a_router_without_descriptors_blames_nobody(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """It cannot ask, so it learns nothing: neither its checks nor the watch find a fault."""
+    async with SimulatedWorker(token_latency_s=LONG) as worker:
+        router = await stage.router(worker.url, **WATCHING)
+        slow = [generating(router, 2) for _ in range(4)]  # so that no connection is idle
+        await on_each(worker)
+        with no_descriptors():
+            await asyncio.sleep(LONG)
+        assert "worker_quarantined" not in [record.message for record in caplog.records]
+        assert [(await each).status for each in slow] == [200] * 4
         assert await stalls(router) == 0
