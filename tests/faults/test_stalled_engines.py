@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import resource
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -16,6 +12,7 @@ import pytest
 
 from miles_router.fleet.workers import WorkerState
 from miles_router.testing import SimulatedWorker
+from tests.support.descriptors import no_descriptors
 from tests.support.fleet import JSON, PROBING, becomes, info, post, posting, simulated
 from tests.support.http import CutReply, ask
 from tests.support.running_router import RunningRouter
@@ -39,22 +36,6 @@ def generating(router: RunningRouter, tokens: int = 100, **fields: Any) -> async
 
 async def on_each(*workers: SimulatedWorker) -> None:
     await until(lambda: all(worker.running for worker in workers), "one runs on each")
-
-
-@contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
-    """This process can open no file and no connection."""
-    before, taken = resource.getrlimit(resource.RLIMIT_NOFILE), [os.open(os.devnull, os.O_RDONLY)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, before[1]))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.dup(taken[0]))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        for each in taken:
-            os.close(each)
 
 
 def sampled(worker: SimulatedWorker) -> int:
