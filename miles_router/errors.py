@@ -150,6 +150,8 @@ class UpstreamError(RouterError):
 
     status = 502
     type = "upstream_error"
+    #: True when this machine has no descriptor, memory or port left, which says nothing of the worker.
+    exhausted = False
 
 
 class UpstreamUnreachable(UpstreamError):
@@ -158,8 +160,9 @@ class UpstreamUnreachable(UpstreamError):
     type = "upstream_unreachable"
     retryable = True
 
-    def __init__(self, message: str, *, refused: bool = False, given_up: bool = False) -> None:
+    def __init__(self, message: str, *, refused: bool = False, given_up: bool = False, exhausted: bool = False) -> None:
         super().__init__(message)
+        self.exhausted = exhausted
         #: True when the router broke it off itself: another connection to the same worker would be no better.
         self.given_up = given_up
         #: True when no connection could be made at all, which speaks against the worker itself.

@@ -168,7 +168,7 @@ class _EncoderProcesses:
         """Do work in one of them, as soon as one is free. It ends with its caller.
 
         Raises:
-            EncoderLost: the process ended in the middle of it.
+            EncoderLost: the process ended in the middle of it, or none could be started.
         """
         visit = _Visit(keep)
         try:
@@ -206,7 +206,13 @@ class _EncoderProcesses:
         with self._lock:
             if visit.left or self._closed:
                 raise EncoderLost("the router does not encode any more")
-            visit.process = self._idle.pop() if self._idle else EncoderProcess(self.pack())
+            while self._idle and visit.process is None:
+                kept = self._idle.pop()
+                if kept.alive:
+                    visit.process = kept
+                else:  # the system, or somebody, has ended it while it waited
+                    kept.close()
+            visit.process = visit.process or EncoderProcess(self.pack())
             return visit.process
 
     def _give_back(self, visit: _Visit, process: EncoderProcess) -> None:

@@ -43,7 +43,8 @@ class PackedTokenizer(NamedTuple):
 
 
 class EncoderLost(RouterError):
-    """The process that encodes long texts ended in the middle of one; the request may be repeated."""
+    """The process that encodes long texts ended in the middle of one, or none could be started; the request may be
+    repeated."""
 
     status = 503
     type = "encoder_lost"
@@ -51,17 +52,24 @@ class EncoderLost(RouterError):
 
 
 class EncoderProcess:
-    """One process. All but `kill` blocks, and belongs into a thread."""
+    """One process. All but `kill` and `alive` blocks, and belongs into a thread.
+
+    Raises:
+        EncoderLost: the system lets us start none.
+    """
 
     def __init__(self, tokenizer: PackedTokenizer) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            # Not in our group: Ctrl-C reaches the router alone, which lets requests in flight finish.
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
-        )
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                # Not in our group: Ctrl-C reaches the router alone, which lets requests in flight finish.
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONSAFEPATH": "1"},
+            )
+        except OSError as error:
+            raise EncoderLost(f"no process that encodes long texts can be started: {error.strerror}") from None
         self._unsent: PackedTokenizer | None = tokenizer
 
     def run(self, work: EncoderWork) -> Any:
@@ -86,6 +94,11 @@ class EncoderProcess:
         if failure is not None:
             raise failure
         return result
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended yet."""
+        return self._process.poll() is None
 
     def kill(self) -> None:
         """End it at once, whatever it is doing; `close` has to follow."""

@@ -123,7 +123,7 @@ class Exchange:
             parsed = orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise BadRequest(f"the request body is not valid JSON: {error}") from None
-        if body.count(b"[") + body.count(b"{") > MAX_DEPTH and _is_too_deep(parsed):
+        if is_too_deep(body, parsed):
             raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
         if isinstance(parsed, dict):
             parsed = ReadOnlyObject(parsed)
@@ -131,8 +131,10 @@ class Exchange:
         return parsed
 
 
-def _is_too_deep(parsed: Any) -> bool:
+def is_too_deep(body: bytes, parsed: Any) -> bool:
     """Whether JSON has more than `MAX_DEPTH` levels, as its writer finds out: it stops within so many more."""
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return False
     for _ in range(_LEVELS_WRITTEN - MAX_DEPTH):
         parsed = [parsed]
     try:

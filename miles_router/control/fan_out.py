@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import orjson
 
 from miles_router import tasks
+from miles_router.asgi.exchange import is_too_deep
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout
 from miles_router.fleet.fleet import Order
@@ -48,12 +49,14 @@ class Outcome:
         return not self.reachable and self.worker.state is WorkerState.QUARANTINED
 
     def describe(self) -> dict[str, object]:
-        """For the `workers` part of an answer."""
+        """For the `workers` part of an answer. What is no JSON, or nested too deep to be written again, is a text."""
         try:
             body: object = orjson.loads(self.body) if self.body else None
         except orjson.JSONDecodeError:
-            body = self.body.decode("utf-8", "replace")
-        return {"status": self.status, "body": body}
+            readable = False
+        else:
+            readable = not is_too_deep(self.body, body)
+        return {"status": self.status, "body": body if readable else self.body.decode("utf-8", "replace")}
 
 
 @dataclass(frozen=True)

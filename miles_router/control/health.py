@@ -103,7 +103,10 @@ class HealthMonitor:
         """Probe once; again if the weights were changed meanwhile, because what it was told of them may be the past."""
         while True:
             epoch = self._pool.weights_epoch
-            await self._probe_once(worker, epoch)
+            try:
+                await self._probe_once(worker, epoch)
+            except UpstreamError:
+                return
             if epoch == self._pool.weights_epoch:
                 break
         if worker in self._newcomers and not worker.failures:
@@ -120,10 +123,17 @@ class HealthMonitor:
             self.check_all()
 
     async def _probe_once(self, worker: Worker, epoch: int) -> None:
+        """Ask, and tell the pool.
+
+        Raises:
+            UpstreamError: this machine has no room for a connection, so nothing is known.
+        """
         silenced, pauses = self._gate.deliberate, self._gate.pauses
         try:
             facts = await self._probes.liveness(worker)
         except UpstreamError as error:
+            if error.exhausted:
+                raise
             # Silence of a fleet that was silenced proves nothing; a port that nobody listens on does.
             refused = isinstance(error, UpstreamUnreachable) and error.refused
             if refused or not (silenced or self._gate.deliberate):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 
 from miles_router.asgi.headers import RawHeaders
 from miles_router.engines import paths
@@ -76,16 +75,23 @@ class Probes:
     async def moves(self, worker: Worker, patience: float) -> None:
         """Return once a worker's engine has proved that it moves, however long that takes. It is asked quietly for
         half of `patience` (seconds), then also for a token, which SGLang counts as a failure of its health where it
-        is silent for 20 s. An engine that does not know these questions proves nothing, and is not suspected.
+        is silent for 20 s. An engine that does not know these questions proves nothing, and is not suspected; nor is
+        one that cannot be asked because this machine has no room for a connection.
         """
-        with suppress(UpstreamError):
+        try:
             status, _ = await self._first(worker, paths.SERVER_INFO, patience / 2, MAX_DOCUMENT)
             if status == OK:
                 return
+        except UpstreamError as error:
+            if error.exhausted:
+                return
         while True:
-            with suppress(UpstreamError):
+            try:
                 await self._first(worker, paths.HEALTH_GENERATE, patience)
                 return
+            except UpstreamError as error:
+                if error.exhausted:
+                    return
             await asyncio.sleep(min(PAUSE, patience / 10))
 
     async def sickness(self, worker: Worker) -> str | None:

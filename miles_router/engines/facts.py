@@ -131,7 +131,8 @@ def weight_version(info: Mapping[str, Any]) -> str | None:
 def _object(body: bytes | None) -> Mapping[str, Any]:
     try:
         parsed = orjson.loads(body or b"")
-    except orjson.JSONDecodeError:
+        orjson.dumps(parsed)  # it reads more levels than it writes, and parts of this are written
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return {}
     return parsed if isinstance(parsed, dict) else {}
 

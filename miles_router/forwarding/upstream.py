@@ -178,8 +178,9 @@ class Upstream:
             raise UpstreamUnreachable(f"{address.url} took no connection in {self._connect_timeout:g} s", refused=True)
         connection: Connection | OSError = task.result()
         if isinstance(connection, OSError):
-            refused = connection.errno not in EXHAUSTED
-            raise UpstreamUnreachable(f"{address.url} takes no connection: {connection}", refused=refused)
+            exhausted = connection.errno in EXHAUSTED
+            message = f"{address.url} takes no connection: {connection}"
+            raise UpstreamUnreachable(message, refused=not exhausted, exhausted=exhausted)
         return connection
 
     async def _dial(self, address: WorkerUrl) -> Connection | OSError:

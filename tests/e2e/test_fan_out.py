@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -250,6 +251,18 @@ async def test_texts_that_differ_are_shown_as_texts(stage: Stage) -> None:
     answer = await post(await stage.router(one, two), "/flush_cache")
     shown = {one.url: {"status": 200, "body": "one"}, two.url: {"status": 200, "body": "\N{REPLACEMENT CHARACTER}two"}}
     assert (answer.status, answer.json()) == (200, {"workers": shown})
+
+
+@pytest.mark.parametrize("levels", [200, 240, 260, 1000])
+async def test_an_answer_that_is_nested_too_deep_to_be_written_is_shown_as_text(stage: Stage, levels: int) -> None:
+    """What was done is never answered with an error for how somebody says so."""
+    deep = b"[" * levels + b"]" * levels
+    one = (await stage.worker()).always(answers(deep))
+    two = (await stage.worker()).always(answers(b"{}"))
+    answer = await post(await stage.router(one, two), "/pause_generation", mode="retract")
+    assert answer.status == 200
+    shown = answer.json()["workers"][one.url]["body"]
+    assert shown == (deep.decode() if levels > 200 else json.loads(deep))
 
 
 async def test_where_some_refuse_it_is_502_with_what_each_said(stage: Stage) -> None:

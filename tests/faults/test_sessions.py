@@ -329,6 +329,26 @@ async def test_a_client_that_leaves_while_another_asks_for_the_same_turn_takes_n
     assert len(await trial.records(session)) == 1
 
 
+async def test_a_client_that_leaves_while_it_waits_for_the_same_turn_of_another_leaves_nothing(
+    stage: Stage, worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    answer = asyncio.Event()
+    worker.always(script(answer, chat_reply([7, 8], "Hello")))
+    session = await trial.create()
+    async with under_way(trial.turn(session, HI, SAME)) as first:
+        await until(lambda: worker.requests, "the turn is at the worker")
+        client = await stage.client(trial.router)
+        body = json.dumps({"model": "m", "messages": HI}).encode()
+        await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], body))
+        while (await trial.read(session))["metadata"]["in_flight"] < 2:
+            pass
+        client.abort()
+        await until(lambda: trial.router.app.router.metrics.client_disconnects, "its request has ended", deadline=5)
+        assert (await trial.read(session))["metadata"]["in_flight"] == 1
+        answer.set()
+        assert (await first).status == 200
+
+
 async def test_a_client_that_reads_the_end_and_leaves_at_once_has_had_its_turn(
     stage: Stage, worker: ScriptedWorker, trial: SessionTrial
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from miles_router.fleet.workers import WorkerState
 from miles_router.testing import SimulatedWorker
+from tests.support.descriptors import no_descriptors
 from tests.support.fleet import JSON, PROBING, becomes, info, post, posting, simulated
 from tests.support.http import CutReply, ask
 from tests.support.running_router import RunningRouter
@@ -312,4 +313,17 @@ async def test_a_router_that_stood_still_itself_blames_nobody(stage: Stage) -> N
             time.sleep(LONG)  # noqa: ASYNC251
             await asyncio.sleep(0.01)
         assert (await running).status == 200
+        assert await stalls(router) == 0
+
+
+async def test_a_router_without_descriptors_blames_nobody(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    """It cannot ask, so it learns nothing: neither its checks nor the watch find a fault."""
+    async with SimulatedWorker(token_latency_s=LONG) as worker:
+        router = await stage.router(worker.url, **WATCHING)
+        slow = [generating(router, 2) for _ in range(4)]  # so that no connection is idle
+        await on_each(worker)
+        with no_descriptors():
+            await asyncio.sleep(LONG)
+        assert "worker_quarantined" not in [record.message for record in caplog.records]
+        assert [(await each).status for each in slow] == [200] * 4
         assert await stalls(router) == 0

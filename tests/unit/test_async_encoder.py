@@ -17,6 +17,7 @@ import pytest
 from middleware_hub.tokenizing.async_encoder import AT_ONCE, IN_A_THREAD, LARGE, PROCESSES, AsyncEncoder, TextTooLong
 from middleware_hub.tokenizing.encoder_process import EncoderLost, PackedTokenizer
 from middleware_hub.tokenizing.encoding import TextEncoder
+from tests.support.descriptors import no_descriptors
 from tests.support.tokenizers import PACKAGES, tokenizer
 from tests.support.waiting import until
 
@@ -143,4 +144,18 @@ async def test_a_process_that_ends_by_itself_fails_its_own_text_alone(encoder: A
     processes()[0].send_signal(signal.SIGKILL)
     with pytest.raises(EncoderLost):
         await task
+    assert len((await encoder.encode_whole(text_of(IN_A_THREAD + 1))).ids)
+
+
+async def test_a_process_that_ends_while_it_waits_fails_no_text(encoder: AsyncEncoder) -> None:
+    await encoder.encode_whole(text_of(IN_A_THREAD + 1))
+    (kept,) = processes()
+    kept.send_signal(signal.SIGKILL)
+    await until(lambda: not processes(), "it has ended")
+    assert len((await encoder.encode_whole(text_of(IN_A_THREAD + 1))).ids)
+
+
+async def test_where_no_process_can_be_started_the_text_may_be_repeated(encoder: AsyncEncoder) -> None:
+    with no_descriptors(), pytest.raises(EncoderLost):
+        await encoder.encode_whole(text_of(IN_A_THREAD + 1))
     assert len((await encoder.encode_whole(text_of(IN_A_THREAD + 1))).ids)

@@ -90,6 +90,11 @@ def test_one_process_is_known_again_by_how_long_it_took_to_start() -> None:
     assert read(MODEL, {**SERVER, "startup_time": None}).process is None
 
 
+def test_a_process_that_nests_what_it_says_too_deep_is_not_known_again() -> None:
+    deep = b'{"startup_time": 1.5, "x": ' + b"[" * 300 + b"]" * 300 + b"}"
+    assert read_facts(server_info=deep).process is None
+
+
 class Ends(set[int]):
     """What some layer learns."""
 

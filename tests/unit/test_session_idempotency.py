@@ -26,6 +26,12 @@ def part(body: bytes = b"answer", *, more: bool = False) -> Message:
     return {"type": "http.response.body", "body": body, "more_body": more}
 
 
+async def _stays() -> Message:
+    """The `receive` of a client that waits."""
+    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await never
+
+
 class Client:
     """Keeps what it is sent."""
 
@@ -62,7 +68,7 @@ class Episode:
             self.runs += 1
             await run(send)
 
-        await once(self.scene.session, turn_id, client.send, counted, self.bytes.append)
+        await once(self.scene.session, turn_id, _stays, client.send, counted, self.bytes.append)
         return client
 
     def answering(self, *messages: Message, turn_id: str = "t", held: bool = True) -> Callable[[Send], Awaitable[None]]:

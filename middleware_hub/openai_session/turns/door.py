@@ -87,7 +87,7 @@ class TurnDoor:
             elif turn_id is None:
                 await run(send)
             else:
-                await once(session, turn_id, send, run, lambda nbytes: self._store.account(session, nbytes))
+                await once(session, turn_id, receive, send, run, lambda nbytes: self._store.account(session, nbytes))
 
 
 def _is_aside(method: str, path: str) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest
-from miles_router.middlewares import LAST_EVENT, OK, RawHeaders, Scope, Send, Tap, first
+from miles_router.middlewares import LAST_EVENT, OK, RawHeaders, Receive, Scope, Send, Tap, Watch, first
 
 MAX_TURN_ID = 256
 
@@ -41,14 +41,20 @@ class RecordedReply:
 async def once(
     session: Session,
     turn_id: str,
+    receive: Receive,
     send: Send,
     run: Callable[[Send], Awaitable[None]],
     account: Callable[[int], None],
 ) -> None:
     """Run a turn, unless it ran already; if it runs at this moment, wait for its answer. A turn that failed, or that
-    was not recorded, may be tried again."""
+    was not recorded, may be tried again.
+
+    Raises:
+        ClientDisconnected: the client has left while it waited.
+    """
     while (known := session.replies.get(turn_id)) is not None:
-        recorded = await asyncio.shield(known)
+        with Watch(receive):  # it may take long, and an agent that has left must not hold its request for that time
+            recorded = await asyncio.shield(known)
         if recorded is not None:
             await recorded.give_to(send)
             return
