@@ -39,11 +39,10 @@ def test_every_input_of_the_corpus_holds(target: Target) -> None:
 
 
 def test_no_made_up_input_breaks_the_oracle(target: Target) -> None:
-    times, seed = fuzzing()
-    seed = random.SystemRandom().randrange(1 << 30) if seed is None else seed
-    runs = target.runs * times
-    finding = Search(target, seed).run(runs=runs)
-    again = f"python -m tests.fuzz --target {target.name} --seed {seed} --runs {runs}"
+    runs, seconds, seed = fuzzing(target.runs)
+    search = Search(target, random.SystemRandom().randrange(1 << 30) if seed is None else seed)
+    finding = search.run(runs=runs, seconds=seconds)
+    again = f"python -m tests.fuzz --target {target.name} --seed {search.seed} --runs {search.runs}"
     assert finding is None, f"{finding.problem}\n{finding.data!r}\nagain, and into the corpus: {again}"
 
 

@@ -41,9 +41,9 @@ def nightly() -> bool:
     return _tier == "nightly"
 
 
-def fuzzing() -> tuple[int, int | None]:
-    """How many times the usual runs a target is fuzzed for, and with which seed; None for another one each time."""
-    return (10, None) if nightly() else (1, 0)
+def fuzzing(runs: int) -> tuple[int | None, float | None, int | None]:
+    """For how many runs and seconds a target is fuzzed, and with which seed; None for another one each time."""
+    return (None, 60.0, None) if nightly() else (runs, None, 0)
 
 
 def size(*, heavy: Size, otherwise: Size) -> Size:
