@@ -35,6 +35,8 @@ _LEVELS_WRITTEN = 254
 #: Brackets in a JSON body, those in its texts included: each may be an object, and ten million of them hold the event
 #: loop for seconds and take a gigabyte.
 MAX_BRACKETS = 1 << 21
+#: Commas, those in its texts included: ids of a batch, which cost less.
+MAX_COMMAS = 1 << 24
 UNBOUNDED = 1 << 62
 
 _process = secrets.token_hex(4)
@@ -133,10 +135,12 @@ def read_json(body: bytes) -> Any:
     """Parse a request's body.
 
     Raises:
-        BadRequest: not JSON, deeper than `MAX_DEPTH`, or with more than `MAX_BRACKETS`.
+        BadRequest: not JSON, deeper than `MAX_DEPTH`, or with more than `MAX_BRACKETS` or `MAX_COMMAS`.
     """
     if len(body) > MAX_BRACKETS and body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
         raise BadRequest(f"the request body has more than {MAX_BRACKETS} brackets")
+    if len(body) > MAX_COMMAS and body.count(b",") > MAX_COMMAS:
+        raise BadRequest(f"the request body has more than {MAX_COMMAS} commas")
     try:
         parsed = orjson.loads(body)
     except orjson.JSONDecodeError as error:

@@ -10,6 +10,7 @@ import pytest
 
 from miles_router.asgi.exchange import (
     MAX_BRACKETS,
+    MAX_COMMAS,
     MAX_DEPTH,
     MAX_REQUEST_ID_LENGTH,
     Exchange,
@@ -220,3 +221,8 @@ def test_json_with_millions_of_objects_is_refused_before_it_is_parsed(one: bytes
     whole = b"[%b0]" % ((one + b",") * (MAX_BRACKETS + 1))
     with pytest.raises(BadRequest, match="2097152 brackets"):
         Exchange("id").loads(whole)
+
+
+def test_json_with_very_many_values_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(BadRequest, match="16777216 commas"):
+        Exchange("id").loads(b"[%b7]" % (b"7," * (MAX_COMMAS + 1)))
