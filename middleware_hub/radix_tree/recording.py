@@ -76,6 +76,7 @@ class TextRecorder:
 
     async def _tokenize_ids(self, ids: Sequence[int]) -> TokenizedText:
         """Ids of the client's own: given as they are, sampled as far as they are those of a recorded trajectory."""
+        self._encoder.check(len(ids))  # before any work is done for them
         given = Piece.given(ids)
         spelling = await self._encoder.spell_whole(ids)
         match = self.cache.match(spelling.text)

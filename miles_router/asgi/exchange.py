@@ -32,6 +32,11 @@ REMEMBERED_PARSES = 8
 #: Levels of nesting in a JSON body. orjson writes 254 of them, and answers put a body's values a few levels deeper.
 MAX_DEPTH = 200
 _LEVELS_WRITTEN = 254
+#: Brackets in a JSON body, those in its texts included: each may be an object, and ten million of them hold the event
+#: loop for seconds and take a gigabyte.
+MAX_BRACKETS = 1 << 21
+#: Commas, those in its texts included: ids of a batch, which cost less.
+MAX_COMMAS = 1 << 24
 UNBOUNDED = 1 << 62
 
 _process = secrets.token_hex(4)
@@ -114,21 +119,35 @@ class Exchange:
         """Parse JSON, at most once per distinct body. An object comes read-only: change a copy, `{**parsed, ...}`.
 
         Raises:
-            BadRequest: not JSON, or deeper than `MAX_DEPTH`.
+            BadRequest: as `read_json`.
         """
         for known, parsed in self._parses:
             if known is body:
                 return parsed
-        try:
-            parsed = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise BadRequest(f"the request body is not valid JSON: {error}") from None
-        if is_too_deep(body, parsed):
-            raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
+        parsed = read_json(body)
         if isinstance(parsed, dict):
             parsed = ReadOnlyObject(parsed)
         self._parses = [*self._parses[1 - REMEMBERED_PARSES :], (body, parsed)]
         return parsed
+
+
+def read_json(body: bytes) -> Any:
+    """Parse a request's body.
+
+    Raises:
+        BadRequest: not JSON, deeper than `MAX_DEPTH`, or with more than `MAX_BRACKETS` or `MAX_COMMAS`.
+    """
+    if len(body) > MAX_BRACKETS and body.count(b"[") + body.count(b"{") > MAX_BRACKETS:
+        raise BadRequest(f"the request body has more than {MAX_BRACKETS} brackets")
+    if len(body) > MAX_COMMAS and body.count(b",") > MAX_COMMAS:
+        raise BadRequest(f"the request body has more than {MAX_COMMAS} commas")
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"the request body is not valid JSON: {error}") from None
+    if is_too_deep(body, parsed):
+        raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
+    return parsed
 
 
 def is_too_deep(body: bytes, parsed: Any) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import orjson
-
+from miles_router.asgi.exchange import read_json
 from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
 from miles_router.control.health import HealthMonitor
@@ -102,10 +101,7 @@ def _object(body: bytes) -> Mapping[str, Any]:
     """
     if not body.strip():
         return {}
-    try:
-        arguments = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the request body is not valid JSON: {error}") from None
+    arguments = read_json(body)
     if not isinstance(arguments, dict):
         raise BadRequest("the request body must be a JSON object")
     return arguments

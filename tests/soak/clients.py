@@ -213,8 +213,11 @@ class Clients:
         body = expand(mutate(self.dice, self.dice.choice(BODIES[path]).encode(), words))
         if b'"n"' in body or b"max_" in body:
             return  # a worker would do its best to answer it with millions of tokens
-        async with self._http.post(path, data=body, headers={"Content-Type": "application/json"}) as reply:
-            data = await reply.read()
+        try:
+            async with self._http.post(path, data=body, headers={"Content-Type": "application/json"}) as reply:
+                data = await reply.read()
+        except aiohttp.ClientPayloadError:  # what it asked for was streamed, and its worker was lost
+            raise Unlucky from None
         assert reply.status < 500 or reply.status in UNLUCKY or b'"request_id"' not in data, (path, body, data)
         if path == "/sessions" and reply.status == 200:
             await self._delete(json.loads(data)["session_id"])

@@ -9,6 +9,8 @@ import orjson
 import pytest
 
 from miles_router.asgi.exchange import (
+    MAX_BRACKETS,
+    MAX_COMMAS,
     MAX_DEPTH,
     MAX_REQUEST_ID_LENGTH,
     Exchange,
@@ -212,3 +214,15 @@ def test_json_that_could_not_be_written_again_is_refused(opens: bytes, inner: by
 
 def test_json_with_many_objects_that_is_not_deep_is_taken() -> None:
     assert len(Exchange("id").loads(b"[%b]" % b",".join([b'{"a":[1]}'] * 5000))) == 5000
+
+
+@pytest.mark.parametrize("one", [b"[]", b"{}", b'"[{"'])
+def test_json_with_millions_of_objects_is_refused_before_it_is_parsed(one: bytes) -> None:
+    whole = b"[%b0]" % ((one + b",") * (MAX_BRACKETS + 1))
+    with pytest.raises(BadRequest, match="2097152 brackets"):
+        Exchange("id").loads(whole)
+
+
+def test_json_with_very_many_values_is_refused_before_it_is_parsed() -> None:
+    with pytest.raises(BadRequest, match="16777216 commas"):
+        Exchange("id").loads(b"[%b7]" % (b"7," * (MAX_COMMAS + 1)))
