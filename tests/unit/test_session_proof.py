@@ -284,3 +284,12 @@ def test_a_proof_is_made_once_for_a_shape_and_settings(monkeypatch: pytest.Monke
     for settings in ({}, {}, {"a": 1, "b": 2}, {"b": 2, "a": 1}):
         proof.require(shape, settings)
     assert made == [shape, shape]
+
+
+def test_what_appends_very_many_messages_is_refused_before_anything_is_proved_or_written() -> None:
+    made, end = build(family_tokenizer("qwen3"), None), HeldEnd(None, ended=False)
+    turns = [{"role": role, "content": "a"} for role in ("assistant", "user")]
+    for appended, what in ((turns * 65, "128 roles"), ([turns[1]] * 4097, "4096 messages")):
+        with pytest.raises(NotAppendOnly, match=f"more than {what}"):
+            at_once(made.after(end, appended, None, {}))
+    assert at_once(made.after(end, turns * 64, None, {})).ids

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: Endings kept, by shape of the answer, tools and template settings.
 MAX_ENDINGS = 64
+#: Messages that are written behind an answer: a template takes some 20 microseconds for each.
+MAX_APPENDED = 4096
 
 
 class HeldEnd(NamedTuple):
@@ -80,6 +82,8 @@ class Continuation:
             NotAppendOnly: it cannot be given exactly.
             TextTooLong: it is too long.
         """
+        if len(appended) > MAX_APPENDED:
+            raise NotAppendOnly(f"more than {MAX_APPENDED} messages are appended")
         answer = AnswerShape(turn.tool_calls, turn.reasoning)
         context = Context(tools, template_kwargs)
         try:

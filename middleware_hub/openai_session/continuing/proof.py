@@ -40,6 +40,8 @@ from miles_router.errors import ConfigError
 
 #: Shapes and settings whose proofs are kept.
 MAX_PROOFS = 512
+#: Roles of a shape that is proved: the event loop waits for a proof, which takes half a millisecond for each.
+MAX_ROLES = 128
 AT_THE_START = [shape._replace(reasoning=reasoning) for shape in STANDARD.values() for reasoning in (False, True)]
 
 
@@ -80,8 +82,10 @@ class Proof:
         """Prove a shape under the settings of a request, unless that was done before.
 
         Raises:
-            NotAppendOnly: it is refused.
+            NotAppendOnly: it is refused, or has too many roles.
         """
+        if len(shape.roles) > MAX_ROLES:
+            raise NotAppendOnly(f"more than {MAX_ROLES} roles are appended")
         refusal = self.refusal(shape, template_kwargs)
         if refusal is not None:
             raise NotAppendOnly(refusal)
