@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -437,3 +439,17 @@ def test_what_is_special_is_told() -> None:
     assert made.is_special(token(QWEN))
     assert not made.is_special(9707)
     assert not made.is_special(10**6)
+
+
+def test_a_long_text_is_encoded_without_the_interpreters_lock() -> None:
+    """Comparisons of long sessions run in a thread, and the event loop goes on beside them."""
+    renderer, text = build(family_tokenizer("qwen3"), None).renderer, "The answer is 42. " * 60_000
+    worker = threading.Thread(target=renderer.encode, args=(text,))
+    began = last = time.perf_counter()
+    longest = 0.0
+    worker.start()
+    while worker.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < (last - began) / 2

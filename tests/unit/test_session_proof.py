@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from functools import cache
 from pathlib import Path
 
@@ -293,3 +294,23 @@ def test_what_appends_very_many_messages_is_refused_before_anything_is_proved_or
         with pytest.raises(NotAppendOnly, match=f"more than {what}"):
             at_once(made.after(end, appended, None, {}))
     assert at_once(made.after(end, turns * 64, None, {})).ids
+
+
+def test_large_tools_settings_and_roles_are_not_kept() -> None:
+    made, end, large = build(family_tokenizer("qwen3"), None), HeldEnd(None, ended=False), 1 << 20
+
+    def turn(number: int) -> None:
+        name = f"{number}" * large
+        at_once(
+            made.after(end, [{"role": "user", "content": "a"}], [*TOOLS, {"function": {"name": name}}], {"x": name})
+        )
+        with pytest.raises(NotAppendOnly):
+            at_once(made.after(end, [{"role": name, "content": "a"}], None, {}))
+
+    turn(0)
+    tracemalloc.start()
+    for number in range(1, 6):
+        turn(number)
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept < large

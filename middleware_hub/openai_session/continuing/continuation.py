@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 #: Endings kept, by shape of the answer, tools and template settings.
 MAX_ENDINGS = 64
+#: Bytes of tools and settings whose endings are kept.
+MAX_KEPT_CONTEXT = 1 << 18
 #: Messages that are written behind an answer: a template takes some 20 microseconds for each.
 MAX_APPENDED = 4096
 
@@ -67,7 +69,7 @@ class Continuation:
         self.renderer = renderer
         self._encoder = encoder
         self._endings = proof.endings
-        self._ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._endings.measure)
+        self._kept_ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._endings.measure)
 
     async def after(
         self,
@@ -95,6 +97,10 @@ class Continuation:
             return Extension(given.drop, ids.tolist())
         except (CannotRender, InexactTokenizer) as error:
             raise NotAppendOnly(str(error)) from None
+
+    def _ending(self, answer: AnswerShape, context: Context) -> Ending:
+        large = len(context.key) > MAX_KEPT_CONTEXT
+        return self._endings.measure(answer, context) if large else self._kept_ending(answer, context)
 
     def _given(self, turn: HeldEnd, answer: AnswerShape, tail: str, context: Context) -> Given:
         alike = AnswerShape(

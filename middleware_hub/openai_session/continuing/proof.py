@@ -40,6 +40,8 @@ from miles_router.errors import ConfigError
 
 #: Shapes and settings whose proofs are kept.
 MAX_PROOFS = 512
+#: Characters of settings and roles whose proof is kept.
+MAX_KEPT = 1 << 16
 #: Roles of a shape that is proved: the event loop waits for a proof, which takes half a millisecond for each.
 MAX_ROLES = 128
 AT_THE_START = [shape._replace(reasoning=reasoning) for shape in STANDARD.values() for reasoning in (False, True)]
@@ -76,7 +78,9 @@ class Proof:
         """Why a shape cannot be continued exactly under these settings; None if it can."""
         if not template_kwargs and shape in self.refusals:
             return self.refusals[shape]
-        return self._refusal(shape, orjson.dumps(template_kwargs, option=orjson.OPT_SORT_KEYS))
+        settings = orjson.dumps(template_kwargs, option=orjson.OPT_SORT_KEYS)
+        large = len(settings) + sum(map(len, shape.roles)) > MAX_KEPT
+        return self._proved(shape, settings) if large else self._refusal(shape, settings)
 
     def require(self, shape: Shape, template_kwargs: Mapping[str, Any]) -> None:
         """Prove a shape under the settings of a request, unless that was done before.
@@ -157,7 +161,7 @@ def _require_all(text: str, appended: Sequence[Message]) -> None:
     for message in appended:
         place = text.find(str(message["content"]), place)
         if place < 0:
-            raise NotAppendOnly(f"the template does not write what a {message['role']} says here")
+            raise NotAppendOnly(f"the template does not write what a {str(message['role'])[:64]} says here")
 
 
 def prove(renderer: Renderer, known: Refusals | None = None) -> Proof:

@@ -93,7 +93,8 @@ class Renderer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text from its beginning, no special tokens added."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        # Unlike `encode`, a batch is encoded without the interpreter's lock.
+        return list(self._backend.encode_batch([text], add_special_tokens=False)[0].ids)
 
     def encode_behind(self, text: str, token: int | None) -> list[int]:
         """See `TextEncoder`."""
