@@ -298,7 +298,8 @@ async def test_generations_outlive_the_death_of_their_worker(sglang_moe_workers:
             turn = json.loads(await chats[0])
             assert (turn["choices"][0]["finish_reason"], turn["usage"]["completion_tokens"]) == ("length", TURN)
             # Which updates fall into its middle depends on when the worker takes it up.
-            assert {span["version"] for span in turn["metadata"]["weight_versions"]} <= {f"v{each}" for each in range(7)}
+            versions = {span["version"] for span in turn["metadata"]["weight_versions"]}
+            assert versions <= {f"v{each}" for each in range(7)}
             (loss,) = made.transitions
             assert (loss.worker.url, loss.after and loss.after.value) == (
                 made.doors[sglang_moe_workers.index(victim)].url,
