@@ -10,7 +10,7 @@ _count = itertools.count(1)
 class Flight:
     """One request's routing and abort facts. The innermost app writes them; an abort marks them."""
 
-    __slots__ = ("aborted", "first_byte_at", "number", "rids", "worker_url")
+    __slots__ = ("aborted", "caches", "first_byte_at", "goes_on", "number", "rids", "worker_url")
 
     def __init__(self) -> None:
         #: Lower for a request that came before.
@@ -19,6 +19,10 @@ class Flight:
         self.worker_url: str | None = None
         #: `time.perf_counter()` at the head of the worker's reply.
         self.first_byte_at: float | None = None
+        #: The number of the prefix cache that it keeps, for it goes on from tokens that were sampled with that one.
+        self.goes_on: int | None = None
+        #: The prefix caches that it was sent to: the worker's URL, and the number of the cache there.
+        self.caches: list[tuple[str, int]] = []
         #: A client asked to abort it: it must not be carried on.
         self.aborted = False
         #: Ids that workers gave its generations (SGLang's `meta_info.id`), where a layer has read them.

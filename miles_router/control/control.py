@@ -65,6 +65,7 @@ class Control:
             request=request,
             arguments=arguments,
             undo=None if row.undo is None else self.rows[row.undo],
+            naming=None if row.naming is None else self.rows[row.naming],
             fleet=self._fleet,
             fan_out=self._fan_out,
             in_flight=self._in_flight,

@@ -16,6 +16,7 @@ import orjson
 from miles_router.engines.answers import UnreadableAnswer, goes_on, is_abort, says_abort
 from miles_router.engines.events import Event
 from miles_router.engines.scan import Field
+from miles_router.engines.writing import extended
 from miles_router.trajectory.rows import ROUTED_EXPERTS, RowKind
 
 _MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
@@ -71,7 +72,8 @@ class RowRequest:
             parse: parses JSON; called only for a body that names one of the fields.
         """
         if not any(b'"%b"' % name.encode() in body for name in (fields.wanted, fields.start)):
-            return cls(_extended(body, fields, start), start)
+            asked = b'"%b":true,"%b":%d' % (fields.wanted.encode(), fields.start.encode(), start)
+            return cls(extended(body, asked), start)
         parsed = parse(body)
         if not isinstance(parsed, Mapping):
             return cls(body, start)  # the engine says what is wrong with it
@@ -79,15 +81,6 @@ class RowRequest:
             own = parsed.get(fields.start)
             return cls(body, own if isinstance(own, int) else 0, by_client=True)
         return cls(orjson.dumps({**parsed, fields.wanted: True, fields.start: start}), start)
-
-
-def _extended(body: bytes, fields: RowFields, start: int) -> bytes:
-    """A JSON object with our fields behind its own, without parsing it: it may hold a long prompt."""
-    whole = body.rstrip()
-    if not whole.endswith(b"}"):
-        return body
-    comma = b"" if whole[:-1].rstrip().endswith(b"{") else b","
-    return b'%b%b"%b":true,"%b":%d}' % (whole[:-1], comma, fields.wanted.encode(), fields.start.encode(), start)
 
 
 class RowAnswer(NamedTuple):

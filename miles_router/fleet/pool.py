@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from miles_router.errors import NotFound, NoWorkerAvailable
+from miles_router.fleet.caches import PrefixCaches
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState
 
@@ -89,6 +90,7 @@ class WorkerPool:
         self._settling = False
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
+        self._weights_changed = False  # of some worker, some time
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
@@ -166,6 +168,8 @@ class WorkerPool:
             self._update(worker, api_key, attributes)
             self._end_drain(worker)
             worker.failures, worker.weight_version = 0, None
+        # It may come with a cache of weights that this fleet has had.
+        worker.caches = PrefixCaches(unknown=self._weights_changed)
         self._workers[address.url] = worker
         worker.weight_version = weight_version
         self._move(worker, WorkerState.READY, "registered", before=None)
@@ -276,17 +280,38 @@ class WorkerPool:
         worker.failures = 0
         worker.last_check = self._now()
         if weight_version is not None and weight_version != worker.weight_version:
+            if worker.weight_version is not None:  # somebody changes weights behind the router
+                self._change_caches(worker)
             worker.weight_version = weight_version
             self._settle_weights()
 
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
-        """Within this, what probes hear of weight versions is neither the old fleet nor the new one."""
+        """Within this, what probes hear of weight versions is neither the old fleet nor the new one, and caches are
+        neither of the old weights nor of the new ones. An update that was refused may have taken effect."""
         self.weights_epoch += 1
+        for worker in self:
+            self._change_caches(worker, under_way=True)
         try:
             yield
         finally:
             self.weights_epoch += 1
+            for worker in self:
+                self._change_caches(worker)
+
+    def _change_caches(self, worker: Worker, *, under_way: bool = False) -> None:
+        self._weights_changed = True
+        worker.caches.change(worker.weight_version, under_way=under_way)
+
+    def cache_versions(self, used: Sequence[tuple[str, int]]) -> list[str]:
+        """The weight versions that may have filled these caches, each of the worker at a URL: what a generation that
+        was sent with them found there. A worker that is gone has none to tell."""
+        versions = (
+            worker.caches.versions(cache, worker.weight_version)
+            for url, cache in used
+            if (worker := self.find(url)) is not None
+        )
+        return list(dict.fromkeys(version for each in versions for version in each))
 
     def updated(self, workers: Collection[Worker], version: str) -> None:
         """An update of the weights passed through the router: the fleet's version is now this one, and `workers` have

@@ -55,13 +55,26 @@ class Engine:
         self.healthy = True
         self.stopped = False
         self.adapters: dict[str, str] = {}
-        self.cache = PrefixCache()
+        self.reused: list[tuple[str, str]] = []
+        """For each generation that found something in a prefix cache: whose weights filled it, and whose sampled."""
+        self._caches: dict[str, PrefixCache] = {}
         self.scripts: deque[list[int]] = deque()
         """What the next generations are to say instead of sampling."""
         self._known_rids: set[str] = set()
         self._replica = mix(replica)
         self._repeats: OrderedDict[int, int] = OrderedDict()
         self._changed = asyncio.Event()
+
+    @property
+    def weight_version(self) -> str:
+        """What samples."""
+        return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: str) -> None:
+        self._weight_version = version
+        self.named_version = version
+        """What `/model_info` names; SGLang's is still the old one after an update that failed half way."""
 
     def noise_for(self, rid: str | None, input_ids: list[int]) -> int:
         """What tells this sample apart from others of its prompt: its rid, or how often the prompt came without one."""
@@ -99,8 +112,11 @@ class Engine:
         if self.scripts:
             request.script = self.scripts.popleft()
         generation = Generation(self.model, request)
+        cache = self._cache_of(request)
         generation.cached_tokens = self._cached_tokens(request)
-        self.cache.insert(request.input_ids)
+        generation.cache_versions = cache.versions(request.input_ids[: generation.cached_tokens])
+        self.reused.extend((version, self.weight_version) for version in generation.cache_versions)
+        cache.insert(request.input_ids, self.weight_version)
         self.running[request.rid] = generation
         self._pulse()
         return generation
@@ -109,8 +125,16 @@ class Engine:
         """Take a generation, finished or not, out of the running ones."""
         self.running.pop(generation.request.rid, None)
         # The last id was sampled but never fed back, so its keys and values do not exist.
-        self.cache.insert(sequence_of(generation)[:-1])
+        self._cache_of(generation.request).insert(sequence_of(generation)[:-1], self.weight_version)
         self._pulse()
+
+    def flush(self) -> None:
+        """Empty every prefix cache."""
+        self._caches.clear()
+
+    def _cache_of(self, request: GenerationRequest) -> PrefixCache:
+        """What a request shares with others: those of the same `extra_key`."""
+        return self._caches.setdefault(request.extra_key or "", PrefixCache())
 
     async def outputs(self, generation: Generation) -> AsyncIterator[None]:
         """Grow a generation; yields when it has something to show: at every token of a stream, else at the end."""
@@ -177,7 +201,7 @@ class Engine:
 
     def _cached_tokens(self, request: GenerationRequest) -> int:
         """Logprobs of the prompt cost the cache: positions that need one are computed anew."""
-        matched = self.cache.match(request.input_ids)
+        matched = self._cache_of(request).match(request.input_ids)
         if request.return_logprob and request.logprob_start_len >= 0:
             return min(matched, request.logprob_start_len)
         return matched

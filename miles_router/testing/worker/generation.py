@@ -36,6 +36,7 @@ class GenerationRequest:
     routed_experts_start_len: int = 0
     return_prompt_token_ids: bool = False
     lora_path: str | None = None
+    extra_key: str | None = None
     script: list[int] | None = None
 
 
@@ -78,6 +79,8 @@ class Generation:
         self.spans: list[VersionSpan] = []
         self.finish_reason: dict[str, Any] | None = None
         self.cached_tokens = 0
+        self.cache_versions: list[str] = []
+        """The weights whose keys and values it found in the prefix cache."""
         self.prompt_tokens = len(request.input_ids)
         self.waiting = False
         self.retractions = 0

@@ -15,7 +15,8 @@ class PrefixCache:
     def __init__(self, max_tokens: int = 500_000) -> None:
         self._max_tokens = max_tokens
         # The hash of every known prefix. Whole blocks are looked up at once, so that long prompts stay cheap.
-        self._prefixes: OrderedDict[int, None] = OrderedDict()
+        # With the weight version that computed its last token's keys and values.
+        self._prefixes: OrderedDict[int, str] = OrderedDict()
 
     def match(self, ids: Sequence[int]) -> int:
         """Tokens of `ids` that are cached; never all of them, since the last must be computed to sample from."""
@@ -28,13 +29,22 @@ class PrefixCache:
             known += _ID_BYTES
         return min(known // _ID_BYTES, len(ids) - 1)
 
-    def insert(self, ids: Sequence[int]) -> None:
-        """Remember a sequence whose keys and values have been computed."""
+    def versions(self, ids: Sequence[int]) -> list[str]:
+        """The weight versions that computed these, all of which are cached, in the order of their first tokens."""
+        raw, prefix = array("q", ids).tobytes(), 0
+        found: dict[str, None] = {}
+        for start in range(0, len(raw), _ID_BYTES):
+            prefix = _extended(prefix, raw[start : start + _ID_BYTES])
+            found[self._prefixes.get(prefix, "")] = None
+        return [version for version in found if version]
+
+    def insert(self, ids: Sequence[int], version: str = "") -> None:
+        """Remember a sequence whose keys and values have been computed, those that are new by this version."""
         raw = array("q", ids).tobytes()
         known, prefix = self._known_blocks(raw)
         for start in range(known, len(raw), _ID_BYTES):
             prefix = _extended(prefix, raw[start : start + _ID_BYTES])
-            self._prefixes[prefix] = None
+            self._prefixes.setdefault(prefix, version)
         while len(self._prefixes) > self._max_tokens:
             self._prefixes.popitem(last=False)
 
