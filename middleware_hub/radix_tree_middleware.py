@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from middleware_hub.radix_tree.answers import AnswerTap
 from middleware_hub.radix_tree.cache import RadixTreeCache
-from middleware_hub.radix_tree.recording import TextRecorder
+from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
 from middleware_hub.radix_tree.retrieval import Retrieval
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
@@ -96,11 +96,20 @@ class RadixTreeMiddleware:
         experts = None
         with ExitStack() as until_answered:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
+            exchange.flight.goes_on = _kept_cache(prompts)
             if self.router.rows[ROUTED_EXPERTS].captures:
                 experts = Handover(ROUTED_EXPERTS, [prompt.held_experts for prompt in prompts], request.samples)
                 until_answered.enter_context(experts.left_on(exchange))
             tap = AnswerTap(send, self.router, self._recorder, exchange, request, prompts, experts)
             await tap.call(self.app, with_body(scope, changed), replay(changed, receive))
+
+
+def _kept_cache(prompts: Sequence[TokenizedText]) -> int | None:
+    """The prefix cache that a request keeps, all of whose prompts go on from recorded generations: the newest of
+    theirs, for it has one alone, and none is to find older keys and values than its own."""
+    kept = [None if (before := prompt.goes_on_from) is None else before.cache for prompt in prompts]
+    known = [cache for cache in kept if cache is not None]
+    return max(known) if known and len(known) == len(kept) else None
 
 
 _lifespan: type[HasLifespan] = RadixTreeMiddleware

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -50,6 +50,7 @@ class AnswerTap(Tap):
         experts: Handover | None,
     ) -> None:
         super().__init__(send, router.metrics)
+        self._router = router
         self._recorder = recorder
         self._exchange = exchange
         self._request = request
@@ -137,7 +138,15 @@ class AnswerTap(Tap):
         take = None if self._experts is None else partial(self._experts.take, generation)
         try:
             read = GenerateAnswer.read(answer)
-            await self._recorder.record(self._prompts[prompt], self._request.prompts[prompt].params, read, take)
+            params, caches = self._request.prompts[prompt].params, self._exchange.flight.caches
+            await self._recorder.record(
+                self._prompts[prompt],
+                params,
+                read,
+                take,
+                cache=caches[-1][1] if caches else None,
+                cache_versions=self._router.pool.cache_versions(caches) if _reused(answer) else (),
+            )
         except UnreadableAnswer as error:
             self._refuse(error.reason, str(error))
         except InvalidTrajectory as error:
@@ -148,3 +157,8 @@ class AnswerTap(Tap):
         worker, request_id = self._exchange.flight.worker_url, self._exchange.request_id
         fields = {"request_id": request_id, "worker": worker, "reason": reason, "detail": detail}
         logger.warning("answer_not_recorded", extra={"fields": fields})
+
+
+def _reused(answer: Any) -> bool:
+    """Whether an answer says that its engine found something in its prefix cache, or does not say."""
+    return bool(answer["meta_info"].get("cached_tokens", 1))

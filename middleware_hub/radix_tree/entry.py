@@ -35,6 +35,8 @@ class TextRecord:
         rid: the engine's name of the generation.
         finish: why it ended: `stop`, `length` or `abort`.
         experts: its routed experts, where they are captured.
+        cache: the prefix cache that the engine sampled it with; what goes on from it keeps that.
+        cache_versions: the weight versions that may have filled what it found there, and what it goes on from did.
     """
 
     text: str
@@ -44,6 +46,8 @@ class TextRecord:
     rid: str
     finish: str
     experts: TrajectoryRows | None = None
+    cache: int | None = None
+    cache_versions: tuple[str, ...] = ()
 
 
 class Entry:
@@ -51,6 +55,8 @@ class Entry:
 
     __slots__ = (
         "block",
+        "cache",
+        "cache_versions",
         "children",
         "end_type",
         "experts",
@@ -84,6 +90,8 @@ class Entry:
         self.shown_chars = record.shown_chars
         self.rid = record.rid
         self.finish = record.finish
+        self.cache = record.cache
+        self.cache_versions = record.cache_versions
         self.rank = rank  # of its newest weight version: later ones rank higher
         self.serial = serial  # order of recording
         self.experts = record.experts  # rows of all its tokens but the last, where they are captured

@@ -34,6 +34,15 @@ class TokenizedText:
         """The routed experts that are held of its first tokens."""
         return None if self.match.entry is None else self.match.entry.held_experts(len(self.match.trajectory))
 
+    @property
+    def goes_on_from(self) -> Entry | None:
+        """The generation whose sampled tokens it goes on from; None for a new one, also where its prompt was given
+        before."""
+        entry, known = self.match.entry, self.match.trajectory
+        if entry is None or all(piece.logprobs is None for piece in known.pieces):
+            return None
+        return entry.part_at(len(known))
+
 
 class TextRecorder:
     """Turns texts into ids through the cache, and answers into records of it."""
@@ -91,12 +100,17 @@ class TextRecorder:
         params: Mapping[str, Any],
         answer: GenerateAnswer,
         take_experts: Callable[[int, str], TrajectoryRows] | None = None,
+        *,
+        cache: int | None = None,
+        cache_versions: Sequence[str] = (),
     ) -> Entry | None:
         """Hold what an answer added to its prompt; None where it added nothing or finds no room.
 
         Args:
             params: the prompt's sampling parameters.
             take_experts: gives the routed experts of so many tokens, prompt included, of the generation of this id.
+            cache: the prefix cache that the engine sampled it with,
+            cache_versions: and the weight versions that may have filled what it found there.
 
         Raises:
             InvalidTrajectory: its ids or logprobs cannot be what they claim to be.
@@ -114,6 +128,7 @@ class TextRecorder:
         self.statistics.unaligned += not alignment.exact
         trajectory = prompt.trajectory.append(*sampled)
         chars = len(prompt.text)
+        before = prompt.goes_on_from
         record = TextRecord(
             text=prompt.text + alignment.text,
             shown_chars=chars + alignment.shown_chars,
@@ -122,6 +137,8 @@ class TextRecorder:
             rid=answer.rid,
             finish=answer.finish,
             experts=None if take_experts is None else take_experts(len(trajectory), answer.rid),
+            cache=cache,
+            cache_versions=tuple(dict.fromkeys([*(before.cache_versions if before else ()), *cache_versions])),
         )
         return self.cache.record(record, prompt.match)
 

@@ -133,7 +133,8 @@ def sampling_version(server_info: bytes) -> str | None:
     the tokens; `/model_info` has that of the process in front of them, which learns of successful updates alone. None
     where they differ, or say nothing."""
     states = _object(server_info).get("internal_states")
-    versions = {weight_version(each) if isinstance(each, dict) else None for each in states or ()}
+    each_says = states if isinstance(states, list) else ()
+    versions = {weight_version(each) if isinstance(each, dict) else None for each in each_says}
     return versions.pop() if len(versions) == 1 else None
 
 

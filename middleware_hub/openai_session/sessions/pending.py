@@ -44,6 +44,7 @@ class PendingTurn:
         segment: why a history that is held in words is not continued in tokens.
         turn_id: the agent's name for it.
         experts: where routed experts are captured.
+        cache: the prefix cache that it was sampled with, once that is known.
     """
 
     session: Session
@@ -55,6 +56,7 @@ class PendingTurn:
     segment: str | None = None
     turn_id: str | None = None
     experts: Handover | None = None
+    cache: int | None = None
 
     @property
     def stream(self) -> bool:

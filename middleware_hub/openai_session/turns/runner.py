@@ -59,6 +59,9 @@ class TurnRunner:
         Raises:
             UnusableAnswer: the worker's answer cannot be recorded, or not read; the agent gets none.
         """
+        parent = turn.places[0].parent
+        if turn.prompt is not None and parent is not None:
+            Exchange.of(scope).flight.goes_on = parent.cache
         if not self._router.rows[ROUTED_EXPERTS].captures:
             await self._run(face, turn, scope, receive, send)
             return
@@ -149,6 +152,7 @@ class TurnRunner:
         gate, again = self._router.gate, self._router.config.partial_rollout == "resume"
         while True:
             pauses = gate.pauses
+            Exchange.of(scope).flight.caches.clear()
             collected = TurnReply(self._router.metrics)
             await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
             cut = again and gate.pauses != pauses and not Exchange.of(scope).flight.aborted
@@ -157,7 +161,13 @@ class TurnRunner:
 
     def _record(self, turn: PendingTurn, choices: Sequence[Choice], scope: Scope) -> None:
         exchange = Exchange.of(scope)
-        facts: Mapping[str, Any] = {"worker": exchange.flight.worker_url, "request_id": exchange.request_id}
+        caches = exchange.flight.caches
+        turn.cache = caches[-1][1] if caches else None
+        facts: Mapping[str, Any] = {
+            "worker": exchange.flight.worker_url,
+            "request_id": exchange.request_id,
+            "cache_versions": self._router.pool.cache_versions(caches),
+        }
         self._recorder.record(turn, choices, facts)
 
 
