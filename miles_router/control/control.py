@@ -13,7 +13,7 @@ from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
 from miles_router.control.health import HealthMonitor
 from miles_router.control.row import BRIEF, Call, Row
-from miles_router.control.table import PAUSE, TABLE
+from miles_router.control.table import PAUSE, TABLE, own_row
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.inflight import InFlight
@@ -34,7 +34,7 @@ class Control:
         read_timeout: float = BRIEF,
     ) -> None:
         #: Every row by its path: those of the user's own, and those of the table.
-        self.rows = {row.path: row for row in (*map(Row, extra), *TABLE)}
+        self.rows = {row.path: row for row in (*map(own_row, extra), *TABLE)}
         self._fleet = fleet
         self._fan_out = fan_out
         self._in_flight = in_flight

@@ -41,9 +41,18 @@ UPDATE_FROM_DISK = Row(
     "/update_weights_from_disk",
     timeout=SLOW,
     check=weights.check_model_path,
-    effect=weights.from_disk,
+    effect=weights.update_and_flush,
     naming=UPDATE_VERSION.path,
 )
+
+
+def own_row(path: str) -> Row:
+    """The row of a path of the user's own. SGLang's other updates come in many requests, with tensors of the trainer's
+    choice: such a path may be one."""
+    if path.startswith("/update_weights_"):
+        return Row(path, timeout=SLOW, effect=weights.update_and_flush, naming=UPDATE_VERSION.path)
+    return Row(path)
+
 
 TABLE = (
     PAUSE,

@@ -55,8 +55,8 @@ async def _changed_all_the_same(call: Call, refused: Sequence[Worker], version: 
     return [outcome.worker for outcome in told if outcome.ok]
 
 
-async def from_disk(call: Call) -> list[Outcome]:
-    """An update after which SGLang flushes the caches, if it is not told otherwise."""
+async def update_and_flush(call: Call) -> list[Outcome]:
+    """An update after which SGLang flushes the caches, if it is not told otherwise: `/update_weights_from_...`."""
     outcomes = await update(call)
     if call.arguments.get("flush_cache", True) is True:
         _flushed(outcomes)

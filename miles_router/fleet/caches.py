@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 import secrets
 
+#: Of one worker since it was flushed; caches of older ones are not kept.
+MAX_VERSIONS = 1000
 _process = secrets.token_hex(4)  # another router may have used the same workers
 _numbers = itertools.count(1)
 
@@ -32,7 +34,7 @@ class PrefixCaches:
     def __init__(self, *, unknown: bool = False) -> None:
         #: Of the weights that it has now. Whoever has chosen a cache by another one must choose again.
         self.number = next(_numbers) if unknown else 0
-        self._since = self.number  # what was begun before is not known
+        self._since = self.number  # what was begun before is no longer known
         self._changing = False
         #: The weight versions that it had, each with the number of the weights that came next.
         self._past: list[tuple[int, str | None]] = []
@@ -45,7 +47,11 @@ class PrefixCaches:
                 cache.
         """
         self.number, self._changing = next(_numbers), under_way
+        if self._past and self._past[-1][1] == version:
+            self._past.pop()
         self._past.append((self.number, version))
+        if len(self._past) > MAX_VERSIONS:
+            self._since, _ = self._past.pop(0)
 
     def flushed(self) -> None:
         """All of them are empty."""

@@ -97,12 +97,11 @@ class Forwarder:
 
     async def _generate(self, worker: Worker, request: Outgoing, flight: Flight | None) -> Reply:
         """Send what generates. Once the worker's weights have changed, it is kept apart from older caches."""
-        caches, gate, cache, body = worker.caches, self._fleet.gate, 0, None
-        now = caches.number
+        gate, now, cache, body = self._fleet.gate, worker.caches.number, 0, None
         if now:
             cache, body = await self._apart(worker, request, None if flight is None else flight.goes_on)
         reply = await send(
-            self._upstream, worker, request, body=body, admit=lambda: not gate.closed and caches.number == now
+            self._upstream, worker, request, body=body, admit=lambda: not gate.closed and worker.caches.number == now
         )
         if flight is not None:
             flight.caches.append((worker.url, cache))

@@ -162,6 +162,15 @@ async def test_an_update_behind_the_router_counts_as_soon_as_it_is_seen(stage: S
         assert (await generate(router))["cached_tokens"] == 0
 
 
+async def test_an_update_by_a_path_of_the_users_own_counts(stage: Stage) -> None:
+    path = "/update_weights_from_tensor"
+    async with fleet(stage, settings={"fan_out": (path,)}) as (worker, router):
+        await generate(router)
+        worker.faults.status(200, path=path)
+        assert (await post(router, path, flush_cache=False)).status == 200
+        assert (await generate(router))["cached_tokens"] == 0
+
+
 async def test_a_worker_that_comes_back_with_an_older_cache_keeps_it_to_itself(stage: Stage) -> None:
     async with fleet(stage) as (worker, router), SimulatedWorker(weight_version="1", stop_probability=0.0) as other:
         assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200

@@ -10,7 +10,7 @@ import pytest
 from miles_router.engines import paths
 from miles_router.engines.caches import takes_cache_key, with_cache_key
 from miles_router.engines.facts import Facts, sampling_version
-from miles_router.fleet.caches import PrefixCaches, cache_key
+from miles_router.fleet.caches import MAX_VERSIONS, PrefixCaches, cache_key
 
 
 def test_while_no_weights_have_changed_there_is_one_cache() -> None:
@@ -64,6 +64,15 @@ def test_of_a_worker_that_was_used_before_no_older_cache_is_kept() -> None:
     caches = PrefixCaches(unknown=True)
     assert caches.number != 0
     assert caches.choose(0) == caches.choose(caches.number - 1) == caches.choose(None) == caches.number
+
+
+def test_so_many_versions_are_known_and_no_more() -> None:
+    caches = PrefixCaches()
+    for version in range(MAX_VERSIONS + 1):
+        caches.change(str(version), under_way=True)
+        caches.change(str(version))
+    assert caches.choose(0) == caches.number, "whose weights filled that one is forgotten"
+    assert caches.versions(0, "now") == [*map(str, range(1, MAX_VERSIONS + 1)), "now"]
 
 
 KEY = cache_key(7).encode()
