@@ -190,30 +190,35 @@ class _EncoderProcesses:
 
     def _work(self, visit: _Visit, work: EncoderWork) -> Any:
         """In a thread: what the work gives."""
-        process = self._take(visit)
-        try:
-            result = process.run(work)
-        except EncoderLost:
-            process.close()
-            raise
-        except RouterError:  # the work's own
-            self._give_back(visit, process)
-            raise
-        self._give_back(visit, process)
-        return result
+        while True:
+            process, kept = self._take(visit)
+            try:
+                result = process.run(work)
+            except EncoderLost:
+                self._discard(visit, process)
+                if not kept:
+                    raise
+                # It may have been ended while it waited, which is no fault of this text.
+            except RouterError:  # the work's own
+                self._give_back(visit, process)
+                raise
+            else:
+                self._give_back(visit, process)
+                return result
 
-    def _take(self, visit: _Visit) -> EncoderProcess:
+    def _take(self, visit: _Visit) -> tuple[EncoderProcess, bool]:
+        """A process for the visit, and whether it was kept from an earlier one."""
         with self._lock:
             if visit.left or self._closed:
                 raise EncoderLost("the router does not encode any more")
-            while self._idle and visit.process is None:
-                kept = self._idle.pop()
-                if kept.alive:
-                    visit.process = kept
-                else:  # the system, or somebody, has ended it while it waited
-                    kept.close()
-            visit.process = visit.process or EncoderProcess(self.pack())
-            return visit.process
+            kept = self._idle.pop() if self._idle else None
+            visit.process = kept or EncoderProcess(self.pack())
+            return visit.process, kept is not None
+
+    def _discard(self, visit: _Visit, process: EncoderProcess) -> None:
+        with self._lock:
+            visit.process = None
+        process.close()
 
     def _give_back(self, visit: _Visit, process: EncoderProcess) -> None:
         with self._lock:

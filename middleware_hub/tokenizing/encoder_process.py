@@ -52,7 +52,7 @@ class EncoderLost(RouterError):
 
 
 class EncoderProcess:
-    """One process. All but `kill` and `alive` blocks, and belongs into a thread.
+    """One process. All but `kill` blocks, and belongs into a thread.
 
     Raises:
         EncoderLost: the system lets us start none.
@@ -94,11 +94,6 @@ class EncoderProcess:
         if failure is not None:
             raise failure
         return result
-
-    @property
-    def alive(self) -> bool:
-        """Whether it has not ended yet."""
-        return self._process.poll() is None
 
     def kill(self) -> None:
         """End it at once, whatever it is doing; `close` has to follow."""

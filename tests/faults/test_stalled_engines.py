@@ -321,7 +321,7 @@ async def test_a_router_without_descriptors_blames_nobody(stage: Stage, caplog: 
     async with SimulatedWorker(token_latency_s=LONG) as worker:
         router = await stage.router(worker.url, **WATCHING)
         slow = [generating(router, 2) for _ in range(4)]  # so that no connection is idle
-        await on_each(worker)
+        await until(lambda: worker.running == len(slow), "each has its connections")
         with no_descriptors():
             await asyncio.sleep(LONG)
         assert "worker_quarantined" not in [record.message for record in caplog.records]

@@ -151,7 +151,6 @@ async def test_a_process_that_ends_while_it_waits_fails_no_text(encoder: AsyncEn
     await encoder.encode_whole(text_of(IN_A_THREAD + 1))
     (kept,) = processes()
     kept.send_signal(signal.SIGKILL)
-    await until(lambda: kept.status() == psutil.STATUS_ZOMBIE, "it has ended")
     assert len((await encoder.encode_whole(text_of(IN_A_THREAD + 1))).ids)
 
 
