@@ -130,7 +130,7 @@ def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:
 
 
 async def _answer(error: RouterError, exchange: Exchange, send: Send) -> None:
-    body = orjson.dumps(error.body(exchange.request_id))
+    body = orjson.dumps(exchange.error_body(error, exchange.request_id))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode("ascii"))]
     headers += [(name.lower().encode("ascii"), value.encode("ascii")) for name, value in error.headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})

@@ -17,13 +17,15 @@ import orjson
 
 from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import first
-from miles_router.errors import BadRequest, BodyTooLarge, ClientDisconnected
+from miles_router.errors import BadRequest, BodyTooLarge, ClientDisconnected, RouterError
 
 # ASGI's own shapes (asgiref), named as Starlette names them; this module stays free of both.
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+#: Writes an error, with the id of its request, as the JSON of an answer.
+ErrorBody = Callable[[RouterError, str], Mapping[str, Any]]
 
 SCOPE_KEY = "miles_router.asgi.exchange"
 MAX_REQUEST_ID_LENGTH = 128
@@ -55,7 +57,7 @@ class ReadOnlyObject(dict[str, Any]):
 class Exchange:
     """What the layers of one request share. Get it with `Exchange.of(scope)`."""
 
-    __slots__ = ("_parses", "flight", "max_answer_bytes", "max_body_bytes", "notes", "request_id")
+    __slots__ = ("_parses", "error_body", "flight", "max_answer_bytes", "max_body_bytes", "notes", "request_id")
 
     def __init__(self, request_id: str, *, max_body_bytes: int = UNBOUNDED, max_answer_bytes: int = UNBOUNDED) -> None:
         self.request_id = request_id
@@ -66,6 +68,8 @@ class Exchange:
         self.notes: dict[str, Any] = {}
         #: Where it is on its way to a worker.
         self.flight = Flight()
+        #: How an error of the router's own is written: a layer that speaks another API sets it.
+        self.error_body: ErrorBody = RouterError.body
         self._parses: list[tuple[bytes, Any]] = []
 
     @classmethod

@@ -2,6 +2,7 @@
 
     agent's request  ──  turn()    ──►  the engine's request, its place in the tree, the ids it is given
     agent's answer   ◄──  writer() ──   the engine's answer, once it is recorded
+    agent's error    ◄──  error_body()  an error of the router's own
 
 Everything else is the same for every API and stands in `turns/`. Another API is a file in this folder and a line in
 the table of `faces/__init__.py`.
@@ -19,7 +20,8 @@ from middleware_hub.openai_session.sessions.messages import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines.choices import OpenAIEndpoint
-from miles_router.middlewares import Event, write_event
+from miles_router.errors import RouterError
+from miles_router.middlewares import Event, Receive, Scope, Send, write_event
 
 
 class ReplyWriter:
@@ -95,3 +97,12 @@ class Face(ABC):
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """What the reply is written with."""
         return ReplyWriter()
+
+    def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
+        """An error of the router's own as this API has it."""
+        return error.body(request_id)
+
+    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Answer a request within a session that is no turn, such as one that counts tokens. False for one that is
+        none of this API's."""
+        return False

@@ -49,6 +49,9 @@ class TurnDoor:
         if method == "POST" and path in self._faces:
             await self.turn(session, scope, receive, send)
             return
+        for face in self._faces.values():
+            if await face.beside(session, scope, receive, send):
+                return
         if method == "POST" and path in UNTRACED:
             self._recorder.pass_by(path, session, "this endpoint is not traced", Exchange.of(scope).request_id)
         elif not _is_aside(method, path):
@@ -65,6 +68,7 @@ class TurnDoor:
         """
         face = self._faces[scope["path"]]
         exchange = Exchange.of(scope)
+        exchange.error_body = face.error_body
         body = await exchange.read(receive)
         parsed = exchange.loads(body)
         turn_id = turn_id_of(scope)
