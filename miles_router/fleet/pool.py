@@ -169,7 +169,8 @@ class WorkerPool:
             self._end_drain(worker)
             worker.caches.change(worker.weight_version, new_number())  # for those that still run
             worker.failures, worker.weight_version = 0, None
-        # It may come with a cache of weights that this fleet has had.
+        # It may come with a cache of weights that this fleet has had, or of others.
+        self._weights_changed |= weight_version not in (None, self.weight_version)
         worker.caches = PrefixCaches(new_number() if self._weights_changed else 0)
         self._workers[address.url] = worker
         worker.weight_version = weight_version
@@ -281,7 +282,8 @@ class WorkerPool:
         worker.failures = 0
         worker.last_check = self._now()
         if weight_version is not None and weight_version != worker.weight_version:
-            if worker.weight_version is not None:  # somebody changes weights behind the router
+            before = self.weight_version if worker.weight_version is None else worker.weight_version
+            if before not in (None, weight_version):  # changed behind the router, perhaps before it came
                 self._change_caches([worker])
             worker.weight_version = weight_version
             self._settle_weights()

@@ -13,9 +13,10 @@ from typing import Any
 import orjson
 import pytest
 
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
-from tests.support.cache_trial import simulated_trial
+from tests.support.cache_trial import CACHE, Trial, checkpoint, simulated_trial
 from tests.support.http import RawReply
 from tests.support.running_router import RunningRouter
 from tests.support.session_trial import message_of, simulated_sessions, user
@@ -257,6 +258,20 @@ async def test_a_text_keeps_its_cache_and_is_retrieved_with_the_versions_that_fi
         assert again["meta_info"]["cached_tokens"] == 0, "the same prompt again is a new generation"
         assert both[1]["meta_info"]["cached_tokens"] > 0, "which shares with its own kind"
         assert keys(worker) == [None, None, keys(worker)[2], keys(worker)[2]]
+
+
+async def test_a_text_that_is_carried_on_says_the_versions_of_all_caches_that_it_was_sent_to(stage: Stage) -> None:
+    settings = {"middlewares": (MiddlewareSpec(CACHE, {}),), "hf_checkpoint": checkpoint(), "partial_rollout": "resume"}
+    async with fleet(stage, settings=settings, tokenizer=checkpoint(), token_latency_s=LATENCY) as (worker, router):
+        trial, text = Trial(router, worker), "Question: what is one and one?"
+        running = spawn(trial.generate(text=text, sampling_params=ENDLESS, rid="endless"), name="running")
+        await samples(worker)
+        await update(router, "2", "abort")
+        await samples(worker)
+        assert (await post(router, "/abort_request", rid="endless")).status == 200
+        meta = (await running)["meta_info"]
+        assert (meta["cached_tokens"], len(meta["weight_versions"])) == (0, 2), "of its first part"
+        assert (await trial.retrieve(rid=meta["id"]))["cache_versions"] == ["1", "2"]
 
 
 # Updates that were refused
