@@ -27,7 +27,7 @@ LAYERS = (
 JSON = [("Content-Type", "application/json")]
 CHAT = "/v1/chat/completions"
 SHORT = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0}
-LONG = {"max_new_tokens": 1500, "ignore_eos": True}
+ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
 
 
 async def post(url: str, path: str, *, status: int = 200, **fields: Any) -> Any:
@@ -67,7 +67,7 @@ async def router(sglang_workers: list[RealWorker]) -> AsyncIterator[RunningRoute
 @asynccontextmanager
 async def something_running(url: str) -> AsyncIterator[None]:
     """A generation that a pause keeps, so that the cache cannot be flushed."""
-    task = spawn(post(url, "/generate", text="Once upon a time", sampling_params=LONG), name="long")
+    task = spawn(post(url, "/generate", text="Once upon a time", sampling_params=ENDLESS), name="long")
     loads = {"num_running_reqs": 0}
     while not loads["num_running_reqs"]:
         loads = orjson.loads((await ask(url, "GET", "/v1/loads")).body)["loads"][0]
@@ -92,6 +92,11 @@ async def test_a_new_generation_finds_no_cache_of_older_weights(
         assert await generate(worker, start) == (mode, 79), "SGLang itself reuses it, and stamps the new version alone"
         assert [await generate(router.url, start) for _ in range(2)] == [(mode, 0), (mode, 79)]
         assert await generate(router.url, start, extra_key="mine") == (mode, 0)
+        pair: dict[str, Any] = {"input_ids": [list(range(start, start + 80))] * 2, "extra_key": ["a", "b"]}
+        answers = await post(router.url, "/generate", **pair, sampling_params=SHORT)
+        assert [each["meta_info"]["cached_tokens"] for each in answers] == [0, 0], "a batch has a key for each"
+        answers = await post(router.url, "/generate", **pair, sampling_params={**SHORT, "n": 2})
+        assert [each["meta_info"]["weight_version"] for each in answers] == [mode] * 4
         cached = [(await chat(router.url, CHAT, **old))["usage"]["prompt_tokens_details"] for _ in range(2)]
         assert not (cached[0] or {}).get("cached_tokens")
     await post(router.url, "/flush_cache")
