@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from middleware_hub.radix_tree.answers import AnswerTap
 from middleware_hub.radix_tree.cache import RadixTreeCache
-from middleware_hub.radix_tree.recording import TextRecorder
+from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
 from middleware_hub.radix_tree.retrieval import Retrieval
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
@@ -99,9 +99,18 @@ class RadixTreeMiddleware:
         )
         with ExitStack() as until_answered:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
+            exchange.flight.goes_on = _kept_cache(prompts)
             until_answered.enter_context(handovers.left_on(exchange))
             tap = AnswerTap(send, self.router, self._recorder, exchange, request, prompts, handovers)
             await tap.call(self.app, with_body(scope, changed), replay(changed, receive))
+
+
+def _kept_cache(prompts: Sequence[TokenizedText]) -> int | None:
+    """The prefix cache that a request keeps, all of whose prompts go on from recorded generations: the newest of
+    theirs, for it has one alone, and none is to find older keys and values than its own."""
+    kept = [None if (before := prompt.goes_on_from) is None else before.cache for prompt in prompts]
+    known = [cache for cache in kept if cache is not None]
+    return max(known) if known and len(known) == len(kept) else None
 
 
 _lifespan: type[HasLifespan] = RadixTreeMiddleware

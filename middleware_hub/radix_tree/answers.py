@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 
@@ -132,12 +132,21 @@ class AnswerTap(Tap):
             self._refuse("incomplete", f"the stream ended before answer {generation} did")
         return b""
 
-    async def _record(self, generation: int, answer: object) -> None:
+    async def _record(self, generation: int, answer: Any) -> None:
         prompt = self._request.prompt_of(generation)
         take = partial(self._handovers.take, generation)
         try:
             read = GenerateAnswer.read(answer)
-            await self._recorder.record(self._prompts[prompt], self._request.prompts[prompt].params, read, take)
+            params, flight = self._request.prompts[prompt].params, self._exchange.flight
+            nothing_found = len(flight.caches) == 1 and answer["meta_info"].get("cached_tokens") == 0
+            await self._recorder.record(
+                self._prompts[prompt],
+                params,
+                read,
+                take,
+                cache=flight.cache,
+                cache_versions=() if nothing_found else flight.cache_versions,
+            )
         except UnreadableAnswer as error:
             self._refuse(error.reason, str(error))
         except InvalidTrajectory as error:

@@ -36,6 +36,8 @@ class TextRecord:
         rid: the engine's name of the generation.
         finish: why it ended: `stop`, `length` or `abort`.
         rows: its rows, where they are captured.
+        cache: the prefix cache that the engine sampled it with; what goes on from it keeps that.
+        cache_versions: the weight versions that may have filled what it found there, and what it goes on from did.
     """
 
     text: str
@@ -45,6 +47,8 @@ class TextRecord:
     rid: str
     finish: str
     rows: RowsByKind = field(default_factory=lambda: NO_ROWS)
+    cache: int | None = None
+    cache_versions: tuple[str | None, ...] = ()
 
 
 class Entry:
@@ -52,6 +56,8 @@ class Entry:
 
     __slots__ = (
         "block",
+        "cache",
+        "cache_versions",
         "children",
         "end_type",
         "finish",
@@ -85,6 +91,8 @@ class Entry:
         self.shown_chars = record.shown_chars
         self.rid = record.rid
         self.finish = record.finish
+        self.cache = record.cache
+        self.cache_versions = record.cache_versions
         self.rank = rank  # of its newest weight version: later ones rank higher
         self.serial = serial  # order of recording
         self.rows = record.rows  # of all its tokens but the last, where they are captured

@@ -34,6 +34,15 @@ class TokenizedText:
         """The rows that are held of its first tokens."""
         return None if self.match.entry is None else self.match.entry.held_rows(kind, len(self.match.trajectory))
 
+    @property
+    def goes_on_from(self) -> Entry | None:
+        """The generation whose sampled tokens it goes on from; None for a new one, also where its prompt was given
+        before."""
+        entry, known = self.match.entry, self.match.trajectory
+        if entry is None or all(piece.logprobs is None for piece in known.pieces):
+            return None
+        return entry.part_at(len(known))
+
 
 class TextRecorder:
     """Turns texts into ids through the cache, and answers into records of it."""
@@ -92,12 +101,17 @@ class TextRecorder:
         params: Mapping[str, Any],
         answer: GenerateAnswer,
         take_rows: Callable[[int, str], RowsByKind] = lambda tokens, rid: NO_ROWS,
+        *,
+        cache: int | None = None,
+        cache_versions: Sequence[str | None] = (),
     ) -> Entry | None:
         """Hold what an answer added to its prompt; None where it added nothing or finds no room.
 
         Args:
             params: the prompt's sampling parameters.
             take_rows: gives the rows of so many tokens, prompt included, of the generation of this id.
+            cache: the prefix cache that the engine sampled it with,
+            cache_versions: and the weight versions that may have filled what it found there.
 
         Raises:
             InvalidTrajectory: its ids or logprobs cannot be what they claim to be.
@@ -115,6 +129,7 @@ class TextRecorder:
         self.statistics.unaligned += not alignment.exact
         trajectory = prompt.trajectory.append(*sampled)
         chars = len(prompt.text)
+        before = prompt.goes_on_from
         record = TextRecord(
             text=prompt.text + alignment.text,
             shown_chars=chars + alignment.shown_chars,
@@ -123,6 +138,8 @@ class TextRecorder:
             rid=answer.rid,
             finish=answer.finish,
             rows=take_rows(len(trajectory), answer.rid),
+            cache=cache,
+            cache_versions=tuple(dict.fromkeys([*(before.cache_versions if before else ()), *cache_versions])),
         )
         return self.cache.record(record, prompt.match)
 

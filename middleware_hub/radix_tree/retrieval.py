@@ -116,6 +116,7 @@ def _of_entry(entry: Entry, text: str, trajectory: Trajectory, candidates: tuple
         rid=entry.rid,
         finish_reason=entry.finish,
         finished=entry.finished,
+        cache_versions=entry.cache_versions,
     )
 
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 _count = itertools.count(1)
+
+
+class UsedCache(NamedTuple):
+    """A prefix cache that an engine sampled with: its number, and what tells the weight versions that may have filled
+    it by now, oldest first (None: nobody has named those weights)."""
+
+    number: int
+    versions: Callable[[], Sequence[str | None]]
 
 
 class Flight:
     """One request's routing and abort facts. The innermost app writes them; an abort marks them."""
 
-    __slots__ = ("aborted", "first_byte_at", "number", "rids", "worker_url")
+    __slots__ = ("aborted", "caches", "first_byte_at", "goes_on", "number", "rids", "worker_url")
 
     def __init__(self) -> None:
         #: Lower for a request that came before.
@@ -19,7 +29,21 @@ class Flight:
         self.worker_url: str | None = None
         #: `time.perf_counter()` at the head of the worker's reply.
         self.first_byte_at: float | None = None
+        #: The number of the prefix cache that it keeps, for it goes on from tokens that were sampled with that one.
+        self.goes_on: int | None = None
+        #: The prefix caches that its parts were sampled with, one after the other.
+        self.caches: list[UsedCache] = []
         #: A client asked to abort it: it must not be carried on.
         self.aborted = False
         #: Ids that workers gave its generations (SGLang's `meta_info.id`), where a layer has read them.
         self.rids: set[str] = set()
+
+    @property
+    def cache(self) -> int | None:
+        """The number of the prefix cache that it was sampled with last, which what goes on from it keeps."""
+        return self.caches[-1].number if self.caches else None
+
+    @property
+    def cache_versions(self) -> list[str | None]:
+        """The weight versions that may have filled what engines found for it in prefix caches."""
+        return list(dict.fromkeys(version for used in self.caches for version in used.versions()))

@@ -12,7 +12,7 @@ from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
 from miles_router.control.health import HealthMonitor
 from miles_router.control.row import BRIEF, Call, Row
-from miles_router.control.table import PAUSE, TABLE
+from miles_router.control.table import PAUSE, TABLE, own_row
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.inflight import InFlight
@@ -33,7 +33,7 @@ class Control:
         read_timeout: float = BRIEF,
     ) -> None:
         #: Every row by its path: those of the user's own, and those of the table.
-        self.rows = {row.path: row for row in (*map(Row, extra), *TABLE)}
+        self.rows = {row.path: row for row in (*map(own_row, extra), *TABLE)}
         self._fleet = fleet
         self._fan_out = fan_out
         self._in_flight = in_flight
@@ -64,6 +64,7 @@ class Control:
             request=request,
             arguments=arguments,
             undo=None if row.undo is None else self.rows[row.undo],
+            naming=None if row.naming is None else self.rows[row.naming],
             fleet=self._fleet,
             fan_out=self._fan_out,
             in_flight=self._in_flight,

@@ -69,6 +69,10 @@ class HealthMonitor:
         for worker in self._pool:
             self.check_soon(worker)
 
+    async def sampling_version(self, worker: Worker) -> str | None:
+        """As `Probes.sampling_version`."""
+        return await self._probes.sampling_version(worker)
+
     def check_soon(self, worker: Worker) -> None:
         """Probe one worker now, unless a probe of it is under way."""
         if worker.url not in self._under_way:

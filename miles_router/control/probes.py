@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from miles_router.asgi.headers import RawHeaders
 from miles_router.engines import paths
-from miles_router.engines.facts import Facts, read_facts
+from miles_router.engines.facts import Facts, read_facts, sampling_version
 from miles_router.errors import UpstreamError, UpstreamTimeout
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
@@ -37,6 +38,13 @@ class Probes:
         """
         status, body = await self._first(worker, paths.MODEL_INFO, self._timeout)
         return read_facts(model_info=body if status == OK else None)
+
+    async def sampling_version(self, worker: Worker) -> str | None:
+        """The weight version that samples at a worker now; None where it does not say, or not everywhere the same."""
+        with suppress(UpstreamError):
+            status, body = await self._first(worker, paths.SERVER_INFO, self._timeout, MAX_DOCUMENT)
+            return sampling_version(body) if status == OK else None
+        return None
 
     async def facts(self, worker: Worker) -> tuple[Facts, int | None]:
         """All that a worker says about itself, and the number of the process that said it; None where parts of it went

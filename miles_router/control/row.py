@@ -28,6 +28,8 @@ class Call:
     arguments: Mapping[str, Any]
     #: The row that takes this one's effect back, where there is one.
     undo: Row | None
+    #: The row that names a version to a worker whose weights have it.
+    naming: Row | None
     fleet: Fleet
     fan_out: FanOut
     in_flight: InFlight
@@ -85,6 +87,8 @@ class Row:
     beside_others: bool = False
     #: The path of the row that takes its effect back.
     undo: str | None = None
+    #: The path of the row that names a version to a worker whose weights have it.
+    naming: str | None = None
 
     def order(self, **fields: object) -> Order:
         """This request with these arguments."""

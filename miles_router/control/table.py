@@ -34,20 +34,37 @@ WAKE = Row(
     holds_membership=True,
 )
 ABORT = Row("/abort_request", check=aborts.check, effect=aborts.abort, beside_others=True)
-UPDATE_FROM_DISK = Row("/update_weights_from_disk", timeout=SLOW, check=weights.check_model_path, effect=weights.update)
-UPDATE_VERSION = Row("/update_weight_version", check=weights.check_version, effect=weights.update)
+UPDATE_VERSION = Row(
+    "/update_weight_version", check=weights.check_version, effect=weights.update, naming="/update_weight_version"
+)
+UPDATE_FROM_DISK = Row(
+    "/update_weights_from_disk",
+    timeout=SLOW,
+    check=weights.check_model_path,
+    effect=weights.update_and_flush,
+    naming=UPDATE_VERSION.path,
+)
+
+
+def own_row(path: str) -> Row:
+    """The row of a path of the user's own. SGLang's other updates come in many requests, with tensors of the trainer's
+    choice: such a path may be one."""
+    if path.startswith("/update_weights_"):
+        return Row(path, timeout=SLOW, effect=weights.update_and_flush, naming=UPDATE_VERSION.path)
+    return Row(path)
+
 
 TABLE = (
     PAUSE,
     CONTINUE,
     ABORT,
-    Row("/flush_cache", methods=EITHER),
+    Row("/flush_cache", methods=EITHER, effect=weights.flush),
     SLEEP,
     WAKE,
     UPDATE_FROM_DISK,
     UPDATE_VERSION,
     Row("/begin_weight_update", timeout=SLOW),
-    Row("/end_weight_update", timeout=SLOW, effect=weights.update),
+    Row("/end_weight_update", timeout=SLOW, effect=weights.update, naming=UPDATE_VERSION.path),
     Row("/load_lora_adapter", timeout=SLOW),
     Row("/unload_lora_adapter", timeout=SLOW),
     Row("/start_profile", methods=EITHER),

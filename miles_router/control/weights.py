@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from miles_router.control.fan_out import Outcome
-from miles_router.control.row import Call
+from miles_router.control.row import Call, ask_all
+from miles_router.fleet.workers import Worker
+
+logger = logging.getLogger(__name__)
 
 
 def check_version(arguments: Mapping[str, Any]) -> str | None:
@@ -22,10 +27,51 @@ def check_model_path(arguments: Mapping[str, Any]) -> str | None:
 async def update(call: Call) -> list[Outcome]:
     """Whoever did it has the version that the request names; then every worker is asked for its own."""
     pool, workers = call.fleet.pool, call.workers()
+    version = call.arguments.get("new_version", call.arguments.get("weight_version"))
     with pool.changing_weights():
         outcomes = await call.ask(workers)
-    version = call.arguments.get("new_version", call.arguments.get("weight_version"))
+        did = [outcome.worker for outcome in outcomes if outcome.ok]
+        if version is not None:
+            refused = [outcome.worker for outcome in outcomes if outcome.reachable and not outcome.ok]
+            others = [worker for worker in refused if worker.weight_version != str(version)]
+            did += await _changed_all_the_same(call, others, str(version))
     if version is not None:
-        pool.updated([outcome.worker for outcome in outcomes if outcome.ok], str(version))
+        pool.updated(did, str(version))
     call.health.check_all()
     return outcomes
+
+
+async def _changed_all_the_same(call: Call, refused: Sequence[Worker], version: str) -> list[Worker]:
+    """Those that refused an update and sample with its version. SGLang 0.5.23 answers 400 where the weights have
+    changed and the cache could not be flushed, stamps the tokens with the new version, and names the old one at
+    `/model_info` until it is told."""
+    versions = await asyncio.gather(*map(call.health.sampling_version, refused))
+    changed = [worker for worker, sampling in zip(refused, versions, strict=True) if sampling == version]
+    for worker in changed:
+        logger.warning(
+            "refused_update_took_effect", extra={"fields": {"worker": worker.url, "weight_version": version}}
+        )
+    assert call.naming is not None
+    told = await call.tell(changed, call.naming, brief=True, new_version=version, abort_all_requests=False)
+    return [outcome.worker for outcome in told if outcome.ok]
+
+
+async def update_and_flush(call: Call) -> list[Outcome]:
+    """An update after which SGLang flushes the caches, if it is not told otherwise: `/update_weights_from_...`."""
+    outcomes = await update(call)
+    if call.arguments.get("flush_cache", True) is True:
+        _flushed(outcomes)
+    return outcomes
+
+
+async def flush(call: Call) -> list[Outcome]:
+    """The caches of whoever did it are empty: nothing of older weights is left to be kept apart."""
+    outcomes = await ask_all(call)
+    _flushed(outcomes)
+    return outcomes
+
+
+def _flushed(outcomes: Iterable[Outcome]) -> None:
+    for outcome in outcomes:
+        if outcome.ok:
+            outcome.worker.caches.flushed()

@@ -128,6 +128,16 @@ def weight_version(info: Mapping[str, Any]) -> str | None:
     return None if version is None else str(version)
 
 
+def sampling_version(server_info: bytes) -> str | None:
+    """The weight version in the `internal_states` of an answer to `/server_info`, one for each scheduler, which stamp
+    the tokens; `/model_info` has that of the process in front of them, which learns of successful updates alone. None
+    where they differ, or say nothing."""
+    states = _object(server_info).get("internal_states")
+    each_says = states if isinstance(states, list) else ()
+    versions = {weight_version(each) if isinstance(each, dict) else None for each in each_says}
+    return versions.pop() if len(versions) == 1 else None
+
+
 def _object(body: bytes | None) -> Mapping[str, Any]:
     try:
         parsed = orjson.loads(body or b"")

@@ -19,6 +19,7 @@ import orjson
 from miles_router.engines.answers import UnreadableAnswer, goes_on, is_abort, says_abort
 from miles_router.engines.events import Event
 from miles_router.engines.scan import Field
+from miles_router.engines.writing import extended
 from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, RowKind
 
 _MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
@@ -96,7 +97,7 @@ class RowRequest:
         """
         start = 0 if fields.start is None else start
         if not any(b'"%b"' % name.encode() in body for name in fields.request(start)):
-            return cls(_extended(body, fields.request(start)), start)
+            return cls(extended(body, fields.request(start)), start)
         parsed = parse(body)
         if not isinstance(parsed, Mapping):
             return cls(body, start)  # the engine says what is wrong with it
@@ -104,15 +105,6 @@ class RowRequest:
             own = parsed.get(fields.start) if fields.start is not None else None
             return cls(body, own if isinstance(own, int) else 0, by_client=True)
         return cls(orjson.dumps({**parsed, **fields.request(start)}), start)
-
-
-def _extended(body: bytes, fields: Mapping[str, Any]) -> bytes:
-    """A JSON object with our fields behind its own, without parsing it: it may hold a long prompt."""
-    whole = body.rstrip()
-    if not whole.endswith(b"}"):
-        return body
-    comma = b"" if whole[:-1].rstrip().endswith(b"{") else b","
-    return whole[:-1] + comma + orjson.dumps(fields)[1:]
 
 
 class RowAnswer(NamedTuple):

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from miles_router.errors import NotFound, NoWorkerAvailable
+from miles_router.fleet.caches import PrefixCaches, new_number
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState
 
@@ -89,6 +90,7 @@ class WorkerPool:
         self._settling = False
         self._when_idle: dict[str, list[Callable[[], None]]] = {}
         self._choices = 0
+        self._weights_changed = False  # of some worker, some time
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._workers.values()))
@@ -165,7 +167,11 @@ class WorkerPool:
         else:
             self._update(worker, api_key, attributes)
             self._end_drain(worker)
+            worker.caches.change(worker.weight_version, new_number())  # for those that still run
             worker.failures, worker.weight_version = 0, None
+        # It may come with a cache of weights that this fleet has had, or of others.
+        self._weights_changed |= weight_version not in (None, self.weight_version)
+        worker.caches = PrefixCaches(new_number() if self._weights_changed else 0)
         self._workers[address.url] = worker
         worker.weight_version = weight_version
         self._move(worker, WorkerState.READY, "registered", before=None)
@@ -276,17 +282,28 @@ class WorkerPool:
         worker.failures = 0
         worker.last_check = self._now()
         if weight_version is not None and weight_version != worker.weight_version:
+            before = self.weight_version if worker.weight_version is None else worker.weight_version
+            if before not in (None, weight_version):  # changed behind the router, perhaps before it came
+                self._change_caches([worker])
             worker.weight_version = weight_version
             self._settle_weights()
 
     @contextmanager
     def changing_weights(self) -> Iterator[None]:
-        """Within this, what probes hear of weight versions is neither the old fleet nor the new one."""
+        """Within this, what probes hear of weight versions is neither the old fleet nor the new one, and caches are
+        neither of the old weights nor of the new ones. An update that was refused may have taken effect."""
         self.weights_epoch += 1
+        self._change_caches(self, under_way=True)
         try:
             yield
         finally:
             self.weights_epoch += 1
+            self._change_caches(self)
+
+    def _change_caches(self, workers: Iterable[Worker], *, under_way: bool = False) -> None:
+        self._weights_changed, number = True, new_number()
+        for worker in workers:
+            worker.caches.change(worker.weight_version, number, under_way=under_way)
 
     def updated(self, workers: Collection[Worker], version: str) -> None:
         """An update of the weights passed through the router: the fleet's version is now this one, and `workers` have

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from miles_router.engines.facts import Facts
+from miles_router.fleet.caches import PrefixCaches
 from miles_router.fleet.worker_url import WorkerUrl
 
 
@@ -55,6 +56,7 @@ class Worker:
         "address",
         "api_key",
         "attributes",
+        "caches",
         "facts",
         "facts_of",
         "failures",
@@ -89,6 +91,7 @@ class Worker:
         self.weight_version: str | None = None
         self.last_check: float | None = None
         self.pulse = Pulse()
+        self.caches = PrefixCaches()
         #: It is out since its engine stood still.
         self.stalled = False
         #: What its engine said about itself, and the number of the process that did. Only the fleet knows whether that

@@ -9,9 +9,13 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from miles_router.asgi.flight import Flight
+from miles_router.asgi.flight import Flight, UsedCache
+from miles_router.asgi.path import decoded
+from miles_router.engines.caches import takes_cache_key, with_cache_key
 from miles_router.errors import FleetPaused, UpstreamUnreachable
+from miles_router.fleet.caches import cache_key
 from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.gate import endpoint
 from miles_router.fleet.pool import Lease
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing, send
@@ -44,6 +48,11 @@ class Forwarded:
         self.lease.release()
 
 
+class UnkeyedPaths(set[str]):
+    """The paths of one engine process whose requests take no key of their cache. Kept with its facts, and gone with
+    them."""
+
+
 class Forwarder:
     """Sends requests into the fleet."""
 
@@ -60,19 +69,21 @@ class Forwarder:
         reached is replaced by another, `max_retries` times.
 
         Raises:
-            NotAdmitted: the gate has closed, before a byte of it was written. Wait there, and call again.
+            NotAdmitted: the gate has closed, or the worker's weights have changed, before a byte of it was written.
+                Wait at the gate, and call again.
             NoWorkerAvailable: no routable worker at all.
             UpstreamUnreachable: those that were tried could not be reached.
             UpstreamInvalidResponse: a worker answered something that is not HTTP.
         """
-        admit = self._fleet.gate.is_open if request.generates else None
         while True:
             lease = self._fleet.lease(request.key, request.tried, request.preferred)
             worker = lease.worker
             if flight is not None:
                 flight.worker_url = worker.url
             try:
-                return Forwarded(lease, await send(self._upstream, worker, request, admit=admit))
+                if request.generates:
+                    return Forwarded(lease, await self._generate(worker, request, flight))
+                return Forwarded(lease, await send(self._upstream, worker, request))
             except UpstreamUnreachable as error:
                 lease.release()
                 request.tried += (worker,)
@@ -84,6 +95,40 @@ class Forwarder:
             except BaseException:
                 lease.release()
                 raise
+
+    async def _generate(self, worker: Worker, request: Outgoing, flight: Flight | None) -> Reply:
+        """Send what generates. Once the worker's weights have changed, it is kept apart from older caches."""
+        gate, caches, cache, body = self._fleet.gate, worker.caches, 0, None
+        now = caches.number
+        if now:
+            cache, body = await self._apart(worker, request, None if flight is None else flight.goes_on)
+        reply = await send(
+            self._upstream,
+            worker,
+            request,
+            body=body,
+            admit=lambda: not gate.closed and worker.caches is caches and caches.number == now,
+        )
+        if flight is not None:
+            flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
+        return reply
+
+    async def _apart(self, worker: Worker, request: Outgoing, goes_on: int | None) -> tuple[int, bytes | None]:
+        """The cache of a generation, and the body with its key where there is one."""
+        cache = worker.caches.choose(goes_on)
+        if not cache:
+            return 0, None
+        path = decoded(request.target.partition(b"?")[0])
+        facts = await self._fleet.facts(worker.url)
+        encoded = any(name == b"content-encoding" for name, _ in request.headers)
+        if takes_cache_key(facts, path) and not encoded:
+            return cache, with_cache_key(request.body, cache_key(cache))
+        self._metrics.unkeyed_generations += 1
+        path = endpoint(path)  # one of few: a client chooses the rest
+        if path not in (unkeyed := facts.learned(UnkeyedPaths)):
+            unkeyed.add(path)
+            logger.warning("caches_not_kept_apart", extra={"fields": {"worker": worker.url, "path": path}})
+        return 0, None
 
     async def open_when_admitted(self, request: Outgoing, waiting: Flight) -> Forwarded:
         """`open`, and before it a wait at the gate where that is closed. An abort of `waiting` ends the wait.

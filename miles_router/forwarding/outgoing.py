@@ -82,11 +82,12 @@ async def send(
     worker: Worker,
     request: Outgoing,
     *,
+    body: bytes | None = None,
     slot: bool = True,
     admit: Admit | None = None,
 ) -> Reply:
-    """Send `request` to one worker with that worker's key, without a lease. `slot` and `admit` are those of
-    `Upstream.open`. The caller closes the reply.
+    """Send `request` to one worker with that worker's key, without a lease. `body` takes the place of its own; `slot`
+    and `admit` are those of `Upstream.open`. The caller closes the reply.
 
     Raises:
         UpstreamError, NotAdmitted: as `Upstream.open`.
@@ -100,7 +101,7 @@ async def send(
         request.method,
         request.target,
         headers,
-        request.body,
+        request.body if body is None else body,
         slot=slot,
         admit=admit,
         pulse=worker.pulse if request.computes else None,

@@ -51,6 +51,7 @@ class Metrics(Statistics, prefix="miles_router"):
     broken_replies = counter("Replies cut by a worker after they had begun.")
     unread_replies = counter("Replies that passed a layer unread, by layer and reason.", by=("layer", "reason"))
     transitions = counter("Changes of a worker's state.", by=("before", "after"), name="worker_transitions")
+    unkeyed_generations = counter("Generations that may use a cache of older weights: their path takes no key of it.")
     stalled_workers = counter("Workers given up since their engine stood still under requests.")
     dropped_log_lines = counter("Log lines that nobody took in time.")
     in_flight = gauge("Leases held.", by="worker")

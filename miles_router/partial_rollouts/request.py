@@ -97,6 +97,7 @@ class ResumableRequest(ABC):
                 exchange = Exchange(self.exchange.request_id, max_answer_bytes=self.exchange.max_answer_bytes)
                 exchange.flight.aborted = self.exchange.flight.aborted
                 exchange.flight.worker_url = self.exchange.flight.worker_url
+                exchange.flight.caches = self.exchange.flight.caches  # of all parts
                 exchange.flight.rids.update(generation.rids)
                 stack.enter_context(self.in_flight(exchange, b""))
                 questions = EngineQuestions(self.context.router, exchange, self.scope["headers"])

@@ -30,6 +30,7 @@ class Retrieved:
         matched_tokens: how many of the tokens were recorded; n for a rollout, 0 for a text never seen.
         candidates: the ids of generations with this text and different tokens, or of the one there is.
         rid, finish_reason, finished: of the generation; None where the text is no rollout's.
+        cache_versions: the weight versions whose keys and values its engine may have found in a prefix cache.
     """
 
     trajectory: Trajectory
@@ -39,6 +40,7 @@ class Retrieved:
     rid: str | None = None
     finish_reason: str | None = None
     finished: bool | None = None
+    cache_versions: tuple[str | None, ...] = ()
 
     def __len__(self) -> int:
         return len(self.trajectory)
@@ -91,6 +93,7 @@ class Retrieved:
             "rid": self.rid,
             "finish_reason": self.finish_reason,
             "finished": self.finished,
+            "cache_versions": list(self.cache_versions),
         }
 
 
@@ -125,6 +128,7 @@ def read_safetensors(data: bytes) -> Retrieved:
             rid=facts["rid"],
             finish_reason=facts["finish_reason"],
             finished=facts["finished"],
+            cache_versions=tuple(facts.get("cache_versions", ())),
         )
     except (KeyError, TypeError, orjson.JSONDecodeError) as error:
         raise Malformed(f"no answer of /retrieve_from_text: {error!r}") from None

@@ -166,6 +166,14 @@ async def test_a_prompt_seen_before_is_cached_but_for_its_last_token(worker: Wor
     assert cached == [0, 39, 40]
 
 
+async def test_a_prompt_is_cached_for_requests_with_the_same_extra_key_alone(worker: WorkerClient) -> None:
+    prompt = list(range(100, 140))
+    assert (await worker.ask("POST", "/flush_cache")).status == 200
+    keys: list[dict[str, Any]] = [{}, {"extra_key": "a"}, {"extra_key": "a"}, {"extra_key": "b"}, {"extra_key": ""}]
+    answers = [await worker.generate(input_ids=prompt, sampling_params=SHORT, **key) for key in keys]
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0, 0, 39, 0, 39]
+
+
 async def test_temperature_zero_repeats_itself(worker: WorkerClient) -> None:
     greedy = {**SHORT, "temperature": 0}
     answers = [await worker.generate(text="One", sampling_params=greedy) for _ in range(2)]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from miles_router.engines.facts import sampling_version
 from tests.contract.client import ENDLESS, WorkerClient, covers
 from tests.support.waiting import soon
 
@@ -72,3 +73,21 @@ async def test_a_version_is_a_string(worker: WorkerClient, body: dict[str, int])
     assert refused.status == 400
     assert refused.json["type"] == "Bad Request"
     assert (await worker.get("/model_info"))["weight_version"] == "default"
+
+
+async def test_new_weights_whose_cache_cannot_be_flushed_are_a_400_and_sample_all_the_same(
+    worker: WorkerClient,
+) -> None:
+    path = (await worker.get("/model_info"))["model_path"]
+    async with worker.in_flight("kept"):
+        async with worker.paused("in_place"):
+            answer = await worker.ask("POST", "/update_weights_from_disk", {"model_path": path, "weight_version": "9"})
+            named = (await worker.get("/model_info"))["weight_version"]
+            told = await worker.ask("GET", "/server_info")
+        assert (answer.status, answer.json["success"]) == (400, False)
+        assert answer.json["message"].startswith("Weights were updated, but the cache was not flushed")
+        assert named == "default"
+        assert sampling_version(told.body) == "9"
+        made = await worker.generate(text="One", sampling_params=SHORT)
+        assert made["meta_info"]["weight_version"] == "9"
+        await worker.ask("POST", "/abort_request", {"rid": "kept"})

@@ -15,7 +15,7 @@ from miles_router.trajectory.retrieved import read_safetensors, write_safetensor
 from miles_router.trajectory.safetensors import pack, unpack
 
 TRAJECTORY = Trajectory([Piece.given([1, 2, 3]), Piece.sampled([4, 5], [-0.5, -0.1], "é")])
-FOUND = Retrieved(TRAJECTORY, "xyzab", 5, ("q", "r"), "r", "stop", True)
+FOUND = Retrieved(TRAJECTORY, "xyzab", 5, ("q", "r"), "r", "stop", True, ("1",))
 NEVER = Retrieved(Trajectory([Piece.given([9])]), "never", 0)
 FACTS: dict[str, Any] = {
     "response": "xyzab",
@@ -27,6 +27,7 @@ FACTS: dict[str, Any] = {
     "rid": "r",
     "finish_reason": "stop",
     "finished": True,
+    "cache_versions": ["1"],
 }
 RUNS = [{"version": "é", "start": 3, "end": 5}]
 
@@ -45,6 +46,7 @@ def check_found(found: Retrieved) -> None:
     assert found.weight_versions == [("é", 3, 5)]
     assert (found.text, found.matched_tokens, found.ambiguous, found.candidates) == ("xyzab", 5, True, ("q", "r"))
     assert (found.rid, found.finish_reason, found.finished) == ("r", "stop", True)
+    assert found.cache_versions == ("1",)
 
 
 def test_what_the_router_writes_its_client_reads() -> None:

@@ -36,6 +36,7 @@ def test_a_turn_has_what_was_asked_and_answered() -> None:
         "worker": "http://w",
         "rid": "rid-0",
         "cached_tokens": 0,
+        "cache_versions": [],
         "versions": "engine",
         "matched": STOP,
         "asked_at": 1000.0,

@@ -117,6 +117,7 @@ def test_a_turn_s_span_has_what_was_counted_and_timed() -> None:
         "finish_reason": "stop",
         "reason": None,
         "cached_tokens": 0,
+        "cache_versions": [],
         "asked_at": 1000.0,
         "first_token_at": None,
         "answered_at": 1001.0,

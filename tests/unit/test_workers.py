@@ -435,3 +435,54 @@ def test_a_fleet_that_is_down_and_restarts_together_brings_its_version() -> None
         scene.pool.record_alive(scene[name], "0")
     assert scene.pool.weight_version == "0"
     assert scene.pool.readmit(scene["a"], "back")
+
+
+# Prefix caches
+
+
+def test_workers_whose_weights_change_together_name_their_caches_alike() -> None:
+    scene = Scene.of("ab")
+    with scene.pool.changing_weights():
+        pass
+    cache = scene["a"].caches.choose(None)
+    assert cache == scene["b"].caches.choose(None) != 0
+    assert scene["b"].caches.choose(cache) == cache, "a session that moves finds there what is of the same weights"
+
+
+def test_a_version_that_is_seen_to_have_changed_begins_a_new_cache_and_one_that_is_seen_first_does_not() -> None:
+    scene = Scene.of("a")
+    scene.pool.record_alive(scene["a"], "1")
+    assert scene["a"].caches.number == 0
+    scene.pool.record_alive(scene["a"], "2")
+    assert scene["a"].caches.number != 0
+    assert scene["a"].caches.versions(0, "2") == ["1", "2"]
+
+
+def test_what_still_runs_at_a_worker_that_comes_back_knows_which_weights_it_had() -> None:
+    scene = Scene.of("a")
+    worker = scene["a"]
+    scene.pool.record_alive(worker, "1")
+    caches, _running = worker.caches, scene.pool.lease(POLICY)
+    scene.pool.remove(worker)
+    assert scene.add("a") is worker
+    scene.pool.record_alive(worker, "2")
+    assert caches.versions(0, worker.weight_version) == ["1", "2"]
+
+
+@pytest.mark.parametrize("known_at_once", [True, False])
+def test_a_worker_that_comes_with_other_weights_than_the_fleets_may_have_a_cache_of_those(known_at_once: bool) -> None:
+    scene = Scene.of("a")
+    scene.pool.record_alive(scene["a"], "1")
+    scene.pool.remove(scene["a"])
+    worker = scene.pool.add(parse_worker_url("http://a"), weight_version="2" if known_at_once else None)
+    scene.pool.record_alive(worker, "2")
+    assert worker.caches.choose(None) == worker.caches.number != 0
+
+
+def test_of_a_worker_that_comes_after_an_update_no_older_cache_is_used() -> None:
+    scene = Scene.of("ab")
+    scene.pool.remove(scene["b"])
+    with scene.pool.changing_weights():
+        pass
+    caches = scene.add("b").caches
+    assert caches.choose(0) == caches.choose(None) == caches.number != 0, "nobody knows what it did meanwhile"

@@ -101,12 +101,12 @@ def _weight_versions(turn: Turn) -> list[dict[str, Any]]:
 
 def turn_span(turn: Turn, end: int) -> Mapping[str, Any]:
     """A turn's boundary within a sample: the positions it sampled, but for those that were dropped behind it."""
-    facts = ("cached_tokens", "asked_at", "first_token_at", "answered_at", "worker", "rid", "turn_id", "versions")
+    facts = ("cached_tokens", "cache_versions", "asked_at", "first_token_at", "answered_at", "worker", "rid", "turn_id")
     return {
         "turn": turn.number,
         "start": turn.prompt_tokens,
         "end": end,
         "finish_reason": turn.finish_reason,
         "reason": turn.reason,
-        **{name: turn.facts.get(name) for name in facts},
+        **{name: turn.facts.get(name) for name in (*facts, "versions")},
     }

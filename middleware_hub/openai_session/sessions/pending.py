@@ -45,6 +45,7 @@ class PendingTurn:
         segment: why a history that is held in words is not continued in tokens.
         turn_id: the agent's name for it.
         handovers: of the rows that are captured.
+        cache: the prefix cache that it was sampled with, once that is known.
     """
 
     session: Session
@@ -56,6 +57,7 @@ class PendingTurn:
     segment: str | None = None
     turn_id: str | None = None
     handovers: Handovers = field(default_factory=Handovers)
+    cache: int | None = None
 
     @property
     def stream(self) -> bool:

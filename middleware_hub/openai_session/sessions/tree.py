@@ -45,6 +45,7 @@ class Turn:
     first: Turn | None = field(default=None, repr=False)  # that answered the same request, if this one was not it
     children: list[Turn] = field(default_factory=list, repr=False)
     unrecorded_history: bool = False  # an answer in `appended` is none that this session has recorded
+    cache: int | None = None  # the prefix cache that the engine sampled it with, which the next turn keeps
     number: int = -1  # in the order in which turns were recorded
     prompt_tokens: int = field(init=False)
     tokens: int = field(init=False)

@@ -88,9 +88,11 @@ class TurnRecorder:
             ended_itself=self._ended_itself(choice, sampled),
             choice=choice.index,
             segment=pending.segment,
+            cache=pending.cache,
             facts={
                 **facts,
                 **choice.facts,
+                **({"cache_versions": []} if choice.facts.get("cached_tokens") == 0 else {}),
                 "matched": choice.matched,
                 "asked_at": pending.asked_at,
                 "answered_at": self._now(),

@@ -59,6 +59,9 @@ class TurnRunner:
         Raises:
             UnusableAnswer: the worker's answer cannot be recorded, or not read; the agent gets none.
         """
+        parent = turn.places[0].parent
+        if turn.prompt is not None and parent is not None:
+            Exchange.of(scope).flight.goes_on = parent.cache
         missing = face.endpoint.rows_missing if turn.several else None
         turn.handovers = Handovers.captured(
             self._router.rows, lambda kind: [turn.held_rows(kind)], per_prompt=sys.maxsize, missing=missing
@@ -149,6 +152,7 @@ class TurnRunner:
         gate, again = self._router.gate, self._router.config.partial_rollout == "resume"
         while True:
             pauses = gate.pauses
+            Exchange.of(scope).flight.caches.clear()
             collected = TurnReply(self._router.metrics)
             await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
             cut = again and gate.pauses != pauses and not Exchange.of(scope).flight.aborted
@@ -157,7 +161,12 @@ class TurnRunner:
 
     def _record(self, turn: PendingTurn, choices: Sequence[Choice], scope: Scope) -> None:
         exchange = Exchange.of(scope)
-        facts: Mapping[str, Any] = {"worker": exchange.flight.worker_url, "request_id": exchange.request_id}
+        turn.cache = exchange.flight.cache
+        facts: Mapping[str, Any] = {
+            "worker": exchange.flight.worker_url,
+            "request_id": exchange.request_id,
+            "cache_versions": exchange.flight.cache_versions,
+        }
         self._recorder.record(turn, choices, facts)
 
 

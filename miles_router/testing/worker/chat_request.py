@@ -16,6 +16,7 @@ from miles_router.testing.worker.vocabulary import Tokenizer
 #: What a request may have; anything else is ignored.
 CHAT_FIELDS = (
     *("messages", "model", "input_ids", "tools", "tool_choice", "stream", "stream_options", "rid", "seed", "lora_path"),
+    "extra_key",
     *("max_tokens", "max_completion_tokens", "min_tokens", "response_format", "logprobs", "top_logprobs"),
     *("chat_template_kwargs", "continue_final_message", "separate_reasoning"),
     *("return_routed_experts", "routed_experts_start_len", "return_cached_tokens_details", "return_meta_info"),
@@ -91,6 +92,7 @@ def _native_body(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any
         "return_indexer_topk": body.get("return_indexer_topk"),
         "return_prompt_token_ids": True,
         "lora_path": body.get("lora_path"),
+        "extra_key": body.get("extra_key"),
     }
 
 

@@ -62,6 +62,7 @@ def _parse(visit: Visit, body: dict[str, Any]) -> _Completion:
         "routed_experts_start_len": body.get("routed_experts_start_len"),
         "return_prompt_token_ids": True,
         "lora_path": body.get("lora_path"),
+        "extra_key": body.get("extra_key"),
     }
     echoes = _echoes(visit, prompt) if body.get("echo") else []
     model, copies = str(body.get("model") or "default"), int(body.get("n") or 1)

@@ -8,6 +8,10 @@ from aiohttp import web
 from miles_router.testing.worker.engine import PauseMode
 from miles_router.testing.worker.visit import Visit, invalid_body
 
+NOT_FLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running or queued. "
+    "Retract or finish them, then call /flush_cache."
+)
 Route = Callable[[Visit], Awaitable[web.StreamResponse]]
 
 LORA_IS_OFF = "LoRA is not enabled. Please set `--enable-lora` to enable LoRA."
@@ -65,18 +69,25 @@ async def update_weight_version(visit: Visit) -> web.StreamResponse:
 
 
 async def update_weights_from_disk(visit: Visit) -> web.StreamResponse:
-    """POST {"model_path", "weight_version"?, "abort_all_requests"?, "flush_cache"?}; waits for running generations."""
+    """POST {"model_path", "weight_version"?, "abort_all_requests"?, "flush_cache"?}; waits for running generations.
+
+    What a pause keeps in place cannot be flushed: 400, and the weights have changed all the same."""
     body = visit.json()
     _required(body, "model_path")
     if body.get("abort_all_requests"):
         visit.engine.abort_all()
     if visit.engine.paused is None:
         await visit.engine.idle()
+    named = visit.engine.named_version
+    if body.get("weight_version") is not None:
+        visit.engine.weight_version = str(body["weight_version"])
     if body.get("flush_cache", True):
+        if not visit.engine.can_flush():
+            visit.engine.named_version = named
+            return await visit.reply.json({"success": False, "message": NOT_FLUSHED, "num_paused_requests": 0}, 400)
         visit.engine.cache.clear()
     message = "Succeeded to update model weights."
     if body.get("weight_version") is not None:
-        visit.engine.weight_version = str(body["weight_version"])
         message += f" Weight version updated to {visit.engine.weight_version}."
     return await visit.reply.json({"success": True, "message": message, "num_paused_requests": 0})
 

@@ -55,6 +55,8 @@ class Engine:
         self.healthy = True
         self.stopped = False
         self.adapters: dict[str, str] = {}
+        self.reused: set[tuple[str, str]] = set()
+        """Whose weights filled what generations found in the prefix cache, and whose sampled."""
         self.cache = PrefixCache()
         self.scripts: deque[list[int]] = deque()
         """What the next generations are to say instead of sampling."""
@@ -62,6 +64,17 @@ class Engine:
         self._replica = mix(replica)
         self._repeats: OrderedDict[int, int] = OrderedDict()
         self._changed = asyncio.Event()
+
+    @property
+    def weight_version(self) -> str:
+        """What samples."""
+        return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: str) -> None:
+        self._weight_version = version
+        self.named_version = version
+        """What `/model_info` names; SGLang's is still the old one after an update that failed half way."""
 
     def noise_for(self, rid: str | None, input_ids: list[int]) -> int:
         """What tells this sample apart from others of its prompt: its rid, or how often the prompt came without one."""
@@ -99,8 +112,11 @@ class Engine:
         if self.scripts:
             request.script = self.scripts.popleft()
         generation = Generation(self.model, request)
-        generation.cached_tokens = self._cached_tokens(request)
-        self.cache.insert(request.input_ids)
+        key = request.extra_key or ""
+        generation.cached_tokens = self._cached_tokens(request, key)
+        found = self.cache.versions(request.input_ids[: generation.cached_tokens], key)
+        self.reused.update((version, self.weight_version) for version in found)
+        self.cache.insert(request.input_ids, key, self.weight_version)
         self.running[request.rid] = generation
         self._pulse()
         return generation
@@ -109,7 +125,7 @@ class Engine:
         """Take a generation, finished or not, out of the running ones."""
         self.running.pop(generation.request.rid, None)
         # The last id was sampled but never fed back, so its keys and values do not exist.
-        self.cache.insert(sequence_of(generation)[:-1])
+        self.cache.insert(sequence_of(generation)[:-1], generation.request.extra_key or "", self.weight_version)
         self._pulse()
 
     async def outputs(self, generation: Generation) -> AsyncIterator[None]:
@@ -175,9 +191,9 @@ class Engine:
         """Whether no generation holds memory; retracted ones do not."""
         return all(generation.waiting for generation in self.running.values())
 
-    def _cached_tokens(self, request: GenerationRequest) -> int:
+    def _cached_tokens(self, request: GenerationRequest, key: str) -> int:
         """Logprobs of the prompt cost the cache: positions that need one are computed anew."""
-        matched = self.cache.match(request.input_ids)
+        matched = self.cache.match(request.input_ids, key)
         if request.return_logprob and request.logprob_start_len >= 0:
             return min(matched, request.logprob_start_len)
         return matched

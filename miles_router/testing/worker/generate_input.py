@@ -135,7 +135,7 @@ def _refuse_duplicates(names: list[str]) -> None:
         raise ValueError(f"Duplicate request IDs detected within the request: {duplicates}")
 
 
-_PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path")
+_PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "extra_key")
 _SHARED = (
     "return_text_in_logprobs",
     "return_routed_experts",

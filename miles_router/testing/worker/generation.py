@@ -37,6 +37,7 @@ class GenerationRequest:
     return_indexer_topk: bool = False
     return_prompt_token_ids: bool = False
     lora_path: str | None = None
+    extra_key: str | None = None
     script: list[int] | None = None
 
 

@@ -1,4 +1,4 @@
-"""`GET /openapi.json`: the paths that a worker answers, and the fields of a chat request that it knows."""
+"""`GET /openapi.json`: the paths that a worker answers, and some fields of the requests that it knows."""
 
 from collections.abc import Iterable
 
@@ -14,12 +14,15 @@ def openapi(routes: Iterable[tuple[str, str]]) -> Route:
     paths: dict[str, dict[str, object]] = {}
     for method, path in routes:
         paths.setdefault(path, {})[method.lower()] = {"responses": {"200": {"description": "Successful Response"}}}
+    cached = {"type": "object", "properties": {"extra_key": {}}}
     chat_request = {"type": "object", "properties": {name: {} for name in CHAT_FIELDS}, "required": ["messages"]}
     schema = {
         "openapi": "3.1.0",
         "info": {"title": "FastAPI", "version": "0.1.0"},
         "paths": paths,
-        "components": {"schemas": {"ChatCompletionRequest": chat_request}},
+        "components": {
+            "schemas": {"ChatCompletionRequest": chat_request, "GenerateReqInput": cached, "CompletionRequest": cached}
+        },
     }
 
     async def answer(visit: Visit) -> web.StreamResponse:
