@@ -243,7 +243,7 @@ async def test_an_aborted_rollout_has_what_was_sampled(stage: Stage, turn: int) 
             assert reply == "calc(1)"
             return TOOL.format(1)
 
-        rollout = multi_turn(client, PROMPT, environment, {"max_new_tokens": 4000})
+        rollout = multi_turn(client, PROMPT, environment, {"max_new_tokens": 4000, "min_new_tokens": 4000})
         async with under_way(rollout) as running:
             await until(lambda: len(records(trial)) == turn and worker.running == 1, "the last turn runs")
             await client.abort_all()
