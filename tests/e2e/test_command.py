@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.http import Client, request
-from tests.support.running_router import COMMAND, router_process
+from tests.support.running_router import COMMAND, refuses, router_process
 from tests.support.scripted_worker import chunk, chunked_head, script
 from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 WORKING = "tests.support.plugins.working"
 
@@ -26,7 +26,7 @@ def run(*arguments: str, directory: Path | None = None, **environment: str) -> s
         [str(COMMAND), *arguments],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
         env={**inherited, **environment},
         cwd=directory,
         check=False,
@@ -54,7 +54,7 @@ def test_nothing_heavy_is_imported_for_help_or_for_a_start_without_tokenizer() -
         "assert not {'transformers', 'torch', 'tokenizers'} & set(sys.modules), 'start'"
     )
     python = COMMAND.with_name("python")
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -182,7 +182,7 @@ async def test_sigterm_lets_requests_in_flight_finish_and_exits_0(stage: Stage) 
             await client.read_head()
             assert await client.read_part() == b"one "
             router.process.terminate()
-            await until(lambda: _refuses(router.url), "new connections are refused")
+            await until(lambda: refuses(router.url), "new connections are refused")
             gate.set()
             assert await client.read_part() == b"two"
             assert await client.read_part() == b""
@@ -202,11 +202,3 @@ async def test_what_does_not_finish_in_time_is_cut_off_after_sigterm(stage: Stag
         assert await router.stop() == 0
         assert time.monotonic() - started >= 1
     await until(lambda: not worker.busy, "the worker is told")
-
-
-def _refuses(url: str) -> bool:
-    import socket
-
-    host, _, port = url.removeprefix("http://").partition(":")
-    with socket.socket() as attempt:
-        return attempt.connect_ex((host, int(port))) != 0

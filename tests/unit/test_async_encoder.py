@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import random
 import signal
@@ -65,11 +66,12 @@ async def encoder() -> AsyncIterator[AsyncEncoder]:
 
 def processes() -> list[psutil.Process]:
     """Those that encode."""
-    return [
-        child
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "encoder_process" in " ".join(child.cmdline())
-    ]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends while it is looked at
+            if child.status() != psutil.STATUS_ZOMBIE and "encoder_process" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen3"])
