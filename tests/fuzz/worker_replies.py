@@ -87,7 +87,7 @@ class WorkerReplies(Target):
     """
 
     name = "worker-replies"
-    runs = 2500
+    runs = 600
     tokens = (*LINES, *STARTS, *EARLY[3:], b"\r\n", b"\n", b"\r\n\r\n", b"0\r\n\r\n", b"GET\n", b"HEAD\n", b";a=1")
 
     def __init__(self) -> None:
