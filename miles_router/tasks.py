@@ -13,6 +13,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that the event loop is held at a time by work that can be done in steps.
 HOLD = 0.002
+#: As often somebody looks whether a time limit has been reached. A stop of this process itself, however long, takes one
+#: look: nobody is blamed for what the router did not let him do.
+LOOKS = 10
 
 Result = TypeVar("Result")
 
@@ -63,8 +66,7 @@ async def within(seconds: float, work: Coroutine[Any, Any, Result], *, name: str
     """
     task = asyncio.get_running_loop().create_task(work, name=name)
     try:
-        await asyncio.wait({task}, timeout=seconds)
-        if not task.done():
+        if not await ends_within(seconds, task):
             raise TimeoutError(f"{name} took longer than {seconds:g} s")
         return task.result()
     finally:
@@ -72,6 +74,15 @@ async def within(seconds: float, work: Coroutine[Any, Any, Result], *, name: str
             await cancelled(task)
         if not task.cancelled():
             task.exception()  # nobody else looks at the failure of what nobody waits for any more
+
+
+async def ends_within(seconds: float, task: asyncio.Task[Any]) -> bool:
+    """Wait until `task` has ended, for so many seconds at most; whether it has. It goes on if not."""
+    for _ in range(LOOKS):
+        await asyncio.wait({task}, timeout=seconds / LOOKS)
+        if task.done():
+            return True
+    return False
 
 
 async def cancelled(task: asyncio.Task[Any]) -> None:

@@ -101,7 +101,7 @@ def sglang_moe_workers() -> Iterator[list[RealWorker]]:
         yield workers
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def tokenizers_loaded_once() -> Iterator[None]:
     """Loading one takes half a second, and nearly every router of these tests has one."""
     with loaded_once():
@@ -109,7 +109,7 @@ def tokenizers_loaded_once() -> Iterator[None]:
 
 
 @pytest.fixture
-async def stage(tokenizers_loaded_once: None) -> AsyncIterator[Stage]:
+async def stage() -> AsyncIterator[Stage]:
     """Workers and a router for one test."""
     async with staged() as made:
         yield made

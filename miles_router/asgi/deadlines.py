@@ -7,6 +7,8 @@ from collections.abc import Callable
 from contextvars import Context
 from typing import Generic, TypeVar
 
+from miles_router.tasks import LOOKS
+
 Item = TypeVar("Item")
 
 
@@ -14,25 +16,26 @@ class Deadlines(Generic[Item]):
     """Calls `expired` with each item that was started `seconds` ago and not stopped since.
 
     A timer costs the event loop more than all else that a short request needs for its bookkeeping. Since every item
-    waits equally long, the first that was started is the first to expire, and only that one needs a timer.
+    waits equally long, one timer serves them all: it looks several times within that time. Time is counted in looks,
+    so that a stop of this process itself is not taken for the idleness of others.
     """
 
     def __init__(
         self, seconds: float, expired: Callable[[Item], None], loop: asyncio.AbstractEventLoop | None = None
     ) -> None:
         self.loop = loop or asyncio.get_running_loop()
-        self._seconds = seconds
+        self._between = seconds / LOOKS
         self._expired = expired
-        self._now = self.loop.time
-        self._started: dict[Item, float] = {}  # in the order in which they were started
+        self._looks = 0
+        self._started: dict[Item, int] = {}  # in the order in which they were started, each at which look
         self._timer: asyncio.TimerHandle | None = None
         self._context = Context()  # of nobody's request
 
     def start(self, item: Item) -> None:
         """Let `item` expire; it must not be waiting already."""
-        self._started[item] = self._now()
+        self._started[item] = self._looks
         if self._timer is None:
-            self._set_timer(self._seconds)
+            self._set_timer()
 
     def stop(self, item: Item) -> None:
         """Forget `item`, whether or not it waits."""
@@ -43,7 +46,8 @@ class Deadlines(Generic[Item]):
         return next(iter(self._started), None)
 
     def _look(self) -> None:
-        due = self._now() - self._seconds
+        due = self._looks - LOOKS  # the first look after an item's start may have come at once
+        self._looks += 1
         try:
             while self._started:
                 item, started = next(iter(self._started.items()))
@@ -54,7 +58,7 @@ class Deadlines(Generic[Item]):
         finally:  # a defect in one call takes the others no turn
             self._timer = None
             if self._started:
-                self._set_timer(max(0.0, next(iter(self._started.values())) - due))
+                self._set_timer()
 
-    def _set_timer(self, seconds: float) -> None:
-        self._timer = self.loop.call_later(seconds, self._look, context=self._context)
+    def _set_timer(self) -> None:
+        self._timer = self.loop.call_later(self._between, self._look, context=self._context)

@@ -41,7 +41,7 @@ class Watch:
         self._patience = _patience if _patience is not None and _patience.loop is loop else _new_patience(loop)
         self._patience.start(self)
         if self._timeout:
-            self._deadline = loop.call_later(self._timeout, self._time_is_up)
+            self._look(loop, tasks.LOOKS)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -66,7 +66,10 @@ class Watch:
             pass
         self._stop(ClientDisconnected("the client left before its answer was complete"))
 
-    def _time_is_up(self) -> None:
+    def _look(self, loop: asyncio.AbstractEventLoop, left: int) -> None:
+        if left:
+            self._deadline = loop.call_later(self._timeout / tasks.LOOKS, self._look, loop, left - 1)
+            return
         self._stop(UpstreamTimeout(f"the worker's reply was not complete within {self._timeout:g} s"))
 
     def _stop(self, reason: RouterError) -> None:

@@ -169,11 +169,11 @@ class Upstream:
         # Not `tasks.within`: a connection that is made too late has to be closed.
         task = tasks.spawn(self._dial(address), name=f"connect {address.url}")
         try:
-            await asyncio.wait({task}, timeout=self._connect_timeout)
+            made = await tasks.ends_within(self._connect_timeout, task)
         except asyncio.CancelledError:
             _abandon(task)
             raise
-        if not task.done():
+        if not made:
             _abandon(task)
             raise UpstreamUnreachable(f"{address.url} took no connection in {self._connect_timeout:g} s", refused=True)
         connection: Connection | OSError = task.result()

@@ -23,14 +23,16 @@ from miles_router.compat import (
     session_config_from,
 )
 from miles_router.errors import ConfigError
-from miles_router.serving.server import listen
 from miles_router.settings.config import RouterConfig
 from miles_router.testing import SimulatedWorker
 from miles_router.trajectory.rows import KINDS
 from tests.compat.miles_client import MilesSession
 from tests.support.cache_trial import checkpoint
 from tests.support.http import RawReply, ask
+from tests.support.ports import free_ports
+from tests.support.running_router import refuses
 from tests.support.stage import staged
+from tests.support.waiting import PATIENCE, until
 
 
 def namespace(**changes: object) -> Namespace:
@@ -224,17 +226,12 @@ async def running(target: Callable[..., None], url: str, *args: object) -> Async
         yield
     finally:
         process.terminate()
-        process.join(20)
+        process.join(PATIENCE)
     assert process.exitcode == 0
 
 
-def free_port(host: str) -> int:
-    with listen(host, 0) as free:
-        return int(free.getsockname()[1])
-
-
 async def test_run_router_serves_as_the_target_of_a_process() -> None:
-    port = free_port("127.0.0.1")
+    (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     async with staged() as stage, running(run_router, url, namespace(sglang_router_port=port)):
         worker = await stage.worker()
@@ -246,7 +243,7 @@ async def test_run_router_serves_as_the_target_of_a_process() -> None:
 
 async def test_a_session_server_stands_in_front_of_another_router_over_ipv6() -> None:
     """Both are processes of their own, told addresses as miles writes them."""
-    ports = [free_port("[::1]") for _ in range(2)]
+    ports = free_ports(2)
     router, sessions = (f"http://[::1]:{port}" for port in ports)
     args = namespace(
         sglang_router_ip="[::1]",
@@ -286,12 +283,6 @@ async def test_a_session_server_stands_in_front_of_another_router_over_ipv6() ->
 
 
 async def _ready(url: str, process: multiprocessing.process.BaseProcess) -> RawReply:
-    import asyncio
-
-    for _ in range(400):
-        assert process.is_alive()
-        try:
-            return await ask(url, "GET", "/health")
-        except OSError:
-            await asyncio.sleep(0.05)
-    raise AssertionError("the router does not answer")
+    await until(lambda: not refuses(url) or not process.is_alive(), "it listens")
+    assert process.is_alive()
+    return await ask(url, "GET", "/health")

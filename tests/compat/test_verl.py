@@ -39,7 +39,7 @@ from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import script
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
-from tests.support.waiting import soon, until
+from tests.support.waiting import PATIENCE, soon, until
 
 PARAMS: Mapping[str, Any] = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
 QUESTION = [{"role": "user", "content": "What is 17 plus 25?"}]
@@ -99,7 +99,7 @@ async def scene_of(
             for number in range(count)
         ]
         router = await stage.router(*(worker.url for worker in workers), **(settings or {}))
-        client = RouterClient(router.url, retries=Retries(attempts=0), timeout=20.0)
+        client = RouterClient(router.url, retries=Retries(attempts=0), timeout=PATIENCE)
         yield Scene(workers, router, await stack.enter_async_context(client))
 
 
@@ -399,13 +399,14 @@ async def uncut(stage: Stage, prompt: list[int], tokens: int) -> list[int]:
 
 
 async def test_an_update_of_the_weights_within_a_turn_leaves_the_episode_whole(stage: Stage) -> None:
-    async with scene_of(stage, settings={"partial_rollout": "resume"}, token_latency_s=0.002) as scene:
+    async with scene_of(stage, settings={"partial_rollout": "resume"}, token_latency_s=0.02) as scene:
         scene.workers[0].say(call("add", a=17, b=25))
         loops = scene.loops(tools=[FunctionTool("add", add)])
         params = {**PARAMS, "max_tokens": 90, "ignore_eos": True}
         async with under_way(loops.run(params, raw_prompt=QUESTION, agent_name="tool_agent")) as running:
             await until(lambda: len(scene.records) == 2 and scene.busy() is not None, "the second turn has begun")
             async with scene.client.paused("abort"):
+                scene.workers[0].engine.token_latency_s = 0
                 await scene.client.request(
                     "POST", "/update_weight_version", {"new_version": "2", "abort_all_requests": False}
                 )
@@ -421,7 +422,7 @@ async def test_an_update_of_the_weights_within_a_turn_leaves_the_episode_whole(s
 
 async def test_a_rollout_whose_worker_is_lost_goes_on_at_another(stage: Stage) -> None:
     settings = {"partial_rollout": "resume", "resume_on_worker_loss": True}
-    async with scene_of(stage, 2, settings=settings, token_latency_s=0.002) as scene:
+    async with scene_of(stage, 2, settings=settings, token_latency_s=0.02) as scene:
         manager = scene.manager()
         first = await manager.generate("r", prompt_ids=[5, 6], sampling_params={**PARAMS, "max_tokens": 4})
         prompt = [5, 6, *first.token_ids]
@@ -430,6 +431,8 @@ async def test_a_rollout_whose_worker_is_lost_goes_on_at_another(stage: Stage) -
             await until(lambda: scene.busy() is not None, "it is sampled")
             victim = scene.busy()
             assert victim is not None
+            for worker in scene.workers:
+                worker.engine.token_latency_s = 0
             await victim.kill()
             output = await soon(generating)
         assert output.token_ids == await uncut(stage, prompt, 40)
@@ -441,7 +444,7 @@ async def test_a_rollout_whose_worker_is_lost_goes_on_at_another(stage: Stage) -
 async def test_an_abort_ends_an_episode_and_is_said(stage: Stage) -> None:
     async with scene_of(stage, token_latency_s=0.002) as scene:
         running = scene.loops(tools=[FunctionTool("add", add)]).run(
-            {**PARAMS, "max_tokens": 200, "ignore_eos": True}, raw_prompt=QUESTION, agent_name="tool_agent"
+            {**PARAMS, "max_tokens": 4000, "ignore_eos": True}, raw_prompt=QUESTION, agent_name="tool_agent"
         )
         async with under_way(running) as episode:
             await until(lambda: scene.busy() is not None, "it is sampled")
@@ -463,7 +466,7 @@ async def test_a_rollout_that_is_cancelled_stops_its_engine(stage: Stage) -> Non
 
         scene.workers[0].say(call("work"))
         loops = scene.loops(tools=[FunctionTool("work", work)])
-        long = {**PARAMS, "max_tokens": 200, "ignore_eos": True}
+        long = {**PARAMS, "max_tokens": 4000, "ignore_eos": True}
         samples = [{"raw_prompt": QUESTION, "agent_name": "tool_agent"}] * 2  # whichever comes first calls the tool
         async with under_way(loops.generate_sequences(samples, long)) as running:
             await soon(working.wait())

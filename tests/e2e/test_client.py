@@ -28,7 +28,7 @@ from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import RESET, ScriptedWorker, reply, script
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 ONCE = Retries(attempts=0, first_delay=0.0, longest_delay=0.0)
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
@@ -36,7 +36,7 @@ ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
 
 @contextlib.asynccontextmanager
 async def connected(url: str, **options: Any) -> AsyncIterator[RouterClient]:
-    async with RouterClient(url, **{"retries": ONCE, "timeout": 10.0, **options}) as client:
+    async with RouterClient(url, **{"retries": ONCE, "timeout": PATIENCE, **options}) as client:
         yield client
 
 

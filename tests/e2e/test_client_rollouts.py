@@ -24,6 +24,7 @@ from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.door import GenerationRecord
 from miles_router.trajectory import Piece, Retrieved, Trajectory
 from miles_router.trajectory.retrieved import write_safetensors
+from tests.support import waiting
 from tests.support.cache_trial import SHORT, Trial, checkpoint, simulated_trial, trial_before
 from tests.support.scripted_worker import reply, script
 from tests.support.stage import Stage
@@ -33,7 +34,7 @@ from tests.support.waiting import until
 PROMPT = "<|im_start|>user\nWhat is 17 plus 25?<|im_end|>\n<|im_start|>assistant\n"
 TOOL = "<|im_end|>\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n"
 LONG = {"max_new_tokens": 200}
-PATIENCE: dict[str, Any] = {"retries": Retries(attempts=0), "timeout": 20.0}  # what hangs fails
+PATIENCE: dict[str, Any] = {"retries": Retries(attempts=0), "timeout": waiting.PATIENCE}  # what hangs fails
 
 
 @pytest.fixture
@@ -111,7 +112,7 @@ async def test_a_prompt_that_an_earlier_rollout_sampled_is_not_trained_on(trial:
 
 async def test_a_group_is_as_many_different_rollouts_at_once(stage: Stage) -> None:
     async with (
-        simulated_trial(stage, token_latency_s=0.002) as trial,
+        simulated_trial(stage, token_latency_s=0.02) as trial,
         RouterClient(trial.router.url, **PATIENCE) as client,
     ):
         assert trial.worker is not None
@@ -119,6 +120,7 @@ async def test_a_group_is_as_many_different_rollouts_at_once(stage: Stage) -> No
         rollouts = group(lambda: single_turn(client, PROMPT, {**SHORT, "max_new_tokens": 40}), 8)
         async with under_way(rollouts) as making:
             await until(lambda: worker.running == 8, "all at once")
+            worker.engine.token_latency_s = 0
             samples = await making
         for sample in samples:
             check(sample, [worker.door.generation(sample.metadata["rid"])])

@@ -16,6 +16,7 @@ from safetensors.numpy import save
 from miles_router.client import InvalidSample, NotFound, Retries, RouterClient, SessionExists, agentic
 from tests.support.scripted_worker import RESET, ScriptedWorker, reply, script
 from tests.support.stage import Stage
+from tests.support.waiting import PATIENCE
 
 AT_ONCE = Retries(attempts=1, first_delay=0.0, longest_delay=0.0)
 MADE = reply(b'{"session_id": "made", "base_url": "/sessions/made/v1"}', 201)
@@ -64,7 +65,7 @@ async def server(stage: Stage) -> ScriptedWorker:
 
 @contextlib.asynccontextmanager
 async def connected(server: ScriptedWorker, **options: Any) -> AsyncIterator[RouterClient]:
-    async with RouterClient(server.url, **{"retries": AT_ONCE, "timeout": 10.0, **options}) as client:
+    async with RouterClient(server.url, **{"retries": AT_ONCE, "timeout": PATIENCE, **options}) as client:
         yield client
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from miles_router import cli
 from tests.support.http import Client, request
-from tests.support.running_router import COMMAND, router_process
+from tests.support.running_router import COMMAND, refuses, router_process
 from tests.support.scripted_worker import chunk, chunked_head, script
 from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 WORKING = "tests.support.plugins.working"
 
@@ -26,11 +29,27 @@ def run(*arguments: str, directory: Path | None = None, **environment: str) -> s
         [str(COMMAND), *arguments],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=PATIENCE,
         env={**inherited, **environment},
         cwd=directory,
         check=False,
     )
+
+
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """What the command writes to standard error before it ends with status 2, without a process for each."""
+    for name in [name for name in os.environ if name.startswith("MILES_ROUTER_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run(*arguments: str) -> list[str]:
+        with pytest.raises(SystemExit) as end:
+            cli.main(arguments)
+        assert end.value.code == 2
+        return capsys.readouterr().err.splitlines()
+
+    return run
 
 
 def test_help_names_every_flag_of_the_contract() -> None:
@@ -54,7 +73,7 @@ def test_nothing_heavy_is_imported_for_help_or_for_a_start_without_tokenizer() -
         "assert not {'transformers', 'torch', 'tokenizers'} & set(sys.modules), 'start'"
     )
     python = COMMAND.with_name("python")
-    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -71,15 +90,21 @@ def test_nothing_heavy_is_imported_for_help_or_for_a_start_without_tokenizer() -
         (("--set", "tagging.tag=1"), "--set: no middleware called 'tagging' is listed"),
         (("--middleware-paths", "no.such.Class"), "there is no module 'no'"),
         (("--config", "/nowhere.yaml"), "--config /nowhere.yaml: cannot be read"),
-        (("--host", "256.1.1.1"), "host, port: cannot listen on 256.1.1.1"),
     ],
 )
-def test_a_wrong_setting_stops_the_start_with_one_line(arguments: tuple[str, ...], message: str) -> None:
-    done = run("--port", "0", *arguments)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("miles-router: ")]
+def test_a_wrong_setting_stops_the_start_with_one_line(
+    refused: Callable[..., list[str]], arguments: tuple[str, ...], message: str
+) -> None:
+    (line,) = refused("--port", "0", *arguments)
+    assert line.startswith("miles-router: ")
+    assert message in line
+
+
+def test_an_address_that_is_not_this_machine_s_stops_the_start_with_one_line() -> None:
+    done = run("--port", "0", "--host", "256.1.1.1")
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("miles-router: ")]
     assert done.returncode == 2
-    assert len(lines) == 1
-    assert message in lines[0]
+    assert "host, port: cannot listen on 256.1.1.1" in line
 
 
 @pytest.mark.parametrize(
@@ -94,13 +119,14 @@ def test_a_wrong_setting_stops_the_start_with_one_line(arguments: tuple[str, ...
         ("middlewares: []\nmiddleware_paths: []", "give either middlewares or middleware_paths, not both"),
     ],
 )
-def test_a_wrong_file_is_one_line_that_names_it(tmp_path: Path, text: str, message: str) -> None:
+def test_a_wrong_file_is_one_line_that_names_it(
+    refused: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, message: str
+) -> None:
     (tmp_path / "router.yaml").write_text(text, encoding="utf-8")
-    done = run("config", "--config", "router.yaml", directory=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "router.yaml" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    monkeypatch.chdir(tmp_path)
+    (line,) = refused("config", "--config", "router.yaml")
+    assert message in line
+    assert "router.yaml" in line
 
 
 def test_a_wrong_environment_variable_is_named() -> None:
@@ -182,7 +208,7 @@ async def test_sigterm_lets_requests_in_flight_finish_and_exits_0(stage: Stage) 
             await client.read_head()
             assert await client.read_part() == b"one "
             router.process.terminate()
-            await until(lambda: _refuses(router.url), "new connections are refused")
+            await until(lambda: refuses(router.url), "new connections are refused")
             gate.set()
             assert await client.read_part() == b"two"
             assert await client.read_part() == b""
@@ -202,11 +228,3 @@ async def test_what_does_not_finish_in_time_is_cut_off_after_sigterm(stage: Stag
         assert await router.stop() == 0
         assert time.monotonic() - started >= 1
     await until(lambda: not worker.busy, "the worker is told")
-
-
-def _refuses(url: str) -> bool:
-    import socket
-
-    host, _, port = url.removeprefix("http://").partition(":")
-    with socket.socket() as attempt:
-        return attempt.connect_ex((host, int(port))) != 0

@@ -24,7 +24,7 @@ from tests.support.http import RawReply, ask
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import HANG, Behaviour, reply, script
 from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.waiting import soon, until
 
 JSON = [("Content-Type", "application/json")]
 ROWS = [(method, row.path) for row in TABLE for method in row.methods]
@@ -187,7 +187,7 @@ async def test_a_worker_that_hangs_holds_the_answer_no_longer_than_its_time_and_
     hanging.always(script(HANG))
     router = await stage.router(ready, hanging)
     router.app.router.control.rows["/flush_cache"] = Row("/flush_cache", timeout=0.1)
-    answer = await asyncio.wait_for(post(router, "/flush_cache"), 3)
+    answer = await soon(post(router, "/flush_cache"))
     said = answer.json()["workers"][hanging.url]
     assert (answer.status, said) == (502, {"status": 0, "body": "no answer within 0.1 s"})
 
@@ -205,7 +205,7 @@ async def test_a_control_request_gets_through_while_all_connections_are_taken(st
     router = await stage.router(worker, max_connections=1)
     generating = asyncio.ensure_future(post(router, "/generate", text="Hi"))
     await until(lambda: worker.requests, "the only connection is taken")
-    assert (await asyncio.wait_for(post(router, "/pause_generation"), 3)).status == 200
+    assert (await soon(post(router, "/pause_generation"))).status == 200
     done.set()
     assert (await generating).body == b"late"
 

@@ -17,7 +17,7 @@ from tests.support.http import CutReply, RawReply
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import CLOSE, RESET, ScriptedWorker, Visit, chunk, chunked_head, reply, script
 from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.waiting import soon, until
 
 JSON = [("Content-Type", "application/json")]
 
@@ -131,16 +131,16 @@ async def test_a_version_that_changed_behind_the_router_makes_it_ask_the_others_
 
 
 async def test_while_engines_are_updated_one_by_one_nobody_waits_for_the_next_check(stage: Stage) -> None:
-    interval = 6.0
+    interval = 8.0
     async with simulated(weight_version="1", token_latency_s=0.002) as (one, two):
+        checked = time.monotonic()
         router = await stage.router(one.url, two.url, partial_rollout="resume", health_check_interval=interval)
         one.engine.weight_version = "2"
         await heard_of(router, one)
         assert router.pool.get(one.url).state.value == "outdated"
         two.engine.weight_version = "2"
-        followed = time.monotonic()
         await until(lambda: len(router.pool.routable) == 2, "the fleet is in step")
-        assert time.monotonic() - followed < interval / 2
+        assert time.monotonic() - checked < interval
 
 
 async def test_versions_that_keep_changing_make_no_storm_of_questions(stage: Stage) -> None:
@@ -382,7 +382,7 @@ async def test_a_stream_that_cannot_be_carried_on_is_broken_off_and_never_looks_
     router = await stage.router(worker, resume_on_worker_loss=True)
     worker.always(script(EVENTS, *[chunk(beginning(ids)) for ids in [first] if ids], RESET))
     with pytest.raises(CutReply) as cut_off:
-        await asyncio.wait_for(post(router, "/generate", input_ids=[1, 2], stream=True, sampling_params=sampling), 5)
+        await soon(post(router, "/generate", input_ids=[1, 2], stream=True, sampling_params=sampling))
     assert b"[DONE]" not in cut_off.value.reply.body
     assert len(worker.requests) == (1 if first else 3)
 
@@ -391,7 +391,7 @@ async def test_a_request_that_ends_every_worker_is_not_asked_for_ever(stage: Sta
     worker = await spelling_worker(stage)
     router = await stage.router(worker, resume_on_worker_loss=True, max_retries=1)
     worker.always(script(chunked_head(JSON), chunk(b"{"), RESET))
-    answer = await asyncio.wait_for(post(router, "/generate", input_ids=[1, 2]), 5)
+    answer = await soon(post(router, "/generate", input_ids=[1, 2]))
     assert (answer.status, answer.error_type, len(worker.requests)) == (502, "upstream_broken", 2)
 
 
@@ -407,7 +407,7 @@ async def test_where_every_worker_was_tried_a_request_goes_to_one_that_is_back(
     last = beginning([9], {"type": "length", "length": 1})
     streamed = script(EVENTS, chunk(last), chunk(b"data: [DONE]\n\n"), chunk(b""))
     worker.always(streamed if stream else script(reply(whole([9], prompt=2))))
-    answer = await asyncio.wait_for(post(router, "/generate", input_ids=[1, 2], stream=stream), 5)
+    answer = await soon(post(router, "/generate", input_ids=[1, 2], stream=stream))
     assert answer.status == status
     assert len(worker.requests) <= 4  # the first may have met a connection that was no longer good
 
@@ -420,7 +420,7 @@ async def test_a_lost_stream_that_gets_on_is_carried_on_as_often_as_it_takes(sta
     worker.next(script(EVENTS, chunk(last), chunk(b"data: [DONE]\n\n"), chunk(b"")))
     sampling = {"ignore_eos": True}
     asked = post(router, "/generate", input_ids=[1, 2], stream=True, sampling_params=sampling)
-    answer = await asyncio.wait_for(asked, 5)
+    answer = await soon(asked)
     *_, final, done, _ = answer.body.split(b"\n\n")
     assert done == b"data: [DONE]"
     said = orjson.loads(final.removeprefix(b"data: "))

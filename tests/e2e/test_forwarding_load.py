@@ -11,7 +11,7 @@ import pytest
 
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.http import Client, CutReply, request
-from tests.support.running_router import RouterProcess, router_process
+from tests.support.running_router import RouterProcess, refuses, router_process
 from tests.support.scripted_worker import (
     HANG,
     LAST_CHUNK,
@@ -144,7 +144,7 @@ async def test_a_request_in_flight_is_finished_after_sigterm(worker: ScriptedWor
         await client.read_head()
         assert await client.read_part() == b"one"
         stopping = asyncio.ensure_future(router.stop())
-        await _refuses(router.url)
+        await until(lambda: refuses(router.url), "new connections are refused")
         gate.set()
         assert [await client.read_part(), await client.read_part()] == [b"two", b""]
         assert await stopping == 0
@@ -161,16 +161,6 @@ async def test_a_request_that_does_not_finish_is_broken_off_after_the_shutdown_t
         with pytest.raises(CutReply):
             await client.read_part()
         await until(lambda: not worker.busy, "the worker was told")
-
-
-async def _refuses(url: str) -> None:
-    for _ in range(200):
-        try:
-            (await Client.connect(url)).abort()
-        except ConnectionRefusedError:
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("the router still takes connections")
 
 
 @both_ways

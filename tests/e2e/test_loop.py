@@ -31,8 +31,8 @@ pytestmark = pytest.mark.storm
 
 LAYERS, NUMBER, TOP_K = 48, 128, 8
 ROWS = 29_300  # 60 MB on the wire
-TEXT_BYTES = 3_000_000
-SESSIONS_COLLECTED, SESSION_TOKENS = 100, size(heavy=32_000, otherwise=8_000)
+TEXT_BYTES = size(heavy=3_000_000, otherwise=600_000)
+SESSIONS_COLLECTED, SESSION_TOKENS = size(heavy=(100, 32_000), otherwise=(60, 8_000))
 #: Seconds that a request may wait for others at most; or so many times what one waits on this machine where nothing is
 #: going on.
 BOUND, TIMES_IDLE = 0.15, 5
@@ -138,7 +138,7 @@ async def test_nobody_waits_for_the_long_work_of_others(
     router: RouterProcess, load: Load, capsys: pytest.CaptureFixture[str]
 ) -> None:
     large_answer()
-    async with pulse(router.url) as beat:
+    async with pulse(router.url, router.process.pid) as beat:
         idle = await waited(beat, asyncio.sleep(0.5))
         bound, rounds = max(BOUND, TIMES_IDLE * idle), list[float]()
         while len(rounds) < ROUNDS and sum(each <= bound for each in rounds) < GOOD:

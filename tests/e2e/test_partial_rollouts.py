@@ -40,7 +40,7 @@ from tests.support.resuming import (
 )
 from tests.support.scripted_worker import HANG, RESET, Behaviour, Step, Visit, chunk, chunked_head, reply, script
 from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.waiting import soon, until
 
 # What is asked of the next worker
 
@@ -244,7 +244,7 @@ async def test_a_stream_that_nobody_cuts_passes_byte_for_byte(stage: Stage, body
     router = await stage.router(one.worker, partial_rollout="resume", resume_on_worker_loss=True)
     pieces = [chunk(body[at : at + piece]) for at in range(0, len(body), piece)]
     one.goes.append(script(EVENTS, *pieces, chunk(b"")))
-    assert (await asyncio.wait_for(generate(router, stream=True), 5)).body == body
+    assert (await soon(generate(router, stream=True))).body == body
     assert len(one.asked) == 1
 
 
@@ -340,7 +340,7 @@ async def test_an_abort_between_two_goes_is_answered_at_once_with_what_has_come(
     first = answer([5], ABORT, id="mine")
     generating = await pause(router, one, one_piece(first), lambda: generate(router, rid="mine"))
     await post(router, "/abort_request", rid="mine")
-    assert (await asyncio.wait_for(generating, 5)).json() == first
+    assert (await soon(generating)).json() == first
 
 
 async def test_an_abort_at_the_moment_of_continue_is_final(stage: Stage) -> None:
@@ -356,10 +356,10 @@ async def test_an_abort_at_the_moment_of_continue_is_final(stage: Stage) -> None
 
     one.worker.standing["/v1/tokenize"] = tokenize
     await post(router, "/continue_generation")
-    await asyncio.wait_for(asked.wait(), 5)
+    await soon(asked.wait())
     await post(router, "/abort_request", rid="mine")
     go_on.set()
-    assert (await asyncio.wait_for(generating, 5)).json() == first
+    assert (await soon(generating)).json() == first
     assert len(one.asked) == 1
 
 
@@ -417,7 +417,7 @@ async def test_a_cut_that_arrives_after_another_has_gone_on_is_one_all_the_same(
     await post(router, "/continue_generation")
     await until(lambda: len(one.asked) + len(two.asked) == 4, "the one goes on")
     late.set()
-    came = (await asyncio.wait_for(generating, 5)).json()
+    came = (await soon(generating)).json()
     assert [each["output_ids"] for each in came] == [[5, 7, 8], [6, 7, 8]]
 
 
@@ -460,7 +460,7 @@ async def test_an_abort_in_a_pause_that_cuts_nothing_is_somebodys_wish(stage: St
     await until(lambda: one.asked, "it runs")
     await post(router, "/pause_generation", mode=mode)
     aborted.set()  # by an update with `abort_all_requests`, say
-    assert (await asyncio.wait_for(generating, 5)).json() == answer([5], ABORT)
+    assert (await soon(generating)).json() == answer([5], ABORT)
 
 
 async def test_what_somebody_else_paused_is_carried_on_by_another_worker(stage: Stage) -> None:
@@ -470,7 +470,7 @@ async def test_what_somebody_else_paused_is_carried_on_by_another_worker(stage: 
         generating = [generate(router, text="Hi", sampling_params=sampling, stream=stream) for stream in (True, False)]
         await until(lambda: one.running and two.running, "both run")
         one.engine.pause(PauseMode.ABORT)
-        came = [await asyncio.wait_for(each, 5) for each in generating]
+        came = [await soon(each) for each in generating]
         answers = [events(came[0])[-1], came[1].json()]
         assert [each["meta_info"]["finish_reason"] for each in answers] == [length(60)] * 2
         assert sorted(each["meta_info"].get("resumed", 0) for each in answers) == [0, 1]

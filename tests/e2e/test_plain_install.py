@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 from tests.support.http import ask
 from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 LISTENING = re.compile(r"listening +(http://\S+)")
 SETTINGS = """\
@@ -89,7 +89,7 @@ def plain(code: str) -> list[str]:
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(plain(code), capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(plain(code), capture_output=True, text=True, timeout=PATIENCE, check=False)
 
 
 async def test_a_plain_install_has_what_the_server_needs_and_no_more(stage: Stage, tmp_path: Path) -> None:
@@ -104,13 +104,13 @@ async def test_a_plain_install_has_what_the_server_needs_and_no_more(stage: Stag
     command = [*plain(SERVE), "--config", str(settings)]
     with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as process:  # noqa: ASYNC220
         try:
-            await until(lambda: LISTENING.search(shown()) or process.poll() is not None, "a banner", deadline=60)
+            await until(lambda: LISTENING.search(shown()) or process.poll() is not None, "a banner")
             assert process.poll() is None, shown()
             (url,) = LISTENING.findall(shown())
             assert (await ask(url, "POST", "/generate", body=b"{}")).body == b"{}"
             assert (await ask(url, "GET", "/metrics")).status == 200
             process.send_signal(signal.SIGTERM)
-            await until(lambda: process.poll() is not None, "its end", deadline=20)
+            await until(lambda: process.poll() is not None, "its end")
         finally:
             process.kill()
     assert process.returncode == 0, shown()

@@ -274,11 +274,12 @@ async def test_what_is_no_request_to_read_is_refused(scripted: SessionTrial, bod
 
 
 async def test_a_rollout_is_paused_and_goes_on_under_new_weights_with_nothing_lost(stage: Stage) -> None:
-    async with simulated_sessions(stage, token_latency_s=0.005) as trial:
+    async with simulated_sessions(stage, token_latency_s=0.02) as trial:
         endless = {"max_tokens": 60, "ignore_eos": True}
         async with under_way(turn(trial, named("s"), **endless)) as asking:
             await until(lambda: trial.worker.running, "it generates")
             paused = await post(trial, "/v1/rollout/pause")
+            trial.worker.engine.token_latency_s = 0
             assert (paused["status"], paused["paused"], paused["mode"]) == ("ok", True, "retract")
             assert paused["paused_since"] > 0
             async with under_way(turn(trial, named("t"), **endless)) as waiting:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from tests.support.fleet import JSON, PROBING, asked, gate, held, post, posting,
 from tests.support.http import Client, RawReply, ask, request
 from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.waiting import soon, until
 
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
 leaves = pytest.mark.parametrize("leave", [Client.abort, Client.reset], ids=["closes", "resets"])
@@ -221,7 +220,7 @@ async def test_an_abort_answers_who_waits_as_the_engine_answers_who_is_in_its_qu
     waiting = posting(router, **body)
     await held(router, 1)
     await post(router, "/abort_request", **ABORTS["input_ids" in body or "input_tokens" in body])
-    answer = await asyncio.wait_for(waiting, 5)
+    answer = await soon(waiting)
     assert (answer.status, answers(answer)) == (200, expected)
     streams = b"text/event-stream; charset=utf-8" if body.get("stream") else b"application/json"
     assert answer.value("content-type") == streams
@@ -261,7 +260,7 @@ async def test_an_abort_ends_what_else_waits_with_an_error(stage: Stage, path: s
     waiting = spawn(router.ask("POST", path, JSON, body), name="a client")
     await held(router, 1)
     await post(router, "/abort_request", abort_all=True)
-    refused = await asyncio.wait_for(waiting, 5)
+    refused = await soon(waiting)
     assert (refused.status, refused.error_type) == (503, "fleet_paused")
     assert refused.json()["error"]["message"] == "aborted while it waited for the fleet to go on"
 
@@ -303,13 +302,13 @@ async def test_an_abort_between_cut_and_continue_is_final(stage: Stage, abort: d
 
 
 async def test_an_abort_by_rid_leaves_the_other_cut_generations_to_be_carried_on(stage: Stage) -> None:
-    async with SimulatedWorker(token_latency_s=0.001, stop_probability=0) as worker:
+    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
         router = await stage.router(worker.url, partial_rollout="resume")
-        sampling = {"max_new_tokens": 60, "ignore_eos": True}
-        tasks = {rid: posting(router, text="Hi", rid=rid, sampling_params=sampling) for rid in ("r1", "r10", "r2")}
+        tasks = {rid: posting(router, text="Hi", rid=rid, sampling_params=ENDLESS) for rid in ("r1", "r10", "r2")}
         await until(lambda: worker.running == 3, "they run")
         await post(router, "/pause_generation")
         await held(router, 3)
+        worker.engine.token_latency_s = 0
         await post(router, "/abort_request", rid="r1")
         await held(router, 1)
         await post(router, "/continue_generation")
@@ -321,13 +320,13 @@ async def test_an_abort_by_rid_leaves_the_other_cut_generations_to_be_carried_on
 async def test_an_abort_of_one_prompt_of_a_list_that_was_cut_ends_it_alone(
     stage: Stage, rid: str, aborted: list[int]
 ) -> None:
-    async with SimulatedWorker(token_latency_s=0.001, stop_probability=0) as worker:
+    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
         router = await stage.router(worker.url, partial_rollout="resume")
-        sampling = {"max_new_tokens": 60, "ignore_eos": True}
-        task = posting(router, input_ids=[[1], [2]], rid="r", sampling_params=sampling)
+        task = posting(router, input_ids=[[1], [2]], rid="r", sampling_params=ENDLESS)
         await until(lambda: worker.running == 2, "they run")
         await post(router, "/pause_generation")
         await held(router, 2)
+        worker.engine.token_latency_s = 0
         await post(router, "/abort_request", rid=rid)
         await held(router, 2 - len(aborted))
         await post(router, "/continue_generation")
@@ -343,7 +342,7 @@ async def test_an_abort_of_one_prompt_that_ran_is_remembered_when_a_pause_cuts_t
         await post(router, "/abort_request", rid="r_0")
         await until(lambda: worker.running == 1, "one is aborted")
         await post(router, "/pause_generation")
-        answer = await asyncio.wait_for(task, 5)
+        answer = await soon(task)
         assert [each["meta_info"]["finish_reason"]["type"] for each in answer.json()] == ["abort", "abort"]
         assert gate(router).held == 0
 
@@ -356,4 +355,4 @@ async def test_an_abort_without_any_worker_still_ends_those_who_wait(stage: Stag
     await held(router, 1)
     await post(router, f"/remove_worker?url={worker.url}")
     assert (await post(router, "/abort_request", abort_all=True)).error_type == "no_worker_available"
-    assert (await asyncio.wait_for(waiting, 5)).json()["meta_info"]["finish_reason"] == IN_THE_QUEUE
+    assert (await soon(waiting)).json()["meta_info"]["finish_reason"] == IN_THE_QUEUE

@@ -24,17 +24,20 @@ OWN_END = {
 
 
 @pytest.mark.parametrize("answer", [*OWN_END.values()], ids=[*OWN_END])
-@pytest.mark.parametrize("late", [0.0, 0.3], ids=["soon", "late"])
-async def test_a_client_that_closes_its_own_side_gets_its_reply(stage: Stage, answer: bytes, late: float) -> None:
+@pytest.mark.parametrize("late", [False, True], ids=["soon", "late"])
+async def test_a_client_that_closes_its_own_side_gets_its_reply(stage: Stage, answer: bytes, late: bool) -> None:
     gate = asyncio.Event()
     worker = (await stage.worker()).always(script(gate, answer))
     client = await stage.client(await stage.router(worker))
     await client.send(request("POST", "/generate", body=b"{}"))
     client.half_close()
     await until(lambda: worker.busy, "the worker has the request")
-    asyncio.get_running_loop().call_later(late, gate.set)
+    if late:
+        assert (await client.read_raw()).startswith(b"HTTP/1.1 100 "), "it is asked whether it is still there"
+    gate.set()
     reply = await client.read("POST")
-    assert (reply.status, set(reply.informational)) == (200, {100} if late else set())
+    assert reply.status == 200
+    assert late or not reply.informational
     assert await client.closed() == b""
 
 
@@ -96,5 +99,5 @@ async def test_clients_as_people_use_them_leave_and_their_generation_ends_at_onc
     worker = (await stage.worker()).always(script(HANG))
     router = await stage.router(worker)
     await leave(router, worker)
-    assert await stage.nothing_under_way() < 2
+    await stage.nothing_under_way()
     assert router.app.router.metrics.client_disconnects == 1

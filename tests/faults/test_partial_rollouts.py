@@ -39,6 +39,7 @@ from tests.support.resuming import (
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import RESET, Behaviour, chunk, chunked_head, reply, script
 from tests.support.stage import Stage
+from tests.support.waiting import soon
 
 
 def resumed(router: RunningRouter) -> tuple[int, int]:
@@ -195,7 +196,7 @@ async def test_a_cut_answer_that_contradicts_itself_comes_as_the_engine_gave_it(
     await until_asked(one)
     await router.ask("POST", "/pause_generation", JSON, b"{}")
     paused.set()
-    came = await asyncio.wait_for(generating, 5)
+    came = await soon(generating)
     assert came.body == (b"data: %b\n\n%b" % (body, DONE) if stream else body)
     assert (resumed(router), held(router)) == ((0, 1), 0)
 
@@ -215,7 +216,7 @@ async def test_a_stream_that_contradicts_itself_in_the_middle_is_counted_and_pas
     await until_asked(one)
     await router.ask("POST", "/pause_generation", JSON, b"{}")
     paused.set()
-    assert events(await asyncio.wait_for(generating, 5)) == said
+    assert events(await soon(generating)) == said
     assert unread(router) == {("partial_rollouts", "tokens_taken_back"): 1}
 
 

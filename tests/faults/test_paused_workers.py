@@ -124,15 +124,16 @@ async def test_a_worker_whose_death_in_a_pause_nobody_noticed_takes_nothing_afte
 async def test_what_a_worker_kept_in_a_pause_and_lost_by_dying_is_asked_of_another(stage: Stage, mode: str) -> None:
     async with simulated(token_latency_s=0.002, stop_probability=0) as workers:
         router = await stage.router(*(worker.url for worker in workers))
-        sampling = {"max_new_tokens": 20, "ignore_eos": True}
+        sampling = {"max_new_tokens": 1000, "ignore_eos": True}
         tasks = [posting(router, text="Hi", sampling_params=sampling) for _ in range(2)]
         await until(lambda: all(worker.running for worker in workers), "one runs on each")
         await post(router, "/pause_generation", mode=mode)
         await workers[0].kill()
         await held(router, 1)
         assert len(workers[1].door.at("/generate")) == 1, "it does not go behind the pause"
+        workers[1].engine.token_latency_s = 0
         await post(router, "/continue_generation")
-        assert [len((await each).json()["output_ids"]) for each in tasks] == [20, 20]
+        assert [len((await each).json()["output_ids"]) for each in tasks] == [1000, 1000]
 
 
 # Paused by somebody else

@@ -9,17 +9,19 @@ import signal
 import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import orjson
 import pytest
-from aiohttp import web
 from yarl import URL
 
 from miles_router.testing import SimulatedWorker, worker_in_thread
-from tests.support.waiting import soon
+from tests.support.scripted_worker import ScriptedWorker, reply, script
+from tests.support.under_way import under_way
+from tests.support.waiting import soon, until
 
 SHORT = {"text": "Hello", "sampling_params": {"max_new_tokens": 4, "ignore_eos": True}}
 LONG = {"text": "Hello", "sampling_params": {"max_new_tokens": 4000, "ignore_eos": True}}
@@ -83,9 +85,10 @@ class Wire:
 async def test_hang_reads_the_request_and_never_answers(worker: SimulatedWorker) -> None:
     worker.faults.hang()
     wire = await Wire.send(worker)
+    await until(lambda: len(worker.door), "it was read")
+    assert worker.door.last.json() == SHORT
     with pytest.raises(asyncio.TimeoutError):
         await asyncio.wait_for(wire.reader.read(1), 0.05)
-    assert worker.door.last.json() == SHORT
     assert not worker.door.last.done
     wire.writer.transport.abort()
     await worker.door.wait_for(lambda door: door.last.disconnected)
@@ -244,8 +247,8 @@ async def test_a_client_that_leaves_aborts_its_generation(
 ) -> None:
     worker.engine.token_latency_s = 0.001
     for stream in (False, True):
-        with pytest.raises(asyncio.TimeoutError):
-            await ask(session, worker, {**LONG, "stream": stream}, timeout=aiohttp.ClientTimeout(total=0.05))
+        async with under_way(ask(session, worker, {**LONG, "stream": stream})):
+            await until(lambda: any(each.output_ids for each in worker.engine.running.values()), "it has begun")
         await worker.door.wait_for(lambda door: door.last.disconnected)
         await worker.door.wait_for(lambda door: worker.running == 0)
         record = worker.door.last.generation
@@ -285,24 +288,14 @@ async def test_it_says_what_it_is_told_to_once(worker: SimulatedWorker, session:
 
 
 async def test_it_registers_itself_once_the_router_answers() -> None:
-    async with SimulatedWorker() as reserved:
-        await reserved.refuse()
-        port = reserved.port
-    asked: list[str] = []
-
-    async def add_worker(request: web.BaseRequest) -> web.Response:
-        asked.append(f"{request.method} {request.path} {request.query['url']}")
-        return web.Response(status=200 if len(asked) > 1 else 503)
-
-    async with SimulatedWorker(router_url=f"http://127.0.0.1:{port}/") as worker:
-        router = web.Server(add_worker)
-        listener = await asyncio.get_running_loop().create_server(router, "127.0.0.1", port)
-        try:
-            await eventually(lambda: len(asked) == 2)
-        finally:
-            listener.close()
-            await router.shutdown(1)
-    assert asked == [f"POST /add_worker {worker.url}"] * 2
+    async with ScriptedWorker() as router:
+        router.refuse()
+        router.next(script(reply(b"", 503)))
+        async with SimulatedWorker(router_url=f"{router.url}/") as worker:
+            await router.listen()
+            await until(lambda: len(router.requests) == 2, "it has asked again")
+    asked = [(each.method, unquote(each.target.decode())) for each in router.requests]
+    assert asked == [("POST", f"/add_worker?url={worker.url}")] * 2
 
 
 async def test_a_prompt_that_real_workers_die_of_is_refused_or_dies_of(session: aiohttp.ClientSession) -> None:
@@ -335,14 +328,6 @@ def test_it_runs_in_a_thread_for_code_without_an_event_loop() -> None:
 
 
 # The command
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async def until() -> None:
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-    await soon(until())
 
 
 @contextlib.asynccontextmanager

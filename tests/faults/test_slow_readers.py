@@ -53,10 +53,12 @@ async def test_many_clients_that_never_read_take_little_each(path: str, layers: 
             for client in clients:
                 await client.send(request("POST", path, body=b"{}"))
             await until(lambda: len(worker.requests) == 3 + CLIENTS, "the worker answers all")
+            while await number(router, WAITING) < MAX_BACKLOG:
+                pass  # as much waits as may for all of them
             await stands_still(lambda: router.memory)
             assert (router.memory - before) / CLIENTS < EACH
             assert worker.busy > 0.9 * CLIENTS, "they wait in the worker"
-            assert MAX_BACKLOG <= await number(router, WAITING) < EACH * CLIENTS
+            assert await number(router, WAITING) < EACH * CLIENTS
             late = await clients[0].read("POST")
             assert len(late.body) == len(BLOCK) * BLOCKS, "who reads at last gets all of it"
         await until(lambda: not worker.busy, "the worker is told")

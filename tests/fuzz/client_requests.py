@@ -112,7 +112,7 @@ class ClientRequests(Target):
     """
 
     name = "client-requests"
-    runs = 700
+    runs = 200
     tokens = (*LINES, *TARGETS, *METHODS, b"\r\n", b"\n", b"\r", b"\r\n\r\n", b"HTTP/1.1", b"HTTP/1.0", b"HTTP/0.9")
 
     def __init__(self) -> None:

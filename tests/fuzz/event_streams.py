@@ -27,7 +27,7 @@ class EventStreams(Target):
     """
 
     name = "event-streams"
-    runs = 15000
+    runs = 4000
     tokens = (*WORDS, *JSONS, *LINE_ENDS, b"\n\n", b"\r\n\r\n", b"\n\r\n", b"\r\r")
 
     def generate(self, dice: random.Random) -> bytes:

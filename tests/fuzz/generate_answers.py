@@ -53,7 +53,7 @@ class GenerateAnswers(Target):
     """
 
     name = "generate-answers"
-    runs = 50000
+    runs = 12000
     tokens = TOKENS
 
     def generate(self, dice: random.Random) -> bytes:

@@ -41,7 +41,7 @@ class JsonBytes(Target):
     """
 
     name = "json-bytes"
-    runs = 25000
+    runs = 6000
     tokens = (
         *VALUES,
         *(b'"%b"' % name.encode() for name in NAMES),

@@ -225,7 +225,7 @@ class SessionBodies(Target):
     """
 
     name = "session-bodies"
-    runs = 800
+    runs = 200
     tokens = (*ODD, *(b'"%b": ' % name for name in FIELDS), SEPARATOR, b"> X-Session-Id: a\n", b"> X-Turn-Id: 1\n")
 
     def __init__(self) -> None:

@@ -28,8 +28,6 @@ from tests.support.running_router import running_router
 from tests.support.tiers import examples
 from tests.support.tokenizers import tokenizer, tokenizer_directory
 
-pytestmark = pytest.mark.usefixtures("tokenizers_loaded_once")
-
 EXAMPLES = {"qwen3": 60, "llama2": 60, "gemma3": 20}
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # the account says what is wrong; shrinking takes minutes
 PLENTY = 1_000_000

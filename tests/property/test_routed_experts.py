@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -29,8 +28,6 @@ from tests.support.session_trial import CHAT, SESSIONS, Message, SessionTrial, q
 from tests.support.stage import staged
 from tests.support.tiers import examples
 from tests.support.tokenizers import tokenizer_directory
-
-pytestmark = pytest.mark.usefixtures("tokenizers_loaded_once")
 
 EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
 GENERATE, DELIVER = "/generate", "/routed_experts"

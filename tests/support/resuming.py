@@ -14,7 +14,7 @@ from tests.support.http import RawReply
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import Behaviour, ScriptedWorker, Visit, chunk, chunked_head, reply, script
 from tests.support.stage import Stage
-from tests.support.waiting import until
+from tests.support.waiting import soon, until
 
 JSON = [("Content-Type", "application/json")]
 EVENTS = chunked_head([("Content-Type", "text/event-stream")])
@@ -156,7 +156,7 @@ async def pause(router: RunningRouter, one: Engine, cut: Cut, asking: Callable[[
 
 async def going_on(router: RunningRouter, generating: Generating) -> RawReply:
     assert (await post(router, "/continue_generation")).status == 200
-    return await asyncio.wait_for(generating, 5)
+    return await soon(generating)
 
 
 def events(came: RawReply) -> list[dict[str, Any]]:

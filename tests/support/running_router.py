@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import urlsplit
 
 import psutil
 import uvicorn
@@ -184,6 +185,13 @@ async def router_process(
         finally:
             process.kill()
             process.wait()
+
+
+def refuses(url: str) -> bool:
+    """Whether nobody takes connections at `url`."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET) as attempt:
+        return attempt.connect_ex((parts.hostname, parts.port)) != 0
 
 
 def _listening(running: RouterProcess) -> str | None:

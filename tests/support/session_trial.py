@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker, Tokenizer
@@ -107,7 +107,8 @@ class SessionTrial:
     @contextlib.asynccontextmanager
     async def agent(self, session: str, **options: Any) -> AsyncIterator[AsyncOpenAI]:
         """The official client, which knows a `base_url` and nothing else."""
-        given = {"api_key": "none", "max_retries": 0, **options}
+        http = DefaultAsyncHttpxClient(verify=False)  # reading this machine's certificates takes a while
+        given = {"api_key": "none", "max_retries": 0, "http_client": http, **options}
         async with AsyncOpenAI(base_url=f"{self.router.url}/sessions/{session}/v1", **given) as client:
             yield client
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from tests.support.tiers import nightly
 
 #: Behind the path: control characters, slashes, parameters, an empty query, what is no escape.
 BEHIND = r"""%0a %0A %0d %0d%0a %00 %09 %0b %1f %7f %20 %c2%85 %c2%a0 %e2%80%a8 %e2%80%8b / // %2f %2F %5c \ . %2e /.
@@ -29,3 +31,13 @@ def spellings(path: str) -> Iterator[str]:
     yield path.title()
     yield path.replace("_", "%5f") + "%0a"
     yield path.replace("_", "%5F")
+
+
+#: In a run of `make test`, which of them a path is tried in: one in so many, others for the next path.
+THINNED = 4
+
+
+def some_spellings(path: str, paths: Sequence[str]) -> list[str]:
+    """Those in which one of several paths is tried; in the nightly tier all of them."""
+    every = list(dict.fromkeys(spellings(path)))
+    return every if nightly() else every[paths.index(path) % THINNED :: THINNED]

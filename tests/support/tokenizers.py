@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from middleware_hub.tokenizing.encoder_process import PackedTokenizer
 from miles_router.middlewares.checkpoint import load_tokenizer
 from miles_router.settings.config import RouterConfig
 from tests.sglang.environment import built, cache_root
@@ -61,8 +62,11 @@ def tokenizer(name: str) -> Any:
 
 @contextlib.contextmanager
 def loaded_once() -> Iterator[None]:
-    """Within it routers share what they load from files that stay the same: reading one takes half a second."""
+    """Within it routers share what they load from files that stay the same, packed for processes as well: reading one
+    takes half a second."""
     loaded: dict[tuple[object, ...], Any] = {}
+    packed: dict[tuple[int, int | None], tuple[Any, PackedTokenizer]] = {}  # by what was packed, which is kept
+    pack = PackedTokenizer.of
 
     def load(config: RouterConfig) -> Any:
         files = sorted(Path(config.hf_checkpoint or "").glob("*")) if config.hf_checkpoint else []
@@ -71,7 +75,14 @@ def loaded_once() -> Iterator[None]:
             loaded[key] = load_tokenizer(config)
         return copy.copy(loaded[key])
 
+    def of(tokenizer: Any) -> PackedTokenizer:
+        backend, beginning = tokenizer.backend_tokenizer, tokenizer.bos_token_id
+        if (id(backend), beginning) not in packed:
+            packed[id(backend), beginning] = backend, pack(tokenizer)
+        return packed[id(backend), beginning][1]
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PackedTokenizer, "of", of)
         patch.setattr("miles_router.middlewares.router.load_tokenizer", load)
         yield
 

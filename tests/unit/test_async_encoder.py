@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
 import random
 import signal
@@ -14,7 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
-from middleware_hub.tokenizing.async_encoder import AT_ONCE, IN_A_THREAD, LARGE, PROCESSES, AsyncEncoder, TextTooLong
+from middleware_hub.tokenizing import async_encoder
+from middleware_hub.tokenizing.async_encoder import AT_ONCE, PROCESSES, AsyncEncoder, TextTooLong
 from middleware_hub.tokenizing.encoder_process import EncoderLost, PackedTokenizer
 from middleware_hub.tokenizing.encoding import TextEncoder
 from tests.support.descriptors import no_descriptors
@@ -22,6 +24,8 @@ from tests.support.tokenizers import PACKAGES, tokenizer
 from tests.support.waiting import until
 
 LONGEST = 20_000_000
+#: Smaller than in production, where the test is of what happens and not of how much.
+SMALL, LARGER = 1 << 14, 1 << 15
 WORDS = (
     "Hello",
     "  two",
@@ -55,6 +59,12 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+@pytest.fixture(autouse=True)
+def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_encoder, "IN_A_THREAD", SMALL)
+    monkeypatch.setattr(async_encoder, "LARGE", LARGER)
+
+
 @pytest.fixture
 async def encoder() -> AsyncIterator[AsyncEncoder]:
     made = AsyncEncoder(tokenizer("qwen3"), longest=LONGEST)
@@ -65,18 +75,19 @@ async def encoder() -> AsyncIterator[AsyncEncoder]:
 
 def processes() -> list[psutil.Process]:
     """Those that encode."""
-    return [
-        child
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "encoder_process" in " ".join(child.cmdline())
-    ]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it ends while it is looked at
+            if child.status() != psutil.STATUS_ZOMBIE and "encoder_process" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @pytest.mark.parametrize("name", ["llama2", "qwen3"])
 async def test_a_text_has_the_same_ids_wherever_it_is_encoded(name: str) -> None:
     backend, encoder = tokenizer(name).backend_tokenizer, AsyncEncoder(tokenizer(name), longest=LONGEST)
     async with encoder.lifespan():
-        for length in (AT_ONCE, AT_ONCE + 1, IN_A_THREAD + 1):
+        for length in (AT_ONCE, AT_ONCE + 1, SMALL + 1):
             whole = await encoder.encode_whole(text := text_of(length))
             assert whole.ids.tolist() == backend.encode(text).ids  # by the call that holds the interpreter's lock
             assert same(whole.ends, encoder.encoder.encode_whole(text).ends)
@@ -102,7 +113,7 @@ def test_a_process_has_the_router_s_tokenizer(name: str) -> None:
 async def test_what_is_short_waits_for_nothing_and_starts_nothing(encoder: AsyncEncoder) -> None:
     with pytest.raises(StopIteration):
         encoder.encode_whole("a" * AT_ONCE).send(None)
-    assert len((await encoder.encode_whole(text_of(IN_A_THREAD))).ids)
+    assert len((await encoder.encode_whole(text_of(SMALL))).ids)
     assert not processes()
 
 
@@ -125,16 +136,16 @@ async def test_work_that_nobody_waits_for_ends_and_what_waited_behind_it_is_neve
     await asyncio.wait(tasks)
     await until(lambda: not any(each.is_running() for each in busy), "their processes have ended")
     assert encoder.statistics.numbers() == {"pending": 0, "abandoned": PROCESSES + 2, "refused": 0}
-    assert len((await encoder.encode_whole(text_of(IN_A_THREAD + 1))).ids)  # and another one does the next
+    assert len((await encoder.encode_whole(text_of(SMALL + 1))).ids)  # and another one does the next
     assert len(processes()) == 1
 
 
 async def test_a_process_is_kept_unless_its_text_was_large(encoder: AsyncEncoder) -> None:
-    await encoder.encode_whole(text_of(IN_A_THREAD + 1))
+    await encoder.encode_whole(text_of(SMALL + 1))
     (kept,) = processes()
-    await encoder.encode_whole(text_of(IN_A_THREAD + 1))
+    await encoder.encode_whole(text_of(SMALL + 1))
     assert processes() == [kept]
-    await encoder.encode_whole("a" * (LARGE + 1))
+    await encoder.encode_whole("a" * (LARGER + 1))
     assert not processes()
 
 
@@ -144,17 +155,17 @@ async def test_a_process_that_ends_by_itself_fails_its_own_text_alone(encoder: A
     processes()[0].send_signal(signal.SIGKILL)
     with pytest.raises(EncoderLost):
         await task
-    assert len((await encoder.encode_whole(text_of(IN_A_THREAD + 1))).ids)
+    assert len((await encoder.encode_whole(text_of(SMALL + 1))).ids)
 
 
 async def test_a_process_that_ends_while_it_waits_fails_no_text(encoder: AsyncEncoder) -> None:
-    await encoder.encode_whole(text_of(IN_A_THREAD + 1))
+    await encoder.encode_whole(text_of(SMALL + 1))
     (kept,) = processes()
     kept.send_signal(signal.SIGKILL)
-    assert len((await encoder.encode_whole(text_of(IN_A_THREAD + 1))).ids)
+    assert len((await encoder.encode_whole(text_of(SMALL + 1))).ids)
 
 
 async def test_where_no_process_can_be_started_the_text_may_be_repeated(encoder: AsyncEncoder) -> None:
     with no_descriptors(), pytest.raises(EncoderLost):
-        await encoder.encode_whole(text_of(IN_A_THREAD + 1))
-    assert len((await encoder.encode_whole(text_of(IN_A_THREAD + 1))).ids)
+        await encoder.encode_whole(text_of(SMALL + 1))
+    assert len((await encoder.encode_whole(text_of(SMALL + 1))).ids)

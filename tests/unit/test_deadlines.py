@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from miles_router.asgi.deadlines import Deadlines
 
@@ -29,6 +30,17 @@ async def test_each_expires_in_its_turn_and_none_that_was_stopped() -> None:
     await done.wait()
     assert told == ["first", "second", "last"]
     assert loop.time() - began >= SECONDS
+
+
+async def test_a_stop_of_this_process_lets_nothing_expire_that_is_about_to_be_stopped() -> None:
+    told: list[str] = []
+    deadlines = Deadlines(0.1, told.append)
+    deadlines.start("item")
+    time.sleep(0.2)  # noqa: ASYNC251
+    for _ in range(5):
+        await asyncio.sleep(0)
+    deadlines.stop("item")
+    assert told == []
 
 
 async def test_one_that_expired_can_be_started_again() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from miles_router.errors import FleetPaused
 from miles_router.fleet.gate import Gate, generates
+from tests.support.waiting import soon, until
 
 
 class Who:
@@ -122,7 +123,7 @@ def test_a_second_pause_has_the_second_mode_and_both_count() -> None:
 
 
 async def test_an_open_gate_makes_nobody_wait() -> None:
-    await asyncio.wait_for(made(max_held=0).wait(Who()), 1)
+    await soon(made(max_held=0).wait(Who()))
 
 
 async def test_those_who_wait_go_in_the_order_they_came() -> None:
@@ -163,7 +164,7 @@ async def test_one_request_may_wait_for_several_of_its_generations() -> None:
     await settled()
     assert gate.held == 3
     gate.resume()
-    await asyncio.wait_for(asyncio.gather(*tasks), 1)
+    await soon(asyncio.gather(*tasks))
 
 
 async def test_a_gate_that_closes_again_at_once_keeps_them() -> None:
@@ -176,7 +177,7 @@ async def test_a_gate_that_closes_again_at_once_keeps_them() -> None:
     await settled()
     assert (task.done(), gate.held) == (False, 1)
     gate.resume()
-    await asyncio.wait_for(task, 1)
+    await soon(task)
 
 
 async def test_whoever_is_over_the_bound_is_refused_at_once_with_the_reason() -> None:
@@ -189,14 +190,14 @@ async def test_whoever_is_over_the_bound_is_refused_at_once_with_the_reason() ->
     ):
         await gate.wait(Who())
     gate.resume()
-    await asyncio.wait_for(task, 1)
+    await soon(task)
 
 
 async def test_whoever_waits_too_long_is_refused_with_the_reason() -> None:
     gate = made(timeout=0.02)
     gate.sleep()
     with pytest.raises(FleetPaused, match=r"asleep, and this request has waited 0.02 s \(--gate-timeout\)"):
-        await asyncio.wait_for(gate.wait(Who()), 1)
+        await soon(gate.wait(Who()))
     assert gate.held == 0
 
 
@@ -204,13 +205,15 @@ async def test_a_gate_that_opens_and_closes_gives_nobody_more_time() -> None:
     gate = made(timeout=0.1)
     gate.pause("abort")
     task = asyncio.ensure_future(gate.wait(Who()))
-    for _ in range(10):
-        await asyncio.sleep(0.02)
+
+    def reopened() -> bool:
         gate.resume()
         gate.pause("abort")
-    await settled()
+        return task.done()
+
+    await until(reopened, "its time is up")
     with pytest.raises(FleetPaused):
-        await asyncio.wait_for(task, 0.05)
+        await task
 
 
 async def test_whoever_leaves_waits_no_longer() -> None:
@@ -232,7 +235,7 @@ async def test_an_aborted_request_is_let_through_a_closed_gate_and_no_other() ->
     await settled()
     aborted.aborted = True
     gate.release(aborted)
-    await asyncio.wait_for(asyncio.gather(*tasks[:2]), 1)
+    await soon(asyncio.gather(*tasks[:2]))
     await settled()
     assert (tasks[2].done(), gate.held) == (False, 1)
     gate.release(Who())

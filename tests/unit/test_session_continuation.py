@@ -443,13 +443,11 @@ def test_what_is_special_is_told() -> None:
 
 def test_a_long_text_is_encoded_without_the_interpreters_lock() -> None:
     """Comparisons of long sessions run in a thread, and the event loop goes on beside them."""
-    renderer, text = build(family_tokenizer("qwen3"), None).renderer, "The answer is 42. " * 60_000
+    renderer, text = build(family_tokenizer("qwen3"), None).renderer, "The answer is 42. " * 30_000
     worker = threading.Thread(target=renderer.encode, args=(text,))
-    began = last = time.perf_counter()
-    longest = 0.0
+    turns = 0
     worker.start()
     while worker.is_alive():
         time.sleep(0.001)
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    assert longest < (last - began) / 2
+        turns += 1
+    assert turns > 30, "who holds the lock lets others have two or three"

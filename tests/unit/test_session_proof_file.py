@@ -92,7 +92,7 @@ CHANGES: Mapping[str, tuple[Callable[[], Continuation], str, object]] = {
     "another family": (lambda: build(with_template(CHATML), "gpt-oss"), "", None),
     "a template of the library's": (lambda: build(with_template(CHATML), "qwen3"), "", None),
     "other special tokens": (other_special_tokens, "", None),
-    "another library": (chatml, "middleware_hub.openai_session.continuing.proof_file.version", lambda name: "0"),
+    "another library": (chatml, "middleware_hub.openai_session.continuing.proof_file._version", lambda name: "0"),
     "another Python": (chatml, "platform.python_version", lambda: "3.9"),
     "other code": (chatml, "middleware_hub.openai_session.continuing.proof_file._code", lambda: "other"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 
 import pytest
 
@@ -127,6 +128,17 @@ async def test_work_beyond_its_time_is_cancelled_and_has_ended() -> None:
     with pytest.raises(TimeoutError, match="work took longer"):
         await within(0.01, work.run(), name="work")
     assert work.ended == "cancelled"
+
+
+async def test_a_stop_of_this_process_is_not_taken_for_work_that_is_late() -> None:
+    work = Work()
+    waiting = asyncio.ensure_future(within(0.1, work.run(), name="work"))
+    await settled()
+    time.sleep(0.2)  # noqa: ASYNC251
+    await settled()  # what the system has kept for us meanwhile
+    work.go.set()
+    await soon(waiting)
+    assert work.ended == "done"
 
 
 async def test_a_cancellation_that_arrives_together_with_the_result_is_not_swallowed() -> None:

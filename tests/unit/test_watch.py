@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from contextvars import ContextVar
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from miles_router.asgi.exchange import Message, Receive
 from miles_router.asgi.watch import Watch
 from miles_router.errors import ClientDisconnected, UpstreamTimeout
+from tests.support.waiting import soon
 
 GONE: Message = {"type": "http.disconnect"}
 request: ContextVar[str] = ContextVar("request")
@@ -59,6 +61,17 @@ async def test_time_that_is_up_ends_the_wait() -> None:
         await asyncio.Event().wait()
 
 
+async def test_a_stop_of_this_process_is_not_taken_for_a_worker_that_is_late() -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        return GONE
+
+    with Watch(receive, 0.1):
+        time.sleep(0.2)  # noqa: ASYNC251
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+
 def test_event_loops_one_after_the_other_have_patience_of_their_own() -> None:
     async def leave() -> None:
         async def receive() -> Message:
@@ -68,4 +81,4 @@ def test_event_loops_one_after_the_other_have_patience_of_their_own() -> None:
             await asyncio.Event().wait()
 
     for _ in range(2):
-        asyncio.run(asyncio.wait_for(leave(), 5))
+        asyncio.run(soon(leave()))

@@ -137,6 +137,7 @@ def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
 
 
+@functools.cache
 def _version(name: str) -> str:
     try:
         return version(name)

@@ -49,6 +49,7 @@ from tests.support.scripted_worker import (
 )
 from tests.support.session_trial import CHAT
 from tests.support.stage import Stage
+from tests.support.waiting import soon
 
 LONG = told([9] * 3000)
 
@@ -153,7 +154,7 @@ async def test_a_client_that_leaves_within_the_rows_leaves_nothing(
     client = await stage.client(trial.router)
     body = compact({**ASKED, "stream": stream, "return_routed_experts": asks})
     await client.send(request("POST", "/generate", JSON, body))
-    await asyncio.wait_for(sent.wait(), 5)
+    await soon(sent.wait())
     client.abort()
     await stage.nothing_under_way()
     await nothing_is_held(trial)
@@ -223,7 +224,7 @@ async def test_rows_without_an_end_take_no_more_room_than_there_is(
     if asks:
         await client.read_head("POST")
         reading = asyncio.ensure_future(client.read_body())
-    await asyncio.wait_for(sent.wait(), 5)
+    await soon(sent.wait())
     assert trial.held["bytes"] == 0
     gate.set()
     got = await reading if asks else await client.read("POST")

@@ -46,6 +46,7 @@ from tests.support.scripted_chat import DONE, PROMPT, chat_reply, meta_of, strea
 from tests.support.scripted_worker import ScriptedWorker, script
 from tests.support.session_trial import SESSIONS, message_of, user
 from tests.support.stage import Stage
+from tests.support.waiting import soon
 
 OTHER = MoeShape(4, 40, 2)
 WRONG: dict[str, tuple[str, str, str]] = {
@@ -238,7 +239,7 @@ async def test_what_an_answer_will_continue_is_not_evicted_for_others(stage: Sta
 
     worker.next(second)
     turn = asyncio.ensure_future(trial.chat(session, [*HI, message, user("Go on")]))
-    await asyncio.wait_for(asked.wait(), 5)
+    await soon(asked.wait())
     for number in range(3):
         other = [7] * 50
         worker.next(script(chat_reply(other, meta_info=meta_of(other, routed_experts=told(other)))))

@@ -189,5 +189,5 @@ async def test_sessions_that_are_deleted_while_their_rows_come_hold_none(
     gate.set()
     assert (await turn).status == 200
     await stage.nothing_under_way()
-    await until(lambda: not sessions.held["bytes"], "its rows are gone with it", deadline=1)
+    await until(lambda: not sessions.held["bytes"], "its rows are gone with it")
     await nothing_is_held(sessions)
