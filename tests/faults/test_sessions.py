@@ -278,6 +278,11 @@ async def test_a_turn_that_no_worker_can_take_is_no_turn(stage: Stage) -> None:
 # Clients that leave
 
 
+def as_sent(**fields: Any) -> bytes:
+    """The body of `trial.turn(session, HI, **fields)`."""
+    return json.dumps({"model": "m", "max_tokens": 8, "messages": HI, **fields}).encode()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_before_the_answer_leaves_no_turn(
     stage: Stage, worker: ScriptedWorker, trial: SessionTrial, stream: bool
@@ -318,8 +323,7 @@ async def test_a_client_that_leaves_while_another_asks_for_the_same_turn_takes_n
     worker.next(script(HANG)).always(GOOD)
     session = await trial.create()
     client = await stage.client(trial.router)
-    body = json.dumps({"model": "m", "messages": HI}).encode()
-    await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], body))
+    await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], as_sent()))
     await until(lambda: worker.requests, "the turn is at the worker")
     async with under_way(trial.turn(session, HI, SAME)) as waiting:
         while (await trial.read(session))["metadata"]["in_flight"] < 2:
@@ -338,8 +342,7 @@ async def test_a_client_that_leaves_while_it_waits_for_the_same_turn_of_another_
     async with under_way(trial.turn(session, HI, SAME)) as first:
         await until(lambda: worker.requests, "the turn is at the worker")
         client = await stage.client(trial.router)
-        body = json.dumps({"model": "m", "messages": HI}).encode()
-        await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], body))
+        await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], as_sent()))
         while (await trial.read(session))["metadata"]["in_flight"] < 2:
             pass
         client.abort()
@@ -356,8 +359,7 @@ async def test_a_client_that_reads_the_end_and_leaves_at_once_has_had_its_turn(
     worker.next(streamed(*HELLO, gate)).always(GOOD)
     session = await trial.create()
     client = await stage.client(trial.router)
-    body = json.dumps({"model": "m", "messages": HI, "stream": True}).encode()
-    await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], body))
+    await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], as_sent(stream=True)))
     await client.read_head("POST")
     seen = b""
     while b"[DONE]" not in seen:
@@ -365,7 +367,7 @@ async def test_a_client_that_reads_the_end_and_leaves_at_once_has_had_its_turn(
     client.abort()
     await stage.nothing_under_way()
     assert len(await trial.records(session)) == 1
-    assert (await trial.turn(session, HI, SAME)).body == seen, "and may read it again"
+    assert (await trial.turn(session, HI, SAME, stream=True)).body == seen, "and may read it again"
     assert len(worker.requests) == 1
 
 

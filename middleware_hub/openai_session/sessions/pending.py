@@ -43,8 +43,9 @@ class PendingTurn:
         asked_at: Unix seconds.
         prompt: None for a root.
         segment: why a history that is held in words is not continued in tokens.
-        turn_id: the agent's name for it.
+        turn_id: the agent's name for it, or for the turn of which it is a step.
         handovers: of the rows that are captured.
+        recorded: whether its answer is held, or dropped since the session is deleted.
     """
 
     session: Session
@@ -56,6 +57,7 @@ class PendingTurn:
     segment: str | None = None
     turn_id: str | None = None
     handovers: Handovers = field(default_factory=Handovers)
+    recorded: bool = False
 
     @property
     def stream(self) -> bool:

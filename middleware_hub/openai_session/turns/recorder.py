@@ -46,6 +46,7 @@ class TurnRecorder:
         parts = [(choice, prompts.given(choice), _pieces(choice)) for choice in choices]
         places = _places(pending, choices)
         session = pending.session
+        pending.recorded = True
         if session.deleted:
             return
         nbytes = prompts.nbytes
