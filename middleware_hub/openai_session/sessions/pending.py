@@ -45,7 +45,7 @@ class PendingTurn:
         segment: why a history that is held in words is not continued in tokens.
         turn_id: the agent's name for it, or for the turn of which it is a step.
         handovers: of the rows that are captured.
-        recorded: whether its answer is held, or dropped since the session is deleted.
+        recorded: whether its answer is held.
     """
 
     session: Session

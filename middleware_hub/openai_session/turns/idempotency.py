@@ -75,7 +75,7 @@ async def once(
     try:
         await run(copy.send)
     finally:
-        reply = copy.reply if recorded() else None
+        reply = copy.reply if recorded() or session.deleted else None
         if reply is None:
             session.replies.pop(key, None)
         else:

@@ -46,9 +46,9 @@ class TurnRecorder:
         parts = [(choice, prompts.given(choice), _pieces(choice)) for choice in choices]
         places = _places(pending, choices)
         session = pending.session
-        pending.recorded = True
         if session.deleted:
             return
+        pending.recorded = True
         nbytes = prompts.nbytes
         held: dict[int, Place] = {}
         for place in places:
