@@ -196,6 +196,18 @@ async def test_an_answer_that_the_template_would_change_is_a_mismatch_of_its_tex
     assert [each["type"] for each in sample.metadata["tito_session_mismatch"]] == ["assistant_text"]
 
 
+async def test_what_is_too_long_to_be_compared_says_nothing_of_mismatches_and_is_counted(
+    stage: Stage, http: aiohttp.ClientSession
+) -> None:
+    async with simulated_sessions(stage, settings={"max_text_chars": 2000}) as trial:
+        for words, compared in (("short", True), ("long " * 500, False)):
+            session = await MilesSession.create(http, trial.router.url)
+            await session.chat([user(words)], max_tokens=4)
+            (sample,) = (await session.collect()).samples
+            assert ("tito_session_mismatch" in sample.metadata) is compared
+        assert trial.statistics()["uncompared"] == 1
+
+
 async def test_reasons_take_the_place_of_refusals(trial: SessionTrial, http: aiohttp.ClientSession) -> None:
     session = await MilesSession.create(http, trial.router.url)
     assert (await session.collect()).empty_reason == "no_records"
