@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.http import CutReply, request
 from tests.support.scripted_chat import (
+    DONE,
     EVENT_STREAM,
     JSON,
     able,
@@ -25,6 +26,7 @@ from tests.support.scripted_worker import (
     HANG,
     LAST_CHUNK,
     RESET,
+    Behaviour,
     ScriptedWorker,
     chunk,
     chunked_head,
@@ -273,6 +275,49 @@ async def test_a_turn_that_no_worker_can_take_is_no_turn(stage: Stage) -> None:
         answer = await trial.turn(session, HI, SAME, stream=stream)
         assert (answer.status, answer.error_type) == (503, "no_worker_available")
     await nothing_is_held(trial, session)
+
+
+def nested(where: str, levels: int, *, stream: bool) -> Behaviour:
+    """An answer with something nested so deep in its message, in its choice, or beside them."""
+    deep = b"[" * levels + b"]" * levels
+    if stream:
+        first, event, *rest = HELLO
+        name = {"message": b'"content": "Hel"', "choice": b'"finish_reason": null', "answer": b'"created": 1'}[where]
+        return streamed(first, event.replace(name, name + b', "odd": ' + deep), *rest)
+    answer = chat_answer([7, 8], "Hello")
+    choice = answer["choices"][0]
+    {"message": choice["message"], "choice": choice, "answer": answer}[where]["odd"] = "here"
+    return script(reply(json.dumps(answer).encode().replace(b'"here"', deep), headers=JSON))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("where", "levels"), [("message", 205), ("message", 253), ("choice", 300), ("answer", 300), ("message", 2000)]
+)
+async def test_an_answer_that_is_nested_too_deep_is_no_turn_and_spoils_none(
+    worker: ScriptedWorker, trial: SessionTrial, where: str, levels: int, stream: bool
+) -> None:
+    worker.next(nested(where, levels, stream=stream)).always(GOOD)
+    session = await trial.create()
+    answer = await trial.turn(session, HI, stream=stream)
+    if stream:
+        assert (answer.status, answer.body[-len(DONE) :]) == (200, DONE), "what was on its way already passes"
+        assert len((await trial.read(session))["metadata"]["untraced"]) == 1
+    else:
+        assert (answer.status, answer.error_type) == (502, "unusable_answer")
+    await nothing_is_held(trial, session)
+    await the_next_turn_works(trial, session)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["message", "choice", "answer"])
+async def test_an_answer_that_is_nested_deep_is_recorded_and_read(
+    worker: ScriptedWorker, trial: SessionTrial, where: str, stream: bool
+) -> None:
+    worker.always(nested(where, 190, stream=stream))
+    session = await trial.create()
+    assert (await trial.turn(session, HI, stream=stream)).status == 200
+    assert len(await trial.records(session)) == len(await trial.samples(session)) == 1
 
 
 # Clients that leave
