@@ -92,7 +92,7 @@ class OpenAISessionMiddleware:
         self._sessions = SessionRoutes(self.store, maker, router.base_url)
         longest, skip = router.config.max_text_chars, self.store.statistics.count_uncompared
         comparison = Comparison(continuation.renderer, longest=longest, skip=skip)
-        self._sessions.forms += [form(self._sessions, comparison) for form in FORMS]
+        self._sessions.forms += [form(self._sessions, comparison, router.args) for form in FORMS]
         for kind, channel in router.rows.items():
             channel.sources["session_id"] = RowSource(partial(self._sessions.rows, kind), fields=("leaf",))
         dialects = DIALECTS if header_sessions else ()
