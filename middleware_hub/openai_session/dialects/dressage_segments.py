@@ -10,7 +10,9 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.export.samples import SamplePlan
+from middleware_hub.openai_session.sessions.prompting import read_key
 from middleware_hub.openai_session.sessions.tree import Session, Turn
+from miles_router.engines import paths
 from miles_router.trajectory.json_parts import object_parts
 from miles_router.trajectory.sample import Sample, json_parts, row_parts
 
@@ -53,7 +55,6 @@ def _about(session: Session, plan: SamplePlan, leaf: Turn, sample: Sample) -> di
     truncated there: nothing else says so."""
     line = leaf.line()
     turn_ids = list(dict.fromkeys(str(turn.facts.get("turn_id") or turn.number) for turn in line))
-    tools, _ = orjson.loads(leaf.context) if leaf.context else (None, None)
     return {
         "uid": f"{session.id}:{leaf.number}",
         "session_id": session.id,
@@ -61,7 +62,7 @@ def _about(session: Session, plan: SamplePlan, leaf: Turn, sample: Sample) -> di
         "instance_id": plan.metadata.get("instance_id"),
         "turn_id": turn_ids[-1],
         "messages": [message for turn in line for message in (*turn.appended, turn.answer)],
-        "tools": tools,
+        "tools": None if leaf.path == paths.COMPLETIONS else read_key(leaf.context)[0],
         "aligned_response_length": int(sample.loss_mask.sum()),
         "finish_reason": leaf.finish_reason if sample.status == "completed" else "length",
         "timestamp": leaf.facts.get("answered_at"),

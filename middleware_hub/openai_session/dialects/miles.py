@@ -24,6 +24,7 @@ from middleware_hub.openai_session.continuing.comparison import Comparison
 from middleware_hub.openai_session.export.routes import SAFETENSORS, SessionRoutes
 from middleware_hub.openai_session.export.samples import FACTS, SamplePlan, SampleRequest
 from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.prompting import read_key
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.engines import paths
 from miles_router.trajectory import Sample
@@ -183,7 +184,7 @@ def _question(leaf: Turn) -> Question | None:
     """What is asked about the line of a leaf; None where no chat template made it."""
     if leaf.path == paths.COMPLETIONS:
         return None
-    tools, settings = orjson.loads(leaf.context) if leaf.context else (None, {})
+    tools, settings = read_key(leaf.context)
     return _messages(leaf), tools, settings, leaf.trajectory().tokens.tolist()
 
 
