@@ -90,7 +90,9 @@ class OpenAISessionMiddleware:
         self._door = TurnDoor(app, faces, self.store, recorder, runner, now=time.time)
         maker = SampleMaker(Selection(branch_policies, default_branches), router.tokenizer.decode, router.rows)
         self._sessions = SessionRoutes(self.store, maker, router.base_url)
-        self._sessions.forms += [form(self._sessions, Comparison(continuation.renderer)) for form in FORMS]
+        longest, skip = router.config.max_text_chars, self.store.statistics.count_uncompared
+        comparison = Comparison(continuation.renderer, longest=longest, skip=skip)
+        self._sessions.forms += [form(self._sessions, comparison, router.args) for form in FORMS]
         for kind, channel in router.rows.items():
             channel.sources["session_id"] = RowSource(partial(self._sessions.rows, kind), fields=("leaf",))
         dialects = DIALECTS if header_sessions else ()

@@ -18,6 +18,11 @@ class SessionStatistics(Statistics, prefix="miles_router_sessions"):
     refused = counter("Sessions and turns for which there was no room, by the bound that they met.", by="bound")
     unrecorded_history = counter("Of these, turns whose history holds answers that nobody recorded.")
     untraced = counter("Requests not recorded.")
+    uncompared = counter("Samples too long to be compared with what the chat template writes.")
     sampled_tokens = counter(TOKENS, name="tokens", labels={"origin": "sampled"})
     given_tokens = counter(TOKENS, name="tokens", labels={"origin": "given"})
     reused_tokens = counter(TOKENS, name="tokens", labels={"origin": "reused"})
+
+    def count_uncompared(self) -> None:
+        """One more sample is not compared."""
+        self.uncompared += 1

@@ -155,9 +155,12 @@ def read_json(body: bytes) -> Any:
 
 
 def is_too_deep(body: bytes, parsed: Any) -> bool:
-    """Whether JSON has more than `MAX_DEPTH` levels, as its writer finds out: it stops within so many more."""
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return False
+    """Whether JSON has more than `MAX_DEPTH` levels."""
+    return body.count(b"[") + body.count(b"{") > MAX_DEPTH and nests_too_deep(parsed)
+
+
+def nests_too_deep(parsed: Any) -> bool:
+    """Whether a JSON value has more than `MAX_DEPTH` levels, as its writer finds out: it stops within so many more."""
     for _ in range(_LEVELS_WRITTEN - MAX_DEPTH):
         parsed = [parsed]
     try:

@@ -10,7 +10,8 @@ from miles_router.asgi.headers import first
 from miles_router.errors import BadRequest, ForeignOrigin
 
 #: `host[:port]` (RFC 9110 section 7.2), without user information and escapes.
-AUTHORITY = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,253})|\[[0-9A-Fa-f:.]{2,45}\])(:[0-9]{1,5})?")
+AUTHORITY = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,253})|\[[0-9A-Fa-f:.]{2,45}\])(:([0-9]{1,5}))?")
+MAX_PORT = 65535
 DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 #: What browsers say of a request that another site's page makes (W3C Fetch Metadata).
 FROM_ELSEWHERE = frozenset({b"cross-site", b"same-site"})
@@ -28,7 +29,7 @@ def base_url(scope: Mapping[str, Any], public_url: str | None) -> str:
     host = first(scope["headers"], b"host")
     if host:
         authority = host.decode("latin-1")
-        if AUTHORITY.fullmatch(authority) is None:
+        if not _is_authority(authority):
             raise BadRequest("the Host header must be a host and an optional port; or set --public-url")
         return f"{scope['scheme']}://{authority}"
     address, port = scope["server"]
@@ -54,6 +55,11 @@ def refuse_foreign(scope: Mapping[str, Any], allowed: Collection[str], public_ur
         foreign = _authority(value.decode("latin-1")) not in ours if name == b"origin" else value in FROM_ELSEWHERE
         if foreign:
             raise ForeignOrigin("a web page of another origin may not do this where no key is set")
+
+
+def _is_authority(text: str) -> bool:
+    match = AUTHORITY.fullmatch(text)
+    return match is not None and (match[4] is None or 0 < int(match[4]) <= MAX_PORT)
 
 
 def _authority(url: str) -> str:

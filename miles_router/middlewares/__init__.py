@@ -4,7 +4,17 @@ Besides this door a middleware imports `miles_router.errors`, the errors that be
 know nothing of the router: `miles_router.engines`, the engine's wire, and `miles_router.trajectory`, exact tokens.
 """
 
-from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay, with_body
+from miles_router.asgi.exchange import (
+    Exchange,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    is_too_deep,
+    nests_too_deep,
+    replay,
+    with_body,
+)
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, readable, with_length
 from miles_router.asgi.watch import Watch
@@ -75,6 +85,8 @@ __all__ = [
     "first_prefix",
     "gauge",
     "histogram",
+    "is_too_deep",
+    "nests_too_deep",
     "readable",
     "replay",
     "with_body",

@@ -174,7 +174,9 @@ class RequestReader:
         body = request_body(headers)
         self._body_left = max(body, 0)
         self._excess = Excess() if body == CHUNKED else None
-        raw_path, query = _target(self._url)
+        raw_path, query, authority = _target(self._url)
+        if authority:
+            headers = self.headers = _with_host(headers, authority)
         scope = {
             **self._template,
             "http_version": version,
@@ -239,17 +241,26 @@ def _expects_continue(headers: RawHeaders) -> bool:
     return expected is not None and expected.lower() == b"100-continue"
 
 
-def _target(url: bytes) -> tuple[bytes, bytes]:
-    """A request target's path as it was spelled, and its query. An empty query is not the same as none: it stays with
-    the path, since nothing else keeps it.
+def _target(url: bytes) -> tuple[bytes, bytes, bytes]:
+    """A request target's path as it was spelled, its query, and the authority that an absolute one names. An empty
+    query is not the same as none: it stays with the path, since nothing else keeps it.
 
     Raises:
-        httptools.HttpParserInvalidURLError: it has no path.
+        httptools.HttpParserInvalidURLError: it has no path, or no possible authority.
     """
+    authority = b""
     if url[:1] == b"/" and b"#" not in url:
         path, mark, query = url.partition(b"?")
     else:
         parsed = httptools.parse_url(url)
         path, query = parsed.path or b"/", parsed.query or b""
         mark = b"?" if url.endswith(b"?") else b""
-    return (path, query) if query or not mark else (path + b"?", b"")
+        if parsed.host:
+            host = b"[%b]" % parsed.host if b":" in parsed.host else parsed.host
+            authority = host if parsed.port is None else b"%b:%d" % (host, parsed.port)
+    return (path, query, authority) if query or not mark else (path + b"?", b"", authority)
+
+
+def _with_host(headers: RawHeaders, authority: bytes) -> RawHeaders:
+    """An absolute target says which host is meant, whatever `Host` says (RFC 9112 section 3.2.2)."""
+    return [(b"host", authority), *(pair for pair in headers if pair[0] != b"host")]

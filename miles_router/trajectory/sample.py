@@ -131,7 +131,7 @@ class Sample:
     def to_dict(self) -> dict[str, Any]:
         """Plain values that JSON takes, in the router's own form: `from_json` reads it back."""
         made = {**{name: getattr(self, name).tolist() for name in ARRAYS}, **_facts(self, CARRIED)}
-        return {**made, **{name: orjson.loads(b"".join(_row_parts(rows))) for name, rows in self.rows.items()}}
+        return {**made, **{name: orjson.loads(b"".join(row_parts(rows))) for name, rows in self.rows.items()}}
 
     def trainer_fields(self, *, arrays: bool = False) -> dict[str, Any]:
         """What the sample of a training framework is updated with, in the framework's names and alignment:
@@ -151,7 +151,7 @@ def json_parts(sample: Sample, carried: Collection[str] = CARRIED) -> Iterator[b
     yield from object_parts({name: getattr(sample, name) for name in ARRAYS}, _facts(sample, carried))
     for name, rows in sample.rows.items():
         yield b',"%b":' % name.encode("ascii")
-        yield from _row_parts(rows)
+        yield from row_parts(rows)
     yield b"}"
 
 
@@ -252,17 +252,17 @@ def _fitting_rows(name: str, rows: npt.NDArray[Any], tokens: int) -> ShapedRows:
     return frozen(rows)
 
 
-def _row_parts(rows: ShapedRows) -> Iterator[bytes]:
-    """`{"dtype", "shape", "data": base64}`, little-endian and row-major."""
+def row_parts(rows: ShapedRows, **beside: Any) -> Iterator[bytes]:
+    """`{"dtype", "shape", "data": base64}`, little-endian and row-major, in parts; with fields `beside` them."""
     whole = np.ascontiguousarray(rows, dtype=rows.dtype.newbyteorder("<"))
-    yield orjson.dumps({"dtype": rows.dtype.name, "shape": list(rows.shape)})[:-1]
+    yield orjson.dumps({"dtype": rows.dtype.name, "shape": list(rows.shape), **beside})[:-1]
     yield b',"data":"'
     yield pybase64.b64encode(whole.reshape(-1).view(np.uint8).data)  # which lets other threads run
     yield b'"}'
 
 
 def _decoded_rows(kind: RowKind, data: Any) -> ShapedRows:
-    """What `_row_parts` gave.
+    """What `row_parts` gave.
 
     Raises:
         InvalidTrajectory: it is something else, or the bytes do not fill the shape.

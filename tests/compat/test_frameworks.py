@@ -242,7 +242,8 @@ async def test_run_router_serves_as_the_target_of_a_process() -> None:
 
 
 async def test_a_session_server_stands_in_front_of_another_router_over_ipv6() -> None:
-    """Both are processes of their own, told addresses as miles writes them."""
+    """Both are processes of their own, told addresses as miles writes them; and the run dumps its trajectories, for
+    which it wants the messages of its samples."""
     ports = free_ports(2)
     router, sessions = (f"http://[::1]:{port}" for port in ports)
     args = namespace(
@@ -252,6 +253,7 @@ async def test_a_session_server_stands_in_front_of_another_router_over_ipv6() ->
         hf_checkpoint=checkpoint(),
         session_server_ip="[::1]",
         session_server_port=ports[1],
+        save_debug_trajectory_data="/dump/{rollout_id}.jsonl",
     )
     async with (
         SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker,
@@ -275,11 +277,13 @@ async def test_a_session_server_stands_in_front_of_another_router_over_ipv6() ->
         asked = worker.door.at("/v1/chat/completions")
         assert [dict(each.headers)[b"x-smg-routing-key"] for each in asked] == [session.id.encode()] * 2
         assert not any(each.json().get("stream") for each in asked), "whole answers say their versions"
+        records = (await ask(sessions, "GET", f"/sessions/{session.id}")).json()["records"]
         (own,) = await ours.session(session.id).collect()
         (sample,) = (await session.collect()).samples
         generations = [generation for each in asked for generation in each.generations]
         assert sample.tokens == own.tokens.tolist() == generations[1].input_ids + generations[1].output_ids
         assert sample.weight_versions == ["1", "1"]
+        assert sample.metadata["messages"] == [*history, records[1]["response"]]
 
 
 async def _ready(url: str, process: multiprocessing.process.BaseProcess) -> RawReply:

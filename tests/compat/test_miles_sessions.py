@@ -165,6 +165,10 @@ async def test_its_metrics_are_there(trial: SessionTrial, http: aiohttp.ClientSe
     assert reply.session_metadata["tito_session_mismatch"] == sample.metadata["tito_session_mismatch"]
     assert sample.metadata["router"]["session_id"] == session.id
     assert sample.metadata["router"]["unrecorded_history"] is False
+    merged = {**sample.metadata, **reply.session_metadata}  # as the driver of its first version does
+    assert {name: merged[name] for name in sample.metadata} == sample.metadata, "nothing said of a sample is lost"
+    assert merged["router_session"]["turns"] == 3
+    assert "messages" not in sample.metadata, "which only a run that dumps them wants"
 
 
 async def test_a_session_that_reads_as_the_template_writes_it_has_no_mismatch(
@@ -194,6 +198,18 @@ async def test_an_answer_that_the_template_would_change_is_a_mismatch_of_its_tex
     await session.chat(HI, max_tokens=99)
     (sample,) = (await session.collect()).samples
     assert [each["type"] for each in sample.metadata["tito_session_mismatch"]] == ["assistant_text"]
+
+
+async def test_what_is_too_long_to_be_compared_says_nothing_of_mismatches_and_is_counted(
+    stage: Stage, http: aiohttp.ClientSession
+) -> None:
+    async with simulated_sessions(stage, settings={"max_text_chars": 2000}) as trial:
+        for words, compared in (("short", True), ("long " * 500, False)):
+            session = await MilesSession.create(http, trial.router.url)
+            await session.chat([user(words)], max_tokens=4)
+            (sample,) = (await session.collect()).samples
+            assert ("tito_session_mismatch" in sample.metadata) is compared
+        assert trial.statistics()["uncompared"] == 1
 
 
 async def test_reasons_take_the_place_of_refusals(trial: SessionTrial, http: aiohttp.ClientSession) -> None:
@@ -236,7 +252,7 @@ async def test_its_first_version_has_one_sample_of_the_branch_that_came_last(
     await branched(session)
     reply = await session.collect()
     assert [each.metadata["leaf"]["node_id"] for each in reply.samples] == [3]
-    assert reply.session_metadata["router"]["branches_left_out"] == 2
+    assert reply.session_metadata["router_session"]["branches_left_out"] == 2
 
 
 async def test_its_second_version_has_every_branch_but_retries_with_the_agents_reward_and_metadata(

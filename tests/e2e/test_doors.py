@@ -247,13 +247,32 @@ async def test_a_session_is_at_the_address_that_its_maker_used(stage: Stage, eng
 
 
 @pytest.mark.parametrize(
-    "host", ["a b", "evil.test/x?", "user@evil.test", "a,b", "evil.test#", "[::1", "x:y", "é", "%41"]
+    "host",
+    ["a b", "evil.test/x?", "user@evil.test", "a,b", "evil.test#", "[::1", "x:y", "é", "%41", "x:99999", "x:0", "x:"],
 )
 async def test_an_address_that_is_none_makes_no_session(stage: Stage, engine: PlainEngine, host: str) -> None:
     router = await with_sessions(stage, engine)
     answer = await made_at(router, host)
     assert (answer.status, answer.error_type) == (400, "invalid_request")
     assert len((await router.ask("GET", "/sessions")).json()["sessions"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "authority"),
+    [
+        ("http://router.test:8080/sessions", "router.test:8080"),
+        ("http://router.test/sessions", "router.test"),
+        ("HTTP://somebody@[::1]:31000/sessions", "[::1]:31000"),
+    ],
+)
+async def test_an_absolute_target_says_the_address_whatever_host_says(
+    stage: Stage, engine: PlainEngine, target: str, authority: str
+) -> None:
+    router = await with_sessions(stage, engine)
+    answer = await router.ask("POST", target, [("Host", "elsewhere.test")], b"{}")
+    assert answer.json()["base_url"].startswith(f"http://{authority}/sessions/")
+    answer = await router.ask("POST", "http://router.test:99999/sessions", [("Host", "router.test")], b"{}")
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
 
 
 @pytest.mark.parametrize("public", ["https://rollouts.test", "https://rollouts.test/router/"])

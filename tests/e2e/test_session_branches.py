@@ -282,6 +282,33 @@ async def test_one_that_waited_for_a_turn_that_failed_runs_it_itself(
     assert (len(worker.requests), len(await scripted.records(session))) == (2, 1)
 
 
+async def test_another_request_under_the_same_turn_id_is_another_step(trial: SessionTrial) -> None:
+    session = await trial.create()
+    first = await trial.turn(session, HI, SAME)
+    history = [*HI, message_of(first.json()), user("Go on")]
+    second = await trial.turn(session, history, SAME)
+    assert second.body != first.body
+    assert (await trial.turn(session, history, SAME)).body == second.body
+    assert [(each["turn_id"], each["parent"]) for each in await trial.records(session)] == [("t1", None), ("t1", 0)]
+    assert len(trial.door) == 2
+
+
+async def test_steps_of_one_turn_that_run_at_once_do_not_wait_for_each_other(
+    worker: ScriptedWorker, scripted: SessionTrial
+) -> None:
+    gate = asyncio.Event()
+    refused = script(gate, reply(b'{"error": {"message": "busy"}}', 503))
+    worker.next(refused).always(script(chat_reply([7, 8])))
+    session = await scripted.create()
+    async with under_way(scripted.turn(session, HI, SAME)) as first:
+        await until(lambda: worker.requests, "it is at the worker")
+        assert (await scripted.turn(session, [user("Something else")], SAME)).status == 200
+        gate.set()
+        assert (await first).status == 503, "and what the other recorded is no answer of its own"
+    assert (await scripted.turn(session, HI, SAME)).status == 200
+    assert len(await scripted.records(session)) == 2
+
+
 async def test_turn_ids_belong_to_their_session(worker: ScriptedWorker, scripted: SessionTrial) -> None:
     worker.always(script(chat_reply([7, 8])))
     for _ in range(2):

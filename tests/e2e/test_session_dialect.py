@@ -151,7 +151,7 @@ async def test_without_the_dialect_headers_are_only_affinity(stage: Stage, worke
     trial = await session_trial(stage, worker, options={"header_sessions": False})
     assert (await turn(trial, named("s", "i", "t"))).status == 200
     assert "return_meta_info" not in json.loads(worker.requests[-1].body)
-    for path in ("/session/finalize", "/trajectory/read", "/v1/rollout/pause"):
+    for path in ("/session/finalize", "/session/discard", "/trajectory/read", "/v1/rollout/pause"):
         await trial.ask("POST", path, {})
         assert worker.requests[-1].path == path, "forwarded as anything else"
 
@@ -184,8 +184,7 @@ async def test_a_finalized_session_takes_no_turns_and_can_be_read(trial: Session
     assert [(each["segment_index"], each["segment_count"]) for each in segments] == [(0, 2), (1, 2)]
     assert [(each["reward"], each["label"]) for each in segments] == [(0.5, "42")] * 2
     samples = await trial.samples("s", reward=0.5, label="42")
-    about = ("trajectory_id", "instance_id", "segment_index", "segment_count")
-    assert [{name: value for name, value in each.items() if name not in about} for each in segments] == samples
+    assert [{name: each[name] for name in sample} for each, sample in zip(segments, samples, strict=True)] == samples
     exactly(segments[0], *(each.generation for each in trial.door[:2]))
 
 
@@ -334,7 +333,7 @@ async def test_rollouts_are_paused_with_the_key_of_administration(stage: Stage, 
     for headers in ([data, admin], [admin], [("Authorization", "Bearer admin")]):
         assert (await trial.ask("POST", "/v1/rollout/pause", {}, headers)).status == 200
     assert not any(b"admin" in request.head or b"Bearer" in request.head for request in worker.requests)
-    for path in ("/session/finalize", "/trajectory/read"):
+    for path in ("/session/finalize", "/session/discard", "/trajectory/read"):
         assert (await trial.ask("POST", path, {})).status == 401
         assert (await trial.ask("POST", path, {}, [data])).status in (200, 400)
 
@@ -370,11 +369,14 @@ def text_before(trial: SessionTrial, segment: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "body"),
     [
+        ("/session/discard", {}),
+        ("/session/discard", {"session_id": ["s"]}),
         ("/session/finalize", {"session_id": "s", "instance_id": ["i"]}),
         ("/session/finalize", {"session_id": "s", "instance_id": "i" * 257}),
         ("/session/finalize", {"session_id": "s", "label": "x" * (1 << 20)}),
         ("/trajectory/read", {"instance_id": {}}),
         ("/trajectory/read", {"drain": "false"}),
+        ("/trajectory/read", {"segment_view": 1}),
         ("/v1/rollout/pause", {"mode": []}),
         ("/v1/rollout/resume", {"version": [2]}),
     ],

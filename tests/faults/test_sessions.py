@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.http import CutReply, request
 from tests.support.scripted_chat import (
+    DONE,
     EVENT_STREAM,
     JSON,
     able,
@@ -25,6 +26,7 @@ from tests.support.scripted_worker import (
     HANG,
     LAST_CHUNK,
     RESET,
+    Behaviour,
     ScriptedWorker,
     chunk,
     chunked_head,
@@ -275,7 +277,55 @@ async def test_a_turn_that_no_worker_can_take_is_no_turn(stage: Stage) -> None:
     await nothing_is_held(trial, session)
 
 
+def nested(where: str, levels: int, *, stream: bool) -> Behaviour:
+    """An answer with something nested so deep in its message, in its choice, or beside them."""
+    deep = b"[" * levels + b"]" * levels
+    if stream:
+        first, event, *rest = HELLO
+        name = {"message": b'"content": "Hel"', "choice": b'"finish_reason": null', "answer": b'"created": 1'}[where]
+        return streamed(first, event.replace(name, name + b', "odd": ' + deep), *rest)
+    answer = chat_answer([7, 8], "Hello")
+    choice = answer["choices"][0]
+    {"message": choice["message"], "choice": choice, "answer": answer}[where]["odd"] = "here"
+    return script(reply(json.dumps(answer).encode().replace(b'"here"', deep), headers=JSON))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("where", "levels"), [("message", 205), ("message", 253), ("choice", 300), ("answer", 300), ("message", 2000)]
+)
+async def test_an_answer_that_is_nested_too_deep_is_no_turn_and_spoils_none(
+    worker: ScriptedWorker, trial: SessionTrial, where: str, levels: int, stream: bool
+) -> None:
+    worker.next(nested(where, levels, stream=stream)).always(GOOD)
+    session = await trial.create()
+    answer = await trial.turn(session, HI, stream=stream)
+    if stream:
+        assert (answer.status, answer.body[-len(DONE) :]) == (200, DONE), "what was on its way already passes"
+        assert len((await trial.read(session))["metadata"]["untraced"]) == 1
+    else:
+        assert (answer.status, answer.error_type) == (502, "unusable_answer")
+    await nothing_is_held(trial, session)
+    await the_next_turn_works(trial, session)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("where", ["message", "choice", "answer"])
+async def test_an_answer_that_is_nested_deep_is_recorded_and_read(
+    worker: ScriptedWorker, trial: SessionTrial, where: str, stream: bool
+) -> None:
+    worker.always(nested(where, 190, stream=stream))
+    session = await trial.create()
+    assert (await trial.turn(session, HI, stream=stream)).status == 200
+    assert len(await trial.records(session)) == len(await trial.samples(session)) == 1
+
+
 # Clients that leave
+
+
+def as_sent(**fields: Any) -> bytes:
+    """The body of `trial.turn(session, HI, **fields)`."""
+    return json.dumps({"model": "m", "max_tokens": 8, "messages": HI, **fields}).encode()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -318,8 +368,7 @@ async def test_a_client_that_leaves_while_another_asks_for_the_same_turn_takes_n
     worker.next(script(HANG)).always(GOOD)
     session = await trial.create()
     client = await stage.client(trial.router)
-    body = json.dumps({"model": "m", "messages": HI}).encode()
-    await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], body))
+    await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], as_sent()))
     await until(lambda: worker.requests, "the turn is at the worker")
     async with under_way(trial.turn(session, HI, SAME)) as waiting:
         while (await trial.read(session))["metadata"]["in_flight"] < 2:
@@ -338,8 +387,7 @@ async def test_a_client_that_leaves_while_it_waits_for_the_same_turn_of_another_
     async with under_way(trial.turn(session, HI, SAME)) as first:
         await until(lambda: worker.requests, "the turn is at the worker")
         client = await stage.client(trial.router)
-        body = json.dumps({"model": "m", "messages": HI}).encode()
-        await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], body))
+        await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], as_sent()))
         while (await trial.read(session))["metadata"]["in_flight"] < 2:
             pass
         client.abort()
@@ -356,8 +404,7 @@ async def test_a_client_that_reads_the_end_and_leaves_at_once_has_had_its_turn(
     worker.next(streamed(*HELLO, gate)).always(GOOD)
     session = await trial.create()
     client = await stage.client(trial.router)
-    body = json.dumps({"model": "m", "messages": HI, "stream": True}).encode()
-    await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], body))
+    await client.send(request("POST", f"/sessions/{session}{CHAT}", [*JSON, *SAME], as_sent(stream=True)))
     await client.read_head("POST")
     seen = b""
     while b"[DONE]" not in seen:
@@ -365,7 +412,7 @@ async def test_a_client_that_reads_the_end_and_leaves_at_once_has_had_its_turn(
     client.abort()
     await stage.nothing_under_way()
     assert len(await trial.records(session)) == 1
-    assert (await trial.turn(session, HI, SAME)).body == seen, "and may read it again"
+    assert (await trial.turn(session, HI, SAME, stream=True)).body == seen, "and may read it again"
     assert len(worker.requests) == 1
 
 

@@ -61,6 +61,7 @@ BODIES: dict[str, Sequence[str]] = {
     "/v1/completions": ('{"prompt": "Hi", "max_tokens": 4}', '{"prompt": [1, 2], "max_tokens": 4, "stream": true}'),
     "/samples": ("{}", '{"branches": "all", "format": "safetensors"}', '{"reward": 1.0, "label": "x"}'),
     "/session/finalize": ('{"session_id": "a", "instance_id": "g", "reward": 1}', '{"trajectory_id": "b"}'),
+    "/session/discard": ('{"session_id": "a"}', '{"trajectory_id": "c"}'),
     "/trajectory/read": ('{"session_id": "a"}', '{"instance_id": "g", "max_groups": 1, "drain": true}', "{}"),
     "/generate": (
         '{"text": "Hi there", "sampling_params": {"max_new_tokens": 4}}',

@@ -206,7 +206,12 @@ def doors(answer: Mapping[str, Any]) -> list[Door]:
             {"session_id": DONE},
             _names("session_id", "trajectory_id", "instance_id", "label", "reward"),
         ),
-        Door("/trajectory/read", {}, _names("session_id", "trajectory_id", "instance_id", "max_groups", "drain")),
+        Door("/session/discard", {"session_id": "nobody"}, _names("session_id", "trajectory_id")),
+        Door(
+            "/trajectory/read",
+            {},
+            _names("session_id", "trajectory_id", "instance_id", "max_groups", "drain", "segment_view"),
+        ),
         Door("/v1/rollout/resume", {}, _names("version")),
         Door("/v1/rollout/pause", {}, _names("mode")),
         Door("/pause_generation", {}, _names("mode")),

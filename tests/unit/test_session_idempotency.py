@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.turns.idempotency import once
+from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.turns.idempotency import once, repeat_key
 from miles_router.asgi.exchange import Message, Send
 from miles_router.engines.events import LAST_EVENT
 from miles_router.tasks import spawn
@@ -52,23 +53,30 @@ class Episode:
     def __init__(self) -> None:
         self.scene = Scene()
         self.runs = 0
+        self.asked: list[PendingTurn] = []
         self.bytes: list[int] = []
 
     def record(self, turn_id: str) -> None:
         asked = self.scene.ask(MESSAGES)
         asked.turn_id = turn_id
+        self.asked.append(asked)
         self.scene.record(asked, self.scene.generated(asked, "ok"))
 
     async def ask(
         self, run: Callable[[Send], Awaitable[None]], turn_id: str = "t", client: Client | None = None
     ) -> Client:
         client = client or Client()
+        begun = len(self.asked)
+
+        def recorded() -> bool:
+            return any(asked.recorded for asked in self.asked[begun:])
 
         async def counted(send: Send) -> None:
             self.runs += 1
             await run(send)
 
-        await once(self.scene.session, turn_id, _stays, client.send, counted, self.bytes.append)
+        key = repeat_key(turn_id, "/v1/chat/completions", b"{}")
+        await once(self.scene.session, key, _stays, client.send, counted, recorded, self.bytes.append)
         return client
 
     def answering(self, *messages: Message, turn_id: str = "t", held: bool = True) -> Callable[[Send], Awaitable[None]]:

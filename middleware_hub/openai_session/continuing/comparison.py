@@ -8,7 +8,7 @@ something else, a model that is served without sessions would see that instead: 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer
@@ -16,10 +16,17 @@ from middleware_hub.openai_session.sessions.messages import Message
 
 
 class Comparison:
-    """Compares for one model. It does no I/O and may run in a thread."""
+    """Compares for one model. It does no I/O and may run in a thread.
 
-    def __init__(self, renderer: Renderer) -> None:
+    Args:
+        longest: ids, or characters of the template's text, that are compared.
+        skip: called where they are more.
+    """
+
+    def __init__(self, renderer: Renderer, *, longest: int, skip: Callable[[], None]) -> None:
         self._renderer = renderer
+        self._longest = longest
+        self._skip = skip
 
     def mismatches(
         self,
@@ -28,13 +35,20 @@ class Comparison:
         template_kwargs: Mapping[str, Any],
         ids: Sequence[int],
     ) -> list[dict[str, Any]] | None:
-        """Each difference with its `type`; None where the library is missing or the template refuses the messages."""
+        """Each difference with its `type`; None where the library is missing, the template refuses the messages, or
+        they are too long: others wait for the thread that compares."""
         comparator = self._comparator
         if comparator is None:
+            return None
+        if len(ids) > self._longest:
+            self._skip()
             return None
         try:
             text = self._renderer.render(messages, tools, generation_prompt=False, template_kwargs=template_kwargs)
         except CannotRender:
+            return None
+        if len(text) > self._longest:
+            self._skip()
             return None
         expected = self._renderer.encode(text)
         found = comparator.compare_sequences(expected, ids, trim_trailing_ids=self._blank_end(expected))

@@ -1,8 +1,12 @@
-"""Dressage's dialect: the same sessions for clients that name them in headers and never make them.
+"""Dressage's dialect (Accio-Lab/Dressage at de8e8694): the same sessions for clients that name them in headers and
+never make them.
 
-POST /v1/chat/completions   with X-Session-Id, X-Instance-Id, X-Turn-Id: a turn; the session is made at its first
+POST /v1/chat/completions   with X-Session-Id, X-Instance-Id, X-Turn-Id: a step of a turn; the session is made at its
+                            first
 POST /session/finalize      no further turns; it can be read
-POST /trajectory/read       the samples of one finalized session, or of all; `drain` forgets them
+POST /session/discard       it is forgotten, whatever it is
+POST /trajectory/read       the samples of one finalized session, or of all, in the fields that its reader wants and in
+                            ours; `drain` forgets them
 GET  /trajectory/stats
 POST /v1/rollout/pause, /v1/rollout/resume;  GET /v1/rollout/pause_state
 """
@@ -19,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.dialects.dialect import TakesTurn
+from middleware_hub.openai_session.dialects.dressage_segments import VIEW, segments_of
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
 from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest
 from middleware_hub.openai_session.sessions.tree import Session
@@ -62,6 +67,7 @@ class DressageDialect:
         """Those under path segments of their own."""
         return [
             Route("/session/finalize", self._finalize, methods=["POST"]),
+            Route("/session/discard", self._discard, methods=["POST"]),
             Route("/trajectory/read", self._read, methods=["POST"]),
             Route("/trajectory/stats", self._stats, methods=["GET"]),
         ]
@@ -119,11 +125,22 @@ class DressageDialect:
             }
         )
 
+    async def _discard(self, request: Request) -> Response:
+        name = _named(await read_object(request))
+        session = self._sessions.store.find(name)
+        removed = session.leaves() if session is not None and session.finalized is not None else []
+        if session is not None:
+            self._sessions.store.delete(session)
+        about = {"session_removed": session is not None, "segments_removed": len(removed)}
+        return as_response({"success": True, "session_id": name, **about})
+
     async def _read(self, request: Request) -> Response:
         parsed = await read_object(request)
         drain = False if parsed.get("drain") is None else parsed["drain"]
         if not isinstance(drain, bool):
             raise BadRequest("drain must be true or false")
+        if parsed.get("segment_view") not in (None, VIEW):
+            raise BadRequest(f"segment_view must be {VIEW!r}: a segment is a line of turns")
         if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
             session = self._sessions.store.get(_named(parsed))
             sessions, mode = [session] if session.finalized is not None else [], "trajectory"
@@ -135,7 +152,7 @@ class DressageDialect:
             raise BadRequest("the session is being drained by another request")
         self._draining |= draining  # who drains at the same time gets others
         try:
-            write = partial(_segments, [(session, self._plan(session)) for session in sessions])
+            write = partial(segments_of, [(session, self._plan(session)) for session in sessions])
             data = await self._sessions.beside(request, write)
         finally:
             self._draining -= draining
@@ -211,18 +228,6 @@ class DressageDialect:
             "in_flight": pool.in_flight,
             "version": pool.weight_version,
         }
-
-
-def _segments(plans: Sequence[tuple[Session, SamplePlan]]) -> list[bytes]:
-    """The samples of finalized sessions as the dialect has them, each as JSON."""
-    segments: list[bytes] = []
-    for session, plan in plans:
-        samples = plan.write_each()
-        about = {"trajectory_id": session.id, "instance_id": plan.metadata.get("instance_id")}
-        for index, sample in enumerate(samples):
-            own = orjson.dumps({**about, "segment_index": index, "segment_count": len(samples)})
-            segments.append(b"".join((own[:-1], b",", sample[1:])))
-    return segments
 
 
 def _session_id(scope: Scope) -> str | None:

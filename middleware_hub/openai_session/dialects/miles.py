@@ -9,6 +9,7 @@ Everything else is compact JSON in the tensor `_samples_meta`, uint8: `samples`,
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,8 @@ from starlette.responses import Response, StreamingResponse
 from middleware_hub.openai_session.continuing.comparison import Comparison
 from middleware_hub.openai_session.export.routes import SAFETENSORS, SessionRoutes
 from middleware_hub.openai_session.export.samples import FACTS, SamplePlan, SampleRequest
+from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.prompting import read_key
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.engines import paths
 from miles_router.trajectory import Sample
@@ -35,6 +38,11 @@ Question = tuple[Sequence[Any], Any, Mapping[str, Any], list[int]]
 #: What its client sends; the second only from the servers of its version 2.
 SENT = frozenset({"max_seq_len", "metadata"})
 META = "_samples_meta"
+#: The name of a run that wants the messages of its samples.
+DUMPS_MESSAGES = "save_debug_trajectory_data"
+#: Where metadata has what we say of a sample, and of its session: two places, since its first version's driver updates
+#: the one with the other.
+SAMPLE, SESSION = "router", "router_session"
 TENSORS: Mapping[str, type[np.generic]] = {
     "tokens": np.int64,
     "loss_mask": np.uint8,
@@ -47,11 +55,12 @@ VALUES = ("response", "response_length", "status", "weight_versions", "prefix_ca
 
 
 class MilesForm:
-    """Answers requests for samples in this form."""
+    """Answers requests for samples in this form. `args` are the run's."""
 
-    def __init__(self, sessions: SessionRoutes, comparison: Comparison) -> None:
+    def __init__(self, sessions: SessionRoutes, comparison: Comparison, args: Namespace) -> None:
         self._sessions = sessions
         self._comparison = comparison
+        self._with_messages = getattr(args, DUMPS_MESSAGES, None) is not None
 
     def is_meant(self, body: Mapping[str, Any], accept: str) -> bool:
         """By name, by `Accept`, or because it is just what the client sends."""
@@ -71,7 +80,7 @@ class MilesForm:
         wanted = replace(wanted, carried=carried, default_branches=policy, leave_out_prompts=True)
         plan = self._sessions.maker.plan(session, wanted)
         leaves = [leaf for leaf, _ in plan.leaves]
-        about = {**session.metadata, "router": _about(session, leaves)}
+        about = {**session.metadata, SESSION: _about(session, leaves)}
         if "metadata" in body:
             about["agent"] = wanted.metadata
         reason = None if leaves else _empty_reason(session, wanted)
@@ -88,7 +97,8 @@ class MilesForm:
             mismatch = None if question is None else self._comparison.mismatches(*question)
             mismatches = {} if mismatch is None else {"tito_session_mismatch": mismatch}
             beside |= mismatches
-            entries.append(fields_of(sample, {**own, **_metadata(sample, leaf), **mismatches}))
+            messages = {"messages": _messages(leaf)} if self._with_messages else {}
+            entries.append(fields_of(sample, {**own, **_metadata(sample, leaf), **mismatches, **messages}))
         return samples_file(entries, {**about, **beside}, reason)
 
 
@@ -127,7 +137,7 @@ def _prefix_cache_info(sample: Sample) -> dict[str, int]:
 
 
 def _metadata(sample: Sample, leaf: Turn) -> dict[str, Any]:
-    """What its trainer reads of one sample beside what it gave itself; what we say stands under `router`."""
+    """What its trainer reads of one sample beside what it gave itself; what we say stands under `SAMPLE`."""
     line = leaf.line()
     turns = sample.metadata["turns"]
     before = [None, *(turn["answered_at"] for turn in turns)]
@@ -148,7 +158,7 @@ def _metadata(sample: Sample, leaf: Turn) -> dict[str, Any]:
             }
             for number, (turn, previous) in enumerate(zip(turns, before, strict=False), 1)
         ],
-        "router": {name: sample.metadata[name] for name in FACTS if name in sample.metadata},
+        SAMPLE: {name: sample.metadata[name] for name in FACTS if name in sample.metadata},
     }
 
 
@@ -174,9 +184,13 @@ def _question(leaf: Turn) -> Question | None:
     """What is asked about the line of a leaf; None where no chat template made it."""
     if leaf.path == paths.COMPLETIONS:
         return None
-    tools, settings = orjson.loads(leaf.context) if leaf.context else (None, {})
-    messages = [message for turn in leaf.line() for message in (*turn.appended, turn.answer)]
-    return messages, tools, settings, leaf.trajectory().tokens.tolist()
+    tools, settings = read_key(leaf.context)
+    return _messages(leaf), tools, settings, leaf.trajectory().tokens.tolist()
+
+
+def _messages(leaf: Turn) -> list[Message]:
+    """All messages of a line."""
+    return [message for turn in leaf.line() for message in (*turn.appended, turn.answer)]
 
 
 def _response(file: TensorFile) -> Response:

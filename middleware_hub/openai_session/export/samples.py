@@ -14,7 +14,7 @@ from miles_router.errors import BadRequest
 from miles_router.middlewares import RowChannel
 from miles_router.trajectory import InvalidTrajectory, Sample
 from miles_router.trajectory.rows import KINDS, RowKind
-from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, ShapedRows, json_parts
+from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, ShapedRows
 
 #: Where a sample's metadata says why it has no rows of a kind.
 NOTES = {kind: f"{kind.name}_missing" for kind in KINDS}
@@ -119,10 +119,6 @@ class SamplePlan:
     def write(self) -> bytes:
         """The answer with the samples. Raises as `make`."""
         return WRITERS[self.request.format](self.make(), {**self.metadata, **self.facts}, self.request.carried)
-
-    def write_each(self) -> list[bytes]:
-        """Each sample as JSON. Raises as `make`."""
-        return [b"".join(json_parts(sample, self.request.carried)) for sample in self.make()]
 
     def _sample(self, leaf: Turn, elsewhere: Mapping[Turn, int]) -> Sample:
         line, request = leaf.line(), self.request

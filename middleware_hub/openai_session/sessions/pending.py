@@ -43,9 +43,10 @@ class PendingTurn:
         asked_at: Unix seconds.
         prompt: None for a root.
         segment: why a history that is held in words is not continued in tokens.
-        turn_id: the agent's name for it.
+        turn_id: the agent's name for it, or for the turn of which it is a step.
         handovers: of the rows that are captured.
         cache: the prefix cache that it was sampled with, once that is known.
+        recorded: whether its answer is held.
     """
 
     session: Session
@@ -58,6 +59,7 @@ class PendingTurn:
     turn_id: str | None = None
     handovers: Handovers = field(default_factory=Handovers)
     cache: int | None = None
+    recorded: bool = False
 
     @property
     def stream(self) -> bool:

@@ -34,6 +34,12 @@ class Context:
         return hash(self.key)
 
 
+def read_key(key: bytes) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
+    """The tools and template settings of which a `Context.key` was made."""
+    tools, template_kwargs = orjson.loads(key) if key else (None, {})
+    return tools, template_kwargs
+
+
 def contexts_of(request: Mapping[str, Any]) -> tuple[Context, ...]:
     """What a request may be rendered with.
 

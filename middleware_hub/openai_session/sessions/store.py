@@ -103,12 +103,16 @@ class SessionStore:
         Raises:
             SessionNotFound: there is none (any more).
         """
-        self.expire()
-        session = self._sessions.get(session_id)
+        session = self.find(session_id)
         if session is None:
             raise SessionNotFound(f"no session {session_id!r}; make it with POST /sessions")
         self._used(session)
         return session
+
+    def find(self, session_id: str) -> Session | None:
+        """The session with this id, if there is one; that somebody looked is no use of it."""
+        self.expire()
+        return self._sessions.get(session_id)
 
     def get_or_create(self, session_id: str) -> Session:
         """The session with this id, made if there is none. Raises as `create`."""

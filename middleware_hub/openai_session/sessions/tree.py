@@ -142,7 +142,7 @@ class Session:
         self.roots: list[Turn] = []
         self.untraced: list[dict[str, Any]] = []  # requests that passed through without being recorded
         self.in_flight = 0
-        self.replies: dict[str, Any] = {}  # by turn id, those under way included (turns/idempotency.py)
+        self.replies: dict[object, Any] = {}  # by `repeat_key`, those under way included (turns/idempotency.py)
         self.deleted = False
         self.made_by_a_turn = False  # which named it in a header; else by `POST /sessions`
         self.finalized: Mapping[str, Any] | None = None  # what it was finalized with: no further turns

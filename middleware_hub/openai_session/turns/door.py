@@ -4,12 +4,14 @@ Nothing else does: whoever has a session's address has the clients' key, and run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from middleware_hub.openai_session.errors import SessionFinalized
 from middleware_hub.openai_session.faces.face import Face
+from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
-from middleware_hub.openai_session.turns.idempotency import once, turn_id_of
+from middleware_hub.openai_session.turns.idempotency import once, repeat_key, turn_id_of
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from miles_router.engines import paths
@@ -72,6 +74,7 @@ class TurnDoor:
         body = await exchange.read(receive)
         parsed = exchange.loads(body)
         turn_id = turn_id_of(scope)
+        asked: list[PendingTurn] = []
 
         async def run(send: Send) -> None:
             # Here, so that the recorded answer of a turn is given even where there is no room for another.
@@ -81,6 +84,7 @@ class TurnDoor:
             with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
                 turn = await face.turn(session, parsed, now=self._now())
             turn.turn_id = turn_id
+            asked.append(turn)
             await self._runner.run(face, turn, scope, receive, send)
 
         with self._store.in_use(session):
@@ -91,7 +95,9 @@ class TurnDoor:
             elif turn_id is None:
                 await run(send)
             else:
-                await once(session, turn_id, receive, send, run, lambda nbytes: self._store.account(session, nbytes))
+                key = repeat_key(turn_id, face.path, body)
+                account = partial(self._store.account, session)
+                await once(session, key, receive, send, run, lambda: any(turn.recorded for turn in asked), account)
 
 
 def _is_aside(method: str, path: str) -> bool:

@@ -1,16 +1,21 @@
-"""A turn that is asked for again under the same `X-Turn-Id` gets the answer that was recorded, not a second one."""
+"""A request that is repeated under its `X-Turn-Id` gets the answer that was recorded, not a second one.
+
+Another request under the same id is another step of that turn: harnesses ask the model several times within one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest
 from miles_router.middlewares import LAST_EVENT, OK, RawHeaders, Receive, Scope, Send, Tap, Watch, first
 
 MAX_TURN_ID = 256
+RepeatKey = tuple[str, str, bytes]
 
 
 def turn_id_of(scope: Scope) -> str | None:
@@ -23,6 +28,11 @@ def turn_id_of(scope: Scope) -> str | None:
     if value is not None and len(value) > MAX_TURN_ID:
         raise BadRequest(f"X-Turn-Id is longer than {MAX_TURN_ID} bytes")
     return value.decode("latin-1") if value else None
+
+
+def repeat_key(turn_id: str, path: str, body: bytes) -> RepeatKey:
+    """What a request and its repetitions have in common."""
+    return turn_id, path, blake2b(body, digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -40,34 +50,34 @@ class RecordedReply:
 
 async def once(
     session: Session,
-    turn_id: str,
+    key: RepeatKey,
     receive: Receive,
     send: Send,
     run: Callable[[Send], Awaitable[None]],
+    recorded: Callable[[], bool],
     account: Callable[[int], None],
 ) -> None:
-    """Run a turn, unless it ran already; if it runs at this moment, wait for its answer. A turn that failed, or that
-    was not recorded, may be tried again.
+    """Run a turn, unless the same request (`repeat_key`) ran already; if it runs at this moment, wait for its answer. A
+    turn that failed, or that was not `recorded`, may be tried again.
 
     Raises:
         ClientDisconnected: the client has left while it waited.
     """
-    while (known := session.replies.get(turn_id)) is not None:
+    while (known := session.replies.get(key)) is not None:
         with Watch(receive):  # it may take long, and an agent that has left must not hold its request for that time
-            recorded = await asyncio.shield(known)
-        if recorded is not None:
-            await recorded.give_to(send)
+            reply = await asyncio.shield(known)
+        if reply is not None:
+            await reply.give_to(send)
             return
     future: asyncio.Future[RecordedReply | None] = asyncio.get_running_loop().create_future()
-    session.replies[turn_id] = future
-    copy, before = ReplyCopy(send), len(session.turns)
+    session.replies[key] = future
+    copy = ReplyCopy(send)
     try:
         await run(copy.send)
     finally:
-        held = any(turn.facts.get("turn_id") == turn_id for turn in session.turns[before:])
-        reply = copy.reply if held or session.deleted else None
+        reply = copy.reply if recorded() or session.deleted else None
         if reply is None:
-            session.replies.pop(turn_id, None)
+            session.replies.pop(key, None)
         else:
             account(len(reply.body))
         future.set_result(reply)

@@ -15,6 +15,7 @@ from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.choices import Choice
+from miles_router.middlewares import nests_too_deep
 from miles_router.trajectory import InvalidTrajectory, Piece, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,15 @@ class TurnRecorder:
         Raises:
             UnusableAnswer: it cannot be held exactly.
         """
+        if any(nests_too_deep([each.message, each.facts, each.matched]) for each in choices):
+            raise UnusableAnswer("the worker's answer cannot be recorded: it is nested too deep")
         prompts = _Prompts(pending)
         parts = [(choice, prompts.given(choice), _pieces(choice)) for choice in choices]
         places = _places(pending, choices)
         session = pending.session
         if session.deleted:
             return
+        pending.recorded = True
         nbytes = prompts.nbytes
         held: dict[int, Place] = {}
         for place in places:

@@ -137,12 +137,15 @@ class TurnRunner:
             choices = face.endpoint.choices(answer)
         except UnreadableAnswer as error:
             raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
-        self._record(turn, choices, scope)
         seen = face.endpoint.as_asked(answer, turn.fields)
+        try:
+            body = _as_stream(face, turn, seen, writer) if turn.stream else orjson.dumps(writer.whole(seen))
+        except orjson.JSONEncodeError:  # before it is recorded: its agent would not get it
+            raise UnusableAnswer("the worker's answer cannot be given: it is nested too deep") from None
+        self._record(turn, choices, scope)
         if not turn.stream:
-            await collected.give_to(send, orjson.dumps(writer.whole(seen)))
+            await collected.give_to(send, body)
             return
-        body = _as_stream(face, turn, seen, writer)
         await send(with_length({"type": "http.response.start", "status": OK, "headers": EVENT_STREAM}, body))
         await send({"type": "http.response.body", "body": body, "more_body": False})
 

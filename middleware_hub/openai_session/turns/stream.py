@@ -15,7 +15,7 @@ from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.choices import Choice, OpenAIEndpoint
-from miles_router.middlewares import OK, Event, Kind, Message, Send, Tap, UnreadCounter
+from miles_router.middlewares import OK, Event, Kind, Message, Send, Tap, UnreadCounter, is_too_deep
 
 
 class TurnStream:
@@ -75,6 +75,8 @@ class TurnStream:
         chunk = event.parse()
         if not isinstance(chunk, dict):
             raise UnreadableAnswer("incomplete", "a chunk that is none")
+        if is_too_deep(event.data, chunk):
+            raise UnreadableAnswer("incomplete", "a chunk is nested too deep")
         if "error" in chunk:
             raise UnreadableAnswer("incomplete", "the stream ended with an error")
         choices = chunk.get("choices") or ()

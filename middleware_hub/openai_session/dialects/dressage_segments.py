@@ -1,0 +1,87 @@
+"""Dressage's form of samples (`proxy/trajectory_store.py`, `TrajectorySegment`): one segment for each line of turns,
+with the fields that its reader wants and those of our own samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.export.samples import SamplePlan
+from middleware_hub.openai_session.sessions.prompting import read_key
+from middleware_hub.openai_session.sessions.tree import Session, Turn
+from miles_router.engines import paths
+from miles_router.trajectory.json_parts import object_parts
+from miles_router.trajectory.sample import Sample, json_parts, row_parts
+
+#: The version of what was not sampled.
+NO_VERSION = "-1"
+#: What a segment is.
+VIEW = "lineage"
+
+
+def segments_of(plans: Sequence[tuple[Session, SamplePlan]]) -> list[bytes]:
+    """The samples of finalized sessions as the dialect has them, each as JSON."""
+    segments: list[bytes] = []
+    for session, plan in plans:
+        samples = plan.make()  # all of them, before one is written
+        carried = plan.request.carried
+        for index, (sample, (leaf, _)) in enumerate(zip(samples, plan.leaves, strict=True)):
+            about = {"segment_index": index, "segment_count": len(samples), **_about(session, plan, leaf, sample)}
+            about |= {} if "label" in carried else {"label": None}
+            segments.append(b"".join(_segment_parts(sample, about, carried)))
+    return segments
+
+
+def _segment_parts(sample: Sample, about: Mapping[str, Any], carried: Mapping[str, Any]) -> Iterator[bytes]:
+    """One segment: the fields that its reader wants, and those of our samples. Experts are there once, in its form."""
+    yield from object_parts({"full_loss_mask": sample.loss_mask, "full_logprobs": sample.logprobs}, about)
+    yield b',"full_versions":['
+    yield _full_versions(sample)
+    yield b"]"
+    if sample.routed_experts is not None:
+        yield b',"routed_experts_chunks":['
+        yield from row_parts(sample.routed_experts, row_count=len(sample.routed_experts))
+        yield b"]"
+    ours = json_parts(replace(sample, routed_experts=None), carried)
+    yield b"," + next(ours)[1:]
+    yield from ours
+
+
+def _about(session: Session, plan: SamplePlan, leaf: Turn, sample: Sample) -> dict[str, Any]:
+    """What its reader wants to know of a segment beside the arrays. A segment that does not end by itself reads as
+    truncated there: nothing else says so."""
+    line = leaf.line()
+    turn_ids = list(dict.fromkeys(str(turn.facts.get("turn_id") or turn.number) for turn in line))
+    return {
+        "uid": f"{session.id}:{leaf.number}",
+        "session_id": session.id,
+        "trajectory_id": session.id,
+        "instance_id": plan.metadata.get("instance_id"),
+        "turn_id": turn_ids[-1],
+        "messages": [message for turn in line for message in (*turn.appended, turn.answer)],
+        "tools": None if leaf.path == paths.COMPLETIONS else read_key(leaf.context)[0],
+        "aligned_response_length": int(sample.loss_mask.sum()),
+        "finish_reason": leaf.finish_reason if sample.status == "completed" else "length",
+        "timestamp": leaf.facts.get("answered_at"),
+        "extra_info": {
+            "segment_view": VIEW,
+            "num_steps": len(line),
+            "num_turns": len(turn_ids),
+            "turn_ids": turn_ids,
+            "segment_reasons": [turn.reason for turn in line if turn.reason is not None],
+        },
+    }
+
+
+def _full_versions(sample: Sample) -> bytes:
+    """A version for each token, as JSON without its brackets."""
+    parts, end = [], 0
+    for run in sample.weight_versions:
+        for version, start, stop in ((NO_VERSION, end, run.start), (run.version, run.start, run.end)):
+            parts.append((orjson.dumps(version) + b",") * (stop - start))
+        end = run.end
+    parts.append((orjson.dumps(NO_VERSION) + b",") * (len(sample) - end))
+    return b"".join(parts)[:-1]

@@ -1,0 +1,219 @@
+"""Dressage's calls, in the order of its code (`rollout/generate`, `training/train_async_with_rollout_pause.py`, and the
+proxy in its sandboxes): what its reader makes of the answers is what the workers were given and sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+
+from miles_router.testing.worker.door import GenerationRecord
+from tests.compat.dressage_client import DressageClient, DressageSample, read_segments
+from tests.support.experts_trial import MOE, simulated_experts, truth
+from tests.support.http import ask
+from tests.support.scripted_chat import able, chat_reply
+from tests.support.scripted_worker import script
+from tests.support.session_trial import (
+    ADD,
+    SESSIONS,
+    Message,
+    SessionTrial,
+    chunks_of,
+    message_of,
+    said,
+    session_trial,
+    simulated_sessions,
+    text_of,
+    user,
+)
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+GROUP, AGENTS, TURNS = "task-7", 8, 3
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+def body(history: Sequence[Message], **fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": list(history), "max_tokens": 6, **fields}
+
+
+def exactly(sample: DressageSample, turns: Sequence[GenerationRecord]) -> None:
+    """A sample is what the worker was given and has sampled in these generations, one behind the other."""
+    tokens: list[int] = []
+    sampled: list[tuple[int, float]] = []
+    for turn in turns:
+        assert turn.input_ids[: len(tokens)] == tokens
+        sampled += [(0, 0.0)] * (len(turn.input_ids) - len(tokens)) if tokens else []
+        tokens = [*turn.input_ids, *turn.output_ids]
+        sampled += [(1, logprob) for logprob in turn.logprobs]
+    assert sample.tokens == tokens
+    assert sample.loss_mask == [own for own, _ in sampled]
+    assert np.array_equal(
+        np.array(sample.rollout_log_probs, np.float32), [np.float32(logprob) for _, logprob in sampled]
+    )
+    assert sample.response_length == len(sampled)
+
+
+async def test_white_box_agents_leave_samples_that_its_reader_takes(stage: Stage, http: aiohttp.ClientSession) -> None:
+    async with simulated_experts(stage, around=(SESSIONS,)) as trial:
+        client = DressageClient(http, trial.router.url)
+
+        async def episode(number: int) -> None:
+            name, history = f"wb-{number}", [user(f"I am {number}.")]
+            for _ in range(TURNS):
+                answer = await client.chat(body(history), session_id=name, instance_id=GROUP)
+                history += [message_of(answer), user("Go on")]
+            told = await client.finalize(name, instance_id=GROUP, label={"answer": number})
+            assert (told["num_steps"], told["num_segments"], told["instance_id"]) == (TURNS, 1, GROUP)
+            payload = await client.read(name, instance_id=GROUP)
+            (sample,) = read_segments(payload, layers=MOE.layers, top_k=MOE.top_k)
+            asked = [each for each in trial.door if dict(each.headers)[b"x-session-id"] == name.encode()]
+            exactly(sample, [each.generation for each in asked])
+            assert np.array_equal(sample.experts, truth(sample.tokens))
+            assert sample.response == history[-2]["content"]
+            assert sample.versions == ["1"] * sum(sample.loss_mask)
+            assert (sample.truncated, sample.label) == (True, {"answer": number})
+            (segment,) = payload["data"]
+            assert "routed_experts" not in segment, "rows cross the network once"
+            assert segment["messages"] == history[:-1]
+            with pytest.raises(aiohttp.ClientResponseError, match="404"):
+                await client.read(name, instance_id=GROUP)
+
+        await asyncio.gather(*(episode(number) for number in range(AGENTS)))
+        assert trial.held["bytes"] == 0, "what was drained is forgotten"
+
+
+async def test_all_requests_within_a_turn_of_an_agent_in_a_sandbox_are_steps_of_it(
+    stage: Stage, http: aiohttp.ClientSession
+) -> None:
+    async with simulated_sessions(stage) as trial:
+        client = DressageClient(http, trial.router.url)
+        history = [user("Hi")]
+        for step in range(6):
+            given = body(history, stream=step % 2 == 1)
+            answer = await client.chat_in_sandbox(given, session_id="s", instance_id=GROUP, turn_id=f"t{step // 3}")
+            history += [said(text_of(chunks_of(answer)) if given["stream"] else _content(answer)), user("Go on")]
+        assert len(trial.door) == 6
+        told = await client.finalize("s", instance_id=GROUP)
+        assert (told["num_turns"], told["num_steps"], told["num_segments"]) == (2, 6, 1)
+        payload = await client.read("s", instance_id=GROUP)
+        exactly(read_segments(payload)[0], [each.generation for each in trial.door])
+        assert payload["data"][0]["extra_info"]["turn_ids"] == ["t0", "t1"]
+
+
+def _content(answer: bytes) -> str:
+    return str(message_of(json.loads(answer))["content"])
+
+
+async def test_branches_are_segments_of_which_each_token_is_trained_in_one(
+    stage: Stage, http: aiohttp.ClientSession
+) -> None:
+    async with simulated_sessions(stage) as trial:
+        client = DressageClient(http, trial.router.url)
+        first = message_of(await client.chat(body([user("Hi")]), session_id="s", instance_id=GROUP))
+        for words in ("This way", "That way"):
+            await client.chat(body([user("Hi"), first, user(words)]), session_id="s", instance_id=GROUP)
+        await client.finalize("s", instance_id=GROUP)
+        one, other = read_segments(await client.read("s", instance_id=GROUP))
+        root, left, right = (each.generation for each in trial.door)
+        exactly(one, [root, left])
+        assert other.tokens == [*right.input_ids, *right.output_ids]
+        assert other.response_length == len(right.output_ids), "the shared turn is trained in the first"
+
+
+async def test_its_trainer_updates_the_engines_between_pause_and_resume(
+    stage: Stage, http: aiohttp.ClientSession
+) -> None:
+    """It updates them behind the router, one after the other, and names no version to it."""
+    async with simulated_sessions(stage, token_latency_s=0.005, settings={"health_check_interval": 600}) as trial:
+        client = DressageClient(http, trial.router.url)
+        asking = client.chat(body([user("Hi")], max_tokens=60, ignore_eos=True), session_id="s", instance_id=GROUP)
+        async with under_way(asking) as turn:
+            await until(lambda: any(each.output_ids for each in trial.worker.engine.running.values()), "it samples")
+            assert (await client.pause())["paused"]
+            updated = await ask(
+                trial.worker.url,
+                "POST",
+                "/update_weight_version",
+                [("Content-Type", "application/json")],
+                b'{"new_version": "2", "abort_all_requests": false}',
+            )
+            assert updated.status == 200
+            assert not (await client.resume())["paused"]
+            await turn
+        await client.finalize("s", instance_id=GROUP)
+        (sample,) = read_segments(await client.read("s", instance_id=GROUP))
+        assert len(sample.versions) == 60
+        assert sorted(set(sample.versions)) == ["1", "2"]
+        assert sample.versions == sorted(sample.versions)
+
+
+async def test_a_rollout_that_was_rejected_is_discarded_whatever_it_is(
+    stage: Stage, http: aiohttp.ClientSession
+) -> None:
+    worker = able(await stage.worker()).always(script(chat_reply([7, 8])))
+    trial = await session_trial(stage, worker)
+    client = DressageClient(http, trial.router.url)
+    for name in ("open", "finalized"):
+        await client.chat(body([user("Hi")]), session_id=name, instance_id=GROUP)
+    await client.finalize("finalized", instance_id=GROUP)
+    told = [await client.discard(name) for name in ("open", "finalized", "finalized", "unknown")]
+    assert [(each["success"], each["session_removed"], each["segments_removed"]) for each in told] == [
+        (True, True, 0),
+        (True, True, 1),
+        (True, False, 0),
+        (True, False, 0),
+    ]
+    assert trial.statistics()["bytes"] == 0
+
+
+async def test_a_segment_that_was_cut_off_reads_as_truncated(stage: Stage, http: aiohttp.ClientSession) -> None:
+    worker = able(await stage.worker()).always(script(chat_reply([7, 8], finish_reason="abort")))
+    trial = await session_trial(stage, worker)
+    assert await _truncated(trial, http)
+    worker.always(script(chat_reply([7, 8], finish_reason="stop")))
+    assert not await _truncated(trial, http)
+
+
+async def _truncated(trial: SessionTrial, http: aiohttp.ClientSession) -> bool:
+    client = DressageClient(http, trial.router.url)
+    await client.chat(body([user("Hi")]), session_id="s", instance_id=GROUP)
+    await client.finalize("s", instance_id=GROUP)
+    (sample,) = read_segments(await client.read("s", instance_id=GROUP))
+    return bool(sample.truncated)
+
+
+async def test_segments_have_the_tools_of_their_turns_and_those_of_completions_none(
+    stage: Stage, http: aiohttp.ClientSession
+) -> None:
+    async with simulated_sessions(stage) as trial:
+        client = DressageClient(http, trial.router.url)
+        await client.chat(body([user("Hi")], tools=[ADD]), session_id="s", instance_id=GROUP)
+        answer = await trial.ask("POST", "/sessions/s/v1/completions", {"model": "m", "prompt": "Hi", "max_tokens": 4})
+        assert answer.status == 200
+        await client.finalize("s", instance_id=GROUP)
+        payload = await client.read("s", instance_id=GROUP)
+        assert len(read_segments(payload)) == 2
+        assert [segment["tools"] for segment in payload["data"]] == [[ADD], None]
+
+
+async def test_another_view_of_segments_is_refused(stage: Stage, http: aiohttp.ClientSession) -> None:
+    worker = able(await stage.worker()).always(script(chat_reply([7, 8])))
+    trial = await session_trial(stage, worker)
+    client = DressageClient(http, trial.router.url)
+    await client.chat(body([user("Hi")]), session_id="s", instance_id=GROUP)
+    await client.finalize("s", instance_id=GROUP)
+    answer = await trial.ask("POST", "/trajectory/read", {"session_id": "s", "drain": True, "segment_view": "timeline"})
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert len(read_segments(await client.read("s", instance_id=GROUP, segment_view="lineage"))) == 1
