@@ -38,6 +38,9 @@ Begin = Callable[[Scope, bool, bool], ClientRequest]
 #: RFC 3986 section 3.2, without the user.
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]*")
 
+#: A target with scheme and authority (RFC 9112 section 3.2.2); the group is the authority, without the user.
+_ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://(?:[^/?#]*@)?([^/?#]*)")
+
 
 class BadMessage(BadRequest):
     """What came is no request that can be read. `reason` is the label under which it is counted."""
@@ -255,9 +258,8 @@ def _target(url: bytes) -> tuple[bytes, bytes, bytes]:
         parsed = httptools.parse_url(url)
         path, query = parsed.path or b"/", parsed.query or b""
         mark = b"?" if url.endswith(b"?") else b""
-        if parsed.host:
-            host = b"[%b]" % parsed.host if b":" in parsed.host else parsed.host
-            authority = host if parsed.port is None else b"%b:%d" % (host, parsed.port)
+        absolute = _ABSOLUTE.match(url)
+        authority = absolute[1] if absolute else b""
     return (path, query, authority) if query or not mark else (path + b"?", b"", authority)
 
 

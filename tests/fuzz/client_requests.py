@@ -286,6 +286,15 @@ def _origin_form(start: re.Match[bytes]) -> bytes:
     return b"" if start[1] == b"/" else b"/"
 
 
+def _with_host_of(request: h11.Request) -> list[tuple[bytes, bytes]]:
+    """The headers; an absolute target says the host, whatever `Host` says (RFC 9112 section 3.2.2)."""
+    _, mark, rest = request.target.partition(b"://")
+    if not mark or not ABSOLUTE.match(request.target):
+        return list(request.headers)
+    authority = re.split(rb"[/?#]", rest)[0].rpartition(b"@")[2]
+    return [(b"host", authority), *(pair for pair in request.headers if pair[0] != b"host")]
+
+
 def requests_by_h11(data: bytes) -> list[Request] | None:
     """What an h11 server reads, or None where it finds fault."""
     server = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BOUND)
@@ -298,7 +307,7 @@ def requests_by_h11(data: bytes) -> list[Request] | None:
         ):
             if isinstance(event, h11.Request):
                 target = ABSOLUTE.sub(_origin_form, event.target)
-                seen.append(Request((event.method.decode(), target), list(event.headers), b""))
+                seen.append(Request((event.method.decode(), target), _with_host_of(event), b""))
             elif isinstance(event, h11.Data):
                 seen[-1].body += bytes(event.data)
             elif isinstance(event, h11.EndOfMessage):

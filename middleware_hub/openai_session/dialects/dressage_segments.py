@@ -29,7 +29,7 @@ def segments_of(plans: Sequence[tuple[Session, SamplePlan]]) -> list[bytes]:
         samples = plan.make()  # all of them, before one is written
         carried = plan.request.carried
         for index, (sample, (leaf, _)) in enumerate(zip(samples, plan.leaves, strict=True)):
-            about = {"segment_index": index, "segment_count": len(samples), **_about(session, plan, leaf, sample)}
+            about = {**_about(session, plan, leaf, sample), "segment_index": index, "segment_count": len(samples)}
             about |= {} if "label" in carried else {"label": None}
             segments.append(b"".join(_segment_parts(sample, about, carried)))
     return segments
@@ -37,7 +37,10 @@ def segments_of(plans: Sequence[tuple[Session, SamplePlan]]) -> list[bytes]:
 
 def _segment_parts(sample: Sample, about: Mapping[str, Any], carried: Mapping[str, Any]) -> Iterator[bytes]:
     """One segment: the fields that its reader wants, and those of our samples. Experts are there once, in its form."""
-    yield from object_parts({"full_loss_mask": sample.loss_mask, "full_logprobs": sample.logprobs}, about)
+    yield orjson.dumps(about)[:-1]
+    arrays = object_parts({"full_loss_mask": sample.loss_mask, "full_logprobs": sample.logprobs}, {})
+    yield b"," + next(arrays)[1:]
+    yield from arrays
     yield b',"full_versions":['
     yield _full_versions(sample)
     yield b"]"
@@ -56,10 +59,10 @@ def _about(session: Session, plan: SamplePlan, leaf: Turn, sample: Sample) -> di
     line = leaf.line()
     turn_ids = list(dict.fromkeys(str(turn.facts.get("turn_id") or turn.number) for turn in line))
     return {
-        "uid": f"{session.id}:{leaf.number}",
-        "session_id": session.id,
         "trajectory_id": session.id,
         "instance_id": plan.metadata.get("instance_id"),
+        "session_id": session.id,
+        "uid": f"{session.id}:{leaf.number}",
         "turn_id": turn_ids[-1],
         "messages": [message for turn in line for message in (*turn.appended, turn.answer)],
         "tools": None if leaf.path == paths.COMPLETIONS else read_key(leaf.context)[0],
