@@ -199,12 +199,13 @@ async def test_a_body_that_drips_is_refused_and_one_that_gets_on_is_not(stage: S
     steady, dripping = await stage.client(router), await stage.client(router)
     await steady.send(request("POST", "/generate", [("Content-Length", str(40 * 5000))]))
     await dripping.send(request("POST", "/generate", [("Content-Length", "100000")]))
-    with contextlib.suppress(ConnectionError):
-        for _ in range(40):
-            await steady.send(b"x" * 5000)
-            await dripping.send(b"x")
-            await asyncio.sleep(0.02)  # four times as long as a body may stand still
-    assert (await dripping.read("POST")).status == 408
+    refused = asyncio.ensure_future(dripping.read_raw())
+    for _ in range(40):
+        await steady.send(b"x" * 5000)
+        with contextlib.suppress(ConnectionError):
+            await dripping.send(b"x" * (not refused.done()))
+        await asyncio.sleep(0.02)  # four times as long as a body may stand still
+    assert (await refused).startswith(b"HTTP/1.1 408 ")
     assert (await steady.read("POST")).status == 200
     assert [len(received.body) for received in worker.requests] == [40 * 5000]
 
