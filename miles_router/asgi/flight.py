@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 _count = itertools.count(1)
 
@@ -10,7 +11,7 @@ _count = itertools.count(1)
 class Flight:
     """One request's routing and abort facts. The innermost app writes them; an abort marks them."""
 
-    __slots__ = ("aborted", "first_byte_at", "number", "rids", "worker_url")
+    __slots__ = ("aborted", "first_byte_at", "inward", "number", "rids", "worker_url")
 
     def __init__(self) -> None:
         #: Lower for a request that came before.
@@ -23,3 +24,5 @@ class Flight:
         self.aborted = False
         #: Ids that workers gave its generations (SGLang's `meta_info.id`), where a layer has read them.
         self.rids: set[str] = set()
+        #: What its worker calls generations for which their client has another name, by that.
+        self.inward: Mapping[str, str] = {}

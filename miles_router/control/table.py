@@ -41,7 +41,7 @@ TABLE = (
     PAUSE,
     CONTINUE,
     ABORT,
-    Row("/flush_cache", methods=EITHER),
+    Row("/flush_cache", methods=EITHER, effect=standstill.flush),
     SLEEP,
     WAKE,
     UPDATE_FROM_DISK,

@@ -9,13 +9,17 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
+from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight
-from miles_router.errors import FleetPaused, UpstreamUnreachable
+from miles_router.engines.generate import UnknownShape
+from miles_router.engines.profile import CannotServe
+from miles_router.errors import BadRequest, FleetPaused, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.pool import Lease
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.reply import Reply
+from miles_router.forwarding.translated import TranslatedReply, translated
 from miles_router.forwarding.upstream import NotAdmitted, Upstream
 from miles_router.metrics import Metrics
 
@@ -29,7 +33,7 @@ class Forwarded:
 
     __slots__ = ("lease", "reply")
 
-    def __init__(self, lease: Lease, reply: Reply) -> None:
+    def __init__(self, lease: Lease, reply: Reply | TranslatedReply) -> None:
         self.lease = lease
         self.reply = reply
 
@@ -47,7 +51,10 @@ class Forwarded:
 class Forwarder:
     """Sends requests into the fleet."""
 
-    def __init__(self, *, fleet: Fleet, upstream: Upstream, metrics: Metrics, max_retries: int) -> None:
+    def __init__(
+        self, *, fleet: Fleet, upstream: Upstream, metrics: Metrics, max_retries: int, max_answer_bytes: int
+    ) -> None:
+        self._max_answer_bytes = max_answer_bytes
         self._fleet = fleet
         self._upstream = upstream
         self._metrics = metrics
@@ -64,15 +71,22 @@ class Forwarder:
             NoWorkerAvailable: no routable worker at all.
             UpstreamUnreachable: those that were tried could not be reached.
             UpstreamInvalidResponse: a worker answered something that is not HTTP.
+            UnsupportedByEngine: no worker's engine would answer it as it is meant; none was asked.
+            BadRequest: an engine has to be asked otherwise, and the body cannot be read.
         """
-        admit = self._fleet.gate.is_open if request.generates else None
+        unable: tuple[Worker, ...] = ()
         while True:
-            lease = self._fleet.lease(request.key, request.tried, request.preferred)
+            lease = self._fleet.lease(request.key, (*request.tried, *unable), request.preferred)
             worker = lease.worker
             if flight is not None:
                 flight.worker_url = worker.url
             try:
-                return Forwarded(lease, await send(self._upstream, worker, request, admit=admit))
+                return Forwarded(lease, await self._ask(worker, request, flight))
+            except CannotServe as refusal:
+                lease.release()
+                unable += (worker,)
+                if not self._others((*request.tried, *unable)):
+                    raise UnsupportedByEngine(f"the engine of {worker.url} cannot serve this: {refusal}") from None
             except UpstreamUnreachable as error:
                 lease.release()
                 request.tried += (worker,)
@@ -84,6 +98,35 @@ class Forwarder:
             except BaseException:
                 lease.release()
                 raise
+
+    async def _ask(self, worker: Worker, request: Outgoing, flight: Flight | None) -> Reply | TranslatedReply:
+        """Ask one worker as its engine has to be asked.
+
+        Raises:
+            CannotServe: the engine would answer something else than is meant; it was not asked.
+            The errors of `open`.
+        """
+        admit = self._fleet.gate.is_open if request.generates else None
+        profile = (worker.profile or await self._fleet.profile(worker)) if request.computes else None
+        translation = None
+        if profile is not None and profile.translate is not None:
+            try:
+                translation = profile.translate(request.path, request.body, read_json)
+            except UnknownShape as error:
+                raise BadRequest(f"the request is none that this engine can be asked: {error.reason}") from None
+        if flight is not None:
+            flight.inward = {} if translation is None else translation.rids
+        if translation is None:
+            return await send(self._upstream, worker, request, admit=admit)
+        version = worker.weight_version
+        reply = await send(self._upstream, worker, request, admit=admit, body=translation.body)
+        try:
+            return await translated(
+                reply, translation, lambda: worker.weight_version, sent_under=version, limit=self._max_answer_bytes
+            )
+        except BaseException:
+            reply.close()
+            raise
 
     async def open_when_admitted(self, request: Outgoing, waiting: Flight) -> Forwarded:
         """`open`, and before it a wait at the gate where that is closed. An abort of `waiting` ends the wait.
