@@ -8,7 +8,7 @@ from dataclasses import replace
 from miles_router.asgi.headers import RawHeaders
 from miles_router.engines import paths
 from miles_router.engines.facts import Facts, read_facts
-from miles_router.engines.profile import SGLANG
+from miles_router.engines.profile import USUAL
 from miles_router.errors import UpstreamError, UpstreamTimeout
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
@@ -50,7 +50,7 @@ class Probes:
             schema = await self._document(worker, paths.SCHEMA)
             facts = read_facts(model_info=model_info, server_info=server_info, schema=schema)
             if None not in (model_info, server_info):  # it has said all that a profile is known by
-                facts = replace(facts, profile=facts.profile or SGLANG)
+                facts = replace(facts, profile=facts.profile or USUAL)
             if None in (model_info, server_info, schema):
                 break
             if process is not None and process == self.process(worker):
@@ -104,7 +104,7 @@ class Probes:
         Raises:
             UpstreamTimeout: no answer came.
         """
-        path = (worker.profile or SGLANG).health
+        path = (worker.profile or USUAL).health
         try:
             status, _ = await self._get(worker, path, min(self._timeout, DEEP_PATIENCE))
         except UpstreamTimeout:

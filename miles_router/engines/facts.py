@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import orjson
 
 from miles_router.engines import sglang_jax
-from miles_router.engines.profile import SGLANG, Profile
+from miles_router.engines.profile import USUAL, Profile
 
 Learned = TypeVar("Learned")
 #: Of `/server_info`: what changes while one process lives.
@@ -132,7 +132,7 @@ def _profile(model: Mapping[str, Any], server: Mapping[str, Any]) -> Profile | N
     """By the arguments of the start; that an engine names its weights says it too."""
     if sglang_jax.MARK in server:
         return sglang_jax.PROFILE
-    return SGLANG if server or "weight_version" in model else None
+    return USUAL if server or "weight_version" in model else None
 
 
 def weight_version(info: Mapping[str, Any]) -> str | None:

@@ -49,7 +49,7 @@ Translate = Callable[[str, bytes, Parse], Translation | None]
 
 @dataclass(frozen=True)
 class Profile:
-    """How an engine is dealt with. The fields' defaults are SGLang."""
+    """How an engine is dealt with. The fields' defaults are SGLang's, which is the usual one."""
 
     name: str = "sglang"
     #: None: requests and answers pass as they are.
@@ -64,4 +64,4 @@ class Profile:
     sleeps: bool = True
 
 
-SGLANG = Profile()
+USUAL = Profile()

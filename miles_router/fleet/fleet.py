@@ -14,7 +14,7 @@ from typing import Protocol
 
 from miles_router import tasks
 from miles_router.engines.facts import Facts
-from miles_router.engines.profile import SGLANG, Profile
+from miles_router.engines.profile import USUAL, Profile
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.pool import Lease, Policy, Snapshot, WorkerPool
@@ -228,12 +228,12 @@ class Fleet:
         facts = await self._facts_of(worker)
         if worker.profile is None and facts.model_path is not None:
             raise UpstreamUnreachable(f"{worker.url} has not said yet what engine it is")
-        return worker.profile or SGLANG  # it says nothing at all: no engine that is dealt with otherwise
+        return worker.profile or USUAL  # it says nothing at all: no engine that is dealt with otherwise
 
     async def profiles(self, workers: Collection[Worker]) -> list[Profile]:
-        """Those of several; of one that answers and does not say what it is, SGLang's."""
+        """Those of several; of one that answers and does not say what it is, the usual one."""
         found = await asyncio.gather(*map(self.profile, workers), return_exceptions=True)
-        return [each if isinstance(each, Profile) else SGLANG for each in found]
+        return [each if isinstance(each, Profile) else USUAL for each in found]
 
     async def all_facts(self) -> list[Facts]:
         """The facts of each routable worker, for what has to be decided before one of them is chosen."""

@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from miles_router.engines.facts import Facts
-from miles_router.engines.profile import SGLANG
+from miles_router.engines.profile import USUAL
 from miles_router.fleet.workers import WorkerState
 from miles_router.testing import SimulatedWorker
 from tests.support.fleet import PROBING, becomes, post
@@ -59,7 +59,7 @@ async def test_a_worker_is_asked_when_it_joins_and_then_known_without_asking(sta
     assert known(router, worker).incremental_streaming is True
     del worker.standing["/server_info"]
     assert await facts(router, worker) is known(router, worker)
-    assert (known(router, worker).profile, known(router, worker).endpoints) == (SGLANG, frozenset({"/generate"}))
+    assert (known(router, worker).profile, known(router, worker).endpoints) == (USUAL, frozenset({"/generate"}))
 
 
 async def test_what_the_simulated_worker_says_is_understood(stage: Stage) -> None:

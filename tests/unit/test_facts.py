@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from miles_router.engines.facts import Facts, read_facts
-from miles_router.engines.profile import SGLANG
+from miles_router.engines.profile import USUAL
 from miles_router.forwarding.processes import Processes
 
 MODEL: dict[str, Any] = {
@@ -45,7 +45,7 @@ def read(model: object = None, server: object = None, schema: object = None) -> 
 
 def test_everything_that_an_engine_says_is_read() -> None:
     facts = read(MODEL, SERVER, SCHEMA)
-    assert (facts.profile, facts.version, facts.dp_size, facts.weight_version) == (SGLANG, "0.5.23", 2, "7")
+    assert (facts.profile, facts.version, facts.dp_size, facts.weight_version) == (USUAL, "0.5.23", 2, "7")
     assert (facts.model_path, facts.served_model_name, facts.tokenizer_path) == ("/models/a", "a", "/models/a")
     assert (facts.model_type, facts.tool_call_parser, facts.reasoning_parser) == ("qwen3_moe", "qwen25", "")
     assert facts.template == {"chat_template": None, "default_chat_template_kwargs": {"enable_thinking": False}}
