@@ -109,7 +109,7 @@ class HealthMonitor:
                 return
             if epoch == self._pool.weights_epoch:
                 break
-        if worker in self._newcomers and not worker.failures:
+        if not worker.failures and (worker in self._newcomers or worker.profile is None):
             self._newcomers.discard(worker)
             self._fleet.ask_for_facts(worker)
 

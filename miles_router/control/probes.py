@@ -104,7 +104,8 @@ class Probes:
         Raises:
             UpstreamTimeout: no answer came.
         """
-        path = (worker.profile or USUAL).health
+        profile = worker.profile or (await self.facts(worker))[0].profile or USUAL
+        path = profile.health
         try:
             status, _ = await self._get(worker, path, min(self._timeout, DEEP_PATIENCE))
         except UpstreamTimeout:
