@@ -40,9 +40,14 @@ def model() -> Path:
 
 
 class JaxWorker:
-    """One server. It and all of its processes end with `kill`."""
+    """One server, which computes so many requests in a batch. It and all of its processes end with `kill`.
 
-    def __init__(self, seed: int) -> None:
+    Of a batch of several only the first is computed as it is alone: attention on a CPU takes the places of keys for
+    those of sequences without the gaps between their pages (`native_backend.forward_attention`). That is no defect of
+    what is told: ids and logprobs are those that were sampled. But nobody can score them again.
+    """
+
+    def __init__(self, seed: int, *, running: int = 1) -> None:
         self.port = free_ports(1)[0]
         self.url = f"http://127.0.0.1:{self.port}"
         LOG_DIRECTORY.mkdir(parents=True, exist_ok=True)
@@ -52,6 +57,7 @@ class JaxWorker:
         # Each its own seed: by default all sample the same.
         flags = ["--host", "127.0.0.1", "--port", str(self.port), "--random-seed", str(seed)]
         flags += ["--model-path", str(model()), "--enable-return-routed-experts"]
+        flags += ["--max-running-requests", str(running)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [python(), str(HERE / "launch_worker.py"), *flags],
@@ -86,10 +92,10 @@ class JaxWorker:
 
 
 @contextlib.contextmanager
-def jax_workers(count: int, *, first_seed: int = 11) -> Iterator[list[JaxWorker]]:
+def jax_workers(count: int, *, first_seed: int = 11, running: int = 1) -> Iterator[list[JaxWorker]]:
     """`count` workers, started side by side and all ready."""
     with contextlib.ExitStack() as stack:
-        workers = [JaxWorker(first_seed + number) for number in range(count)]
+        workers = [JaxWorker(first_seed + number, running=running) for number in range(count)]
         for worker in workers:
             stack.callback(worker.kill)
         for worker in workers:

@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 SHORT = {"max_new_tokens": 4, "ignore_eos": True}
 LENGTH = {"type": "length", "length": 2}
-GENERATE = {"input_ids": [1, 2], "sampling_params": SHORT}
+GENERATE: dict[str, Any] = {"input_ids": [1, 2], "sampling_params": SHORT}
 
 
 def says(worker: ScriptedWorker, **server: Any) -> ScriptedWorker:
@@ -188,6 +188,19 @@ async def test_a_worker_that_was_lost_has_no_version_until_it_is_set_again(stage
         await until(lambda: record.profile is not None or record.failures == 0, "it answers")
         assert (await post(router, "/router/weight_version", weight_version="8")).status == 200
         await becomes(router, worker, WorkerState.READY)
+
+
+async def test_a_whole_answer_during_which_the_version_changed_names_none(stage: Stage) -> None:
+    async with SimulatedWorker(profile=JAX, token_latency_s=0.05) as worker:
+        router = await stage.router(worker.url)
+        await post(router, "/router/weight_version", weight_version="7")
+        assert (await post(router, "/generate", **GENERATE)).json()["meta_info"]["weight_version"] == "7"
+        during = posting(router, **GENERATE)
+        await until(lambda: worker.running, "it is with the engine")
+        await post(router, "/pause_generation", mode="in_place")
+        await post(router, "/router/weight_version", weight_version="8")
+        await post(router, "/continue_generation")
+        assert not {"weight_version", "weight_versions"} & (await during).json()["meta_info"].keys()
 
 
 async def test_a_version_cannot_be_set_for_engines_that_name_their_own(stage: Stage) -> None:

@@ -16,7 +16,7 @@ sys.modules.setdefault("pathwaysutils", types.ModuleType("pathwaysutils"))
 FLAGS = [
     *("--device", "cpu", "--dtype", "float32", "--mem-fraction-static", "0.1", "--page-size", "16"),
     *("--skip-server-warmup", "--disable-precompile"),
-    *("--max-running-requests", "4", "--max-total-tokens", "4096", "--context-length", "1024"),
+    *("--max-total-tokens", "4096", "--context-length", "1024"),
     *("--chunked-prefill-size", "512", "--max-prefill-tokens", "512"),
     *("--precompile-bs-paddings", "4", "--precompile-token-paddings", "64", "512"),
 ]
