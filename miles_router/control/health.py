@@ -101,6 +101,7 @@ class HealthMonitor:
 
     async def _probe(self, worker: Worker) -> None:
         """Probe once; again if the weights were changed meanwhile, because what it was told of them may be the past."""
+        failed = worker.failures > 0
         while True:
             epoch = self._pool.weights_epoch
             try:
@@ -109,7 +110,7 @@ class HealthMonitor:
                 return
             if epoch == self._pool.weights_epoch:
                 break
-        if not worker.failures and (worker in self._newcomers or worker.profile is None):
+        if not worker.failures and (worker in self._newcomers or failed):
             self._newcomers.discard(worker)
             self._fleet.ask_for_facts(worker)
 

@@ -217,29 +217,36 @@ async def test_an_abort_by_its_clients_name_ends_it(client: Client) -> None:
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
-async def test_a_pause_in_each_mode_ends_and_everything_is_finished(client: Client, mode: str) -> None:
-    request = {"input_ids": PROMPT, "sampling_params": LONG, "return_logprob": True}
+async def test_a_pause_in_each_mode_ends_and_everything_is_finished(
+    client: Client, engines: Engines, mode: str
+) -> None:
+    whole: dict[str, Any] = {"input_ids": PROMPT, "sampling_params": LONG, "return_logprob": True}
+    streamed = {**whole, "sampling_params": {**LONG, "max_new_tokens": 40 if engines.simulated else 400}}
+    for worker in engines.simulated:
+        worker.engine.token_latency_s = 1.0  # so that all is there when the pause comes
     async with contextlib.AsyncExitStack() as stack:
-        streams = [await stack.enter_async_context(client.stream("/generate", **request)) for _ in range(2)]
+        streams = [await stack.enter_async_context(client.stream("/generate", **streamed)) for _ in range(2)]
         for stream in streams:
             await stream.next()
-        many = [spawn(client.generate(**request), name="whole") for _ in range(6)]  # more than run at once
-        await until(lambda: client.router.pool.in_flight == 8, "all are with a worker")
+        many = [spawn(client.generate(**whole), name="whole") for _ in range(4)]  # the engine computes one at a time
+        await until(lambda: client.router.pool.in_flight == 6, "all are with a worker")
         paused = await client.ask("POST", "/pause_generation", {"mode": mode})
         assert (paused.status, paused.json["status"]) == (200, "ok")
         assert (paused.json.get("mode"), paused.json.get("in_place_of")) == (
             ("retract", "abort") if mode == "abort" else (None, None)
         )
-        late = spawn(client.generate(**request), name="late")
+        late = spawn(client.generate(**whole), name="late")
         await until(lambda: client.router.app.router.gate.held, "a late one waits")
         flushed = await client.ask("POST", "/flush_cache")
         assert flushed.status == 400 or flushed.json["error"]["type"] == "fan_out_failed"
         assert re.search(rb"The pause holds \d requests there: ", flushed.body), flushed.body
+        for worker in engines.simulated:
+            worker.engine.token_latency_s = 0.0
         await client.post("/continue_generation")
         answers = [(await stream.rest())[-1] for stream in streams] + [await soon(each) for each in [*many, late]]
-    for answer in answers:
+    for answer, request in zip(answers, [streamed, streamed, *[whole] * 5], strict=True):
         assert answer["meta_info"]["finish_reason"]["type"] == "length"
-        assert len(await client.is_true(PROMPT, answer)) == 40
+        assert len(await client.is_true(PROMPT, answer)) == request["sampling_params"]["max_new_tokens"]
     assert (await client.ask("POST", "/flush_cache")).status == 200
 
 
