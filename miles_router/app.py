@@ -78,7 +78,13 @@ def create_app(
     metrics, loop_delay = Metrics(fleet), LoopDelay()
     metrics.register(clients)
     metrics.register(loop_delay)
-    forwarder = Forwarder(fleet=fleet, upstream=upstream, metrics=metrics, max_retries=config.max_retries)
+    forwarder = Forwarder(
+        fleet=fleet,
+        upstream=upstream,
+        metrics=metrics,
+        max_retries=config.max_retries,
+        max_answer_bytes=config.max_answer_bytes,
+    )
     in_flight = InFlight()
     health = HealthMonitor(
         fleet, probes, interval=config.health_check_interval, deep_interval=config.deep_health_check_interval

@@ -15,6 +15,7 @@
     ├── TooManyConnections          503 too_many_connections, with Retry-After
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     ├── PartlyFailed                502 fan_out_failed
+    ├── UnsupportedByEngine         501 unsupported_by_engine: no routable worker's engine can do it
     └── UpstreamError               502 upstream_error
         ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
         ├── UpstreamInvalidResponse 502 upstream_invalid_response: the worker does not speak HTTP
@@ -143,6 +144,13 @@ class PartlyFailed(RouterError):
 
     status = 502
     type = "fan_out_failed"
+
+
+class UnsupportedByEngine(RouterError):
+    """No routable worker has an engine that answers this as it is meant; none was asked."""
+
+    status = 501
+    type = "unsupported_by_engine"
 
 
 class UpstreamError(RouterError):

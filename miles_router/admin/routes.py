@@ -68,6 +68,7 @@ class Admin:
             Route("/workers/{id:path}", self.show_worker, methods=["GET"]),
             Route("/workers/{id:path}", self.delete_worker, methods=["DELETE"]),
             Route("/router/info", self.info, methods=["GET"]),
+            Route("/router/weight_version", self.set_weight_version, methods=["POST"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/engine_metrics", self.engine_metrics, methods=["GET"]),
         ]
@@ -127,6 +128,19 @@ class Admin:
                 "config": {name: shown(config, name) for name in FIELDS},
             }
         )
+
+    async def set_weight_version(self, request: Request) -> Response:
+        """The weights that engines have which do not say it themselves."""
+        version = (await _arguments(request)).get("weight_version")
+        if not isinstance(version, str) or not version:
+            raise BadRequest("weight_version must be a string that is not empty")
+        workers = list(self._pool)
+        profiles = await self._fleet.profiles(workers)
+        silent = [worker for worker, each in zip(workers, profiles, strict=True) if not each.tells_version]
+        if not silent:
+            raise BadRequest("no worker is registered that does not say itself which weights it has")
+        self._pool.updated(silent, version)
+        return Json({"weight_version": version, "workers": [worker.url for worker in silent]})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._router.metrics.render(), media_type=MEDIA_TYPE)

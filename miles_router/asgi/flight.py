@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 _count = itertools.count(1)
@@ -20,7 +20,7 @@ class UsedCache(NamedTuple):
 class Flight:
     """One request's routing and abort facts. The innermost app writes them; an abort marks them."""
 
-    __slots__ = ("aborted", "caches", "first_byte_at", "goes_on", "number", "rids", "worker_url")
+    __slots__ = ("aborted", "caches", "first_byte_at", "goes_on", "inward", "number", "rids", "worker_url")
 
     def __init__(self) -> None:
         #: Lower for a request that came before.
@@ -37,6 +37,8 @@ class Flight:
         self.aborted = False
         #: Ids that workers gave its generations (SGLang's `meta_info.id`), where a layer has read them.
         self.rids: set[str] = set()
+        #: What its worker calls generations for which their client has another name, by that.
+        self.inward: Mapping[str, str] = {}
 
     @property
     def cache(self) -> int | None:

@@ -105,6 +105,7 @@ class HealthMonitor:
 
     async def _probe(self, worker: Worker) -> None:
         """Probe once; again if the weights were changed meanwhile, because what it was told of them may be the past."""
+        failed = worker.failures > 0
         while True:
             epoch = self._pool.weights_epoch
             try:
@@ -113,7 +114,7 @@ class HealthMonitor:
                 return
             if epoch == self._pool.weights_epoch:
                 break
-        if worker in self._newcomers and not worker.failures:
+        if not worker.failures and (worker in self._newcomers or failed):
             self._newcomers.discard(worker)
             self._fleet.ask_for_facts(worker)
 

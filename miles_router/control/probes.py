@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 
 from miles_router.asgi.headers import RawHeaders
 from miles_router.engines import paths
 from miles_router.engines.facts import Facts, read_facts, sampling_version
+from miles_router.engines.profile import USUAL
 from miles_router.errors import UpstreamError, UpstreamTimeout
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
@@ -55,6 +57,8 @@ class Probes:
             server_info = await self._document(worker, paths.SERVER_INFO)
             schema = await self._document(worker, paths.SCHEMA)
             facts = read_facts(model_info=model_info, server_info=server_info, schema=schema)
+            if None not in (model_info, server_info):  # it has said all that a profile is known by
+                facts = replace(facts, profile=facts.profile or USUAL)
             if None in (model_info, server_info, schema):
                 break
             if process is not None and process == self.process(worker):
@@ -108,13 +112,15 @@ class Probes:
         Raises:
             UpstreamTimeout: no answer came.
         """
+        profile = worker.profile or (await self.facts(worker))[0].profile or USUAL
+        path = profile.health
         try:
-            status, _ = await self._get(worker, paths.HEALTH, min(self._timeout, DEEP_PATIENCE))
+            status, _ = await self._get(worker, path, min(self._timeout, DEEP_PATIENCE))
         except UpstreamTimeout:
             raise
         except UpstreamError as error:
             return str(error)
-        return f"{worker.url}{paths.HEALTH} answered {status}" if status >= 500 else None
+        return f"{worker.url}{path} answered {status}" if status >= 500 else None
 
     async def _document(self, worker: Worker, names: tuple[str, ...]) -> bytes | None:
         """An answer; b"" where the worker has none to give, None where it did not answer."""

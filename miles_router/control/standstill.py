@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import orjson
 
 from miles_router.control.fan_out import Outcome, failed
 from miles_router.control.row import Call
+from miles_router.errors import UnsupportedByEngine
 from miles_router.fleet.fleet import Order, Pause
-from miles_router.fleet.workers import WorkerState
+from miles_router.fleet.workers import Worker, WorkerState
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 #: What no generation can do without; released and resumed whole, or by the request's `tags`.
 MEMORY = frozenset({"weights", "kv_cache"})
+#: Seconds for which a paused fleet is asked again to flush, and between two questions.
+FLUSH_PATIENCE, FLUSH_AGAIN = 5.0, 0.25
+REFUSED = 400
+MAX_NAMED = 8  # requests, in the answer to a flush
 
 
 def check_pause(arguments: Mapping[str, Any]) -> str | None:
@@ -29,18 +37,37 @@ async def pause(call: Call) -> list[Outcome]:
     mode = call.arguments.get("mode", "abort")
     in_place = before is not None and before.mode == "in_place"
     kept = [worker for worker in workers if in_place or worker.state is WorkerState.PAUSED]
-    fleet.begin_pause(Pause(mode, call.row.order(mode=mode)))
+    fleet.begin_pause(Pause(mode, lambda told: call.row.order(mode=told)))
     if mode == "abort" and kept:
         # SGLang 0.5.23 waits, deaf to continue, for the end of what it keeps in place, which comes with continue. What
         # was retracted it aborts at once.
         await call.tell(kept, call.row, brief=True, mode="retract")
-    outcomes = await call.ask(list(fleet.pool))
+    outcomes = await _tell_mode(call, list(fleet.pool), mode)
     if failed(outcomes):
         if before is None:
             await _take_back(call, outcomes)
         else:
             fleet.keep_pause(before)
     return outcomes
+
+
+async def _tell_mode(call: Call, workers: Sequence[Worker], mode: str) -> list[Outcome]:
+    """Pause each in this mode, or in the one that its engine has in place of it; the answer says so then."""
+    told = [each.pauses.get(mode, mode) for each in await call.fleet.profiles(workers)]
+    others = {each for each in told if each != mode}
+    groups = {each: [worker for worker, its in zip(workers, told, strict=True) if its == each] for each in others}
+    asked = call.ask([worker for worker, its in zip(workers, told, strict=True) if its == mode])
+    outcomes = await asyncio.gather(asked, *(_tell_other(call, groups[each], mode, each) for each in groups))
+    found = {outcome.worker: outcome for outcome in itertools.chain(*outcomes)}
+    return [found[worker] for worker in workers]
+
+
+async def _tell_other(call: Call, workers: Collection[Worker], mode: str, told: str) -> list[Outcome]:
+    """Pause some in another mode than was asked for."""
+    message = f"Paused with {told!r} in place of {mode!r}: generations stay, and go on with the engine."
+    body = orjson.dumps({"message": message, "status": "ok", "mode": told, "in_place_of": mode})
+    outcomes = await call.tell(workers, call.row, mode=told)
+    return [replace(outcome, body=body) if outcome.ok else outcome for outcome in outcomes]
 
 
 async def _take_back(call: Call, outcomes: Sequence[Outcome]) -> None:
@@ -70,8 +97,13 @@ async def go_on(call: Call) -> list[Outcome]:
 
 
 async def sleep(call: Call) -> list[Outcome]:
-    """The fleet sleeps as soon as one worker has released memory."""
+    """The fleet sleeps as soon as one worker has released memory.
+
+    Raises:
+        UnsupportedByEngine: an engine would end over it; none was asked.
+    """
     workers = call.workers()
+    await _check_sleep(call, workers)
     call.fleet.begin_sleep()
     outcomes = await call.ask(workers)
     if any(outcome.ok for outcome in outcomes):
@@ -81,13 +113,47 @@ async def sleep(call: Call) -> list[Outcome]:
 
 
 async def wake(call: Call) -> list[Outcome]:
-    """It wakes once all workers have every part again, or nobody is left who could refuse."""
+    """It wakes once all workers have every part again, or nobody is left who could refuse. Raises as `sleep`."""
+    await _check_sleep(call, list(call.fleet.pool))
     outcomes = await call.ask(list(call.fleet.pool))
     if not failed(outcomes):
         call.fleet.memory_resumed(_tags(call.arguments), _as_order(call))
     call.fleet.wake_if_whole()
     call.workers()
     return outcomes
+
+
+async def _check_sleep(call: Call, workers: Sequence[Worker]) -> None:
+    profiles = await call.fleet.profiles(workers)
+    for worker, profile in zip(workers, profiles, strict=True):
+        if not profile.sleeps:
+            raise UnsupportedByEngine(f"{call.row.path}: the engine of {worker.url} ({profile.name}) ends over it")
+
+
+async def flush(call: Call) -> list[Outcome]:
+    """While the fleet is paused, whoever refuses is asked again for a while: an engine may not have done yet what it
+    was told. Who refuses in the end says what is held there."""
+    outcomes = await call.ask(call.workers())
+    loop = asyncio.get_running_loop()
+    until = loop.time() + FLUSH_PATIENCE
+    while call.fleet.pause is not None and (refused := _refused(outcomes)) and loop.time() < until:
+        await asyncio.sleep(FLUSH_AGAIN)
+        again = {outcome.worker: outcome for outcome in await call.ask([each.worker for each in refused])}
+        outcomes = [again.get(outcome.worker, outcome) for outcome in outcomes]
+    if call.fleet.pause is None:
+        return outcomes
+    return [_with_held(call, outcome) if outcome.status == REFUSED else outcome for outcome in outcomes]
+
+
+def _refused(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [outcome for outcome in outcomes if outcome.status == REFUSED]
+
+
+def _with_held(call: Call, outcome: Outcome) -> Outcome:
+    ids = sorted(call.in_flight.at(outcome.worker.url))
+    named = ", ".join(ids[:MAX_NAMED]) + (", ..." if len(ids) > MAX_NAMED else "")
+    held = f"The pause holds {len(ids)} requests there{': ' + named if ids else ''}.\n"
+    return replace(outcome, body=outcome.body + held.encode())
 
 
 def _tags(arguments: Mapping[str, Any]) -> frozenset[str]:

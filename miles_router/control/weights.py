@@ -7,8 +7,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from miles_router.control import standstill
 from miles_router.control.fan_out import Outcome
-from miles_router.control.row import Call, ask_all
+from miles_router.control.row import Call
 from miles_router.fleet.workers import Worker
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ async def update_and_flush(call: Call) -> list[Outcome]:
 
 async def flush(call: Call) -> list[Outcome]:
     """The caches of whoever did it are empty: nothing of older weights is left to be kept apart."""
-    outcomes = await ask_all(call)
+    outcomes = await standstill.flush(call)
     _flushed(outcomes)
     return outcomes
 

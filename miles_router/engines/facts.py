@@ -14,6 +14,9 @@ from typing import Any, TypeVar
 
 import orjson
 
+from miles_router.engines import sglang_jax
+from miles_router.engines.profile import USUAL, Profile
+
 Learned = TypeVar("Learned")
 #: Of `/server_info`: what changes while one process lives.
 VOLATILE = frozenset({"internal_states", "weight_version"})
@@ -36,8 +39,8 @@ class Facts:
     from disk that names another model, after which the facts are dropped.
     """
 
-    #: "sglang", where it answers as SGLang does.
-    kind: str | None = None
+    #: How it is dealt with.
+    profile: Profile | None = None
     version: str | None = None
     model_path: str | None = None
     served_model_name: str | None = None
@@ -55,8 +58,6 @@ class Facts:
     incremental_streaming: bool | None = None
     #: Sampling parameters that it assumes where a request names none.
     preferred_sampling_params: Mapping[str, Any] | None = None
-    #: Whether it was started to return the experts that routed each token.
-    routed_experts: bool | None = None
     #: The paths that it answers.
     endpoints: frozenset[str] | None = None
     #: The fields of each schema of its API, by the schema's name, as "ChatCompletionRequest".
@@ -83,6 +84,10 @@ class Facts:
         """Whether requests of this schema may have this field; None where the engine shows no schema."""
         return None if self.schemas is None else name in self.schemas.get(schema, ())
 
+    def answers(self, path: str) -> bool | None:
+        """Whether it answers this path; None where it does not say."""
+        return None if self.endpoints is None else path in self.endpoints
+
     def contradicts(self, other: Facts) -> bool:
         """Whether another process or model has said the other, as far as both say something. Another weight version
         is no contradiction."""
@@ -101,8 +106,10 @@ def read_facts(
     # `/model_info` follows what control requests change after the start; `/server_info` keeps what was launched.
     both = {**server, **model}
     endpoints, schemas = (None, None) if schema is None else _read_schema(schema)
+    profile = _profile(model, server)
+    translated = profile is not None and profile.translate is not None  # then every event says all so far
     return Facts(
-        kind="sglang" if "model_path" in both else None,
+        profile=profile,
         version=_text(server, "version"),
         model_path=_text(both, "model_path"),
         served_model_name=_text(both, "served_model_name"),
@@ -113,13 +120,19 @@ def read_facts(
         tool_call_parser=_text(both, "tool_call_parser"),
         reasoning_parser=_text(both, "reasoning_parser"),
         template={name: server[name] for name in TEMPLATE_SETTINGS if name in server} if server else None,
-        incremental_streaming=_flag(server, "incremental_streaming_output", "stream_output"),
+        incremental_streaming=False if translated else _flag(server, "incremental_streaming_output", "stream_output"),
         preferred_sampling_params=_mapping(both, "preferred_sampling_params"),
-        routed_experts=_flag(server, "enable_return_routed_experts"),
         endpoints=endpoints,
         schemas=schemas,
         process=_process(server),
     )
+
+
+def _profile(model: Mapping[str, Any], server: Mapping[str, Any]) -> Profile | None:
+    """By the arguments of the start; that an engine names its weights says it too."""
+    if sglang_jax.MARK in server:
+        return sglang_jax.PROFILE
+    return USUAL if server or "weight_version" in model else None
 
 
 def weight_version(info: Mapping[str, Any]) -> str | None:

@@ -10,6 +10,7 @@ training take `return_indexer_topk` in chat too, and tell them in `meta_info` of
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -75,6 +76,37 @@ INDEXER_FIELDS = RowFields(
 )
 #: The fields of every kind.
 ROW_FIELDS: Mapping[RowKind, RowFields] = {fields.kind: fields for fields in (EXPERT_FIELDS, INDEXER_FIELDS)}
+
+
+def decoded(encoded: str) -> bytes:
+    """The rows that base64 spells.
+
+    Raises:
+        UnreadableAnswer: it is none.
+    """
+    try:
+        return base64.b64decode(encoded, validate=True)
+    except ValueError as error:
+        raise UnreadableAnswer("incomplete", f"rows are no base64: {error}") from error
+
+
+def cut_rows(encoded: str, rows: int, start: int, stop: int) -> str:
+    """Rows `[start, stop)` of `rows`.
+
+    Raises:
+        UnreadableAnswer: they are no such number of rows.
+    """
+    data = decoded(encoded)
+    row, more = divmod(len(data), max(1, rows))
+    if not 0 <= start <= stop <= rows or more:
+        raise UnreadableAnswer("incomplete", f"{len(data)} bytes are no {rows} rows with {start} to {stop}")
+    return base64.b64encode(data[start * row : stop * row]).decode("ascii")
+
+
+def new_rows(fields: RowFields, encoded: str, rows: int, start: int) -> str:
+    """Those from row `start` on, of an engine that was asked for them: where it takes no `start`, it told all `rows`.
+    Raises as `cut_rows`."""
+    return cut_rows(encoded, rows, start, rows) if fields.start is None and start and encoded else encoded
 
 
 @dataclass(frozen=True)

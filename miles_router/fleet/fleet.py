@@ -14,7 +14,8 @@ from typing import Protocol
 
 from miles_router import tasks
 from miles_router.engines.facts import Facts
-from miles_router.errors import PartlyFailed, UpstreamError
+from miles_router.engines.profile import USUAL, Profile
+from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.pool import Lease, Policy, Snapshot, WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl
@@ -34,10 +35,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Pause:
-    """How the fleet was paused: "abort", "retract" or "in_place", and the order that does it."""
+    """How the fleet was paused: "abort", "retract" or "in_place", and the order for any of them."""
 
     mode: str
-    order: Order
+    order: Callable[[str], Order]
 
 
 class Questions(Protocol):
@@ -112,6 +113,7 @@ class Fleet:
 
         Raises:
             PartlyFailed: it could not be paused or put to sleep.
+            UpstreamUnreachable: the fleet is paused, and it does not say what it is.
         """
         newcomer = Worker(address, api_key=api_key)
         version = None
@@ -141,7 +143,9 @@ class Fleet:
         """It gives up what the fleet has given up: a waking SGLang 0.5.23 dies of memory that it never released. One
         that is registered already sleeps."""
         if self.pause is not None:
-            await self._order(newcomer, self.pause.order, "the fleet is paused")
+            pauses = (await self.profile(newcomer)).pauses
+            order = self.pause.order(pauses.get(self.pause.mode, self.pause.mode))
+            await self._order(newcomer, order, "the fleet is paused")
         if not self._is_registered(newcomer.address):
             for order in self._memory_orders:
                 await self._order(newcomer, order, "the fleet is asleep")
@@ -201,8 +205,9 @@ class Fleet:
         Whatever the engine does not answer is None, and so is everything for a URL that is no worker's.
         """
         worker = self.pool.find(url)
-        if worker is None:
-            return Facts()
+        return Facts() if worker is None else await self._facts_of(worker)
+
+    async def _facts_of(self, worker: Worker) -> Facts:
         known = self._known(worker)
         if known is not None:
             return known
@@ -210,6 +215,25 @@ class Fleet:
         asking = self._asking[worker]
         await asyncio.wait({asking})
         return Facts() if asking.cancelled() else asking.result()
+
+    async def profile(self, worker: Worker) -> Profile:
+        """How a worker's engine is dealt with. It is asked once; the answer holds until the worker is lost, or says
+        that it is another.
+
+        Raises:
+            UpstreamUnreachable: it answers, and does not say what it is.
+        """
+        if worker.profile is not None:
+            return worker.profile
+        facts = await self._facts_of(worker)
+        if worker.profile is None and facts.model_path is not None:
+            raise UpstreamUnreachable(f"{worker.url} has not said yet what engine it is")
+        return worker.profile or USUAL  # it says nothing at all: no engine that is dealt with otherwise
+
+    async def profiles(self, workers: Collection[Worker]) -> list[Profile]:
+        """Those of several; of one that answers and does not say what it is, the usual one."""
+        found = await asyncio.gather(*map(self.profile, workers), return_exceptions=True)
+        return [each if isinstance(each, Profile) else USUAL for each in found]
 
     async def all_facts(self) -> list[Facts]:
         """The facts of each routable worker, for what has to be decided before one of them is chosen."""
@@ -233,7 +257,7 @@ class Fleet:
         """A worker has answered with a part of its facts; where they are no longer those that are known, it is another
         process, or has another model."""
         if worker.facts is not None and worker.facts.contradicts(facts):
-            worker.facts = None
+            worker.facts = worker.profile = None
 
     def _known(self, worker: Worker) -> Facts | None:
         process = self._questions.process(worker)
@@ -247,6 +271,7 @@ class Fleet:
 
     async def _ask(self, worker: Worker) -> Facts:
         facts, process = await self._questions.facts(worker)
+        worker.profile = facts.profile or worker.profile
         if process is not None and self.pool.find(worker.url) is worker:
             worker.facts, worker.facts_of = facts.after(worker.facts), process
             return worker.facts

@@ -49,6 +49,10 @@ class InFlight:
         if not self._holders[exchange]:
             del self._holders[exchange], self._bodies[exchange]
 
+    def at(self, url: str) -> set[str]:
+        """The ids of the requests that the worker at this URL has."""
+        return {exchange.request_id for exchange in self._bodies if exchange.flight.worker_url == url}
+
     async def abort(self, rid: str | None) -> list[Exchange]:
         """Mark the requests that an abort means (all for None), so that nothing carries them on; give them.
 

@@ -267,9 +267,15 @@ class WorkerPool:
         """A probe failed or no connection could be made; the K-th in a row quarantines the worker."""
         worker.failures += 1
         worker.last_check = self._now()
-        worker.facts = None  # who answers next may be another
+        self._forget_engine(worker)
         if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is(worker, worker.state):
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
+
+    def _forget_engine(self, worker: Worker) -> None:
+        """Who answers next may be another, with other weights; most engines say themselves which."""
+        if worker.profile is not None and not worker.profile.tells_version:
+            worker.weight_version = None
+        worker.facts = worker.profile = None
 
     def record_stall(self, worker: Worker, reason: str) -> None:
         """Its engine stands still: it is out until it passes its checks, and keeps this reason while it is silent."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from miles_router.engines.facts import Facts
+from miles_router.engines.profile import Profile
 from miles_router.fleet.caches import PrefixCaches
 from miles_router.fleet.worker_url import WorkerUrl
 
@@ -61,6 +62,7 @@ class Worker:
         "facts_of",
         "failures",
         "last_check",
+        "profile",
         "pulse",
         "reason",
         "since",
@@ -98,6 +100,8 @@ class Worker:
         #: one still answers: ask `Fleet.facts`.
         self.facts: Facts | None = None
         self.facts_of: int | None = None
+        #: How it is dealt with; None until that is known. `Fleet.profile` asks.
+        self.profile: Profile | None = None
 
     @property
     def in_flight(self) -> int:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
+from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
-from miles_router.asgi.path import decoded
 from miles_router.engines.caches import takes_cache_key, with_cache_key
-from miles_router.errors import FleetPaused, UpstreamUnreachable
+from miles_router.engines.generate import UnknownShape
+from miles_router.engines.profile import CannotServe, Translation
+from miles_router.errors import BadRequest, FleetPaused, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.caches import cache_key
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
@@ -20,6 +22,7 @@ from miles_router.fleet.pool import Lease
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.reply import Reply
+from miles_router.forwarding.translated import TranslatedReply, translated
 from miles_router.forwarding.upstream import NotAdmitted, Upstream
 from miles_router.metrics import Metrics
 
@@ -33,7 +36,7 @@ class Forwarded:
 
     __slots__ = ("lease", "reply")
 
-    def __init__(self, lease: Lease, reply: Reply) -> None:
+    def __init__(self, lease: Lease, reply: Reply | TranslatedReply) -> None:
         self.lease = lease
         self.reply = reply
 
@@ -56,7 +59,10 @@ class UnkeyedPaths(set[str]):
 class Forwarder:
     """Sends requests into the fleet."""
 
-    def __init__(self, *, fleet: Fleet, upstream: Upstream, metrics: Metrics, max_retries: int) -> None:
+    def __init__(
+        self, *, fleet: Fleet, upstream: Upstream, metrics: Metrics, max_retries: int, max_answer_bytes: int
+    ) -> None:
+        self._max_answer_bytes = max_answer_bytes
         self._fleet = fleet
         self._upstream = upstream
         self._metrics = metrics
@@ -74,16 +80,22 @@ class Forwarder:
             NoWorkerAvailable: no routable worker at all.
             UpstreamUnreachable: those that were tried could not be reached.
             UpstreamInvalidResponse: a worker answered something that is not HTTP.
+            UnsupportedByEngine: no worker's engine would answer it as it is meant; none was asked.
+            BadRequest: an engine has to be asked otherwise, and the body cannot be read.
         """
+        unable: tuple[Worker, ...] = ()
         while True:
-            lease = self._fleet.lease(request.key, request.tried, request.preferred)
+            lease = self._fleet.lease(request.key, (*request.tried, *unable), request.preferred)
             worker = lease.worker
             if flight is not None:
                 flight.worker_url = worker.url
             try:
-                if request.generates:
-                    return Forwarded(lease, await self._generate(worker, request, flight))
-                return Forwarded(lease, await send(self._upstream, worker, request))
+                return Forwarded(lease, await self._ask(worker, request, flight))
+            except CannotServe as refusal:
+                lease.release()
+                unable += (worker,)
+                if not self._others((*request.tried, *unable)):
+                    raise UnsupportedByEngine(f"the engine of {worker.url} cannot serve this: {refusal}") from None
             except UpstreamUnreachable as error:
                 lease.release()
                 request.tried += (worker,)
@@ -96,12 +108,50 @@ class Forwarder:
                 lease.release()
                 raise
 
-    async def _generate(self, worker: Worker, request: Outgoing, flight: Flight | None) -> Reply:
+    async def _ask(self, worker: Worker, request: Outgoing, flight: Flight | None) -> Reply | TranslatedReply:
+        """Ask one worker as its engine has to be asked.
+
+        Raises:
+            CannotServe: the engine would answer something else than is meant; it was not asked.
+            The errors of `open`.
+        """
+        profile = (worker.profile or await self._fleet.profile(worker)) if request.computes else None
+        translation = None
+        if profile is not None and profile.translate is not None:
+            try:
+                translation = profile.translate(request.path, request.body, read_json)
+            except UnknownShape as error:
+                raise BadRequest(f"the request is none that this engine can be asked: {error.reason}") from None
+        if flight is not None:
+            flight.inward = {} if translation is None else translation.rids
+        version = worker.weight_version
+        if request.generates:
+            reply = await self._generate(worker, request, translation, flight)
+        else:
+            reply = await send(self._upstream, worker, request, body=None if translation is None else translation.body)
+        if translation is None:
+            return reply
+        try:
+            return await translated(
+                reply, translation, lambda: worker.weight_version, sent_under=version, limit=self._max_answer_bytes
+            )
+        except BaseException:
+            reply.close()
+            raise
+
+    async def _generate(
+        self, worker: Worker, request: Outgoing, translation: Translation | None, flight: Flight | None
+    ) -> Reply:
         """Send what generates. Once the worker's weights have changed, it is kept apart from older caches."""
-        gate, caches, cache, body = self._fleet.gate, worker.caches, 0, None
+        gate, caches, cache = self._fleet.gate, worker.caches, 0
+        body = None if translation is None else translation.body
         now = caches.number
         if now:
-            cache, body = await self._apart(worker, request, None if flight is None else flight.goes_on)
+            cache = caches.choose(None if flight is None else flight.goes_on)
+        if cache and await self._keyed(worker, request, translation):
+            body = with_cache_key(request.body if body is None else body, cache_key(cache))
+        else:
+            cache = 0
         reply = await send(
             self._upstream,
             worker,
@@ -113,22 +163,19 @@ class Forwarder:
             flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
 
-    async def _apart(self, worker: Worker, request: Outgoing, goes_on: int | None) -> tuple[int, bytes | None]:
-        """The cache of a generation, and the body with its key where there is one."""
-        cache = worker.caches.choose(goes_on)
-        if not cache:
-            return 0, None
-        path = decoded(request.target.partition(b"?")[0])
+    async def _keyed(self, worker: Worker, request: Outgoing, translation: Translation | None) -> bool:
+        """Whether the engine keeps the caches of this request apart by a key. One that does not is counted."""
         facts = await self._fleet.facts(worker.url)
         encoded = any(name == b"content-encoding" for name, _ in request.headers)
-        if takes_cache_key(facts, path) and not encoded:
-            return cache, with_cache_key(request.body, cache_key(cache))
+        heeded = translation is None or translation.heeds_cache_key
+        if heeded and not encoded and takes_cache_key(facts, request.path):
+            return True
         self._metrics.unkeyed_generations += 1
-        path = endpoint(path)  # one of few: a client chooses the rest
+        path = endpoint(request.path)  # one of few: a client chooses the rest
         if path not in (unkeyed := facts.learned(UnkeyedPaths)):
             unkeyed.add(path)
             logger.warning("caches_not_kept_apart", extra={"fields": {"worker": worker.url, "path": path}})
-        return 0, None
+        return False
 
     async def open_when_admitted(self, request: Outgoing, waiting: Flight) -> Forwarded:
         """`open`, and before it a wait at the gate where that is closed. An abort of `waiting` ends the wait.

@@ -20,7 +20,7 @@ class Outgoing:
     """A request on its way to a worker: framing headers removed, the path as it was spelled. One that `generates` is
     written only while the gate is open; one that `computes` is lost when the worker's engine stands still."""
 
-    __slots__ = ("body", "computes", "generates", "headers", "key", "method", "preferred", "target", "tried")
+    __slots__ = ("body", "computes", "generates", "headers", "key", "method", "path", "preferred", "target", "tried")
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class Outgoing:
         generates: bool = False,
         computes: bool = False,
         preferred: str | None = None,
+        path: str = "",
     ) -> None:
         self.method = method
         self.target = target
@@ -41,6 +42,8 @@ class Outgoing:
         self.key = key
         self.generates = generates
         self.computes = computes
+        #: The target's path, decoded; empty where no engine has to be asked otherwise.
+        self.path = path
         #: The URL of the worker that takes it, while that one takes requests.
         self.preferred = preferred
         #: Workers that lost it before a reply began.
@@ -56,9 +59,8 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing
         target = b"%b?%b" % (target, scope["query_string"])
     path = scope["path"]
     key, generating = affinity_key(path, headers), generates(path)
-    return Outgoing(
-        scope["method"], target, headers, body, key, generates=generating, computes=generating or computes(path)
-    )
+    computing = generating or computes(path)
+    return Outgoing(scope["method"], target, headers, body, key, generates=generating, computes=computing, path=path)
 
 
 def affinity_key(path: str, headers: RawHeaders) -> str | None:
@@ -86,8 +88,8 @@ async def send(
     slot: bool = True,
     admit: Admit | None = None,
 ) -> Reply:
-    """Send `request` to one worker with that worker's key, without a lease. `body` takes the place of its own; `slot`
-    and `admit` are those of `Upstream.open`. The caller closes the reply.
+    """Send `request` to one worker with that worker's key, without a lease. `slot` and `admit` are those of
+    `Upstream.open`; `body` is sent in place of the request's. The caller closes the reply.
 
     Raises:
         UpstreamError, NotAdmitted: as `Upstream.open`.

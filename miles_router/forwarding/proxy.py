@@ -18,6 +18,7 @@ from miles_router.fleet.gate import Gate, endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
 from miles_router.forwarding.forwarder import ABORTED, Forwarded, Forwarder
 from miles_router.forwarding.outgoing import Outgoing, outgoing
+from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import NotAdmitted
 from miles_router.metrics import Metrics
 
@@ -100,7 +101,7 @@ class Proxy:
                 "headers": _reply_headers(reply.status, reply.headers),
             }
         )
-        if isinstance(send, Outlet) and send.sink is not None and not reply.complete:
+        if isinstance(reply, Reply) and not reply.complete and isinstance(send, Outlet) and send.sink is not None:
             await reply.pour(send.sink, self._metrics)
         more = True
         while more:

@@ -123,6 +123,7 @@ class Router:
             generates=generates(decided),
             computes=computes(decided),
             preferred=preferred,
+            path=decided,
         )
         forwarded = await self._forwarder.open_when_admitted(request, flight or Flight())
         try:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from miles_router.engines.answers import OUTPUT_LISTS, VERSION, VERSIONS, UnreadableAnswer
-from miles_router.engines.rows import ROW_FIELDS, RowFields
+from miles_router.engines.rows import ROW_FIELDS, cut_rows, decoded
 
 ADDED = ("completion_tokens", "output_token_logprobs_length", "num_retractions", "reasoning_tokens", "e2e_latency")
 OF_THE_REQUEST = ("id", "e2e_latency", "resumed")
@@ -95,14 +95,7 @@ def join_base64(head: str, tail: str) -> str:
     """
     if not head.endswith("="):
         return head + tail
-    return base64.b64encode(_decoded(head) + _decoded(tail)).decode("ascii")
-
-
-def _decoded(encoded: str) -> bytes:
-    try:
-        return base64.b64decode(encoded, validate=True)
-    except ValueError as error:
-        raise UnreadableAnswer("incomplete", f"rows are no base64: {error}") from error
+    return base64.b64encode(decoded(head) + decoded(tail)).decode("ascii")
 
 
 def truncate(
@@ -138,25 +131,6 @@ def truncate(
             meta[name] = cut_rows(meta[name], rows + dropped, 0, rows)
     meta["finish_reason"] = dict(finish)
     return {**answer, "text": text, "output_ids": answer["output_ids"][:tokens], "meta_info": meta}
-
-
-def cut_rows(encoded: str, rows: int, start: int, stop: int) -> str:
-    """Rows `[start, stop)` of `rows`.
-
-    Raises:
-        UnreadableAnswer: they are no such number of rows.
-    """
-    data = _decoded(encoded)
-    row, more = divmod(len(data), max(1, rows))
-    if not 0 <= start <= stop <= rows or more:
-        raise UnreadableAnswer("incomplete", f"{len(data)} bytes are no {rows} rows with {start} to {stop}")
-    return base64.b64encode(data[start * row : stop * row]).decode("ascii")
-
-
-def new_rows(fields: RowFields, encoded: str, rows: int, start: int) -> str:
-    """Those from row `start` on, of an engine that was asked for them: where it takes no `start`, it told all `rows`.
-    Raises as `cut_rows`."""
-    return cut_rows(encoded, rows, start, rows) if fields.start is None and start and encoded else encoded
 
 
 def find_stop_across(text: str, boundary: int, stops: Sequence[str], *, halved: bool = False) -> tuple[int, str] | None:

@@ -16,10 +16,10 @@ from miles_router.asgi.replies import OK
 from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.paths import GENERATE
-from miles_router.engines.rows import RowFields
+from miles_router.engines.rows import RowFields, new_rows
+from miles_router.errors import ConfigError
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.generation import CannotResume
-from miles_router.partial_rollouts.joining import new_rows
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,12 @@ MAX_ID = 1 << 31
 GAP = 4096  # no tokenizer has this many tokens in a row that spell nothing
 PATIENCE = 60.0  # seconds for a question that is answered at once
 ATTEMPTS = 10  # at a generation of ours, which a pause may cut like any other
+TOKENIZE, DETOKENIZE = "/v1/tokenize", "/v1/detokenize"
 CERTAIN = 10_000.0  # a `logit_bias` that leaves no other token a chance
+
+
+class NotAnswered(CannotResume):
+    """The engine has no such path."""
 
 
 @dataclass
@@ -76,12 +81,17 @@ class EngineQuestions:
         Raises:
             CannotResume: the engine refuses, or answers something else. So with all of these.
         """
-        return await self._list("/v1/tokenize", {"prompt": text}, "tokens", int)
+        try:
+            return await self._list(TOKENIZE, {"prompt": text}, "tokens", int)
+        except NotAnswered:
+            return list(self._own_tokenizer(TOKENIZE)(text)["input_ids"])
 
     async def detokenize(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """The text of each, as `/generate` shows it. Ids behind the tokenizer's last, which a model with a padded
         vocabulary samples, it shows as id 0 (SGLang 0.5.23, `DetokenizerManager._clamp_decode_ids`);
-        `/v1/detokenize` shows nothing of them."""
+        `/v1/detokenize` shows nothing of them. One that has neither shows nothing of them either."""
+        if await self._lacks(DETOKENIZE):
+            return await self._texts(ids, skip_special_tokens=skip_special_tokens)
         bounds = await self._learn_bounds({token for each in ids for token in each})
         shown = [[token if token < bounds.size else 0 for token in each] for each in ids]
         return await self._texts(shown, skip_special_tokens=skip_special_tokens)
@@ -110,12 +120,35 @@ class EngineQuestions:
 
     async def _texts(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         body = {"tokens": list(ids), "skip_special_tokens": skip_special_tokens}
-        texts = await self._list("/v1/detokenize", body, "text", str)
+        try:
+            texts = await self._list(DETOKENIZE, body, "text", str)
+        except NotAnswered:
+            decode = self._own_tokenizer(DETOKENIZE).decode
+            return [decode(list(each), skip_special_tokens=skip_special_tokens) for each in ids]
         if len(texts) != len(ids):
-            raise CannotResume("/v1/detokenize answered for another number of sequences")
+            raise CannotResume(f"{DETOKENIZE} answered for another number of sequences")
         return texts
 
+    async def _lacks(self, path: str) -> bool:
+        """Whether the engine that is asked says that it has no such path."""
+        if self._facts.endpoints is None and self._url is not None:
+            self._facts = await self._router.fleet.facts(self._url)
+        return self._facts.answers(path) is False
+
+    def _own_tokenizer(self, path: str) -> Any:
+        """The checkpoint's tokenizer, for an engine that has nothing to ask.
+
+        Raises:
+            CannotResume: there is none.
+        """
+        try:
+            return self._router.tokenizer
+        except ConfigError as error:
+            raise CannotResume(f"the worker has no {path}, and there is no tokenizer of our own: {error}") from error
+
     async def _list(self, path: str, body: Mapping[str, Any], field: str, kind: type) -> list[Any]:
+        if await self._lacks(path):
+            raise NotAnswered(path)
         found = (await self._ask(path, body)).get(field)
         if not isinstance(found, list) or not all(isinstance(each, kind) for each in found):
             raise CannotResume(f"{path} answered without {field}")

@@ -1,4 +1,5 @@
-"""Every test of this folder runs twice: against `SimulatedWorker` and against a real SGLang worker."""
+"""Every test of this folder runs against `SimulatedWorker`, against one that writes spaces between its JSON's parts,
+and against a real SGLang worker."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.contract.client import WorkerClient
 from tests.sglang_worker import RealWorker
 from tests.support.waiting import PATIENCE
 
-KINDS = ["simulated", pytest.param("sglang", marks=pytest.mark.sglang)]
+KINDS = ["simulated", "spaced", pytest.param("sglang", marks=pytest.mark.sglang)]
 MOE = MoeShape(layers=4, experts=8, top_k=2)
 TOKEN_LATENCY = 0.004  # seconds; a simulated request in flight must last longer than the test needs it
 
@@ -42,7 +43,7 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClient]:
             workers: list[RealWorker] = request.getfixturevalue("sglang_workers")
             url = workers[0].url
         else:
-            url = await stack.enter_async_context(simulated())
+            url = await stack.enter_async_context(simulated(spaced_json=request.param == "spaced"))
         yield await stack.enter_async_context(client_of(url))
 
 
@@ -54,5 +55,6 @@ async def moe_worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClie
             workers: list[RealWorker] = request.getfixturevalue("sglang_moe_workers")
             url = workers[0].url
         else:
-            url = await stack.enter_async_context(simulated(moe=MOE))
+            spaced = request.param == "spaced"
+            url = await stack.enter_async_context(simulated(moe=MOE, spaced_json=spaced))
         yield await stack.enter_async_context(client_of(url))

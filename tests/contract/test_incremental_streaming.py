@@ -22,7 +22,9 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClient]:
         if request.param == "sglang":
             url = stack.enter_context(RealWorker.start("--incremental-streaming-output")).url
         else:
-            url = await stack.enter_async_context(simulated(incremental_streaming_output=True))
+            url = await stack.enter_async_context(
+                simulated(incremental_streaming_output=True, spaced_json=request.param == "spaced")
+            )
         yield await stack.enter_async_context(client_of(url))
 
 

@@ -7,6 +7,7 @@ import pytest
 from miles_router.engines import paths
 from miles_router.engines.caches import takes_cache_key
 from miles_router.engines.facts import read_facts
+from miles_router.engines.profile import USUAL
 from tests.contract.client import WorkerClient
 
 
@@ -37,9 +38,9 @@ async def test_what_it_says_is_read_as_facts(worker: WorkerClient) -> None:
         (await worker.ask("GET", path)).body for path in ("/model_info", "/server_info", "/openapi.json")
     ]
     facts = read_facts(model_info=model_info, server_info=server_info, schema=schema)
-    assert (facts.kind, facts.weight_version, facts.dp_size) == ("sglang", "default", 1)
+    assert (facts.profile, facts.weight_version, facts.dp_size) == (USUAL, "default", 1)
     assert (facts.incremental_streaming, facts.preferred_sampling_params) == (False, {})
-    assert None not in (facts.version, facts.model_path, facts.model_type, facts.routed_experts, facts.template)
+    assert None not in (facts.version, facts.model_path, facts.model_type, facts.template)
     assert None not in (facts.tool_call_parser, facts.reasoning_parser)
     assert facts.takes_field("ChatCompletionRequest", "return_output_ids_in_sglext")
     assert {path for path in paths.GENERATION if takes_cache_key(facts, path)} >= {

@@ -8,6 +8,7 @@ import orjson
 import pytest
 
 from miles_router.engines.facts import Facts, read_facts
+from miles_router.engines.profile import USUAL
 from miles_router.forwarding.processes import Processes
 
 MODEL: dict[str, Any] = {
@@ -28,7 +29,6 @@ SERVER: dict[str, Any] = {
     "chat_template": None,
     "default_chat_template_kwargs": {"enable_thinking": False},
     "incremental_streaming_output": True,
-    "enable_return_routed_experts": False,
     "startup_time": {"scheduler_e2e": 12.3456789},
     "internal_states": [{"load": 1}],
 }
@@ -45,11 +45,11 @@ def read(model: object = None, server: object = None, schema: object = None) -> 
 
 def test_everything_that_an_engine_says_is_read() -> None:
     facts = read(MODEL, SERVER, SCHEMA)
-    assert (facts.kind, facts.version, facts.dp_size, facts.weight_version) == ("sglang", "0.5.23", 2, "7")
+    assert (facts.profile, facts.version, facts.dp_size, facts.weight_version) == (USUAL, "0.5.23", 2, "7")
     assert (facts.model_path, facts.served_model_name, facts.tokenizer_path) == ("/models/a", "a", "/models/a")
     assert (facts.model_type, facts.tool_call_parser, facts.reasoning_parser) == ("qwen3_moe", "qwen25", "")
     assert facts.template == {"chat_template": None, "default_chat_template_kwargs": {"enable_thinking": False}}
-    assert (facts.incremental_streaming, facts.routed_experts) == (True, False)
+    assert facts.incremental_streaming is True
     assert facts.preferred_sampling_params == {"top_k": 20}
     assert facts.endpoints == frozenset({"/generate", "/ready"})
     assert facts.takes_field("ChatCompletionRequest", "messages") is True
@@ -74,7 +74,7 @@ def test_what_cannot_be_read_says_nothing(body: bytes | None) -> None:
 
 @pytest.mark.parametrize("odd", [7, [], "x", True])
 def test_values_of_another_type_say_nothing(odd: object) -> None:
-    names = ("dp_size", "incremental_streaming_output", "enable_return_routed_experts", "version", "model_type")
+    names = ("dp_size", "incremental_streaming_output", "version", "model_type")
     facts = read(dict.fromkeys(MODEL, odd), dict.fromkeys(names, odd), {"paths": odd, "components": odd})
     assert facts.dp_size in (None, 7)
     assert facts.incremental_streaming in (None, True)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.rows import cut_rows
 from miles_router.partial_rollouts.joining import (
-    cut_rows,
     find_stop_across,
     join,
     join_base64,

@@ -137,6 +137,7 @@ def _refuse_duplicates(names: list[str]) -> None:
 
 _PER_PROMPT = ("return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path", "extra_key")
 _SHARED = (
+    "asked_for_none",
     "return_text_in_logprobs",
     "return_routed_experts",
     "routed_experts_start_len",

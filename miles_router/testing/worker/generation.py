@@ -39,6 +39,14 @@ class GenerationRequest:
     lora_path: str | None = None
     extra_key: str | None = None
     script: list[int] | None = None
+    asked_for_none: bool = False
+    """No token was asked for, and its engine samples one all the same."""
+
+    @property
+    def asks_alone(self) -> bool:
+        """Whether logprobs are asked for without top ones, those of the prompt or of given ids."""
+        more = self.top_logprobs_num or self.token_ids_logprob or self.logprob_start_len >= 0
+        return self.return_logprob and not more
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ async def messages(visit: Visit) -> web.StreamResponse:
             if not chat.given.stream:
                 return await visit.reply.json(_message(await chat_answer(visit, chat)))
             async for name, event in _events(visit, chat):
-                await visit.reply.send(f"event: {name}\ndata: ".encode() + orjson.dumps(event) + b"\n\n")
+                await visit.reply.event(event, name)
     except (ValueError, KeyError) as error:
         return await _refuse(visit, str(error))
     return await visit.reply.end()

@@ -5,14 +5,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import orjson
 from aiohttp import web
 
 from miles_router.testing.worker.door import GenerationRecord
 from miles_router.testing.worker.generate_input import GenerateInput, parse_generate
 from miles_router.testing.worker.generate_output import OutputBuilder
 from miles_router.testing.worker.generation import Generation, GenerationRequest
+from miles_router.testing.worker.jax_output import JaxOutputBuilder
 from miles_router.testing.worker.sampling_params import WrongType
+from miles_router.testing.worker.settings import JAX
 from miles_router.testing.worker.visit import Visit
 
 DONE = b"data: [DONE]\n\n"
@@ -28,7 +29,7 @@ async def generate(visit: Visit) -> web.StreamResponse:
                 answers = await all_answers(visit, given)
                 return await visit.reply.json(answers[0] if given.single else answers)
             async for event in all_events(visit, given):
-                await visit.reply.send(encode_event(event))
+                await visit.reply.event(event)
     except WrongType as error:
         return await visit.reply.json({"error": str(error)}, 400)
     except ValueError as error:
@@ -42,7 +43,7 @@ async def _refuse(visit: Visit, error: ValueError, *, stream: bool) -> web.Strea
     if not stream:
         return await visit.reply.json({"error": {"message": str(error)}}, 400)
     refusal = {"message": str(error), "type": "invalid_request_error", "code": 400, "retryable": False}
-    await visit.reply.send(encode_event({"error": refusal}))
+    await visit.reply.event({"error": refusal})
     await visit.reply.send(DONE)
     return await visit.reply.end()
 
@@ -78,7 +79,8 @@ async def finished(visit: Visit, sample: GenerationRequest) -> dict[str, Any]:
 
 async def events(visit: Visit, sample: GenerationRequest) -> AsyncIterator[dict[str, Any]]:
     """Each answer of one sample, recorded at the door as it goes."""
-    builder = OutputBuilder(visit.engine, visit.settings)
+    kind = JaxOutputBuilder if visit.settings.profile == JAX else OutputBuilder
+    builder = kind(visit.engine, visit.settings)
     async for generation in recorded(visit, sample):
         yield builder.render(generation)
 
@@ -125,8 +127,3 @@ async def gather(*coroutines: Any) -> list[Any]:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-
-
-def encode_event(value: Any) -> bytes:
-    """A server-sent event."""
-    return b"data: " + orjson.dumps(value) + b"\n\n"

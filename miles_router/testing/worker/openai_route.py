@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 from aiohttp import web
 
 from miles_router.testing.worker.generate_input import GenerateInput
-from miles_router.testing.worker.native_routes import DONE, admitted, encode_event
+from miles_router.testing.worker.native_routes import DONE, admitted
 from miles_router.testing.worker.openai_parts import refuse, require_json
 from miles_router.testing.worker.sampling_params import WrongType
 from miles_router.testing.worker.visit import Visit
@@ -86,7 +86,7 @@ async def serve(
             if not request.given.stream:
                 return await visit.reply.json(await answer(visit, request))
             async for chunk in chunks(visit, request):
-                await visit.reply.send(encode_event(chunk))
+                await visit.reply.event(chunk)
     except ValueError as error:
         return await refuse(visit, str(error))
     await visit.reply.send(DONE)

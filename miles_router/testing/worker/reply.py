@@ -1,6 +1,7 @@
 """How answers leave the worker: whole or streamed, and bent by the fault that was planned for the request."""
 
 import asyncio
+import json
 import os
 import socket
 import struct
@@ -32,7 +33,10 @@ class _ResponseWithoutType(web.Response):
 class Reply:
     """The one answer to one request."""
 
-    def __init__(self, request: web.BaseRequest, exchange: Exchange, fault: Fault | None) -> None:
+    def __init__(
+        self, request: web.BaseRequest, exchange: Exchange, fault: Fault | None, *, spaced: bool = False
+    ) -> None:
+        self._spaced = spaced
         self._request = request
         self._exchange = exchange
         self._fault = fault
@@ -64,7 +68,7 @@ class Reply:
 
     async def json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
         """Answer with a JSON value."""
-        return await self._whole(status, orjson.dumps(value), {"content-type": JSON, **(headers or {})})
+        return await self._whole(status, self._written(value), {"content-type": JSON, **(headers or {})})
 
     async def text(self, text: str, status: int = 200) -> web.StreamResponse:
         """Answer with plain text, which SGLang gives no content type."""
@@ -81,6 +85,14 @@ class Reply:
         elif self._fault is not None and self._fault.per_chunk_s:
             await asyncio.sleep(self._fault.per_chunk_s)
         await self._write_body(chunk)
+
+    async def event(self, value: Any, name: str = "") -> None:
+        """Stream JSON as a server-sent event."""
+        await self.send((f"event: {name}\n" if name else "").encode() + b"data: " + self._written(value) + b"\n\n")
+
+    def _written(self, value: Any) -> bytes:
+        """JSON as SGLang writes it, or with the spaces that Python's own writer puts between its parts."""
+        return json.dumps(value, ensure_ascii=False).encode() if self._spaced else orjson.dumps(value)
 
     async def end(self) -> web.StreamResponse:
         """End the stream."""

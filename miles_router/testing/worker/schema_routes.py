@@ -9,13 +9,13 @@ from miles_router.testing.worker.control_routes import Route
 from miles_router.testing.worker.visit import Visit
 
 
-def openapi(routes: Iterable[tuple[str, str]]) -> Route:
+def openapi(routes: Iterable[tuple[str, str]], chat_fields: Iterable[str] = CHAT_FIELDS) -> Route:
     """The route that tells of `(method, path)` pairs, as much of it as a client may look at."""
     paths: dict[str, dict[str, object]] = {}
     for method, path in routes:
         paths.setdefault(path, {})[method.lower()] = {"responses": {"200": {"description": "Successful Response"}}}
     cached = {"type": "object", "properties": {"extra_key": {}}}
-    chat_request = {"type": "object", "properties": {name: {} for name in CHAT_FIELDS}, "required": ["messages"]}
+    chat_request = {"type": "object", "properties": {name: {} for name in chat_fields}, "required": ["messages"]}
     schema = {
         "openapi": "3.1.0",
         "info": {"title": "FastAPI", "version": "0.1.0"},

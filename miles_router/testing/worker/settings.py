@@ -1,9 +1,14 @@
 """What a simulated worker is told about itself at start."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from miles_router.testing.worker.indexer import IndexerShape
 from miles_router.testing.worker.moe import MoeShape
+
+#: Whose API a worker speaks, mistakes included.
+ProfileName = Literal["sglang", "sglang-jax"]
+JAX: ProfileName = "sglang-jax"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,7 @@ class Settings:
     started_at: int
     startup_s: float
     """How long the start took, as a process measures it: no two have the same."""
+    profile: ProfileName = "sglang"
 
     @property
     def has_parser(self) -> bool:

@@ -7,6 +7,7 @@ import logging
 import random
 import socket
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -28,17 +29,20 @@ from miles_router.testing.worker.generate_input import LethalPrompt
 from miles_router.testing.worker.generation import Model
 from miles_router.testing.worker.indexer import IndexerShape
 from miles_router.testing.worker.info_routes import INFO_ROUTES, model, server_info
+from miles_router.testing.worker.jax_routes import JAX_ROUTES
+from miles_router.testing.worker.jax_routes import server_info as jax_server_info
 from miles_router.testing.worker.messages_routes import messages
 from miles_router.testing.worker.moe import MoeShape
 from miles_router.testing.worker.native_routes import generate
 from miles_router.testing.worker.reply import Reply, reset
 from miles_router.testing.worker.schema_routes import openapi
-from miles_router.testing.worker.settings import Settings
+from miles_router.testing.worker.settings import JAX, ProfileName, Settings
 from miles_router.testing.worker.visit import InternalError, Refusal, Visit
 from miles_router.testing.worker.vocabulary import Tokenizer, ToyTokenizer
 
 logger = logging.getLogger("miles_router.testing.worker")
 
+_Routes = Mapping[tuple[str, str], Route]
 _ROUTES: dict[tuple[str, str], Route] = {
     **CONTROL_ROUTES,
     **INFO_ROUTES,
@@ -49,11 +53,9 @@ _ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/messages"): messages,
 }
 _ROUTES["GET", "/openapi.json"] = openapi(_ROUTES)
+_ROUTES_OF = {"sglang": _ROUTES, JAX: JAX_ROUTES}
 #: What SGLang's HTTP process passes on to the scheduler, besides generations.
-_OF_THE_SCHEDULER = {*CONTROL_ROUTES.values(), server_info}
-_PATHS: dict[str, list[str]] = {}
-for _method, _path in _ROUTES:
-    _PATHS.setdefault(_path, []).append(_method)
+_OF_THE_SCHEDULER = {*CONTROL_ROUTES.values(), server_info, jax_server_info}
 _OPEN_WITHOUT_KEY = ("/health", "/ready", "/metrics")
 _MAX_BODY_BYTES = 1 << 40
 _REGISTRATION_RETRY_S = 0.2
@@ -63,8 +65,10 @@ class SimulatedWorker:
     """One worker; `async with SimulatedWorker() as worker:` serves at `worker.url` until the block ends.
 
     `seed` is the model's weights: workers with one seed and vocabulary sample alike, `replica` only tells apart
-    what requests without a `rid` draw. `tokenizer` is a directory with `tokenizer.json`, any `Tokenizer`, or None
-    for the toy vocabulary. With `router_url` the worker registers itself there, as often as it takes.
+    what requests without a `rid` draw. `profile` is the engine whose API it speaks, mistakes included; with
+    `spaced_json` it writes spaces between the parts of its JSON. `tokenizer` is a directory with `tokenizer.json`, any
+    `Tokenizer`, or None for the toy vocabulary. With `router_url` the worker registers itself there, as often as it
+    takes.
     """
 
     def __init__(
@@ -93,6 +97,8 @@ class SimulatedWorker:
         health_timeout_s: float = 20.0,
         mortal: bool = False,
         door_limit: int = 10_000,
+        profile: ProfileName = "sglang",
+        spaced_json: bool = False,
     ) -> None:
         self.host = host
         self.port = port
@@ -124,7 +130,10 @@ class SimulatedWorker:
             health_timeout_s=health_timeout_s,
             started_at=int(time.time()),
             startup_s=random.random(),
+            profile=profile,
         )
+        self._routes = _ROUTES_OF[profile]
+        self._spaced_json = spaced_json
         self._mortal = mortal
         self._server: web.Server | None = None
         self._listener: asyncio.Server | None = None
@@ -267,7 +276,7 @@ class SimulatedWorker:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         exchange = Exchange(request.method, request.raw_path, request.raw_headers)
         self.door.open(exchange)
-        reply = Reply(request, exchange, self.faults.take(exchange.path))
+        reply = Reply(request, exchange, self.faults.take(exchange.path), spaced=self._spaced_json)
         try:
             exchange.body = await request.read()
             if reply.replaced:
@@ -284,9 +293,9 @@ class SimulatedWorker:
         path = unquote(exchange.path)
         if not self._authorized(request, path):
             return await reply.json({"error": "Unauthorized"}, 401)
-        route = _find_route(request.method, path)
+        route = _find_route(self._routes, request.method, path)
         if route is None:
-            return await _no_route(reply, path, exchange.target)
+            return await _no_route(self._routes, reply, path, exchange.target)
         visit = Visit(
             body=_decoded(request, exchange.body),
             query=dict(parse_qsl(exchange.target.partition("?")[2])),
@@ -335,18 +344,18 @@ def load_tokenizer(given: str | Tokenizer | None) -> Tokenizer:
     return DirectoryTokenizer(given)
 
 
-def _find_route(method: str, path: str) -> Route | None:
-    route = _ROUTES.get((method, path))
+def _find_route(routes: _Routes, method: str, path: str) -> Route | None:
+    route = routes.get((method, path))
     if route is None and method == "GET" and path.startswith("/v1/models/"):
         return model
     return route
 
 
-async def _no_route(reply: Reply, path: str, target: str) -> web.StreamResponse:
+async def _no_route(routes: _Routes, reply: Reply, path: str, target: str) -> web.StreamResponse:
     """What FastAPI answers where it has no route for the path, or none for the method."""
-    if path in _PATHS:
-        return await reply.json({"detail": "Method Not Allowed"}, 405, {"allow": ", ".join(_PATHS[path])})
-    if path.endswith("/") and path.rstrip("/") in _PATHS:
+    if allowed := [method for method, known in routes if known == path]:
+        return await reply.json({"detail": "Method Not Allowed"}, 405, {"allow": ", ".join(allowed)})
+    if path.endswith("/") and any(known == path.rstrip("/") for _, known in routes):
         where, question, query = target.partition("?")
         return await reply.empty(307, {"location": where.rstrip("/") + question + query})
     return await reply.json({"detail": "Not Found"}, 404)

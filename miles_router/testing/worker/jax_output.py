@@ -1,0 +1,56 @@
+"""What SGLang-Jax's native answers look like, mistakes included (seen at cddbf6f)."""
+
+from typing import Any
+
+from miles_router.testing.worker.generate_output import OutputBuilder
+from miles_router.testing.worker.generation import ABORTED_WAITING, Generation
+
+ABORTED_BEFORE_PREFILL = {"type": "abort", "message": "Abort before prefill"}
+_UNKNOWN = (
+    "weight_version",
+    "weight_versions",
+    "num_retractions",
+    "reasoning_tokens",
+    "cached_tokens_details",
+    "dp_rank",
+    "response_sent_to_client_ts",
+    "output_token_logprobs_length",
+)
+_LOGPROBS = "output_token_logprobs"
+
+
+class JaxOutputBuilder(OutputBuilder):
+    """Renders one generation, again and again while it streams."""
+
+    _told: list[Any]
+
+    def render(self, generation: Generation) -> dict[str, Any]:
+        """The answer, or the stream's next event, with everything so far."""
+        answer = super().render(generation)
+        meta = {name: value for name, value in answer["meta_info"].items() if name not in _UNKNOWN}
+        request, finish = generation.request, meta["finish_reason"]
+        if finish == ABORTED_WAITING:
+            counts = {"prompt_tokens": 0, "completion_tokens": 0}
+            return {"text": "", "meta_info": {"id": meta["id"], "finish_reason": ABORTED_BEFORE_PREFILL, **counts}}
+        if request.asks_alone:  # another path inside, which tells a stream all of it again and again
+            del meta["input_token_logprobs"]
+            if request.stream:
+                self._told = [*getattr(self, "_told", []), *meta[_LOGPROBS]]
+                meta[_LOGPROBS] = self._told
+        elif request.return_logprob and not meta["input_token_logprobs"]:
+            meta["input_token_logprobs"] = [[None, request.input_ids[-1], None]]
+        if self._moe is not None:
+            meta.setdefault("routed_experts", None)
+        if finish and finish["type"] == "length" and request.asked_for_none:
+            meta["finish_reason"] = {"type": "length", "length": 0}
+        meta["cache_miss_count"] = 0
+        return {"text": answer["text"], "output_ids": self._ids(generation), "meta_info": meta}
+
+    @staticmethod
+    def _ids(generation: Generation) -> list[int]:
+        """Without the token that stopped it; of a stream, one stands twice (that of an unfinished character)."""
+        ids = list(generation.output_ids)
+        finish = generation.finish_reason
+        if finish and isinstance(finish.get("matched"), int):
+            ids.pop()
+        return [*ids[:2], *ids[1:]] if generation.request.stream else ids
