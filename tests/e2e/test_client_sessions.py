@@ -218,7 +218,7 @@ async def test_an_agent_that_knows_nothing_but_openai_makes_samples(server: Scri
     server.next(script(MADE), script(CHAT), script(SAMPLES), script(DELETED))
 
     async def agent(base_url: str) -> str | None:
-        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=PATIENCE) as client:
             answer = await client.chat.completions.create(model="m", messages=QUESTION)  # type: ignore[arg-type]
         return answer.choices[0].message.content
 

@@ -28,7 +28,7 @@ from tests.support.session_trial import (
 )
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 HI: list[Any] = [user("Hi")]
 
@@ -90,7 +90,11 @@ async def test_a_session_is_made_by_its_first_turn_and_goes_on_by_its_name(trial
 async def test_the_official_client_names_its_session_in_a_header(trial: SessionTrial) -> None:
     headers = {"X-Session-Id": "s"}
     async with AsyncOpenAI(
-        base_url=f"{trial.router.url}/v1", api_key="none", max_retries=0, default_headers=headers
+        base_url=f"{trial.router.url}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=PATIENCE,
+        default_headers=headers,
     ) as client:
         answer = await client.chat.completions.create(model="m", messages=HI, max_tokens=4)
         assert answer.choices[0].message.content

@@ -22,6 +22,7 @@ from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
+from tests.support.waiting import PATIENCE
 
 CHAT = "/v1/chat/completions"
 SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
@@ -108,7 +109,7 @@ class SessionTrial:
     async def agent(self, session: str, **options: Any) -> AsyncIterator[AsyncOpenAI]:
         """The official client, which knows a `base_url` and nothing else."""
         http = DefaultAsyncHttpxClient(verify=False)  # reading this machine's certificates takes a while
-        given = {"api_key": "none", "max_retries": 0, "http_client": http, **options}
+        given = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE, "http_client": http, **options}
         async with AsyncOpenAI(base_url=f"{self.router.url}/sessions/{session}/v1", **given) as client:
             yield client
 
