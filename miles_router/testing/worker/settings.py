@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from miles_router.testing.worker.indexer import IndexerShape
 from miles_router.testing.worker.moe import MoeShape
+from miles_router.testing.worker.script import Script
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +16,7 @@ class Settings:
     tokenizer_path: str
     moe: MoeShape | None
     indexer: IndexerShape | None
+    script: Script | None
     incremental_streaming_output: bool
     api_key: str | None
     context_len: int

@@ -7,6 +7,7 @@ import logging
 import random
 import socket
 import time
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -33,6 +34,7 @@ from miles_router.testing.worker.moe import MoeShape
 from miles_router.testing.worker.native_routes import generate
 from miles_router.testing.worker.reply import Reply, reset
 from miles_router.testing.worker.schema_routes import openapi
+from miles_router.testing.worker.script import Script
 from miles_router.testing.worker.settings import Settings
 from miles_router.testing.worker.visit import InternalError, Refusal, Visit
 from miles_router.testing.worker.vocabulary import Tokenizer, ToyTokenizer
@@ -64,7 +66,8 @@ class SimulatedWorker:
 
     `seed` is the model's weights: workers with one seed and vocabulary sample alike, `replica` only tells apart
     what requests without a `rid` draw. `tokenizer` is a directory with `tokenizer.json`, any `Tokenizer`, or None
-    for the toy vocabulary. With `router_url` the worker registers itself there, as often as it takes.
+    for the toy vocabulary. With `router_url` the worker registers itself there, as often as it takes. `script` is what
+    it answers to agents: a `Script`, or the steps of one.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class SimulatedWorker:
         served_model_name: str | None = None,
         moe: MoeShape | None = None,
         indexer: IndexerShape | None = None,
+        script: Script | Iterable[object] | None = None,
         router_url: str | None = None,
         incremental_streaming_output: bool = False,
         api_key: str | None = None,
@@ -115,6 +119,7 @@ class SimulatedWorker:
             tokenizer_path=tokenizer if isinstance(tokenizer, str) else model_path,
             moe=moe,
             indexer=indexer,
+            script=script if script is None or isinstance(script, Script) else Script(script),
             incremental_streaming_output=incremental_streaming_output,
             api_key=api_key,
             context_len=context_len,
