@@ -24,7 +24,7 @@ from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.face import RunSettings
 from middleware_hub.openai_session.sessions.address import PREFIX, addressed
-from middleware_hub.openai_session.sessions.messages import equality
+from middleware_hub.openai_session.sessions.equality import equality
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
@@ -42,8 +42,8 @@ class OpenAISessionMiddleware:
     Args:
         tito_model: the model's family, where a library knows how it continues a chat (qwen3, qwen3.5, glm-4.7, ...);
             without it the model's own chat template serves.
-        message_equality: when a message that an agent sends back is the one held: `strict`, `tool-arguments-as-json`,
-            or the dotted path of a function of two messages, held and sent.
+        message_equality: when a message that an agent sends back is the one held: `meaning`, `strict`,
+            `tool-arguments-as-json`, or the dotted path of a function of two messages, held and sent.
         branch_policies: dotted paths of functions that a request for samples may name as `branches`.
         default_branches: the branches of a request that names none: by default all, and the last one in miles' form.
         lora_path: the adapter that answers every turn, by the engine's name for it; whatever an agent asks for.
@@ -64,7 +64,7 @@ class OpenAISessionMiddleware:
         *,
         router: Router,
         tito_model: str = "",
-        message_equality: str = "strict",
+        message_equality: str = "meaning",
         branch_policies: tuple[str, ...] = (),
         default_branches: str = "",
         lora_path: str = "",

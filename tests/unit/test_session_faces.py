@@ -12,7 +12,7 @@ from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.completions import CONTEXT, CompletionsFace
-from middleware_hub.openai_session.sessions.messages import strict
+from middleware_hub.openai_session.sessions.equality import STRICT
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
@@ -41,7 +41,7 @@ class Rendering:
 
 
 def chat_turn(scene: Scene, messages: object, rendering: Rendering | None = None, **fields: Any) -> PendingTurn:
-    face = ChatFace(cast(Continuation, rendering or Rendering()), strict)
+    face = ChatFace(cast(Continuation, rendering or Rendering()), STRICT)
     return at_once(face.turn(scene.session, {"messages": messages, **fields}, now=scene.time))
 
 
@@ -55,7 +55,7 @@ def test_each_api_has_a_path_of_its_own() -> None:
 @pytest.mark.parametrize("request_body", [[], {}, {"messages": []}, {"messages": [{"content": "Hi"}]}])
 def test_what_is_no_chat_request_is_refused(request_body: object) -> None:
     with pytest.raises(BadRequest):
-        at_once(ChatFace(cast(Continuation, Rendering()), strict).turn(Scene().session, request_body, now=0.0))
+        at_once(ChatFace(cast(Continuation, Rendering()), STRICT).turn(Scene().session, request_body, now=0.0))
 
 
 def test_a_first_turn_goes_as_messages() -> None:
@@ -141,7 +141,7 @@ def test_a_turn_is_rendered_with_the_tools_that_the_held_one_was_rendered_with(
 
 
 def completion(scene: Scene, request: object) -> PendingTurn:
-    face = CompletionsFace(cast(Continuation, None), strict)
+    face = CompletionsFace(cast(Continuation, None), STRICT)
     return at_once(face.turn(scene.session, request, now=scene.time))
 
 
@@ -316,7 +316,7 @@ def test_a_batch_that_is_not_answered_evenly_is_unusable() -> None:
 
 @pytest.mark.parametrize("prompt", ["a", [1], ["a", "b"]])
 def test_echo_cannot_be_recorded(prompt: object) -> None:
-    face = CompletionsFace(cast(Continuation, None), strict)
+    face = CompletionsFace(cast(Continuation, None), STRICT)
     assert face.untraceable({"prompt": prompt, "echo": True}) is not None
     assert face.untraceable({"prompt": prompt, "echo": False, "suffix": "x"}) is None
     assert face.untraceable({"prompt": prompt}) is None
