@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Walk(NamedTuple):
     """The places that a request's messages lead to, message by message, the beginning first."""
 
-    places: Sequence[Sequence[History]]
+    places: Sequence[Sequence[HeldMessage]]
     messages: Sequence[Message]
 
     def turns(self) -> Iterator[Turn]:
@@ -42,7 +42,7 @@ class Walk(NamedTuple):
         return count, held[-1] if held else None, self.messages[count] if count < len(self.messages) else None
 
 
-class History:
+class HeldMessage:
     """A message behind those before it. `turn`: whose answer it is; `asked`: turns whose request it ends."""
 
     __slots__ = ("asked", "children", "message", "spelling", "turn")
@@ -51,7 +51,7 @@ class History:
         self.message = message
         self.turn = turn
         self.asked: tuple[Turn, ...] = ()
-        self.children: tuple[History, ...] = ()
+        self.children: tuple[HeldMessage, ...] = ()
         self.spelling: int | None = None  # the other one in which it came back last
 
     def walk(self, messages: Sequence[Message], equal: Equality) -> Walk:
@@ -64,13 +64,13 @@ class History:
             found.append(places)
         return Walk(found, messages)
 
-    def grow(self, turn: Turn) -> History:
+    def grow(self, turn: Turn) -> HeldMessage:
         """Put what a turn was asked and answered behind this place; gives where it ends."""
         place = self
         for message in turn.appended:
             place = place._behind(message)
         place.asked += (turn,)
-        end = History(turn.answer, turn)
+        end = HeldMessage(turn.answer, turn)
         place.children += (end,)
         return end
 
@@ -78,12 +78,12 @@ class History:
         """Let go of all places behind this one."""
         self.asked, self.children = (), ()
 
-    def _behind(self, message: Message) -> History:
+    def _behind(self, message: Message) -> HeldMessage:
         """The place of a message, which is the session's own object."""
         for child in self.children:
             if child.message is message and child.turn is None:
                 return child
-        child = History(message)
+        child = HeldMessage(message)
         self.children += (child,)
         return child
 

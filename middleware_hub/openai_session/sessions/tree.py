@@ -19,7 +19,7 @@ import orjson
 
 from middleware_hub.openai_session.sessions.edits import context_edit, edit_of
 from middleware_hub.openai_session.sessions.equality import Equality, words_of
-from middleware_hub.openai_session.sessions.histories import History, Walk
+from middleware_hub.openai_session.sessions.histories import HeldMessage, Walk
 from middleware_hub.openai_session.sessions.messages import Message, function_of, message_bytes
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
@@ -150,8 +150,8 @@ class Session:
         self.made_by_a_turn = False  # which named it in a header; else by `POST /sessions`
         self.finalized: Mapping[str, Any] | None = None  # what it was finalized with: no further turns
         self.nbytes = 0  # arrays and messages
-        self._histories = History({})  # the root of them
-        self._ends: dict[Turn, History] = {}
+        self._histories = HeldMessage({})  # the root of them
+        self._ends: dict[Turn, HeldMessage] = {}
         self._messages: dict[bytes, Message] = {}  # every one that was sent, by digest
         self._contexts: dict[bytes, bytes] = {}
         self._answers: set[bytes] = set()  # what every recorded answer says, by digest
