@@ -55,7 +55,7 @@ class OpenAISessionMiddleware:
         max_session_bytes: bytes of one session, messages and arrays.
         max_bytes: bytes of all sessions.
         idle_timeout: seconds after which a session that nobody uses is forgotten; 0 for never.
-        header_sessions: whether `X-Session-Id` on `/v1/chat/completions` means a session too.
+        header_sessions: whether `X-Session-Id` on a path of a face means a session too.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class OpenAISessionMiddleware:
         for kind, channel in router.rows.items():
             channel.sources["session_id"] = RowSource(partial(self._sessions.rows, kind), fields=("leaf",))
         dialects = DIALECTS if header_sessions else ()
-        self._dialects = [dialect(router, self._sessions, self._door.turn) for dialect in dialects]
+        self._dialects = [dialect(router, self._sessions, self._door) for dialect in dialects]
         router.publish(NAME, self.store.statistics, continuation=continuation.proof.describe)
 
     def lifespan(self) -> AbstractAsyncContextManager[None]:

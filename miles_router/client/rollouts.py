@@ -126,6 +126,7 @@ async def agentic(
 
     Raises:
         InvalidSample: a sample would break an invariant; none is given.
+        UntracedEpisode: nothing that the agent asked was traced.
         Whatever the agent raises: the session is deleted then. To train on what failed, use the session itself.
     """
     async with await client.create_session(session_id, metadata) as session:

@@ -121,6 +121,7 @@ class Session:
 
         Raises:
             InvalidSample: a sample would break an invariant; none is given.
+            UntracedEpisode: nothing that the agent asked was traced.
         """
         fields = {
             "format": format,

@@ -258,9 +258,9 @@ async def test_what_the_prompt_is_not_made_of_may_change_from_turn_to_turn(
     [
         ({"input_ids": [1, 2, 3]}, "own_input_ids"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"messages": [user("See"), "ANSWER", {"role": "user", "content": [{"type": "image_url"}]}]}, "not_text"),
+        ({"messages": [user("See"), "ANSWER", {"role": "user", "content": [{"type": "citation"}]}]}, "not_text"),
     ],
-    ids=["ids", "continue", "image"],
+    ids=["ids", "continue", "part"],
 )
 async def test_what_cannot_be_continued_exactly_is_a_new_segment_by_name(
     trial: SessionTrial, field: dict[str, Any], reason: str

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from middleware_hub.openai_session.faces import FACES
+from middleware_hub.openai_session.faces.chat import ChatFace
+from middleware_hub.openai_session.sessions.tree import Session
 from tests.support.http import Pairs, RawReply
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import ScriptedWorker, script
@@ -119,6 +122,37 @@ async def test_which_headers_name_a_session(
     sessions = [each["session_id"] for each in (await scripted.ask("GET", "/sessions")).json()["sessions"]]
     assert sessions == (["s"] if made else [])
     assert ("return_meta_info" in json.loads(worker.requests[-1].body)) is made
+
+
+async def test_the_paths_of_all_faces_are_traced_under_a_header(trial: SessionTrial) -> None:
+    answered = await turn(trial, named("s"))
+    assert answered.status == 200
+    prompt = {"model": "m", "prompt": "Once", "max_tokens": 5}
+    first = await good(await trial.ask("POST", "/v1/completions", prompt, list(named("s", "task").items())))
+    assert first["object"] == "text_completion"
+    assert {each["path"] for each in await trial.records("s")} == {CHAT, "/v1/completions"}
+    for face in FACES:
+        refused = await trial.ask("POST", face.path, b"[]", list(named("other").items()))
+        assert refused.status == 400
+    assert len(trial.worker.door.generations) == 2, "what is no request of a face does not reach the worker"
+
+
+async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(
+    trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def beside(self: ChatFace, session: Session, scope: Any, receive: Any, send: Any) -> bool:
+        asked.append((session.id, scope["path"]))
+        return False
+
+    monkeypatch.setattr(ChatFace, "beside", beside)
+    await good(await turn(trial, named("s")))
+    for session in ("s", "other"):
+        await trial.ask("GET", "/v1/models", None, list(named(session).items()))
+        paused = await trial.ask("GET", "/v1/rollout/pause_state", None, list(named(session).items()))
+        assert paused.json()["paused"] is False
+    assert asked == [("s", "/v1/models"), ("s", "/v1/rollout/pause_state")]
 
 
 async def test_a_name_that_fits_into_no_path_is_refused(scripted: SessionTrial, worker: ScriptedWorker) -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, Extension, HeldEnd, NotAppendOnly
-from middleware_hub.openai_session.errors import UnusableAnswer
+from middleware_hub.openai_session.errors import MediaNotTraced, UnusableAnswer
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.completions import CONTEXT, CompletionsFace
@@ -99,13 +99,23 @@ def test_settings_that_the_engine_refuses_in_its_own_words_are_not_read_here() -
     assert (turn.prompt, turn.segment) == (None, "invalid_chat_template_kwargs")
 
 
-def test_what_the_template_cannot_append_and_pictures_are_roots_too() -> None:
+def test_what_the_template_cannot_append_and_parts_that_are_no_text_are_roots_too() -> None:
     scene = Scene()
     before = history(scene.turn(START))
     turn = chat_turn(scene, [*before, user("more")], Rendering("the template says no"))
     assert (turn.prompt, turn.segment) == (None, "the template says no")
-    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    assert chat_turn(scene, [*before, picture]).segment == "not_text"
+    other = {"role": "user", "content": [{"type": "citation"}]}
+    assert chat_turn(scene, [*before, other]).segment == "not_text"
+
+
+@pytest.mark.parametrize(
+    "kind", ["image_url", "input_image", "image", "input_audio", "video_url", "file", "input_file"]
+)
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_what_is_more_than_words_is_refused_by_its_name(kind: str, role: str) -> None:
+    message = {"role": role, "content": [{"type": "text", "text": "See:"}, {"type": kind}]}
+    with pytest.raises(MediaNotTraced, match=rf"messages\[2\] has '{kind}': a session traces text alone"):
+        chat_turn(Scene(), [*START, message])
 
 
 def behind(rendering: Rendering, first: Mapping[str, Any], second: Mapping[str, Any]) -> PendingTurn:

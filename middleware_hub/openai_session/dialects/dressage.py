@@ -1,6 +1,6 @@
 """Dressage's dialect: the same sessions for clients that name them in headers and never make them.
 
-POST /v1/chat/completions   with X-Session-Id, X-Instance-Id, X-Turn-Id: a turn; the session is made at its first
+the paths of every face     with X-Session-Id, X-Instance-Id, X-Turn-Id: a turn; the session is made at its first
 POST /session/finalize      no further turns; it can be read
 POST /trajectory/read       the samples of one finalized session, or of all; `drain` forgets them
 GET  /trajectory/stats
@@ -18,11 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from middleware_hub.openai_session.dialects.dialect import TakesTurn
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
-from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest
+from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest, untraced_in_words
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router.engines import paths
+from middleware_hub.openai_session.turns.door import TurnDoor
 from miles_router.errors import BadRequest
 from miles_router.middlewares import (
     CONTINUE,
@@ -52,10 +51,10 @@ REWRITTEN = ("edited_history", "compaction")
 class DressageDialect:
     """Answers what the dialect adds."""
 
-    def __init__(self, router: Router, sessions: SessionRoutes, turn: TakesTurn) -> None:
+    def __init__(self, router: Router, sessions: SessionRoutes, door: TurnDoor) -> None:
         self._router = router
         self._sessions = sessions
-        self._turn = turn
+        self._door = door
         self._draining: set[str] = set()  # sessions that are read now, to be deleted then
 
     def routes(self) -> Sequence[BaseRoute]:
@@ -69,25 +68,29 @@ class DressageDialect:
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer a request under `/v1` if it speaks the dialect; False if it does not."""
         path, method = scope["path"], scope["method"]
-        if path == paths.CHAT and method == "POST":
-            name = _session_id(scope)
-            if name is None:
-                return False
-            given = first(scope["headers"], INSTANCE)
-            instance = None if given is None else _checked_name("X-Instance-Id", given.decode("latin-1"))
-            session = self._sessions.store.get_or_create(name)
-            if instance is not None:
-                session.metadata.setdefault("instance_id", instance)
-            try:
-                await self._turn(session, scope, receive, send)
-            finally:
-                self._sessions.store.drop_unused(session)
+        name = _session_id(scope)
+        if name is not None and self._door.is_turn(scope):
+            await self._turn(name, scope, receive, send)
+            return True
+        held = name is not None and name in self._sessions.store
+        if held and await self._door.beside(self._sessions.store.get(name or ""), scope, receive, send):
             return True
         if not path.startswith(ROLLOUT) or (method, path) not in self._orders():
             return False
         response = await self._orders()[method, path](Request(scope, receive))
         await response(scope, receive, send)
         return True
+
+    async def _turn(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        given = first(scope["headers"], INSTANCE)
+        instance = None if given is None else _checked_name("X-Instance-Id", given.decode("latin-1"))
+        session = self._sessions.store.get_or_create(name)
+        if instance is not None:
+            session.metadata.setdefault("instance_id", instance)
+        try:
+            await self._door.turn(session, scope, receive, send)
+        finally:
+            self._sessions.store.drop_unused(session)
 
     def _orders(self) -> Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]]:
         return {
@@ -100,7 +103,7 @@ class DressageDialect:
         parsed = await read_object(request)
         session = self._sessions.store.get(_named(parsed))
         if not session.turns:
-            raise BadRequest("the session has no turns")
+            raise BadRequest(f"the session has no turns{untraced_in_words(session)}")
         instance, carried = _name(parsed, "instance_id"), {name: parsed[name] for name in CARRIED if name in parsed}
         self._sessions.store.account_carried(session, carried)
         if instance is not None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from middleware_hub.openai_session.errors import UnusableSample
+from middleware_hub.openai_session.errors import UntracedEpisode, UnusableSample
 from middleware_hub.openai_session.export.records import turn_span
 from middleware_hub.openai_session.export.selection import Selection, trained_elsewhere
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends, line_trajectory
@@ -33,6 +33,7 @@ class SampleRequest:
     carried: Mapping[str, Any] = field(default_factory=dict)  # reward and label, given back on every sample
     metadata: Mapping[str, Any] = field(default_factory=dict)
     default_branches: str = "all"  # of the form
+    may_be_empty: bool = False  # the form says why there is no sample
     leave_out_prompts: bool = False  # a branch without room for more than its first prompt gives no sample
 
     @classmethod
@@ -77,7 +78,10 @@ class SampleMaker:
         Raises:
             BadRequest: no such branch policy.
             UnusableSample: a policy of the operator's gives something else than turns of this session.
+            UntracedEpisode: nothing was traced of what the agent asked.
         """
+        if session.untraced and not request.may_be_empty and not any(turn.sampled for turn in session.turns):
+            raise UntracedEpisode(f"the session has no samples{untraced_in_words(session)}")
         selected = self.selection.leaves(session, request.branches, default=request.default_branches)
         leaves = [leaf for leaf in selected if _was_answered(leaf)]
         if request.leave_out_prompts and request.max_seq_len is not None:
@@ -165,6 +169,14 @@ class SamplePlan:
             "untraced": len(self.facts["untraced"]),
             "unrecorded_history": any(turn.unrecorded_history for turn in line),
         }
+
+
+def untraced_in_words(session: Session) -> str:
+    """What a session was asked without being traced; empty where there was nothing."""
+    if not session.untraced:
+        return ""
+    last, count = session.untraced[-1], len(session.untraced)
+    return f": requests that passed untraced: {count}, the last to {last['path']}: {last['reason']}"
 
 
 def _was_answered(leaf: Turn) -> bool:

@@ -12,6 +12,12 @@ from miles_router.errors import BadRequest, ConfigError
 Message = Mapping[str, Any]
 
 TEXT_PARTS = ("text", "input_text", "output_text")
+#: What stands for more than its words, in any API's spelling.
+MEDIA_PARTS = frozenset(
+    f"{before}{kind}{behind}"
+    for kind in ("image", "audio", "video", "file")
+    for before, behind in (("", ""), ("input_", ""), ("", "_url"))
+)
 
 
 def checked(parsed: object) -> tuple[Message, ...]:
@@ -31,8 +37,18 @@ def checked(parsed: object) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def media_in(messages: Sequence[Message]) -> str | None:
+    """Where the first image, audio, video or file is, and what it is; None if there is none."""
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if isinstance(part, Mapping) and part.get("type") in MEDIA_PARTS:
+                return f"messages[{place}] has {part['type']!r}"
+    return None
+
+
 def only_text(messages: Sequence[Message]) -> bool:
-    """Whether no message holds an image, audio or anything else that ids alone do not carry."""
+    """Whether no message holds anything that ids alone do not carry."""
     return all(
         part.get("type") in TEXT_PARTS if isinstance(part, Mapping) else isinstance(part, str)
         for message in messages
