@@ -9,6 +9,7 @@ BadRequest
 ├── UntracedEpisode     422 untraced_episode: there is no sample, because nothing was traced
 └── UnusableSample      422 invalid_sample: it would break an invariant, and is not given
 TooManySessions         503 too_many_sessions, with Retry-After
+TrajectoryVersionChanged 502 trajectory_version_changed: other weights than those that answered before
 UnusableAnswer          502 unusable_answer: the worker's answer cannot be recorded exactly
 """
 
@@ -78,6 +79,14 @@ class UnusableAnswer(UpstreamError):
     """A worker's answer that cannot be recorded exactly: ids, logprobs or versions are missing or do not fit."""
 
     type = "unusable_answer"
+
+
+class TrajectoryVersionChanged(RouterError):
+    """A session named in headers was answered by other weights than the fleet has now, and the option
+    `one_weight_version` allows it no others."""
+
+    status = 502
+    type = "trajectory_version_changed"
 
 
 class SessionFinalized(BadRequest):

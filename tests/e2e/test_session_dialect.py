@@ -247,6 +247,55 @@ async def test_a_trajectory_id_is_a_session_id(scripted: SessionTrial) -> None:
     assert len((await post(scripted, "/trajectory/read", {"trajectory_id": "s"}))["data"]) == 1
 
 
+@pytest.mark.parametrize(
+    ("mode", "loss"), [({}, "both"), ({"token_build_mode": "tito"}, "both"), ({"mask": "last_turn"}, "last")]
+)
+async def test_a_finalized_session_is_built_as_its_client_says(
+    trial: SessionTrial, mode: dict[str, Any], loss: str
+) -> None:
+    first = await good(await turn(trial, named("s")))
+    await turn(trial, named("s"), [*HI, message_of(first), user("Go on")])
+    await turn(trial, named("other"), [*HI, user("Go on")])
+    await post(trial, "/session/finalize", {"session_id": "s", **mode})
+    (segment,) = (await post(trial, "/trajectory/read", {"session_id": "s"}))["data"]
+    one, two = (each.generation for each in trial.door[:2])
+    assert segment["tokens"] == [*two.input_ids, *two.output_ids]
+    assert sum(segment["loss_mask"]) == len(two.output_ids) + (len(one.output_ids) if loss == "both" else 0)
+
+
+async def test_a_last_step_is_one_segment_of_a_rewritten_session(trial: SessionTrial) -> None:
+    await turn(trial, named("s"))
+    await turn(trial, named("s"), [*HI, said("I take that back."), user("Go on")])
+    for bad in ({"token_build_mode": "whole"}, {"token_build_mode": 1}, {"mask": "none"}):
+        refused = await trial.ask("POST", "/session/finalize", {"session_id": "s", **bad})
+        assert (refused.status, refused.error_type) == (400, "invalid_request")
+    await post(trial, "/session/finalize", {"session_id": "s", "token_build_mode": "last_step"})
+    (segment,) = (await post(trial, "/trajectory/read", {"session_id": "s"}))["data"]
+    last = trial.door[-1].generation
+    assert segment["tokens"] == [*last.input_ids, *last.output_ids]
+    assert segment["response_length"] == len(last.output_ids)
+
+
+async def test_a_session_of_one_weight_version_is_not_gone_on_with_by_another(stage: Stage) -> None:
+    async with simulated_sessions(stage, options={"one_weight_version": True}) as trial:
+        first = await good(await turn(trial, named("s", "task-7")))
+        await post(trial, "/v1/rollout/pause")
+        await post(trial, "/v1/rollout/resume", {"version": 2})
+        refused = await turn(trial, named("s"), [*HI, message_of(first), user("Go on")])
+        assert (refused.status, refused.error_type) == (502, "trajectory_version_changed")
+        detail = refused.json()["detail"]
+        assert (detail["error"], detail["previous_versions"], detail["new_versions"]) == (
+            "trajectory_version_changed",
+            ["1"],
+            ["2"],
+        )
+        assert (detail["session_id"], detail["instance_id"]) == ("s", "task-7")
+        assert len(trial.door) == 1, "before it is generated"
+        assert (await turn(trial, named("new"))).status == 200
+        (sample,) = await trial.samples("s")
+        exactly(sample, trial.door[0].generation)
+
+
 # Read
 
 

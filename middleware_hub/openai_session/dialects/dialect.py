@@ -15,7 +15,9 @@ from miles_router.middlewares import Receive, Router, Scope, Send
 class Dialect(Protocol):
     """What the middleware asks of every dialect."""
 
-    def __init__(self, router: Router, sessions: SessionRoutes, door: TurnDoor) -> None: ...
+    def __init__(
+        self, router: Router, sessions: SessionRoutes, door: TurnDoor, *, one_weight_version: bool = False
+    ) -> None: ...
 
     def routes(self) -> Sequence[BaseRoute]:
         """Those under path segments of their own."""

@@ -1,7 +1,7 @@
 """Dressage's dialect: the same sessions for clients that name them in headers and never make them.
 
 the paths of every face     with X-Session-Id, X-Instance-Id, X-Turn-Id: a turn; the session is made at its first
-POST /session/finalize      no further turns; it can be read
+POST /session/finalize      no further turns; it can be read, built as `token_build_mode` and `mask` say
 POST /trajectory/read       the samples of one finalized session, or of all; `drain` forgets them
 GET  /trajectory/stats
 POST /v1/rollout/pause, /v1/rollout/resume;  GET /v1/rollout/pause_state
@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from middleware_hub.openai_session.errors import TrajectoryVersionChanged
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
 from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest, untraced_in_words
 from middleware_hub.openai_session.sessions.tree import Session
@@ -46,13 +47,18 @@ MODES = {"preempt": "retract", "abort": "abort", "retract": "retract", "in_place
 Name = str | int
 MAX_NAME = 256
 REWRITTEN = ("edited_history", "compaction")
+#: The dialect's words for how samples are built, the older ones too.
+BUILD_MODES = {"tito": "concat", "concat": "concat", "snapshot": "last_step", "last_step": "last_step"}
 
 
 class DressageDialect:
     """Answers what the dialect adds."""
 
-    def __init__(self, router: Router, sessions: SessionRoutes, door: TurnDoor) -> None:
+    def __init__(
+        self, router: Router, sessions: SessionRoutes, door: TurnDoor, *, one_weight_version: bool = False
+    ) -> None:
         self._router = router
+        self._one_weight_version = one_weight_version
         self._sessions = sessions
         self._door = door
         self._draining: set[str] = set()  # sessions that are read now, to be deleted then
@@ -88,9 +94,34 @@ class DressageDialect:
         if instance is not None:
             session.metadata.setdefault("instance_id", instance)
         try:
+            self._check_version(session, scope)
             await self._door.turn(session, scope, receive, send)
         finally:
             self._sessions.store.drop_unused(session)
+
+    def _check_version(self, session: Session, scope: Scope) -> None:
+        """Refuse a turn that other weights would answer, in the dialect's words.
+
+        Raises:
+            TrajectoryVersionChanged: the fleet has other weights than those that answered the session.
+        """
+        current = self._router.pool.weight_version
+        if not self._one_weight_version or current is None:
+            return
+        before = {piece.version for turn in session.turns for piece in turn.sampled if piece.version is not None}
+        if not before or current in before:
+            return
+        error = TrajectoryVersionChanged(f"weights {current} would go on with what {', '.join(sorted(before))} began")
+        detail = {
+            "error": error.type,
+            "message": str(error),
+            "previous_versions": sorted(before),
+            "new_versions": [current],
+            "session_id": session.id,
+            "instance_id": session.metadata.get("instance_id"),
+        }
+        Exchange.of(scope).error_body = lambda error, request_id: {"detail": detail, **error.body(request_id)}
+        raise error
 
     def _orders(self) -> Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]]:
         return {
@@ -105,6 +136,14 @@ class DressageDialect:
         if not session.turns:
             raise BadRequest(f"the session has no turns{untraced_in_words(session)}")
         instance, carried = _name(parsed, "instance_id"), {name: parsed[name] for name in CARRIED if name in parsed}
+        if "token_build_mode" in parsed:
+            mode = parsed["token_build_mode"]
+            if not isinstance(mode, str) or mode not in BUILD_MODES:
+                raise BadRequest(f"token_build_mode must be one of {', '.join(BUILD_MODES)}")
+            carried["build"] = BUILD_MODES[mode]
+        if "mask" in parsed:
+            carried["mask"] = parsed["mask"]
+        SampleRequest.read(carried)
         self._sessions.store.account_carried(session, carried)
         if instance is not None:
             session.metadata["instance_id"] = instance
