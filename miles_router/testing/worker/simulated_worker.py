@@ -33,6 +33,7 @@ from miles_router.testing.worker.messages_routes import messages
 from miles_router.testing.worker.moe import MoeShape
 from miles_router.testing.worker.native_routes import generate
 from miles_router.testing.worker.reply import Reply, reset
+from miles_router.testing.worker.responses_routes import responses
 from miles_router.testing.worker.schema_routes import openapi
 from miles_router.testing.worker.script import Script
 from miles_router.testing.worker.settings import Settings
@@ -49,6 +50,7 @@ _ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/chat/completions"): chat_completions,
     ("POST", "/v1/completions"): completions,
     ("POST", "/v1/messages"): messages,
+    ("POST", "/v1/responses"): responses,
 }
 _ROUTES["GET", "/openapi.json"] = openapi(_ROUTES)
 #: What SGLang's HTTP process passes on to the scheduler, besides generations.

@@ -141,11 +141,11 @@ class _SpacedArguments:
 
     def push(self, piece: str) -> str:
         """What is added."""
-        text, written = self._rest + piece, []
-        while match := _JSON_PIECE.match(text):
+        text, written, at = self._rest + piece, [], 0
+        while match := _JSON_PIECE.match(text, at):
             written.append(self._written(match[0]))
-            text = text[match.end() :]
-        self._rest = text
+            at = match.end()
+        self._rest = text[at:]
         return "".join(written)
 
     def _written(self, piece: str) -> str:
