@@ -35,7 +35,7 @@ async def whole(client: AsyncOpenAI, stream: bool, **fields: Any) -> Any:
     if not stream:
         return await client.responses.create(model="m", tools=[READ], **fields)
     async with client.responses.stream(model="m", tools=[READ], **fields) as events:
-        return await events.get_final_response()
+        return [event async for event in events][-1].response  # type: ignore[union-attr]  # the last one has it
 
 
 def shown(item: Any) -> Any:

@@ -249,7 +249,7 @@ _PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 def _message(text: str, status: str = "completed") -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
+    part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
     own = {"role": "assistant", "status": status}
     return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "content": [part], **own}
 

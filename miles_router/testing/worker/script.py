@@ -51,9 +51,10 @@ class Step:
             raise ValueError(f"a step has texts, and calls with a name: {given!r}")
         return cls(**texts, calls=tuple((call["name"], call.get("arguments", {})) for call in calls))
 
-    def written(self) -> str:
-        """The step as a model of the family writes it."""
-        thought = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else ""
+    def written(self, *, thinks: bool = False) -> str:
+        """The step as a model of the family writes it. One that thinks also says when it has nothing to think."""
+        nothing = "<think></think>" if thinks else ""
+        thought = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else nothing
         parts = [self.text, *(written_call(name, arguments) for name, arguments in self.calls)]
         return thought + "\n".join(part for part in parts if part)
 
@@ -89,12 +90,14 @@ class Script:
         tools = {tool["function"]["name"] for tool in request.get("tools") or ()}
         return next((step for step in steps if tools.issuperset(name for name, _ in step.calls)), None)
 
-    def play(self, request: Mapping[str, Any], input_ids: Sequence[int], tokenizer: Tokenizer) -> list[int] | None:
+    def play(
+        self, request: Mapping[str, Any], input_ids: Sequence[int], tokenizer: Tokenizer, *, thinks: bool = False
+    ) -> list[int] | None:
         """The ids that answer a chat request with this prompt, with a stop id at the end; None to sample."""
         step = self.step(request)
         if step is None:
             return None
-        ids = [*tokenizer.encode(step.written()), stop_id(tokenizer)]
+        ids = [*tokenizer.encode(step.written(thinks=thinks)), stop_id(tokenizer)]
         given = list(input_ids[-len(ids) :])
         begun = (length for length in range(len(ids) - 1, 0, -1) if given[-length:] == ids[:length])
         return ids[next(begun, 0) :]
