@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help demo test nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers bench npm
+.PHONY: help demo test nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers clients bench npm
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -42,9 +42,9 @@ nightly: install tokenizers ## the tests without SGLang with many more and alway
 	@$(call say,tests with many random cases)
 	@$(PYTEST) --tier nightly -m "not sglang and not static"
 
-heavy: install sglang tokenizers nginx ## storms, and the proofs on real SGLang at full length
+heavy: install sglang tokenizers nginx clients ## storms, the proofs on real SGLang at full length, agents of others
 	@$(call say,storms and long proofs)
-	@$(PYTEST) --tier heavy -m "sglang or storm"
+	@$(PYTEST) --tier heavy -m "sglang or storm or clients"
 
 fuzz: install ## bytes and bodies made up for an hour, held against oracles; FUZZ='--seconds 60'
 	@$(BIN)/python -m tests.fuzz --seconds 3600 $(FUZZ)
@@ -83,6 +83,10 @@ sglang: install npm ## the environment and the models of the real SGLang workers
 
 tokenizers: install npm
 	@$(BIN)/python -m tests.support.tokenizers >/dev/null
+
+clients: install npm ## an environment for each agent that sessions are tried with (3 GB, cached); CLIENTS='aider' for some
+	@$(call say,the environments of agents)
+	@$(BIN)/python -m tests.clients.environments $(CLIENTS)
 
 bench: install $(PEERS)/.installed bench-tools ## overhead against direct, nginx and sglang-router; BENCH='--quick'
 	@BENCH_PEERS_PYTHON=$(abspath $(PEERS)/bin/python) $(BIN)/python tests/benchmarks/passthrough.py $(BENCH)

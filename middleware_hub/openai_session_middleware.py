@@ -19,12 +19,12 @@ from middleware_hub.openai_session.continuing.comparison import Comparison
 from middleware_hub.openai_session.continuing.continuation import build
 from middleware_hub.openai_session.dialects import DIALECTS, FORMS
 from middleware_hub.openai_session.export.routes import SessionRoutes
-from middleware_hub.openai_session.export.samples import SampleMaker
+from middleware_hub.openai_session.export.samples import CONCAT, SampleMaker, checked_defaults
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.face import RunSettings
 from middleware_hub.openai_session.sessions.address import PREFIX, addressed
-from middleware_hub.openai_session.sessions.messages import equality
+from middleware_hub.openai_session.sessions.equality import equality
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
@@ -42,10 +42,12 @@ class OpenAISessionMiddleware:
     Args:
         tito_model: the model's family, where a library knows how it continues a chat (qwen3, qwen3.5, glm-4.7, ...);
             without it the model's own chat template serves.
-        message_equality: when a message that an agent sends back is the one held: `strict`, `tool-arguments-as-json`,
-            or the dotted path of a function of two messages, held and sent.
+        message_equality: when a message that an agent sends back is the one held: `meaning`, `strict`,
+            `tool-arguments-as-json`, or the dotted path of a function of two messages, held and sent.
         branch_policies: dotted paths of functions that a request for samples may name as `branches`.
         default_branches: the branches of a request that names none: by default all, and the last one in miles' form.
+        default_build: how samples are built for a request that does not say: `concat` or `last_step`.
+        default_mask: the masks of a request that names none.
         lora_path: the adapter that answers every turn, by the engine's name for it; whatever an agent asks for.
         chat_template_kwargs: template settings of every turn; an agent's own count more.
         whole_answers: whether a streamed chat turn is generated whole, and given as a stream afterwards. Where another
@@ -55,7 +57,9 @@ class OpenAISessionMiddleware:
         max_session_bytes: bytes of one session, messages and arrays.
         max_bytes: bytes of all sessions.
         idle_timeout: seconds after which a session that nobody uses is forgotten; 0 for never.
-        header_sessions: whether `X-Session-Id` on `/v1/chat/completions` means a session too.
+        header_sessions: whether `X-Session-Id` on a path of a face means a session too.
+        one_weight_version: whether such a session takes no further turns once the fleet has other weights than those
+            that answered it.
     """
 
     def __init__(
@@ -64,9 +68,11 @@ class OpenAISessionMiddleware:
         *,
         router: Router,
         tito_model: str = "",
-        message_equality: str = "strict",
+        message_equality: str = "meaning",
         branch_policies: tuple[str, ...] = (),
         default_branches: str = "",
+        default_build: str = CONCAT,
+        default_mask: tuple[str, ...] = (),
         lora_path: str = "",
         chat_template_kwargs: dict[str, Any] | None = None,
         whole_answers: bool = False,
@@ -76,6 +82,7 @@ class OpenAISessionMiddleware:
         max_bytes: int = 16 * GIB,
         idle_timeout: float = 3600.0,
         header_sessions: bool = True,
+        one_weight_version: bool = False,
     ) -> None:
         bounds = Bounds(max_sessions, max_turns, max_session_bytes, max_bytes, idle_timeout)
         bounds.check("openai_session_middleware")
@@ -88,7 +95,9 @@ class OpenAISessionMiddleware:
         faces = [face(continuation, equal, settings) for face in FACES]
         runner = TurnRunner(app, router, recorder, whole_answers=whole_answers)
         self._door = TurnDoor(app, faces, self.store, recorder, runner, now=time.time)
-        maker = SampleMaker(Selection(branch_policies, default_branches), router.tokenizer.decode, router.rows)
+        selection = Selection(branch_policies, default_branches)
+        defaults = checked_defaults("openai_session_middleware", default_build, default_mask)
+        maker = SampleMaker(selection, router.tokenizer.decode, router.rows, *defaults)
         self._sessions = SessionRoutes(self.store, maker, router.base_url)
         longest, skip = router.config.max_text_chars, self.store.statistics.count_uncompared
         comparison = Comparison(continuation.renderer, longest=longest, skip=skip)
@@ -96,7 +105,9 @@ class OpenAISessionMiddleware:
         for kind, channel in router.rows.items():
             channel.sources["session_id"] = RowSource(partial(self._sessions.rows, kind), fields=("leaf",))
         dialects = DIALECTS if header_sessions else ()
-        self._dialects = [dialect(router, self._sessions, self._door.turn) for dialect in dialects]
+        self._dialects = [
+            dialect(router, self._sessions, self._door, one_weight_version=one_weight_version) for dialect in dialects
+        ]
         router.publish(NAME, self.store.statistics, continuation=continuation.proof.describe)
 
     def lifespan(self) -> AbstractAsyncContextManager[None]:

@@ -5,8 +5,11 @@ BadRequest
 ├── SessionExists       409 session_exists
 ├── SessionFinalized    409 session_finalized: it takes no further turns
 ├── SessionFull         400 session_full: more turns or bytes than one session may have
-└── UnusableSample       422 invalid_sample: it would break an invariant, and is not given
+├── MediaNotTraced      400 media_not_traced: an image or the like in a session
+├── UntracedEpisode     422 untraced_episode: there is no sample, because nothing was traced
+└── UnusableSample      422 invalid_sample: it would break an invariant, and is not given
 TooManySessions         503 too_many_sessions, with Retry-After
+TrajectoryVersionChanged 502 trajectory_version_changed: other weights than those that answered before
 UnusableAnswer          502 unusable_answer: the worker's answer cannot be recorded exactly
 """
 
@@ -37,6 +40,21 @@ class SessionFull(BadRequest):
     type = "session_full"
 
 
+class MediaNotTraced(BadRequest):
+    """A turn of a session has an image, audio, video or a file: of these a session could not give a sample. Outside of
+    sessions they pass."""
+
+    type = "media_not_traced"
+
+
+class UntracedEpisode(BadRequest):
+    """The session has no sample, and requests that passed without being traced: the episode is not empty, but unknown.
+    The message says what was asked and why it was not traced."""
+
+    status = 422
+    type = "untraced_episode"
+
+
 class UnusableSample(BadRequest):
     """A sample that would break an invariant; `invariant` names it."""
 
@@ -61,6 +79,14 @@ class UnusableAnswer(UpstreamError):
     """A worker's answer that cannot be recorded exactly: ids, logprobs or versions are missing or do not fit."""
 
     type = "unusable_answer"
+
+
+class TrajectoryVersionChanged(RouterError):
+    """A session named in headers was answered by other weights than the fleet has now, and the option
+    `one_weight_version` allows it no others."""
+
+    status = 502
+    type = "trajectory_version_changed"
 
 
 class SessionFinalized(BadRequest):

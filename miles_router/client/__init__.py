@@ -21,6 +21,7 @@ from miles_router.client.errors import (
     RouterClientError,
     SessionExists,
     TimedOut,
+    UntracedEpisode,
 )
 from miles_router.client.rollouts import agentic, group, multi_turn, single_turn
 from miles_router.client.router_client import RouterClient
@@ -50,6 +51,7 @@ __all__ = [
     "SessionInfo",
     "Status",
     "TimedOut",
+    "UntracedEpisode",
     "WorkerInfo",
     "agentic",
     "group",

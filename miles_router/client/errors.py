@@ -7,6 +7,7 @@
     ├── ErrorReply          the reply is an error, the router's or a worker's
     │   ├── NotFound        404 not_found, session_not_found
     │   ├── SessionExists   409 session_exists
+    │   ├── UntracedEpisode 422 untraced_episode: no samples, because nothing was traced
     │   └── FanOutFailed    502 fan_out_failed: some worker did not do what all were asked to
     ├── InvalidReply        a good reply that is not what was asked for
     └── InvalidSample       arrays that no rollout can have: refused by the router, or here on arrival
@@ -93,6 +94,10 @@ class SessionExists(ErrorReply):
     """A session with this id is there already."""
 
 
+class UntracedEpisode(ErrorReply):
+    """A session has no samples, and was asked for what the router does not trace: the message says what, and why."""
+
+
 class FanOutFailed(ErrorReply):
     """Some worker did not do what all were asked to; others may have."""
 
@@ -122,6 +127,7 @@ BY_TYPE: Mapping[str, type[RouterClientError]] = {
     "not_found": NotFound,
     "session_not_found": NotFound,
     "session_exists": SessionExists,
+    "untraced_episode": UntracedEpisode,
     "fan_out_failed": FanOutFailed,
     "invalid_sample": InvalidSample,
 }

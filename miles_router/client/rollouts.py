@@ -12,7 +12,7 @@ Each takes the client first and gives what a trainer consumes. Wrapped for slime
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -109,7 +109,9 @@ async def agentic(
     *,
     session_id: str | None = None,
     max_seq_len: int | None = None,
-    branches: str = "all",
+    branches: str | None = None,
+    build: str | None = None,
+    mask: str | Sequence[str] | None = None,
     reward: Judge | None = None,
     label: Any = None,
     metadata: Mapping[str, Any] | None = None,
@@ -122,10 +124,12 @@ async def agentic(
         samples = await agentic(client, agent, reward=lambda outcome: float(outcome == "42"))
 
     Args:
+        max_seq_len, branches, build, mask: as of `Session.collect`.
         reward: makes the reward of all of them of what the agent returned; may be a coroutine function.
 
     Raises:
         InvalidSample: a sample would break an invariant; none is given.
+        UntracedEpisode: nothing that the agent asked was traced.
         Whatever the agent raises: the session is deleted then. To train on what failed, use the session itself.
     """
     async with await client.create_session(session_id, metadata) as session:
@@ -133,7 +137,13 @@ async def agentic(
         judged = None if reward is None else reward(outcome)
         earned = await judged if inspect.isawaitable(judged) else judged
         return await session.collect(
-            max_seq_len=max_seq_len, branches=branches, reward=earned, label=label, metadata=metadata
+            max_seq_len=max_seq_len,
+            branches=branches,
+            build=build,
+            mask=mask,
+            reward=earned,
+            label=label,
+            metadata=metadata,
         )
 
 

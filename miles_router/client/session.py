@@ -106,7 +106,9 @@ class Session:
         self,
         *,
         max_seq_len: int | None = None,
-        branches: str = "all",
+        branches: str | None = None,
+        build: str | None = None,
+        mask: str | Sequence[str] | None = None,
         reward: Reward = None,
         label: Any = None,
         metadata: Mapping[str, Any] | None = None,
@@ -116,16 +118,23 @@ class Session:
 
         Args:
             max_seq_len: tokens a sample may have; longer ones are cut and `truncated`.
-            branches: `all`, `last`, `drop-superseded`, or the dotted path of a policy that the router allows.
+            branches: `all`, `last`, `drop-superseded`, or the dotted path of a policy that the router allows; by
+                default all, and of `last_step` the last.
+            build: `concat`: the turns of a branch in a row; or `last_step`: its last answer with the whole prompt.
+            mask: which of the sampled tokens are in the loss: `all`, `last_turn`, `newest_weights`, `no_reasoning`, or
+                a list of them, which leaves what all of them leave.
             reward, label, metadata: carried by every sample.
 
         Raises:
             InvalidSample: a sample would break an invariant; none is given.
+            UntracedEpisode: nothing that the agent asked was traced.
         """
         fields = {
             "format": format,
             "max_seq_len": max_seq_len,
-            "branches": branches,
+            "branches": branches or (None if build == "last_step" else "all"),
+            "build": build,
+            "mask": mask,
             "reward": reward,
             "label": label,
             "metadata": metadata,

@@ -70,8 +70,12 @@ class ChatEndpoint:
         return GrowingChat()
 
     def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
-        """A whole answer with what its client asked for itself."""
-        return {**answer, "choices": [_choice_as_asked(choice, fields) for choice in answer["choices"]]}
+        """A whole answer with what its client asked for itself. The API's `metadata` has texts alone, and some clients
+        refuse any other."""
+        seen = {**answer, "choices": [_choice_as_asked(choice, fields) for choice in answer["choices"]]}
+        if isinstance(answer.get("metadata"), dict):
+            seen["metadata"] = {name: _text(value) for name, value in answer["metadata"].items()}
+        return seen
 
     def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
         """A chunk, changed to what its client asked for itself; None if it says nothing else."""
@@ -145,6 +149,10 @@ def _choice(choice: Mapping[str, Any]) -> Choice:
             "versions": "engine",
         },
     )
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _choice_as_asked(choice: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:

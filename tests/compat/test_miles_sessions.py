@@ -216,6 +216,10 @@ async def test_reasons_take_the_place_of_refusals(trial: SessionTrial, http: aio
     session = await MilesSession.create(http, trial.router.url)
     assert (await session.collect()).empty_reason == "no_records"
     session = await MilesSession.create(http, trial.router.url)
+    body = {"model": "m", "max_tokens": 4, "prompt": "a", "echo": True}
+    assert (await trial.ask("POST", f"/sessions/{session.id}/v1/completions", body)).status == 200
+    assert (await session.collect()).empty_reason == "untraced"
+    session = await MilesSession.create(http, trial.router.url)
     await turns(session, 1)
     prompt = (await session.read())["records"][0]["prompt_tokens"]
     reply = await session.collect(max_seq_len=prompt)

@@ -24,6 +24,7 @@ from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
 from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
+from tests.clients.table import CLIENTS
 from tests.docs.pages import PAGES, name_of
 
 Rows = list[tuple[str, ...]]
@@ -106,12 +107,22 @@ def client_paths() -> str:
     return table(("path", "beneath it"), rows)
 
 
+def clients() -> str:
+    """What sessions make of the agents that they are tried with."""
+    rows: Rows = []
+    for each in CLIENTS:
+        segments = f"{each.segments}: {each.why}" if each.why else str(each.segments)
+        rows.append((each.name, each.packages, each.api, each.works, segments, f"yes: `{each.test}`"))
+    return table(("agent", "version", "API", "works", "segments", "exact"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
     "metrics": partial(metrics, Metrics, LoopDelay, GateStatistics, ClientStatistics),
     "fan_out": fan_out,
     "client_paths": client_paths,
+    "clients": clients,
     "text_cache": partial(metrics, CacheStatistics),
     "sessions": partial(metrics, SessionStatistics),
     "encoding": partial(metrics, EncodingStatistics),

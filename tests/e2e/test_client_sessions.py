@@ -13,8 +13,9 @@ import openai
 import pytest
 from safetensors.numpy import save
 
-from miles_router.client import InvalidSample, NotFound, Retries, RouterClient, SessionExists, agentic
+from miles_router.client import InvalidSample, NotFound, Retries, RouterClient, SessionExists, UntracedEpisode, agentic
 from tests.support.scripted_worker import RESET, ScriptedWorker, reply, script
+from tests.support.session_trial import simulated_sessions
 from tests.support.stage import Stage
 from tests.support.waiting import PATIENCE
 
@@ -208,6 +209,16 @@ async def test_an_episode_that_fails_is_deleted_and_its_error_raised(server: Scr
         with pytest.raises(LookupError, match="the tool is broken"):
             await agentic(client, agent)
     assert asked(server)[-1] == ("DELETE", "/sessions/made")
+
+
+async def test_an_agent_of_which_nothing_was_traced_is_an_error_and_no_empty_episode(stage: Stage) -> None:
+    async def agent(base_url: str) -> None:
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none") as client:
+            await client.completions.create(model="m", prompt="a", echo=True, max_tokens=3)
+
+    async with simulated_sessions(stage) as trial, RouterClient(trial.router.url) as client:
+        with pytest.raises(UntracedEpisode, match="untraced: 1, the last to /v1/completions: with echo"):
+            await agentic(client, agent)
 
 
 # An agent

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +15,7 @@ from miles_router.control.table import TABLE
 from tests.support.http import RawReply
 from tests.support.scripted_chat import chat_reply
 from tests.support.scripted_worker import ScriptedWorker, reply, script
-from tests.support.session_trial import SessionTrial, session_trial, simulated_sessions, user
+from tests.support.session_trial import CHAT, SessionTrial, session_trial, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import PATIENCE, until
@@ -355,6 +356,40 @@ async def test_what_generates_and_is_not_traced_is_passed_and_said_so(
     assert found["records"] == []
     assert trial.statistics()["untraced"] == 1
     assert [each.getMessage() for each in caplog.records if "traced" in each.getMessage()] == ["turn_not_traced"]
+
+
+@pytest.mark.parametrize("form", ["json", "safetensors"])
+async def test_an_episode_of_which_nothing_was_traced_does_not_look_empty(
+    stage: Stage, worker: ScriptedWorker, form: str
+) -> None:
+    worker.always(script(reply(b"{}")))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    for path in ("/v1/responses", "/generate"):
+        await trial.ask("POST", f"/sessions/{session}{path}", {})
+    answer = await trial.ask("POST", f"/sessions/{session}/samples", {"format": form})
+    assert (answer.status, answer.error_type) == (422, "untraced_episode")
+    assert "untraced: 2, the last to /generate: this endpoint is not traced" in answer.json()["error"]["message"]
+    refused = await trial.ask("POST", "/session/finalize", {"session_id": session})
+    assert (refused.status, "untraced: 2" in refused.json()["error"]["message"]) == (400, True)
+    empty = await trial.create()
+    assert (await trial.ask("POST", f"/sessions/{empty}/samples", {})).json()["samples"] == []
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+
+
+async def test_an_image_is_refused_in_a_session_before_anything_is_generated(
+    trial: SessionTrial, worker: ScriptedWorker
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "See:"}, IMAGE]}]}
+    session, before = await trial.create(), len(worker.requests)
+    for path, headers in ((f"/sessions/{session}{CHAT}", []), (CHAT, [("X-Session-Id", "other")])):
+        refused = await trial.ask("POST", path, body, headers)
+        assert (refused.status, refused.error_type) == (400, "media_not_traced")
+    assert len(worker.requests) == before
+    assert (await trial.ask("POST", CHAT, body)).status == 200
+    assert json.loads(worker.requests[-1].body) == body
 
 
 async def test_a_turn_beside_untraced_ones_has_it_in_its_sample(simulated: SessionTrial) -> None:

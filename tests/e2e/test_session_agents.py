@@ -18,9 +18,6 @@ from miles_router.testing.worker.door import GenerationRecord
 from tests.support.session_trial import ADD, IM_END, Message, SessionTrial, exactly, qwen3, simulated_sessions
 from tests.support.stage import Stage, staged
 
-# SGLang's own `metadata.weight_versions` is no text, which the official client remarks where it copies an answer.
-pytestmark = pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-
 #: Nothing of a run is reported to anybody.
 QUIET = RunConfig(tracing_disabled=True)
 THOUGHT = "<think>\nWhat now?\n</think>\n\n"

@@ -194,14 +194,17 @@ SPACED = '{"a":17,   "b":25}'
     ("equality", "continues"),
     [
         ("strict", False),
+        (None, True),
+        ("meaning", True),
         ("tool-arguments-as-json", True),
         ("tests.support.session_trial.equal_roles", True),
     ],
 )
-async def test_arguments_that_were_written_anew_are_the_same_if_the_operator_says_so(
-    stage: Stage, equality: str, continues: bool
+async def test_arguments_that_were_written_anew_are_the_same_unless_the_operator_says_no(
+    stage: Stage, equality: str | None, continues: bool
 ) -> None:
-    async with simulated_sessions(stage, options={"message_equality": equality}) as trial:
+    options = {"message_equality": equality} if equality else {}
+    async with simulated_sessions(stage, options=options) as trial:
         session = await trial.create()
         trial.worker.say(ASK_ADD)
         message = message_of(await trial.chat(session, HI, tools=[ADD], max_tokens=99))
@@ -211,7 +214,13 @@ async def test_arguments_that_were_written_anew_are_the_same_if_the_operator_say
         await trial.chat(session, [*HI, {**message, "tool_calls": [call]}, tool_result(call, "42")], tools=[ADD])
         assert await trial.reasons(session) == [None, None if continues else "edited_history"]
         assert ("input_ids" in trial.door[-1].json()) is continues
+        edits = [record["edit"] for record in await trial.records(session)]
+        written = call["function"]["arguments"], message["tool_calls"][0]["function"]["arguments"]
+        field = "tool_calls[0].function.arguments"
+        edit = {"message": 1, "field": field, "held": written[1], "sent": written[0]}
+        assert edits == [None, None if continues else edit]
         for sample in await trial.samples(session):
+            assert [turn["edit"] for turn in sample["metadata"]["turns"]] in ([None], [None, None], [edit])
             last = generations(trial)[-1]
             assert sample["tokens"] in (held(last), held(generations(trial)[0]))
 
@@ -249,9 +258,9 @@ async def test_what_the_prompt_is_not_made_of_may_change_from_turn_to_turn(
     [
         ({"input_ids": [1, 2, 3]}, "own_input_ids"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"messages": [user("See"), "ANSWER", {"role": "user", "content": [{"type": "image_url"}]}]}, "not_text"),
+        ({"messages": [user("See"), "ANSWER", {"role": "user", "content": [{"type": "citation"}]}]}, "not_text"),
     ],
-    ids=["ids", "continue", "image"],
+    ids=["ids", "continue", "part"],
 )
 async def test_what_cannot_be_continued_exactly_is_a_new_segment_by_name(
     trial: SessionTrial, field: dict[str, Any], reason: str

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
+from middleware_hub.openai_session.faces import FACES
+from middleware_hub.openai_session.faces.chat import ChatFace
+from middleware_hub.openai_session.sessions.tree import Session
 from tests.support.http import Pairs, RawReply
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import ScriptedWorker, script
@@ -125,6 +128,37 @@ async def test_which_headers_name_a_session(
     assert ("return_meta_info" in json.loads(worker.requests[-1].body)) is made
 
 
+async def test_the_paths_of_all_faces_are_traced_under_a_header(trial: SessionTrial) -> None:
+    answered = await turn(trial, named("s"))
+    assert answered.status == 200
+    prompt = {"model": "m", "prompt": "Once", "max_tokens": 5}
+    first = await good(await trial.ask("POST", "/v1/completions", prompt, list(named("s", "task").items())))
+    assert first["object"] == "text_completion"
+    assert {each["path"] for each in await trial.records("s")} == {CHAT, "/v1/completions"}
+    for face in FACES:
+        refused = await trial.ask("POST", face.path, b"[]", list(named("other").items()))
+        assert refused.status == 400
+    assert len(trial.worker.door.generations) == 2, "what is no request of a face does not reach the worker"
+
+
+async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(
+    trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    async def beside(self: ChatFace, session: Session, scope: Any, receive: Any, send: Any) -> bool:
+        asked.append((session.id, scope["path"]))
+        return False
+
+    monkeypatch.setattr(ChatFace, "beside", beside)
+    await good(await turn(trial, named("s")))
+    for session in ("s", "other"):
+        await trial.ask("GET", "/v1/models", None, list(named(session).items()))
+        paused = await trial.ask("GET", "/v1/rollout/pause_state", None, list(named(session).items()))
+        assert paused.json()["paused"] is False
+    assert asked == [("s", "/v1/models"), ("s", "/v1/rollout/pause_state")]
+
+
 async def test_a_name_that_fits_into_no_path_is_refused(scripted: SessionTrial, worker: ScriptedWorker) -> None:
     answer = await turn(scripted, {"X-Session-Id": "a/b"})
     assert (answer.status, answer.error_type) == (400, "invalid_request")
@@ -214,6 +248,55 @@ async def test_a_trajectory_id_is_a_session_id(scripted: SessionTrial) -> None:
     await turn(scripted, named("s"))
     assert (await post(scripted, "/session/finalize", {"trajectory_id": "s", "instance_id": "i"}))["instance_id"] == "i"
     assert len((await post(scripted, "/trajectory/read", {"trajectory_id": "s"}))["data"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss"), [({}, "both"), ({"token_build_mode": "tito"}, "both"), ({"mask": "last_turn"}, "last")]
+)
+async def test_a_finalized_session_is_built_as_its_client_says(
+    trial: SessionTrial, mode: dict[str, Any], loss: str
+) -> None:
+    first = await good(await turn(trial, named("s")))
+    await turn(trial, named("s"), [*HI, message_of(first), user("Go on")])
+    await turn(trial, named("other"), [*HI, user("Go on")])
+    await post(trial, "/session/finalize", {"session_id": "s", **mode})
+    (segment,) = (await post(trial, "/trajectory/read", {"session_id": "s"}))["data"]
+    one, two = (each.generation for each in trial.door[:2])
+    assert segment["tokens"] == [*two.input_ids, *two.output_ids]
+    assert sum(segment["loss_mask"]) == len(two.output_ids) + (len(one.output_ids) if loss == "both" else 0)
+
+
+async def test_a_last_step_is_one_segment_of_a_rewritten_session(trial: SessionTrial) -> None:
+    await turn(trial, named("s"))
+    await turn(trial, named("s"), [*HI, said("I take that back."), user("Go on")])
+    for bad in ({"token_build_mode": "whole"}, {"token_build_mode": 1}, {"mask": "none"}):
+        refused = await trial.ask("POST", "/session/finalize", {"session_id": "s", **bad})
+        assert (refused.status, refused.error_type) == (400, "invalid_request")
+    await post(trial, "/session/finalize", {"session_id": "s", "token_build_mode": "last_step"})
+    (segment,) = (await post(trial, "/trajectory/read", {"session_id": "s"}))["data"]
+    last = trial.door[-1].generation
+    assert segment["tokens"] == [*last.input_ids, *last.output_ids]
+    assert segment["response_length"] == len(last.output_ids)
+
+
+async def test_a_session_of_one_weight_version_is_not_gone_on_with_by_another(stage: Stage) -> None:
+    async with simulated_sessions(stage, options={"one_weight_version": True}) as trial:
+        first = await good(await turn(trial, named("s", "task-7")))
+        await post(trial, "/v1/rollout/pause")
+        await post(trial, "/v1/rollout/resume", {"version": 2})
+        refused = await turn(trial, named("s"), [*HI, message_of(first), user("Go on")])
+        assert (refused.status, refused.error_type) == (502, "trajectory_version_changed")
+        detail = refused.json()["detail"]
+        assert (detail["error"], detail["previous_versions"], detail["new_versions"]) == (
+            "trajectory_version_changed",
+            ["1"],
+            ["2"],
+        )
+        assert (detail["session_id"], detail["instance_id"]) == ("s", "task-7")
+        assert len(trial.door) == 1, "before it is generated"
+        assert (await turn(trial, named("new"))).status == 200
+        (sample,) = await trial.samples("s")
+        exactly(sample, trial.door[0].generation)
 
 
 # Read

@@ -62,10 +62,14 @@ async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
     return await session_trial(stage, worker)
 
 
-async def nothing_is_held(trial: SessionTrial, session: str) -> None:
+async def nothing_is_held(trial: SessionTrial, session: str, *, untraced: bool = False) -> None:
     found = await trial.read(session)
     assert (found["records"], found["metadata"]["in_flight"]) == ([], 0)
-    assert await trial.samples(session) == []
+    if untraced:
+        answer = await trial.ask("POST", f"/sessions/{session}/samples", {})
+        assert (answer.status, answer.error_type) == (422, "untraced_episode")
+    else:
+        assert await trial.samples(session) == []
 
 
 async def the_next_turn_works(trial: SessionTrial, session: str) -> None:
@@ -305,7 +309,7 @@ async def test_an_answer_that_is_nested_too_deep_is_no_turn_and_spoils_none(
         assert len((await trial.read(session))["metadata"]["untraced"]) == 1
     else:
         assert (answer.status, answer.error_type) == (502, "unusable_answer")
-    await nothing_is_held(trial, session)
+    await nothing_is_held(trial, session, untraced=stream)
     await the_next_turn_works(trial, session)
 
 

@@ -370,6 +370,7 @@ async def test_the_command_starts_workers_and_ends_well_at_sigterm(session: aioh
         (["--moe", "4x8"], "expected LAYERSxEXPERTSxTOPK such as 4x8x2, got '4x8'"),
         (["--count", "0"], "--count must be at least 1"),
         (["--tokenizer", "/nowhere"], "no tokenizer.json in /nowhere"),
+        (["--script", "/nowhere"], "[Errno 2] No such file or directory: '/nowhere'"),
     ],
 )
 async def test_the_command_refuses_what_it_cannot_use_in_one_line(arguments: list[str], complaint: str) -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from middleware_hub.openai_session.export.records import record
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
-from middleware_hub.openai_session.sessions.messages import Message, strict
+from middleware_hub.openai_session.sessions.equality import MEANING
+from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Turn, line_ends
@@ -75,7 +76,7 @@ class Episode:
         self.sent.append(sent)
         fields = self.draw(st.sampled_from(SETTINGS))
         contexts = [each.key for each in contexts_of(fields)]
-        place = self.scene.session.place(sent, contexts, strict)
+        place = self.scene.session.place(sent, contexts, MEANING)
         assert place == self.expected(sent, contexts)
         asked = self.ask(sent, place, fields)
         if self.draw(st.integers(0, 4)):
@@ -103,7 +104,7 @@ class Episode:
         best: Turn | None = None
         for turn in self.scene.session.turns:
             held = history(turn)
-            fits = len(held) <= len(sent) and all(map(strict, held, sent[: len(held)]))
+            fits = len(held) <= len(sent) and all(map(MEANING, held, sent[: len(held)]))
             if fits and turn.context in contexts and (best is None or len(held) >= len(history(best))):
                 best = turn
         return Place(best, tuple(sent[len(history(best)) if best else 0 :]), best.context if best else contexts[0])
@@ -209,7 +210,7 @@ def check_selection(found: Episode) -> None:
             turn.parent is leaf.parent
             and turn.context == leaf.context
             and len(turn.appended) == len(leaf.appended)
-            and all(map(strict, leaf.appended, turn.appended))
+            and all(map(MEANING, leaf.appended, turn.appended))
             for turn in again
         )
 

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from middleware_hub.openai_session.sessions.messages import Equality, Message, strict
+from middleware_hub.openai_session.sessions.equality import MEANING, Equality
+from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
@@ -42,7 +43,7 @@ def tool(text: str, call_id: str = "call_1") -> Message:
 class Scene:
     """One session. Each turn takes a second; its ids are new ones, so that every position can be told apart."""
 
-    def __init__(self, bounds: Bounds = PLENTY, *, equal: Equality = strict) -> None:
+    def __init__(self, bounds: Bounds = PLENTY, *, equal: Equality = MEANING) -> None:
         self.time = 1000.0
         self.equal = equal
         self.store = SessionStore(bounds, now=lambda: self.time, clock=lambda: self.time)

@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, Extension, HeldEnd, NotAppendOnly
-from middleware_hub.openai_session.errors import UnusableAnswer
+from middleware_hub.openai_session.errors import MediaNotTraced, UnusableAnswer
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.completions import CONTEXT, CompletionsFace
-from middleware_hub.openai_session.sessions.messages import strict
+from middleware_hub.openai_session.sessions.equality import STRICT
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
@@ -41,7 +41,7 @@ class Rendering:
 
 
 def chat_turn(scene: Scene, messages: object, rendering: Rendering | None = None, **fields: Any) -> PendingTurn:
-    face = ChatFace(cast(Continuation, rendering or Rendering()), strict)
+    face = ChatFace(cast(Continuation, rendering or Rendering()), STRICT)
     return at_once(face.turn(scene.session, {"messages": messages, **fields}, now=scene.time))
 
 
@@ -55,7 +55,7 @@ def test_each_api_has_a_path_of_its_own() -> None:
 @pytest.mark.parametrize("request_body", [[], {}, {"messages": []}, {"messages": [{"content": "Hi"}]}])
 def test_what_is_no_chat_request_is_refused(request_body: object) -> None:
     with pytest.raises(BadRequest):
-        at_once(ChatFace(cast(Continuation, Rendering()), strict).turn(Scene().session, request_body, now=0.0))
+        at_once(ChatFace(cast(Continuation, Rendering()), STRICT).turn(Scene().session, request_body, now=0.0))
 
 
 def test_a_first_turn_goes_as_messages() -> None:
@@ -99,13 +99,23 @@ def test_settings_that_the_engine_refuses_in_its_own_words_are_not_read_here() -
     assert (turn.prompt, turn.segment) == (None, "invalid_chat_template_kwargs")
 
 
-def test_what_the_template_cannot_append_and_pictures_are_roots_too() -> None:
+def test_what_the_template_cannot_append_and_parts_that_are_no_text_are_roots_too() -> None:
     scene = Scene()
     before = history(scene.turn(START))
     turn = chat_turn(scene, [*before, user("more")], Rendering("the template says no"))
     assert (turn.prompt, turn.segment) == (None, "the template says no")
-    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
-    assert chat_turn(scene, [*before, picture]).segment == "not_text"
+    other = {"role": "user", "content": [{"type": "citation"}]}
+    assert chat_turn(scene, [*before, other]).segment == "not_text"
+
+
+@pytest.mark.parametrize(
+    "kind", ["image_url", "input_image", "image", "input_audio", "video_url", "file", "input_file"]
+)
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_what_is_more_than_words_is_refused_by_its_name(kind: str, role: str) -> None:
+    message = {"role": role, "content": [{"type": "text", "text": "See:"}, {"type": kind}]}
+    with pytest.raises(MediaNotTraced, match=rf"messages\[2\] has '{kind}': a session traces text alone"):
+        chat_turn(Scene(), [*START, message])
 
 
 def behind(rendering: Rendering, first: Mapping[str, Any], second: Mapping[str, Any]) -> PendingTurn:
@@ -141,7 +151,7 @@ def test_a_turn_is_rendered_with_the_tools_that_the_held_one_was_rendered_with(
 
 
 def completion(scene: Scene, request: object) -> PendingTurn:
-    face = CompletionsFace(cast(Continuation, None), strict)
+    face = CompletionsFace(cast(Continuation, None), STRICT)
     return at_once(face.turn(scene.session, request, now=scene.time))
 
 
@@ -316,7 +326,7 @@ def test_a_batch_that_is_not_answered_evenly_is_unusable() -> None:
 
 @pytest.mark.parametrize("prompt", ["a", [1], ["a", "b"]])
 def test_echo_cannot_be_recorded(prompt: object) -> None:
-    face = CompletionsFace(cast(Continuation, None), strict)
+    face = CompletionsFace(cast(Continuation, None), STRICT)
     assert face.untraceable({"prompt": prompt, "echo": True}) is not None
     assert face.untraceable({"prompt": prompt, "echo": False, "suffix": "x"}) is None
     assert face.untraceable({"prompt": prompt}) is None

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from middleware_hub.openai_session.continuing.families import FAMILIES, LIBRARY, for_family
-from middleware_hub.openai_session.continuing.preparing import CannotRender, loops_over_parts, prepared, prepared_tool
+from middleware_hub.openai_session.continuing.preparing import CannotRender, loops_over_parts, prepared
 from middleware_hub.openai_session.continuing.templates import from_tokenizer
+from middleware_hub.openai_session.sessions.prompting import prepared_tool
 from miles_router.errors import ConfigError
 from tests.support.chat import CHATML, GLM, TOOLS, checkpoint, family_tokenizer, with_template
 from tests.support.tokenizers import tokenizer

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from middleware_hub.openai_session.sessions.messages import Message, message_bytes, tool_arguments_as_json
+from middleware_hub.openai_session.sessions.equality import ARGUMENTS_AS_JSON, MEANING
+from middleware_hub.openai_session.sessions.messages import Message, message_bytes
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn, line_ends, line_trajectory
 from miles_router.trajectory import Piece
 from tests.support.sessions import STOP, SYSTEM, Scene, assistant, call, history, tool, user
@@ -100,7 +101,7 @@ def test_tools_that_the_prompt_does_not_show_are_no_turn_s_own() -> None:
 
 
 def test_what_equal_means_is_the_session_s_choice() -> None:
-    scene = Scene(equal=tool_arguments_as_json)
+    scene = Scene(equal=ARGUMENTS_AS_JSON)
     turn = scene.turn(START, assistant("", tool_calls=[call("add", '{"a": 1}')]))
     echoed = assistant("", tool_calls=[call("add", '{"a":1}')])
     assert place(scene, [*START, echoed, tool("5")]).parent is turn
@@ -222,6 +223,122 @@ def test_why_a_history_held_in_words_is_not_continued_in_tokens_is_the_reason() 
     asked = scene.ask([SYSTEM, user("x")], segment="not_text")
     assert first.reason is None
     assert scene.record(asked, scene.generated(asked, "ok"))[0].reason == "not_text"
+
+
+# What was changed
+
+
+def test_the_first_message_that_was_edited_is_shown_with_its_field_and_both_texts() -> None:
+    scene = Scene()
+    scene.follow(scene.turn(START, "The sum is " + "5" * 300), user("b"))
+    edited = scene.turn([*START, assistant("The sum is " + "5" * 299 + "6"), user("b")])
+    assert edited.edit is not None
+    held, sent = edited.edit["held"], edited.edit["sent"]
+    assert (edited.edit["message"], edited.edit["field"]) == (2, "content")
+    assert (held, sent) == ("…" + "5" * 41, "…" + "5" * 40 + "6")
+
+
+def test_what_is_shown_of_an_edit_is_bounded() -> None:
+    scene = Scene()
+    scene.turn(START, "x" * 100_000)
+    edited = scene.turn([*START, assistant("y" * 100_000), user("b")])
+    assert edited.edit == {"message": 2, "field": "content", "held": "x" * 160 + "…", "sent": "y" * 160 + "…"}
+
+
+def test_an_edit_behind_a_held_turn_counts_the_messages_before_it() -> None:
+    scene = Scene()
+    first = scene.turn(START)
+    scene.follow(first, user("more"), user("and more"))
+    edited = scene.follow(first, user("more"), user("else"))
+    assert edited.edit == {"message": 4, "field": "content", "held": "and more", "sent": "else"}
+
+
+def test_messages_that_were_left_out_and_added_ones_are_edits_of_none() -> None:
+    scene = Scene()
+    scene.follow(scene.turn(START), user("b"))
+    shorter = scene.turn(START[:1])
+    assert (shorter.reason, shorter.edit and shorter.edit["sent"]) == ("compaction", None)
+    assert shorter.edit is not None
+    assert (shorter.edit["message"], shorter.edit["field"]) == (1, "message")
+
+
+def test_a_compaction_shows_where_it_departs() -> None:
+    scene = Scene()
+    scene.follow(scene.turn(START), user("b"), user("c"))
+    edit = scene.turn([SYSTEM, user("In short: a, b, c.")]).edit
+    assert edit == {"message": 1, "field": "content", "held": "Add.", "sent": "In short: a, b, c."}
+
+
+def test_a_first_message_that_changes_under_the_same_question_is_shown() -> None:
+    scene = Scene()
+    scene.turn([{"role": "system", "content": "It is 10:01."}, user("Add.")])
+    later = scene.turn([{"role": "system", "content": "It is 10:02."}, user("Add.")])
+    assert (later.reason, later.edit) == (
+        "sub_agent",
+        {"message": 0, "field": "content", "held": "It is 10:01.", "sent": "It is 10:02."},
+    )
+    assert scene.turn([{"role": "system", "content": "Search."}, user("Find.")]).edit is None
+
+
+def test_tools_and_settings_that_change_are_shown() -> None:
+    scene = Scene()
+    first = scene.turn(START, tools=TOOLS)
+    less = scene.follow(first, user("more"), tools=[])
+    assert less.edit is not None
+    assert (less.edit["field"], less.edit["sent"]) == ("tools", None)
+    assert "add" in less.edit["held"]
+    other = scene.follow(first, user("more"), tools=TOOLS, chat_template_kwargs={"enable_thinking": False})
+    assert other.edit is not None
+    assert (other.edit["field"], other.edit["sent"]) == ("chat_template_kwargs", '{"enable_thinking":false}')
+
+
+def test_what_was_not_changed_shows_no_edit() -> None:
+    scene = Scene()
+    first = scene.turn(START, "a")
+    turns = [first, scene.follow(first, user("b")), scene.turn(START, "c"), *scene.choices(START, "d", "e")]
+    assert [turn.edit for turn in turns] == [None] * 5
+
+
+# Work
+
+
+class Counted:
+    """An equality that counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self, held: Message, sent: Message) -> bool:
+        self.asked += 1
+        return MEANING(held, sent)
+
+
+def respelled(messages: Sequence[Message]) -> list[Message]:
+    """As another library writes answers."""
+    return [{**m, "refusal": None} if m["role"] == "assistant" else {**m} for m in messages]
+
+
+def test_a_spelling_that_comes_back_each_time_is_read_once() -> None:
+    equal = Counted()
+    scene = Scene(equal=equal)
+    turn = scene.turn(START)
+    for number in range(50):
+        turn = scene.turn([*respelled(history(turn)), user(f"{number}")])
+    assert len(scene.session.roots) == 1
+    assert equal.asked <= 50
+
+
+def test_a_history_that_is_edited_with_every_turn_is_walked_once_and_not_once_for_each_root() -> None:
+    equal = Counted()
+    scene = Scene(equal=equal)
+    before = [SYSTEM, *(user(f"{number}") for number in range(100))]
+    counts = []
+    for number in range(60):
+        scene.turn([*before, user(f"note {number}"), user("go on")])
+        counts.append(equal.asked)
+        equal.asked = 0
+    assert len(scene.session.roots) == 60
+    assert counts[-1] <= 10 * len(counts)
 
 
 # Tokens

@@ -14,8 +14,6 @@ from miles_router.errors import RouterError
 #: What a message keeps on its way through SGLang's request model, by role.
 OF_A_USER = ("role", "content")
 OF_OTHERS = ("role", "content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools")
-ALWAYS_OF_A_FUNCTION = ("description", "name", "parameters")
-OF_A_FUNCTION = (*ALWAYS_OF_A_FUNCTION, "strict", "defer_loading")
 TEXT_PARTS = ("text", "input_text")
 #: transformers' own tag; it writes nothing.
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
@@ -41,17 +39,6 @@ def prepared(message: Message, *, parts: bool, json: bool = False) -> dict[str, 
             _call(call, arguments if kept["role"] == "assistant" else None) for call in kept["tool_calls"]
         ]
     return kept
-
-
-def prepared_tool(tool: Any) -> Any:
-    """One tool as SGLang's request model writes it: the function's fields in the order they were sent."""
-    if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
-        return tool
-    sent = tool["function"]
-    known = {name: sent[name] for name in sent if name in OF_A_FUNCTION}
-    function = {**known, **{name: None for name in ALWAYS_OF_A_FUNCTION if name not in known}}
-    kept = {name: value for name, value in function.items() if value is not None or name in ALWAYS_OF_A_FUNCTION}
-    return {"type": tool.get("type", "function"), "function": kept, "defer_loading": tool.get("defer_loading")}
 
 
 def _content(role: object, content: Any, *, parts: bool) -> Any:

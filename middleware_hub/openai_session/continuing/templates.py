@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from middleware_hub.openai_session.continuing.preparing import CannotRender, loops_over_parts, prepared, prepared_tool
+from middleware_hub.openai_session.continuing.preparing import CannotRender, loops_over_parts, prepared
 from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.prompting import prepared_tool
 from middleware_hub.tokenizing.encoding import TextEncoder
 from miles_router.errors import ConfigError
 

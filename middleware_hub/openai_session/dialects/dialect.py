@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from starlette.routing import BaseRoute
 
 from middleware_hub.openai_session.export.routes import SessionRoutes
-from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.turns.door import TurnDoor
 from miles_router.middlewares import Receive, Router, Scope, Send
-
-#: Takes one turn of a session, on the face that its path names.
-TakesTurn = Callable[[Session, Scope, Receive, Send], Awaitable[None]]
 
 
 class Dialect(Protocol):
     """What the middleware asks of every dialect."""
 
-    def __init__(self, router: Router, sessions: SessionRoutes, turn: TakesTurn) -> None: ...
+    def __init__(
+        self, router: Router, sessions: SessionRoutes, door: TurnDoor, *, one_weight_version: bool = False
+    ) -> None: ...
 
     def routes(self) -> Sequence[BaseRoute]:
         """Those under path segments of their own."""

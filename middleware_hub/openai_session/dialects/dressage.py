@@ -1,9 +1,9 @@
 """Dressage's dialect (Accio-Lab/Dressage at de8e8694): the same sessions for clients that name them in headers and
 never make them.
 
-POST /v1/chat/completions   with X-Session-Id, X-Instance-Id, X-Turn-Id: a step of a turn; the session is made at its
+the paths of every face     with X-Session-Id, X-Instance-Id, X-Turn-Id: a step of a turn; the session is made at its
                             first
-POST /session/finalize      no further turns; it can be read
+POST /session/finalize      no further turns; it can be read, built as `token_build_mode` and `mask` say
 POST /session/discard       it is forgotten, whatever it is
 POST /trajectory/read       the samples of one finalized session, or of all, in the fields that its reader wants and in
                             ours; `drain` forgets them
@@ -22,12 +22,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from middleware_hub.openai_session.dialects.dialect import TakesTurn
 from middleware_hub.openai_session.dialects.dressage_segments import VIEW, segments_of
+from middleware_hub.openai_session.errors import TrajectoryVersionChanged
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
-from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest
+from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest, untraced_in_words
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router.engines import paths
+from middleware_hub.openai_session.turns.door import TurnDoor
 from miles_router.errors import BadRequest
 from miles_router.middlewares import (
     CONTINUE,
@@ -52,15 +52,20 @@ MODES = {"preempt": "retract", "abort": "abort", "retract": "retract", "in_place
 Name = str | int
 MAX_NAME = 256
 REWRITTEN = ("edited_history", "compaction")
+#: The dialect's words for how samples are built, the older ones too.
+BUILD_MODES = {"tito": "concat", "concat": "concat", "snapshot": "last_step", "last_step": "last_step"}
 
 
 class DressageDialect:
     """Answers what the dialect adds."""
 
-    def __init__(self, router: Router, sessions: SessionRoutes, turn: TakesTurn) -> None:
+    def __init__(
+        self, router: Router, sessions: SessionRoutes, door: TurnDoor, *, one_weight_version: bool = False
+    ) -> None:
         self._router = router
+        self._one_weight_version = one_weight_version
         self._sessions = sessions
-        self._turn = turn
+        self._door = door
         self._draining: set[str] = set()  # sessions that are read now, to be deleted then
 
     def routes(self) -> Sequence[BaseRoute]:
@@ -75,25 +80,54 @@ class DressageDialect:
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer a request under `/v1` if it speaks the dialect; False if it does not."""
         path, method = scope["path"], scope["method"]
-        if path == paths.CHAT and method == "POST":
-            name = _session_id(scope)
-            if name is None:
-                return False
-            given = first(scope["headers"], INSTANCE)
-            instance = None if given is None else _checked_name("X-Instance-Id", given.decode("latin-1"))
-            session = self._sessions.store.get_or_create(name)
-            if instance is not None:
-                session.metadata.setdefault("instance_id", instance)
-            try:
-                await self._turn(session, scope, receive, send)
-            finally:
-                self._sessions.store.drop_unused(session)
+        name = _session_id(scope)
+        if name is not None and self._door.is_turn(scope):
+            await self._turn(name, scope, receive, send)
+            return True
+        held = name is not None and name in self._sessions.store
+        if held and await self._door.beside(self._sessions.store.get(name or ""), scope, receive, send):
             return True
         if not path.startswith(ROLLOUT) or (method, path) not in self._orders():
             return False
         response = await self._orders()[method, path](Request(scope, receive))
         await response(scope, receive, send)
         return True
+
+    async def _turn(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        given = first(scope["headers"], INSTANCE)
+        instance = None if given is None else _checked_name("X-Instance-Id", given.decode("latin-1"))
+        session = self._sessions.store.get_or_create(name)
+        if instance is not None:
+            session.metadata.setdefault("instance_id", instance)
+        try:
+            self._check_version(session, scope)
+            await self._door.turn(session, scope, receive, send)
+        finally:
+            self._sessions.store.drop_unused(session)
+
+    def _check_version(self, session: Session, scope: Scope) -> None:
+        """Refuse a turn that other weights would answer, in the dialect's words.
+
+        Raises:
+            TrajectoryVersionChanged: the fleet has other weights than those that answered the session.
+        """
+        current = self._router.pool.weight_version
+        if not self._one_weight_version or current is None:
+            return
+        before = {piece.version for turn in session.turns for piece in turn.sampled if piece.version is not None}
+        if not before or current in before:
+            return
+        error = TrajectoryVersionChanged(f"weights {current} would go on with what {', '.join(sorted(before))} began")
+        detail = {
+            "error": error.type,
+            "message": str(error),
+            "previous_versions": sorted(before),
+            "new_versions": [current],
+            "session_id": session.id,
+            "instance_id": session.metadata.get("instance_id"),
+        }
+        Exchange.of(scope).error_body = lambda error, request_id: {"detail": detail, **error.body(request_id)}
+        raise error
 
     def _orders(self) -> Mapping[tuple[str, str], Callable[[Request], Awaitable[Response]]]:
         return {
@@ -106,8 +140,16 @@ class DressageDialect:
         parsed = await read_object(request)
         session = self._sessions.store.get(_named(parsed))
         if not session.turns:
-            raise BadRequest("the session has no turns")
+            raise BadRequest(f"the session has no turns{untraced_in_words(session)}")
         instance, carried = _name(parsed, "instance_id"), {name: parsed[name] for name in CARRIED if name in parsed}
+        if "token_build_mode" in parsed:
+            mode = parsed["token_build_mode"]
+            if not isinstance(mode, str) or mode not in BUILD_MODES:
+                raise BadRequest(f"token_build_mode must be one of {', '.join(BUILD_MODES)}")
+            carried["build"] = BUILD_MODES[mode]
+        if "mask" in parsed:
+            carried["mask"] = parsed["mask"]
+        SampleRequest.read(carried)
         self._sessions.store.account_carried(session, carried)
         if instance is not None:
             session.metadata["instance_id"] = instance

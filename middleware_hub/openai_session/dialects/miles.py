@@ -77,7 +77,7 @@ class MilesForm:
         # Its first version wants one sample, and goes on from the branch that was asked last.
         policy = "drop-superseded" if "metadata" in body else "last"
         carried = {"reward": wanted.metadata.get("reward"), **wanted.carried}
-        wanted = replace(wanted, carried=carried, default_branches=policy, leave_out_prompts=True)
+        wanted = replace(wanted, carried=carried, default_branches=policy, may_be_empty=True, leave_out_prompts=True)
         plan = self._sessions.maker.plan(session, wanted)
         leaves = [leaf for leaf, _ in plan.leaves]
         about = {**session.metadata, SESSION: _about(session, leaves)}
@@ -175,7 +175,7 @@ def _about(session: Session, leaves: Sequence[Turn]) -> dict[str, Any]:
 
 def _empty_reason(session: Session, request: SampleRequest) -> str:
     if not session.turns:
-        return "no_records"
+        return "untraced" if session.untraced else "no_records"
     truncated = request.max_seq_len is not None and any(turn.sampled for turn in session.turns)
     return "all_truncated" if truncated else "nothing_sampled"
 

@@ -60,6 +60,7 @@ def record(turn: Turn) -> dict[str, Any]:
         "turn": turn.number,
         "parent": None if turn.parent is None else turn.parent.number,
         "reason": turn.reason,
+        "edit": turn.edit,
         "path": turn.path,
         "messages": turn.appended,
         "response": turn.answer,
@@ -108,5 +109,6 @@ def turn_span(turn: Turn, end: int) -> Mapping[str, Any]:
         "end": end,
         "finish_reason": turn.finish_reason,
         "reason": turn.reason,
+        "edit": turn.edit,
         **{name: turn.facts.get(name) for name in (*facts, "versions")},
     }

@@ -1,26 +1,47 @@
-"""Training samples out of a session: one for each selected leaf, checked, as JSON or safetensors."""
+"""Training samples out of a session: one for each selected leaf, checked, as JSON or safetensors.
+
+concat      the turns of a leaf's line in a row; the response is all behind the first prompt
+last_step   what the last answer's engine was given, and the answer; the response begins with the first turn that is
+            in the loss
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from middleware_hub.openai_session.errors import UnusableSample
+import numpy as np
+
+from middleware_hub.openai_session.errors import UntracedEpisode, UnusableSample
+from middleware_hub.openai_session.export.masks import MASKS, Decode, checked_masks
 from middleware_hub.openai_session.export.records import turn_span
 from middleware_hub.openai_session.export.selection import Selection, trained_elsewhere
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends, line_trajectory
-from miles_router.errors import BadRequest
+from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import RowChannel
 from miles_router.trajectory import InvalidTrajectory, Sample
+from miles_router.trajectory.pieces import Mask
 from miles_router.trajectory.rows import KINDS, RowKind
 from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, ShapedRows
 
 #: Where a sample's metadata says why it has no rows of a kind.
 NOTES = {kind: f"{kind.name}_missing" for kind in KINDS}
 #: What we say of a sample in its metadata.
-FACTS = ("session_id", "leaf", "reason", "turns", "untrained_turns", "untraced", "unrecorded_history", *NOTES.values())
-FIELDS = frozenset({"format", "max_seq_len", "branches", "reward", "label", "metadata"})
+FACTS = (
+    "session_id",
+    "leaf",
+    "build",
+    "mask",
+    "reason",
+    "turns",
+    "untrained_turns",
+    "untraced",
+    "unrecorded_history",
+    *NOTES.values(),
+)
+FIELDS = frozenset({"format", "max_seq_len", "branches", "build", "mask", "reward", "label", "metadata"})
+CONCAT, LAST_STEP = BUILDS = ("concat", "last_step")
 
 
 @dataclass(frozen=True)
@@ -32,7 +53,10 @@ class SampleRequest:
     branches: object = ""  # none named: the operator's, or those of the form
     carried: Mapping[str, Any] = field(default_factory=dict)  # reward and label, given back on every sample
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    build: str = ""  # none named: the operator's
+    mask: tuple[str, ...] | None = None  # none named: the operator's
     default_branches: str = "all"  # of the form
+    may_be_empty: bool = False  # the form says why there is no sample
     leave_out_prompts: bool = False  # a branch without room for more than its first prompt gives no sample
 
     @classmethod
@@ -53,8 +77,11 @@ class SampleRequest:
             raise BadRequest("max_seq_len must be a whole number from 1")
         if metadata is not None and not isinstance(metadata, dict):
             raise BadRequest("metadata must be an object")
+        build, mask = body.get("build", ""), checked_masks(body["mask"]) if "mask" in body else None
+        if build not in ("", *BUILDS):
+            raise BadRequest(f"build must be one of {', '.join(BUILDS)}")
         carried = {name: body[name] for name in CARRIED if name in body}
-        return cls(form, longest, body.get("branches", ""), carried, metadata or {})
+        return cls(form, longest, body.get("branches", ""), carried, metadata or {}, build, mask)
 
 
 @dataclass(frozen=True)
@@ -64,11 +91,14 @@ class SampleMaker:
     Args:
         decode: token ids to text.
         channels: of the rows of the stack.
+        build, mask: of requests that name none.
     """
 
     selection: Selection
-    decode: Callable[[Sequence[int]], str]
+    decode: Decode
     channels: Mapping[RowKind, RowChannel]
+    build: str = CONCAT
+    mask: tuple[str, ...] = ()
 
     def plan(self, session: Session, request: SampleRequest) -> SamplePlan:
         """What the samples of a session will be, as it is now. A leaf in whose line nothing was sampled (aborted before
@@ -77,8 +107,15 @@ class SampleMaker:
         Raises:
             BadRequest: no such branch policy.
             UnusableSample: a policy of the operator's gives something else than turns of this session.
+            UntracedEpisode: nothing was traced of what the agent asked.
         """
-        selected = self.selection.leaves(session, request.branches, default=request.default_branches)
+        if session.untraced and not request.may_be_empty and not any(turn.sampled for turn in session.turns):
+            raise UntracedEpisode(f"the session has no samples{untraced_in_words(session)}")
+        request = replace(
+            request, build=request.build or self.build, mask=self.mask if request.mask is None else request.mask
+        )
+        default = "last" if request.build == LAST_STEP else request.default_branches
+        selected = self.selection.leaves(session, request.branches, default=default)
         leaves = [leaf for leaf in selected if _was_answered(leaf)]
         if request.leave_out_prompts and request.max_seq_len is not None:
             leaves = [leaf for leaf in leaves if leaf.line()[0].prompt_tokens < request.max_seq_len]
@@ -123,9 +160,12 @@ class SamplePlan:
     def _sample(self, leaf: Turn, elsewhere: Mapping[Turn, int]) -> Sample:
         line, request = leaf.line(), self.request
         whole = line_trajectory(line, elsewhere=elsewhere)
-        prompt = line[0].prompt_tokens
         cut = request.max_seq_len is not None and len(whole) > request.max_seq_len
         trajectory = whole[: request.max_seq_len] if cut else whole
+        loss_mask = trajectory.loss_mask
+        for name in request.mask or ():
+            loss_mask = loss_mask & MASKS[name](line, trajectory, self.maker.decode)
+        prompt = self._prompt(line, loss_mask)
         if len(trajectory) <= prompt:
             raise UnusableSample("has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens")
         rows, missing = _rows(leaf, len(trajectory), self.maker.channels.values())
@@ -133,7 +173,7 @@ class SamplePlan:
         try:
             sample = Sample(
                 tokens=trajectory.tokens,
-                loss_mask=trajectory.loss_mask,
+                loss_mask=loss_mask,
                 logprobs=trajectory.logprobs,
                 weight_versions=tuple(trajectory.weight_versions),
                 response_length=len(trajectory) - prompt,
@@ -147,6 +187,14 @@ class SamplePlan:
         # After the checks: a tokenizer may fail over an id that does not exist.
         return replace(sample, response=self.maker.decode(sample.tokens[prompt:].tolist()))
 
+    def _prompt(self, line: Sequence[Turn], loss_mask: Mask) -> int:
+        """How many tokens stand in front of the response."""
+        if self.request.build == CONCAT:
+            return line[0].prompt_tokens
+        trained = np.flatnonzero(loss_mask)
+        first = int(trained[0]) if len(trained) else line[-1].prompt_tokens
+        return max(turn.prompt_tokens for turn in line if turn.prompt_tokens <= first)
+
     def _facts(self, line: Sequence[Turn], elsewhere: Mapping[Turn, int], length: int) -> dict[str, Any]:
         """What the metadata of a sample, the first `length` tokens of a line, says of its turns: where they are, and
         which of them another sample trains."""
@@ -155,12 +203,36 @@ class SamplePlan:
         return {
             "session_id": self.facts["session_id"],
             "leaf": line[-1].number,
+            "build": self.request.build,
+            "mask": list(self.request.mask or ()),
             "reason": next((turn.reason for turn in line if turn.reason is not None), None),
             "turns": [turn_span(turn, end) for turn, end in turns],
             "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
             "untraced": len(self.facts["untraced"]),
             "unrecorded_history": any(turn.unrecorded_history for turn in line),
         }
+
+
+def checked_defaults(of: str, build: str, mask: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+    """What the options of a middleware say of requests that do not.
+
+    Raises:
+        ConfigError: there is no such build or mask.
+    """
+    if build not in BUILDS:
+        raise ConfigError(f"{of}.default_build: must be one of {', '.join(BUILDS)}, not {build!r}")
+    try:
+        return build, checked_masks(mask)
+    except BadRequest as error:
+        raise ConfigError(f"{of}.default_mask: {error}") from None
+
+
+def untraced_in_words(session: Session) -> str:
+    """What a session was asked without being traced; empty where there was nothing."""
+    if not session.untraced:
+        return ""
+    last, count = session.untraced[-1], len(session.untraced)
+    return f": requests that passed untraced: {count}, the last to {last['path']}: {last['reason']}"
 
 
 def _was_answered(leaf: Turn) -> bool:

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
+from middleware_hub.openai_session.errors import MediaNotTraced
 from middleware_hub.openai_session.faces.face import Face
-from middleware_hub.openai_session.sessions.messages import checked, only_text
+from middleware_hub.openai_session.sessions.messages import checked, media_in, only_text
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
@@ -39,9 +40,13 @@ class ChatFace(Face):
 
         Raises:
             BadRequest: it is none.
+            MediaNotTraced: it has an image or the like.
         """
         fields = self._settings.of_chat(self.fields(request))
         messages = tuple(fields["messages"])
+        media = media_in(messages)
+        if media is not None:
+            raise MediaNotTraced(f"{media}: a session traces text alone")
         contexts = contexts_of(fields)
         place = session.place(messages, [context.key for context in contexts], self._equal)
         if place.parent is None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from middleware_hub.openai_session.continuing.continuation import Continuation
-from middleware_hub.openai_session.sessions.messages import Equality
+from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines.choices import OpenAIEndpoint

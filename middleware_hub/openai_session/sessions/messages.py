@@ -1,28 +1,23 @@
-"""Chat messages: what a request must have, and when one that an agent sends back is one that is held.
-
-Agents send the whole history with every turn, and their libraries change its spelling on the way: null for an empty
-string, one text part for a string, reasoning left out. What a chat template reads decides, not the spelling.
-"""
+"""Chat messages: what a request must have, and what a message weighs."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
-
-import orjson
 
 from miles_router.errors import BadRequest, ConfigError
 
 Message = Mapping[str, Any]
-#: `(held, sent)`: whether the message sent is the one held.
-Equality = Callable[[Message, Message], bool]
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-#: What chat templates read of a message as it is, beside its content, reasoning and calls.
-READ_AS_IT_IS = ("role", "tool_call_id", "name", "tools")
+#: What stands for more than its words, in any API's spelling.
+MEDIA_PARTS = frozenset(
+    f"{before}{kind}{behind}"
+    for kind in ("image", "audio", "video", "file")
+    for before, behind in (("", ""), ("input_", ""), ("", "_url"))
+)
 
 
 def checked(parsed: object) -> tuple[Message, ...]:
@@ -42,8 +37,19 @@ def checked(parsed: object) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def media_in(messages: Sequence[Message]) -> str | None:
+    """Where the first image, audio, video or file is, and what it is; None if there is none."""
+    for place, message in enumerate(messages):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if isinstance(kind, str) and kind in MEDIA_PARTS:
+                return f"messages[{place}] has {kind!r}"
+    return None
+
+
 def only_text(messages: Sequence[Message]) -> bool:
-    """Whether no message holds an image, audio or anything else that ids alone do not carry."""
+    """Whether no message holds anything that ids alone do not carry."""
     return all(
         part.get("type") in TEXT_PARTS if isinstance(part, Mapping) else isinstance(part, str)
         for message in messages
@@ -60,31 +66,6 @@ def message_bytes(message: object) -> int:
     if isinstance(message, (list, tuple)):
         return own + sum(map(message_bytes, message))
     return own
-
-
-def strict(held: Message, sent: Message) -> bool:
-    """Equal in all that chat templates read. Reasoning may be left out: its tokens are held."""
-    return held is sent or held == sent or (_but_for_calls(held, sent) and _calls(held) == _calls(sent))
-
-
-def tool_arguments_as_json(held: Message, sent: Message) -> bool:
-    """As `strict`, with the arguments of tool calls compared as the JSON they spell."""
-    if held is sent or held == sent:
-        return True
-    return _but_for_calls(held, sent) and _calls(held, parse=True) == _calls(sent, parse=True)
-
-
-EQUALITIES: Mapping[str, Equality] = {"strict": strict, "tool-arguments-as-json": tool_arguments_as_json}
-
-
-def equality(name: str) -> Equality:
-    """The equality of this name, or at this dotted path.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    known = EQUALITIES.get(name)
-    return known if known is not None else load_function(name, "message_equality", EQUALITIES)
 
 
 def load_function(path: str, option: str, names: Mapping[str, object]) -> Callable[..., Any]:
@@ -106,58 +87,7 @@ def load_function(path: str, option: str, names: Mapping[str, object]) -> Callab
     return found  # type: ignore[no-any-return]  # whatever its operator named
 
 
-def says(message: Message) -> bytes:
-    """A digest of what an answer says: its text, and the names of the functions it calls. Unlike an equality it needs
-    no other message, and it does not see what agents' libraries write anew."""
-    calls = message.get("tool_calls")
-    names = [_function(call).get("name") for call in calls] if isinstance(calls, list) else []
-    return blake2b(orjson.dumps([_content(message), names]), digest_size=16).digest()
-
-
-def _but_for_calls(held: Message, sent: Message) -> bool:
-    if any((held.get(name) or None) != (sent.get(name) or None) for name in READ_AS_IT_IS):
-        return False
-    reasoning = sent.get("reasoning_content") or sent.get("reasoning")
-    if reasoning and reasoning != (held.get("reasoning_content") or held.get("reasoning")):
-        return False
-    return _content(held) == _content(sent)
-
-
-def _content(message: Message) -> object:
-    """Text as a string, however it is spelled. Beside its text, what a text part has (`cache_control`, annotations) is
-    read by no template, and clients move it from turn to turn."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return content or ""
-    parts = [_part(part) for part in content]
-    return parts[0] if len(parts) == 1 else parts or ""
-
-
-def _part(part: object) -> object:
-    if isinstance(part, Mapping) and part.get("type") in TEXT_PARTS:
-        return part.get("text") or ""
-    return part
-
-
-def _calls(message: Message, *, parse: bool = False) -> list[object]:
-    calls = message.get("tool_calls")
-    return [_call(call, parse=parse) for call in calls] if isinstance(calls, list) else []
-
-
-def _call(call: Any, *, parse: bool) -> object:
-    function = _function(call)
-    if not function:
-        return call
-    arguments = function.get("arguments")
-    if parse and isinstance(arguments, str):
-        try:
-            arguments = orjson.loads(arguments)
-        except orjson.JSONDecodeError:
-            arguments = ("not JSON", arguments)
-    return call.get("id"), function.get("name"), arguments
-
-
-def _function(holder: object) -> Mapping[str, Any]:
-    """The function that a tool, a call or a choice of one names."""
+def function_of(holder: object) -> Mapping[str, Any]:
+    """The function that a tool, a call or a choice of one names; empty where it names none."""
     function = holder.get("function") if isinstance(holder, Mapping) else None
     return function if isinstance(function, Mapping) else {}

@@ -12,6 +12,9 @@ import orjson
 
 #: Efforts with a name; any other is a number.
 EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "ultra", "max"})
+#: What a function keeps on its way through the request model of SGLang.
+ALWAYS_OF_A_FUNCTION = ("description", "name", "parameters")
+OF_A_FUNCTION = (*ALWAYS_OF_A_FUNCTION, "strict", "defer_loading")
 YES = frozenset({"1", "true", "yes", "y", "on"})
 
 
@@ -24,7 +27,7 @@ class Context:
     def __init__(self, tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]) -> None:
         self.tools = tools
         self.template_kwargs = template_kwargs
-        read = [tools or None, template_kwargs]
+        read = [[prepared_tool(tool) for tool in tools] if tools else None, template_kwargs]
         self.key = orjson.dumps(read, option=orjson.OPT_SORT_KEYS) if tools or template_kwargs else b""
 
     def __eq__(self, other: object) -> bool:
@@ -37,7 +40,12 @@ class Context:
 def read_key(key: bytes) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
     """The tools and template settings of which a `Context.key` was made."""
     tools, template_kwargs = orjson.loads(key) if key else (None, {})
-    return tools, template_kwargs
+    return tools and [_sent_tool(tool) for tool in tools], template_kwargs
+
+
+def _sent_tool(tool: Any) -> Any:
+    """A prepared tool without what its sender need not have said."""
+    return {name: value for name, value in tool.items() if value is not None} if isinstance(tool, Mapping) else tool
 
 
 def contexts_of(request: Mapping[str, Any]) -> tuple[Context, ...]:
@@ -50,6 +58,17 @@ def contexts_of(request: Mapping[str, Any]) -> tuple[Context, ...]:
     own = Context(tools_of(request), settings)
     every = Context(_every_tool(request), settings)
     return (own,) if own == every else (own, every)
+
+
+def prepared_tool(tool: Any) -> Any:
+    """One tool as SGLang's request model writes it: the function's fields in the order they were sent."""
+    if not isinstance(tool, Mapping) or not isinstance(tool.get("function"), Mapping):
+        return tool
+    sent = tool["function"]
+    known = {name: sent[name] for name in sent if name in OF_A_FUNCTION}
+    function = {**known, **{name: None for name in ALWAYS_OF_A_FUNCTION if name not in known}}
+    kept = {name: value for name, value in function.items() if value is not None or name in ALWAYS_OF_A_FUNCTION}
+    return {"type": tool.get("type", "function"), "function": kept, "defer_loading": tool.get("defer_loading")}
 
 
 def tools_of(request: Mapping[str, Any]) -> list[Any] | None:

@@ -71,6 +71,10 @@ class SessionStore:
     def __iter__(self) -> Iterator[Session]:
         return iter(tuple(self._sessions.values()))
 
+    def __contains__(self, session_id: str) -> bool:
+        self.expire()
+        return session_id in self._sessions
+
     def create(self, session_id: str | None = None, metadata: Mapping[str, Any] | None = None) -> Session:
         """A new session.
 

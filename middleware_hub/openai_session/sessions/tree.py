@@ -17,7 +17,10 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.sessions.messages import Equality, Message, message_bytes, says
+from middleware_hub.openai_session.sessions.edits import context_edit, edit_of
+from middleware_hub.openai_session.sessions.equality import Equality, words_of
+from middleware_hub.openai_session.sessions.histories import HeldMessage, Walk
+from middleware_hub.openai_session.sessions.messages import Message, function_of, message_bytes
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
@@ -39,6 +42,7 @@ class Turn:
     ended_itself: bool  # its last token is a stop token
     choice: int = 0
     reason: str | None = None  # why it is not simply the next turn of its parent
+    edit: Mapping[str, Any] | None = None  # what its request changed in what was held
     segment: str | None = None  # for a root that continues a held history in words: why not in tokens
     facts: Mapping[str, Any] = field(default_factory=dict)  # for records: ids, times, counts
     rows: RowsByKind = field(default_factory=lambda: NO_ROWS)  # of all its tokens but the last, where they are captured
@@ -147,6 +151,8 @@ class Session:
         self.made_by_a_turn = False  # which named it in a header; else by `POST /sessions`
         self.finalized: Mapping[str, Any] | None = None  # what it was finalized with: no further turns
         self.nbytes = 0  # arrays and messages
+        self._histories = HeldMessage({})  # the root of them
+        self._ends: dict[Turn, HeldMessage] = {}
         self._messages: dict[bytes, Message] = {}  # every one that was sent, by digest
         self._contexts: dict[bytes, bytes] = {}
         self._answers: set[bytes] = set()  # what every recorded answer says, by digest
@@ -154,7 +160,7 @@ class Session:
     def place(self, messages: Sequence[Message], contexts: Sequence[bytes], equal: Equality) -> Place:
         """The deepest turn that a request's messages extend in one of these contexts, the latest of several."""
         best: Turn | None = None
-        for turn in self._extended(messages, equal):
+        for turn in self._histories.walk(messages, equal).turns():
             if turn.context in contexts and (
                 best is None or (turn.messages, turn.number) > (best.messages, best.number)
             ):
@@ -162,18 +168,6 @@ class Session:
         if best is None:
             return Place(None, tuple(messages), contexts[0])
         return Place(best, tuple(messages[best.messages :]), best.context)
-
-    def _extended(self, messages: Sequence[Message], equal: Equality) -> Iterator[Turn]:
-        """Turns whose history `messages` begin with."""
-        candidates = list(self.roots)
-        while candidates:
-            turn = candidates.pop()
-            begin = turn.messages - len(turn.appended) - 1
-            own = (*turn.appended, turn.answer)
-            sent = messages[begin : turn.messages]
-            if len(sent) == len(own) and all(equal(held, one) for held, one in zip(own, sent, strict=True)):
-                yield turn
-                candidates.extend(turn.children)
 
     def hold(self, place: Place) -> tuple[Place, int]:
         """`place` with the session's own object for each message and context that it has already, and the bytes of
@@ -195,17 +189,23 @@ class Session:
     def grow(self, turn: Turn, equal: Equality) -> None:
         """Hang a finished turn into the tree, and say why it is not simply the next one."""
         siblings = self.roots if turn.parent is None else turn.parent.children
-        same = [other for other in siblings if _same_request(turn, other, equal)]
+        before = self._histories if turn.parent is None else self._ends[turn.parent]
+        walk = before.walk(turn.appended, equal)
+        same = [each for each in walk.asked() if each.parent is turn.parent and each.context == turn.context]
         turn.first = (same[0].first or same[0]) if same else None
-        turn.reason = self._reason(turn, siblings, same, equal)
-        said = (says(message) for message in turn.appended if message.get("role") == "assistant")
+        turn.reason = self._reason(turn, siblings, same, walk, equal)
+        turn.edit = self._edit(turn, walk, equal)
+        said = (_says(message) for message in turn.appended if message.get("role") == "assistant")
         turn.unrecorded_history = not self._answers.issuperset(said)
-        self._answers.add(says(turn.answer))
+        self._answers.add(_says(turn.answer))
         turn.number = len(self.turns)
         self.turns.append(turn)
         siblings.append(turn)
+        self._ends[turn] = before.grow(turn)
 
-    def _reason(self, turn: Turn, siblings: Sequence[Turn], same: Sequence[Turn], equal: Equality) -> str | None:
+    def _reason(
+        self, turn: Turn, siblings: Sequence[Turn], same: Sequence[Turn], walk: Walk, equal: Equality
+    ) -> str | None:
         if not siblings:
             return None
         if any(turn.given is other.given for other in siblings):
@@ -213,14 +213,14 @@ class Session:
         if any(not _together(turn, other) for other in same):
             return "retry"
         if turn.parent is None:
-            return self._reason_of_root(turn, equal)
+            return self._reason_of_root(turn, walk, equal)
         return "parallel" if any(_together(turn, other) for other in siblings) else "edited_history"
 
-    def _reason_of_root(self, turn: Turn, equal: Equality) -> str:
+    def _reason_of_root(self, turn: Turn, walk: Walk, equal: Equality) -> str:
         messages = turn.appended
         if turn.segment is not None:
             return turn.segment
-        if any(other.context != turn.context for other in self._asked_before(messages, equal)):
+        if any(other.context != turn.context for other in _asked_before(walk)):
             return "changed_tools"
         kin = [root for root in self.roots if equal(root.appended[0], messages[0])]
         if not kin:
@@ -230,10 +230,18 @@ class Session:
         longest = max((other for root in kin for other in root.below()), key=lambda other: other.messages)
         return "compaction" if longest.parent is not None and len(messages) < longest.messages else "edited_history"
 
-    def _asked_before(self, messages: Sequence[Message], equal: Equality) -> Iterator[Turn]:
-        """Turns whose history `messages` begin with, or that were asked just these as a root."""
-        yield from self._extended(messages, equal)
-        yield from (root for root in self.roots if _equal_messages(root.appended, messages, equal))
+    def _edit(self, turn: Turn, walk: Walk, equal: Equality) -> Mapping[str, Any] | None:
+        """What the agent changed, where the reason of a turn is a change."""
+        if turn.reason == "changed_tools":
+            other = next(each for each in _asked_before(walk) if each.context != turn.context)
+            return context_edit(other.context, turn.context)
+        if turn.reason in ("edited_history", "compaction"):
+            count, held, sent = walk.departure()
+            return edit_of(turn.messages - len(turn.appended) - 1 + count, held, sent)
+        if turn.reason == "sub_agent" and len(turn.appended) > 1:
+            alike = [root for root in self.roots if _equal_messages(root.appended[1:2], turn.appended[1:2], equal)]
+            return edit_of(0, alike[-1].appended[0], turn.appended[0]) if alike else None
+        return None
 
     def leaves(self) -> list[Turn]:
         """The turns that nothing extends, in the order in which they came."""
@@ -247,13 +255,25 @@ class Session:
         self.turns.clear()
         self.roots.clear()
         self.replies.clear()
+        self._histories.clear()
+        self._ends.clear()
         self._messages.clear()
         self._contexts.clear()
         self._answers.clear()
 
 
-def _same_request(turn: Turn, other: Turn, equal: Equality) -> bool:
-    return turn.context == other.context and _equal_messages(other.appended, turn.appended, equal)
+def _says(answer: Message) -> bytes:
+    """A digest of what an answer says: its text, and the names of the functions it calls. Unlike an equality it needs
+    no other message, and it does not see what agents' libraries write anew."""
+    calls = answer.get("tool_calls")
+    names = [function_of(call).get("name") for call in calls] if isinstance(calls, list) else []
+    return blake2b(orjson.dumps([words_of(answer), names]), digest_size=16).digest()
+
+
+def _asked_before(walk: Walk) -> Iterator[Turn]:
+    """Turns whose history a request begins with, or that were asked just this as a root."""
+    yield from walk.turns()
+    yield from (turn for turn in walk.asked() if turn.parent is None)
 
 
 def _equal_messages(held: Sequence[Message], sent: Sequence[Message], equal: Equality) -> bool:

@@ -41,6 +41,17 @@ class TurnDoor:
         self._runner = runner
         self._now = now
 
+    def is_turn(self, scope: Scope) -> bool:
+        """Whether a face takes a request as a turn."""
+        return scope["method"] == "POST" and scope["path"] in self._faces
+
+    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Answer what a face answers beside turns; False where none does."""
+        for face in self._faces.values():
+            if await face.beside(session, scope, receive, send):
+                return True
+        return False
+
     async def request(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
         """Any request within a session.
 
@@ -48,12 +59,11 @@ class TurnDoor:
             NotFound: it is none that an agent makes.
         """
         method, path = scope["method"], scope["path"]
-        if method == "POST" and path in self._faces:
+        if self.is_turn(scope):
             await self.turn(session, scope, receive, send)
             return
-        for face in self._faces.values():
-            if await face.beside(session, scope, receive, send):
-                return
+        if await self.beside(session, scope, receive, send):
+            return
         if method == "POST" and path in UNTRACED:
             self._recorder.pass_by(path, session, "this endpoint is not traced", Exchange.of(scope).request_id)
         elif not _is_aside(method, path):

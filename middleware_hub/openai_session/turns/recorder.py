@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from middleware_hub.openai_session.errors import UnusableAnswer
-from middleware_hub.openai_session.sessions.messages import Equality, message_bytes
+from middleware_hub.openai_session.sessions.equality import Equality
+from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn

@@ -71,7 +71,15 @@ def parse_chat(visit: Visit, body: dict[str, Any]) -> ChatInput:
             sample.script = required_call(body["tools"], body["tool_choice"], tokenizer, sample.noise)
     parses = bool(visit.settings.tool_call_parser and body.get("tools") and body.get("tool_choice") != "none")
     separates = bool(visit.settings.reasoning_parser and body.get("separate_reasoning", True))
-    return ChatInput(given, body, str(body.get("model") or "default"), int(body.get("n") or 1), parses, separates)
+    model, copies = str(body.get("model") or "default"), int(body.get("n") or 1)
+    chat = ChatInput(given, body, model, copies, parses, separates)
+    if visit.settings.script is not None:
+        thinks = bool(visit.settings.reasoning_parser) and chat.thinking
+        for sample in given.samples:
+            sample.script = (
+                visit.settings.script.play(body, sample.input_ids, tokenizer, thinks=thinks) or sample.script
+            )
+    return chat
 
 
 def _native_body(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:

@@ -40,6 +40,11 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model-path", default="simulated-model", help="model name to report (default: %(default)s)")
     add("--moe", metavar="LAYERSxEXPERTSxTOPK", help="return routed experts of this shape, for example 4x8x2")
     add("--indexer", metavar="LAYERSxTOPK", help="return positions chosen by sparse attention, for example 2x4")
+    add(
+        "--script",
+        metavar="FILE",
+        help="what to answer to agents, step by step: a JSON list (docs/simulated-worker.md)",
+    )
     add("--router", metavar="URL", help="register with this router, retrying until it answers")
     add("--api-key", help="require this key as a bearer token")
     add("--incremental-streaming-output", action="store_true", help="stream deltas instead of everything so far")
@@ -69,9 +74,11 @@ async def _serve(args: argparse.Namespace) -> None:
     # Imported only now, so that --help is quick.
     from miles_router.testing.worker.indexer import IndexerShape
     from miles_router.testing.worker.moe import MoeShape
+    from miles_router.testing.worker.script import Script
     from miles_router.testing.worker.simulated_worker import SimulatedWorker, load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer)
+    script = Script.from_file(args.script) if args.script else None
     async with contextlib.AsyncExitStack() as stack:
         for index in range(args.count):
             worker = SimulatedWorker(
@@ -85,6 +92,7 @@ async def _serve(args: argparse.Namespace) -> None:
                 model_path=args.model_path,
                 moe=MoeShape.parse(args.moe) if args.moe else None,
                 indexer=IndexerShape.parse(args.indexer) if args.indexer else None,
+                script=script,
                 router_url=args.router,
                 api_key=args.api_key,
                 incremental_streaming_output=args.incremental_streaming_output,

@@ -5,6 +5,7 @@ from typing import Literal
 
 from miles_router.testing.worker.indexer import IndexerShape
 from miles_router.testing.worker.moe import MoeShape
+from miles_router.testing.worker.script import Script
 
 #: Whose API a worker speaks, mistakes included.
 ProfileName = Literal["sglang", "sglang-jax"]
@@ -20,6 +21,7 @@ class Settings:
     tokenizer_path: str
     moe: MoeShape | None
     indexer: IndexerShape | None
+    script: Script | None
     incremental_streaming_output: bool
     api_key: str | None
     context_len: int

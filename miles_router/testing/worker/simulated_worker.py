@@ -7,7 +7,7 @@ import logging
 import random
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -35,7 +35,9 @@ from miles_router.testing.worker.messages_routes import messages
 from miles_router.testing.worker.moe import MoeShape
 from miles_router.testing.worker.native_routes import generate
 from miles_router.testing.worker.reply import Reply, reset
+from miles_router.testing.worker.responses_routes import responses
 from miles_router.testing.worker.schema_routes import openapi
+from miles_router.testing.worker.script import Script
 from miles_router.testing.worker.settings import JAX, ProfileName, Settings
 from miles_router.testing.worker.visit import InternalError, Refusal, Visit
 from miles_router.testing.worker.vocabulary import Tokenizer, ToyTokenizer
@@ -51,6 +53,7 @@ _ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/chat/completions"): chat_completions,
     ("POST", "/v1/completions"): completions,
     ("POST", "/v1/messages"): messages,
+    ("POST", "/v1/responses"): responses,
 }
 _ROUTES["GET", "/openapi.json"] = openapi(_ROUTES)
 _ROUTES_OF = {"sglang": _ROUTES, JAX: JAX_ROUTES}
@@ -68,7 +71,7 @@ class SimulatedWorker:
     what requests without a `rid` draw. `profile` is the engine whose API it speaks, mistakes included; with
     `spaced_json` it writes spaces between the parts of its JSON. `tokenizer` is a directory with `tokenizer.json`, any
     `Tokenizer`, or None for the toy vocabulary. With `router_url` the worker registers itself there, as often as it
-    takes.
+    takes. `script` is what it answers to agents: a `Script`, or the steps of one.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class SimulatedWorker:
         served_model_name: str | None = None,
         moe: MoeShape | None = None,
         indexer: IndexerShape | None = None,
+        script: Script | Iterable[object] | None = None,
         router_url: str | None = None,
         incremental_streaming_output: bool = False,
         api_key: str | None = None,
@@ -121,6 +125,7 @@ class SimulatedWorker:
             tokenizer_path=tokenizer if isinstance(tokenizer, str) else model_path,
             moe=moe,
             indexer=indexer,
+            script=script if script is None or isinstance(script, Script) else Script(script),
             incremental_streaming_output=incremental_streaming_output,
             api_key=api_key,
             context_len=context_len,

@@ -1,5 +1,6 @@
 """Tool calls in generated text, in the format of SGLang's `qwen25` parser, and making one up when one is required."""
 
+import json
 import random
 import re
 import uuid
@@ -13,6 +14,17 @@ from miles_router.testing.worker.vocabulary import Tokenizer
 
 _BEGIN = "<tool_call>\n"
 _END = "\n</tool_call>"
+
+
+def written_call(name: str, arguments: object) -> str:
+    """A call as models write it; arguments that are a text stand in it as they are."""
+    spelled_out = arguments if isinstance(arguments, str) else spaced(arguments)
+    return f'{_BEGIN}{{"name": {spaced(name)}, "arguments": {spelled_out}}}{_END}'
+
+
+def spaced(value: object) -> str:
+    """JSON as SGLang's parsers write it."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def required_call(tools: Sequence[Mapping[str, Any]], choice: Any, tokenizer: Tokenizer, seed: int) -> list[int]:
@@ -50,7 +62,7 @@ def _function_of(block: str, names: Collection[str]) -> dict[str, str] | None:
     if not isinstance(parsed, dict) or parsed.get("name") not in names:
         return None
     arguments = parsed.get("arguments", parsed.get("parameters", {}))
-    return {"name": parsed["name"], "arguments": orjson.dumps(arguments).decode()}
+    return {"name": parsed["name"], "arguments": spaced(arguments)}
 
 
 def _call_id() -> str:
@@ -65,6 +77,7 @@ class ToolCallStream:
         self._buffer = ""
         self._inside = False
         self._named = False
+        self._arguments = _SpacedArguments()
         self.calls = 0
 
     def push(self, delta: str, *, last: bool) -> list[str | dict[str, Any]]:
@@ -81,6 +94,7 @@ class ToolCallStream:
         visible, begin, rest = self._buffer.partition(_BEGIN)
         if begin:
             self._inside, self._named, self._buffer = True, False, rest
+            self._arguments = _SpacedArguments()
         else:
             shown = len(visible) if last else len(visible) - overlap(visible, _BEGIN)
             visible, self._buffer = visible[:shown], visible[shown:]
@@ -93,7 +107,7 @@ class ToolCallStream:
         if head and head[1] in self._names:
             self._named, self._buffer = True, self._buffer[head.end() :]
             parts.append(self._delta(_call_id(), head[1], ""))
-        arguments = self._take_arguments()
+        arguments = self._arguments.push(self._take_arguments())
         if self._named and arguments:
             parts.append(self._delta(None, None, arguments))
         if not self._inside and self._named:
@@ -118,6 +132,36 @@ class ToolCallStream:
         return {"id": call_id, "index": self.calls, "type": "function", "function": function}
 
 
+class _SpacedArguments:
+    """Growing JSON as `spaced` writes the whole of it, but for the spelling of numbers."""
+
+    def __init__(self) -> None:
+        self._rest = ""  # the beginning of an escape
+        self._in_string = False
+
+    def push(self, piece: str) -> str:
+        """What is added."""
+        text, written, at = self._rest + piece, [], 0
+        while match := _JSON_PIECE.match(text, at):
+            written.append(self._written(match[0]))
+            at = match.end()
+        self._rest = text[at:]
+        return "".join(written)
+
+    def _written(self, piece: str) -> str:
+        if piece == '"':
+            self._in_string = not self._in_string
+        elif self._in_string:
+            return spaced(json.loads(f'"{piece}"'))[1:-1] if piece[0] == "\\" else piece
+        elif piece in ":,":
+            return piece + " "
+        return "" if piece.isspace() else piece
+
+
+# A character, or all of an escape; an escape that is not all there is matched by none.
+_JSON_PIECE = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u]|[^\\]", re.DOTALL
+)
 # Closing braces and whatever may follow the last of them.
 _POSSIBLE_TAIL = re.compile(r"[}\s]+[</a-z_>]*$")
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)')

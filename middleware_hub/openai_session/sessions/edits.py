@@ -1,0 +1,61 @@
+"""What an agent changed in a history that was held: the first message that is another, its field, and both texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.sessions.equality import MEANING, STRICT, Difference
+from middleware_hub.openai_session.sessions.messages import Message
+
+#: Characters that are shown of either text, and how many of them stand before the first that differs.
+SHOWN, BEFORE = 160, 40
+
+
+def edit_of(place: int, held: Message | None, sent: Message | None) -> Mapping[str, Any]:
+    """The message at a place of the history is another, or left out, or there is one more."""
+    if held is None or sent is None:
+        return _edit(place, Difference("message", held, sent))
+    found = MEANING.difference(held, sent) or STRICT.difference(held, sent)
+    # An operator's equality may see what ours does not.
+    return _edit(place, found or Difference("message", held, sent))
+
+
+def context_edit(held: bytes, sent: bytes) -> Mapping[str, Any]:
+    """The tools or the template's settings are others."""
+    (tools, settings), (new_tools, new_settings) = (
+        orjson.loads(context) if context.startswith(b"[") else (None, context.decode()) for context in (held, sent)
+    )
+    if tools != new_tools:
+        return _edit(None, Difference("tools", tools, new_tools))
+    return _edit(None, Difference("chat_template_kwargs", settings, new_settings))
+
+
+def _edit(place: int | None, difference: Difference) -> Mapping[str, Any]:
+    held, sent = _text(difference.held), _text(difference.sent)
+    same = _shared(held or "", sent or "")
+    shown = {"held": _around(held, same), "sent": _around(sent, same)}
+    return {"message": place, "field": difference.field, **shown}
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
+
+
+def _text(value: object) -> str | None:
+    return value if value is None or isinstance(value, str) else orjson.dumps(value, default=dict).decode()
+
+
+def _around(text: str | None, at: int) -> str | None:
+    if text is None:
+        return None
+    begin = max(0, at - BEFORE)
+    end = begin + SHOWN
+    return f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"

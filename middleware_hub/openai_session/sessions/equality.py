@@ -1,0 +1,217 @@
+"""When a message that an agent sends back is the one that is held, and if it is not, what of it differs.
+
+Agents send the whole history with every turn, and their libraries change its spelling on the way: null for an empty
+string, text in parts, arguments written anew, thinking in blocks, marks for a cache that move. What a model reads
+decides, not the spelling.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import orjson
+
+from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message, function_of, load_function
+
+#: `(held, sent)`: whether the message sent is the one held.
+Equality = Callable[[Message, Message], bool]
+
+#: What chat templates read of a message as it is, beside its content, reasoning and calls.
+READ_AS_IT_IS = ("role", "tool_call_id", "name", "tools")
+#: Where clients keep the reasoning of an answer.
+REASONING = ("reasoning_content", "reasoning")
+THINKING_PARTS = ("thinking", "redacted_thinking", "reasoning")
+INLINE_THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+#: What parts of a text are put together with.
+JOINTS = ("", "\n", " ", "\n\n")
+#: Notes that harnesses put into a message, now before its text and now behind.
+REMINDER = ("<system-reminder>", "</system-reminder>")
+
+
+class Difference(NamedTuple):
+    """The first field in which two messages differ, and what either has there."""
+
+    field: str
+    held: object
+    sent: object
+
+
+class Reading(NamedTuple):
+    """What a message says: its reasoning, its content as texts and other parts, its calls."""
+
+    reasoning: Sequence[object]
+    content: Sequence[object]
+    calls: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """An equality that knows what differs.
+
+    Attributes:
+        json: arguments of tool calls are compared as the JSON they spell.
+        parts: it makes no difference how a text is cut into parts, where thinking stands, whether an answer's text is
+            trimmed, what an agent calls itself, and where in a message a reminder stands.
+    """
+
+    json: bool = False
+    parts: bool = False
+
+    def __call__(self, held: Message, sent: Message) -> bool:
+        """Whether the message sent is the one held."""
+        return held is sent or held == sent or self.difference(held, sent) is None
+
+    def difference(self, held: Message, sent: Message) -> Difference | None:
+        """What differs first; None if nothing that a model reads does."""
+        return next(self._differences(held, sent), None)
+
+    def _differences(self, held: Message, sent: Message) -> Iterator[Difference]:
+        answers = held.get("role") == "assistant"
+        for name in READ_AS_IT_IS:
+            if (held.get(name) or None) != (sent.get(name) or None) and not (self.parts and answers and name == "name"):
+                yield Difference(name, held.get(name), sent.get(name))
+        one, other = self._read(held), self._read(sent)
+        # Reasoning may be left out: its tokens are held.
+        if any(other.reasoning) and not self._same(one.reasoning, other.reasoning, trimmed=self.parts):
+            yield Difference(REASONING[0], _shown(one.reasoning), _shown(other.reasoning))
+        if not self._same(one.content, other.content, trimmed=self.parts and answers):
+            yield Difference("content", _shown(one.content), _shown(other.content))
+        yield from self._calls(one.calls, other.calls)
+
+    def _read(self, message: Message) -> Reading:
+        reasoning = [next((text for name in REASONING if (text := message.get(name))), "")]
+        calls = message.get("tool_calls")
+        content = _parts_of(message)
+        if self.parts and message.get("role") == "assistant":
+            reasoning, content = _without_thinking(message, reasoning, content)
+        return Reading(reasoning, content, calls if isinstance(calls, list) else ())
+
+    def _same(self, held: Sequence[object], sent: Sequence[object], *, trimmed: bool) -> bool:
+        if held == sent or _or_empty(held) == _or_empty(sent):
+            return True
+        if not self.parts or not all(isinstance(part, str) for part in (*held, *sent)):
+            return False
+        for joint in JOINTS if len(held) > 1 or len(sent) > 1 else JOINTS[:1]:
+            one, other = _joined(held, joint), _joined(sent, joint)
+            if one == other or (trimmed and one.strip() == other.strip()) or _same_but_for_reminders(one, other):
+                return True
+        return False
+
+    def _calls(self, held: Sequence[Any], sent: Sequence[Any]) -> Iterator[Difference]:
+        for place, (one, other) in enumerate(zip_longest(held, sent)):
+            where, of_one, of_other = f"tool_calls[{place}]", function_of(one), function_of(other)
+            if not of_one or not of_other:
+                if one != other:
+                    yield Difference(where, one, other)
+                continue
+            if one.get("id") != other.get("id"):
+                yield Difference(f"{where}.id", one.get("id"), other.get("id"))
+            if of_one.get("name") != of_other.get("name"):
+                yield Difference(f"{where}.function.name", of_one.get("name"), of_other.get("name"))
+            arguments = of_one.get("arguments"), of_other.get("arguments")
+            if arguments[0] != arguments[1] and not (self.json and _value(arguments[0]) == _value(arguments[1])):
+                yield Difference(f"{where}.function.arguments", *arguments)
+
+
+#: By default what differs only in spelling is the same; `strict` takes fewer spellings.
+MEANING, STRICT, ARGUMENTS_AS_JSON = Likeness(json=True, parts=True), Likeness(), Likeness(json=True)
+EQUALITIES: Mapping[str, Likeness] = {
+    "meaning": MEANING,
+    "strict": STRICT,
+    "tool-arguments-as-json": ARGUMENTS_AS_JSON,
+}
+
+
+def equality(name: str) -> Equality:
+    """The equality of this name, or at this dotted path.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    known = EQUALITIES.get(name)
+    return known if known is not None else load_function(name, "message_equality", EQUALITIES)
+
+
+def words_of(message: Message) -> str:
+    """An answer's text without white space and thinking: the same in every spelling."""
+    _, content = _without_thinking(message, [], _parts_of(message))
+    return "".join("".join(part for part in content if isinstance(part, str)).split())
+
+
+def _parts_of(message: Message) -> list[object]:
+    """The content as texts and other parts. Beside its text, what a text part has (`cache_control`, annotations) is
+    read by no template, and clients move it from turn to turn."""
+    content = message.get("content")
+    return [_part(part) for part in content] if isinstance(content, list) else [content or ""]
+
+
+def _part(part: object) -> object:
+    if not isinstance(part, Mapping):
+        return part
+    if part.get("type") in TEXT_PARTS:
+        return part.get("text") or ""
+    return {name: value for name, value in part.items() if name != "cache_control"}
+
+
+def _without_thinking(
+    message: Message, reasoning: list[object], content: list[object]
+) -> tuple[list[object], list[object]]:
+    """Reasoning and content, with thinking that stands in parts, blocks or tags of the text taken out of it."""
+    blocks = message.get("thinking_blocks")
+    thinking = [part for part in (*content, *(blocks if isinstance(blocks, list) else ())) if _is_thinking(part)]
+    rest = [part for part in content if not _is_thinking(part)]
+    texts: list[object] = [
+        text for part in thinking if isinstance(text := part.get("thinking") or part.get("text"), str)
+    ]
+    if rest and isinstance(rest[0], str) and (inline := INLINE_THINKING.match(rest[0])):
+        texts.append(inline[1])
+        rest[0] = rest[0][inline.end() :]
+    return (reasoning if any(reasoning) else texts), rest
+
+
+def _is_thinking(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in THINKING_PARTS
+
+
+def _or_empty(parts: Sequence[object]) -> Sequence[object]:
+    return parts or [""]
+
+
+def _joined(parts: Sequence[Any], joint: str) -> str:
+    return joint.join(part for part in parts if part)
+
+
+def _same_but_for_reminders(held: str, sent: str) -> bool:
+    """Whether two texts have the same reminders, and the same beside them."""
+    if REMINDER[0] not in held:
+        return False
+    (reminders, rest), (others, other_rest) = _apart(held), _apart(sent)
+    return reminders == others and rest == other_rest
+
+
+def _apart(text: str) -> tuple[list[str], list[str]]:
+    """The reminders in a text, sorted, and what stands beside them."""
+    reminders, rest, at = [], [], 0
+    while (begin := text.find(REMINDER[0], at)) >= 0 and (end := text.find(REMINDER[1], begin)) >= 0:
+        rest.append(text[at:begin].strip())
+        at = end + len(REMINDER[1])
+        reminders.append(text[begin:at])
+    return sorted(reminders), [part for part in (*rest, text[at:].strip()) if part]
+
+
+def _shown(content: Sequence[object]) -> object:
+    return content[0] if len(content) == 1 else content
+
+
+def _value(arguments: object) -> object:
+    """The JSON that arguments spell; what is none differs from all that is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return orjson.loads(arguments or b"{}")
+    except orjson.JSONDecodeError:
+        return ("not JSON", arguments)

@@ -1,0 +1,110 @@
+"""A script: what a worker answers to an agent, step by step, in place of sampling.
+
+    script = [
+        {"reasoning": "I look first.", "calls": [{"name": "read", "arguments": {"path": "a.txt"}}]},
+        {"text": "There is nothing in it.", "when": "no content"},
+        "Done.",
+    ]
+
+Which step is played, a request itself says, so that retries, branches and agents side by side get what they should:
+
+- a step with `when` answers a request that has this text behind its last answer;
+- any other step answers a request with as many answers in its history as there are such steps before it;
+- a step with calls answers a request that has these tools: side calls (titles, summaries) have none.
+
+What no step answers is sampled. A request whose ids end with the beginning of its step is given the rest of it.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles_router.testing.worker.constrained import stop_id
+from miles_router.testing.worker.tool_calls import written_call
+from miles_router.testing.worker.vocabulary import Tokenizer
+
+FIELDS = frozenset({"text", "reasoning", "calls", "when"})
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One answer: name and arguments of each call; arguments that are a text are written as they are."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[tuple[str, Any], ...] = ()
+    when: str = ""
+
+    @classmethod
+    def read(cls, given: object) -> "Step":
+        """A step as JSON writes it: a text, or an object of `FIELDS`. ValueError for anything else."""
+        if isinstance(given, str):
+            return cls(given)
+        if not isinstance(given, Mapping) or not given or given.keys() - FIELDS:
+            raise ValueError(f"a step of a script is a text or an object of {', '.join(sorted(FIELDS))}: {given!r}")
+        texts = {name: given.get(name, "") for name in ("text", "reasoning", "when")}
+        calls = given.get("calls", [])
+        named = isinstance(calls, Sequence) and all(isinstance(call, Mapping) and "name" in call for call in calls)
+        if not named or not all(isinstance(text, str) for text in texts.values()):
+            raise ValueError(f"a step has texts, and calls with a name: {given!r}")
+        return cls(**texts, calls=tuple((call["name"], call.get("arguments", {})) for call in calls))
+
+    def written(self, *, thinks: bool = False) -> str:
+        """The step as a model of the family writes it. One that thinks also says when it has nothing to think."""
+        nothing = "<think></think>" if thinks else ""
+        thought = f"<think>\n{self.reasoning}\n</think>\n\n" if self.reasoning else nothing
+        parts = [self.text, *(written_call(name, arguments) for name, arguments in self.calls)]
+        return thought + "\n".join(part for part in parts if part)
+
+
+class Script:
+    """The steps of a worker's answers. ValueError where one of them is none."""
+
+    def __init__(self, steps: Iterable[object]) -> None:
+        read = [Step.read(each) for each in steps]
+        self._in_order = [step for step in read if not step.when]
+        self._matched = [step for step in read if step.when]
+
+    @classmethod
+    def from_file(cls, path: str) -> "Script":
+        """A JSON list of steps. ValueError where it holds something else, OSError where it cannot be read."""
+        try:
+            steps = json.loads(Path(path).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path} is no JSON: {error}") from error
+        if not isinstance(steps, list):
+            raise ValueError(f"{path} must hold a list of steps")
+        return cls(steps)
+
+    def step(self, request: Mapping[str, Any]) -> Step | None:
+        """The step that answers a chat request."""
+        messages = list(request["messages"])
+        if request.get("continue_final_message") and messages[-1].get("role") == "assistant":
+            messages.pop()  # the beginning of the answer that is asked for
+        answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+        appended = "\n".join(map(_text, messages[answers[-1] + 1 if answers else 0 :]))
+        steps = [step for step in self._matched if step.when in appended]
+        steps += self._in_order[len(answers) : len(answers) + 1]
+        tools = {tool["function"]["name"] for tool in request.get("tools") or ()}
+        return next((step for step in steps if tools.issuperset(name for name, _ in step.calls)), None)
+
+    def play(
+        self, request: Mapping[str, Any], input_ids: Sequence[int], tokenizer: Tokenizer, *, thinks: bool = False
+    ) -> list[int] | None:
+        """The ids that answer a chat request with this prompt, with a stop id at the end; None to sample."""
+        step = self.step(request)
+        if step is None:
+            return None
+        ids = [*tokenizer.encode(step.written(thinks=thinks)), stop_id(tokenizer)]
+        given = list(input_ids[-len(ids) :])
+        begun = (length for length in range(len(ids) - 1, 0, -1) if given[-length:] == ids[:length])
+        return ids[next(begun, 0) :]
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return content if isinstance(content, str) else ""

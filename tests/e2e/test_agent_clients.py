@@ -1,0 +1,80 @@
+"""Agents as other people publish them, unmodified, over several turns with tools: as many segments as the table of
+docs/agents.md says, and every sampled token in one trained place, equal to what went through the worker's door."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.clients.environments import program
+from tests.clients.table import CLIENTS, Client
+from tests.support.session_trial import SessionTrial, exactly, simulated_sessions
+from tests.support.stage import Stage
+from tests.support.tiers import size
+from tests.support.waiting import PATIENCE
+
+#: Those whose environment is quickly made, and that are quickly done.
+QUICK = ("Vercel AI SDK",)
+DRIVEN = [client for client in CLIENTS if client.driver]
+TRIED = size(heavy=DRIVEN, otherwise=[client for client in DRIVEN if client.name in QUICK])
+CASES = [pytest.param(client, mode, id=f"{client.name}, {mode}") for client in TRIED for mode in client.modes]
+
+pytestmark = pytest.mark.clients
+#: Agents that would ask others for prices, or report.
+QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "AIDER_ANALYTICS": "false", "ANONYMIZED_TELEMETRY": "false"}
+
+
+async def driven(client: Client, mode: str, base_url: str, directory: Path) -> str:
+    """What an agent says in the end; it reaches nobody but the router."""
+    command = [*map(str, program(client)), base_url, mode]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "NO_PROXY": "*", **QUIET}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        cwd=directory,
+        env=environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        said, complained = await asyncio.wait_for(process.communicate(), 10 * PATIENCE)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, complained.decode()[-4000:] + said.decode()[-4000:]
+    return said.decode().strip()
+
+
+async def check_exact(trial: SessionTrial, session: str) -> None:
+    """Each sample is what its turns were given and sampled at the door; each turn is trained once."""
+    by_rid = {exchange.generation.rid: exchange.generation for exchange in trial.door}
+    trained = []
+    for sample in await trial.samples(session):
+        turns, untrained = sample["metadata"]["turns"], sample["metadata"]["untrained_turns"]
+        assert [turn["turn"] for turn in turns[: len(untrained)]] == untrained
+        exactly(sample, *(by_rid[turn["rid"]] for turn in turns), elsewhere=len(untrained))
+        trained += [turn["rid"] for turn in turns if turn["turn"] not in untrained]
+    assert sorted(trained) == sorted(by_rid)
+
+
+@pytest.mark.parametrize(("client", "mode"), CASES)
+async def test_a_client_leaves_as_many_exact_segments_as_the_table_says(
+    stage: Stage, client: Client, mode: str, tmp_path: Path
+) -> None:
+    steps: Any = client.script()
+    async with simulated_sessions(stage, script=steps, reasoning_parser="qwen3") as trial:
+        session = await trial.create()
+        said = await driven(client, mode, f"{trial.router.url}/sessions/{session}/v1", tmp_path)
+        assert said.endswith(client.said)
+        found = await trial.read(session)
+        assert len(found["records"]) == len(trial.door) >= 5
+        assert found["metadata"]["untraced"] == []
+        reasons = [(record["reason"], record["edit"]) for record in found["records"] if record["parent"] is None]
+        assert len(reasons) == client.segments, reasons
+        assert all(edit is not None for _, edit in reasons[1:])
+        await check_exact(trial, session)

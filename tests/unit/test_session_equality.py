@@ -1,0 +1,306 @@
+"""When a message that an agent sends back is the one that is held."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletionMessage
+
+from middleware_hub.openai_session.sessions.equality import (
+    ARGUMENTS_AS_JSON,
+    EQUALITIES,
+    MEANING,
+    STRICT,
+    equality,
+)
+from middleware_hub.openai_session.sessions.messages import Message
+from miles_router.errors import ConfigError
+from tests.support.sessions import assistant, call, tool, user
+
+ARGUMENTS = '{"b": 1, "a": [2.0]}'
+#: As SGLang 0.5.23 gives it.
+HELD: Message = {
+    "role": "assistant",
+    "content": "",
+    "reasoning_content": "Let me add.",
+    "tool_calls": [{**call("add", ARGUMENTS), "index": 0}],
+}
+SPOKEN: Message = {"role": "assistant", "content": "Five.", "reasoning_content": None, "tool_calls": None}
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
+
+
+def by_openai(message: Message) -> ChatCompletionMessage:
+    return ChatCompletionMessage.model_validate(message)
+
+
+ECHOES: Mapping[str, Callable[[Message], Message]] = {
+    "openai, model_dump": lambda held: by_openai(held).model_dump(),
+    "openai, exclude_none": lambda held: by_openai(held).model_dump(exclude_none=True),
+    "openai, to_dict": lambda held: by_openai(held).to_dict(),
+    "litellm": lambda held: {
+        "content": held["content"] or None,
+        "role": "assistant",
+        "tool_calls": held.get("tool_calls"),
+        "function_call": None,
+        "provider_specific_fields": {"refusal": None, "reasoning_content": held.get("reasoning_content")},
+        "reasoning_content": held.get("reasoning_content"),
+        "thinking_blocks": None,
+    },
+    "openai-agents": lambda held: {
+        "role": "assistant",
+        "content": held["content"] or None,
+        **(
+            {"tool_calls": [{k: c[k] for k in ("id", "type", "function")} for c in held["tool_calls"]]}
+            if held.get("tool_calls")
+            else {}
+        ),
+    },
+    "one text part": lambda held: {**held, "content": [{"type": "text", "text": held["content"]}]},
+    "an annotated part": lambda held: {
+        **held,
+        "content": [{"type": "output_text", "text": held["content"], "annotations": []}],
+    },
+    "no parts": lambda held: {**held, "content": [] if not held["content"] else held["content"]},
+    "reasoning under its other name": lambda held: {
+        "reasoning": held.get("reasoning_content"),
+        **{name: held[name] for name in held if name != "reasoning_content"},
+    },
+    "empty reasoning": lambda held: {**held, "reasoning_content": ""},
+    "no tool calls": lambda held: {**held, "tool_calls": held.get("tool_calls") or []},
+}
+
+
+@pytest.mark.parametrize("held", [HELD, SPOKEN], ids=["a call", "a text"])
+@pytest.mark.parametrize("echo", ECHOES.values(), ids=ECHOES)
+@pytest.mark.parametrize("equal", EQUALITIES.values(), ids=EQUALITIES)
+def test_an_answer_is_known_again_as_clients_send_it_back(
+    equal: Callable[[Message, Message], bool], echo: Callable[[Message], Message], held: Message
+) -> None:
+    assert equal(held, echo(held))
+
+
+OTHERS: list[Mapping[str, Any]] = [
+    {"role": "user"},
+    {"content": "Six."},
+    {"content": None},
+    {"content": [{"type": "text", "text": "Five."}, {"type": "text", "text": "Six."}]},
+    {"content": [{"type": "refusal", "refusal": "Five."}]},
+    {"tool_call_id": "call_1"},
+    {"tools": TOOLS},
+    {"reasoning_content": "I know."},
+    {"reasoning": "I know."},
+    {"tool_calls": [call()]},
+]
+
+
+@pytest.mark.parametrize("changed", OTHERS)
+@pytest.mark.parametrize("equal", EQUALITIES.values(), ids=EQUALITIES)
+def test_a_message_that_reads_otherwise_is_another(
+    equal: Callable[[Message, Message], bool], changed: Mapping[str, Any]
+) -> None:
+    assert not equal(SPOKEN, {**SPOKEN, **changed})
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [],
+        [call("add", ARGUMENTS, "call_2")],
+        [call("sub", ARGUMENTS)],
+        [call("add", '{"b": 2, "a": [2.0]}')],
+        [call("add", ARGUMENTS), call("add", ARGUMENTS)],
+        ["add"],
+        [{"id": "call_1", "function": "add"}],
+    ],
+)
+@pytest.mark.parametrize("equal", EQUALITIES.values(), ids=EQUALITIES)
+def test_a_changed_call_is_another(equal: Callable[[Message, Message], bool], calls: list[object]) -> None:
+    assert not equal(HELD, {**HELD, "tool_calls": calls})
+
+
+@pytest.mark.parametrize("spelled", ['{"a":[2.0],"b":1}', '{"b": 1, "a": [2]}', {"a": [2.0], "b": 1}])
+def test_arguments_written_anew_are_the_same_only_as_json(spelled: object) -> None:
+    sent = {**HELD, "tool_calls": [{**call(), "function": {"name": "add", "arguments": spelled}}]}
+    assert not STRICT(HELD, sent)
+    assert ARGUMENTS_AS_JSON(HELD, sent)
+
+
+def test_an_agent_may_name_itself_in_its_answers_and_nobody_else_elsewhere() -> None:
+    assert MEANING(SPOKEN, {**SPOKEN, "name": "bob"})
+    assert not STRICT(SPOKEN, {**SPOKEN, "name": "bob"})
+    assert not MEANING(user("a"), {**user("a"), "name": "bob"})
+
+
+def text(*parts: str, **fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": part, **fields} for part in parts]
+
+
+THOUGHT = {**SPOKEN, "content": "\n\nFive. Or six.", "reasoning_content": "\nLet me add.\n"}
+THINKING = {"type": "thinking", "thinking": "Let me add.", "signature": "abc"}
+#: What a client makes of an answer: pairs of what was given, and what comes back.
+SPELLINGS: Mapping[str, tuple[Message, Message]] = {
+    "trimmed": (THOUGHT, {**THOUGHT, "content": "Five. Or six."}),
+    "in parts": (THOUGHT, {**THOUGHT, "content": text("Five. ", "Or six.")}),
+    "in lines": (THOUGHT, {**THOUGHT, "content": text("Five.", "Or six.", cache_control={"type": "ephemeral"})}),
+    "thinking as a part": (THOUGHT, assistant("", content=[THINKING, *text("Five. Or six.")])),
+    "thinking as a hidden part": (
+        THOUGHT,
+        assistant("", content=[{"type": "redacted_thinking"}, *text("Five. Or six.")]),
+    ),
+    "thinking in blocks": (THOUGHT, assistant("Five. Or six.", thinking_blocks=[THINKING])),
+    "thinking in the text": (THOUGHT, assistant("<think>\nLet me add.\n</think>\n\nFive. Or six.")),
+    "thinking taken out of the text": (assistant("<think>Hm.</think>Five."), assistant("Five.", reasoning="Hm.")),
+    "thinking left out of the text": (assistant("<think>Hm.</think>Five."), assistant("Five.")),
+    "null beside calls": ({**HELD, "content": "\n\n"}, {**HELD, "content": None}),
+    "no arguments": (
+        {**HELD, "tool_calls": [call("add", "")]},
+        {**HELD, "tool_calls": [call("add", "{}")]},
+    ),
+}
+
+
+@pytest.mark.parametrize(("held", "sent"), SPELLINGS.values(), ids=SPELLINGS)
+def test_an_answer_means_the_same_in_every_spelling(held: Message, sent: Message) -> None:
+    assert MEANING(held, sent)
+    assert not STRICT(held, sent)
+
+
+EDITS: Mapping[str, tuple[Message, Message, str]] = {
+    "a word": (THOUGHT, {**THOUGHT, "content": text("Five.", "Or seven.")}, "content"),
+    "space inside": (assistant("Five. Or six."), assistant("Five.  Or six."), "content"),
+    "a lost part": (THOUGHT, {**THOUGHT, "content": text("Five.")}, "content"),
+    "another thought": (
+        THOUGHT,
+        assistant("Five. Or six.", thinking_blocks=[{**THINKING, "thinking": "I see."}]),
+        "reasoning_content",
+    ),
+    "a thought of its own": (SPOKEN, assistant("<think>Hm.</think>Five."), "reasoning_content"),
+    "what the user says": (user("a b"), user("a\nb"), "content"),
+    "where a user's text begins": (user("a"), user(" a"), "content"),
+    "an argument": (
+        HELD,
+        {**HELD, "tool_calls": [call("add", '{"b": 1, "a": [2.5]}')]},
+        "tool_calls[0].function.arguments",
+    ),
+    "a name": (HELD, {**HELD, "tool_calls": [call("sub", ARGUMENTS)]}, "tool_calls[0].function.name"),
+    "an id": (HELD, {**HELD, "tool_calls": [call("add", ARGUMENTS, "x")]}, "tool_calls[0].id"),
+    "a call more": (SPOKEN, {**SPOKEN, "tool_calls": [call()]}, "tool_calls[0]"),
+    "whose result": (tool("1"), tool("1", "call_2"), "tool_call_id"),
+    "an image": (user("a"), {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "content"),
+    "a reminder more": (user("a <system-reminder>b</system-reminder>"), user("a"), "content"),
+    "another reminder": (
+        user("a <system-reminder>b</system-reminder>"),
+        user("<system-reminder>c</system-reminder> a"),
+        "content",
+    ),
+    "text beside a reminder": (
+        user("a <system-reminder>b</system-reminder>"),
+        user("<system-reminder>b</system-reminder> x"),
+        "content",
+    ),
+    "a reminder without an end": (user("a <system-reminder>b"), user("<system-reminder>b a"), "content"),
+}
+
+
+@pytest.mark.parametrize(("held", "sent", "field"), EDITS.values(), ids=EDITS)
+def test_an_edit_is_one_and_its_field_is_known(held: Message, sent: Message, field: str) -> None:
+    found = MEANING.difference(held, sent)
+    assert found is not None
+    assert found.field == field
+    assert not MEANING(held, sent)
+
+
+def test_a_user_s_text_may_be_cut_into_parts_and_joined_again() -> None:
+    whole, parts = user("a\nb c"), {"role": "user", "content": text("a", "b c")}
+    others = {"role": "user", "content": text("a\nb", "", "c")}
+    for held, sent in (
+        (whole, parts),
+        (parts, whole),
+        (whole, others),
+        (parts, {"role": "user", "content": ["a\nb c"]}),
+    ):
+        assert MEANING(held, sent)
+    assert not MEANING(whole, {"role": "user", "content": text("a", "bc")})
+
+
+def test_a_reminder_may_change_its_place_in_a_message() -> None:
+    note = "<system-reminder>\nMind the rules.\n</system-reminder>"
+    behind = user(f"Go on.\n{note}")
+    assert MEANING(behind, {"role": "user", "content": text(note, "Go on.")})
+    assert not STRICT(behind, {"role": "user", "content": text(note, "Go on.")})
+
+
+def test_the_mark_of_a_cache_moves_from_part_to_part() -> None:
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    marked = {**image, "cache_control": {"type": "ephemeral"}}
+    assert MEANING({"role": "user", "content": [marked, *text("a")]}, {"role": "user", "content": [image, *text("a")]})
+
+
+def test_arguments_that_are_no_json_are_compared_as_text() -> None:
+    held = {**HELD, "tool_calls": [call("add", '{"a": ')]}
+    assert ARGUMENTS_AS_JSON(held, {**held, "refusal": None})
+    assert not ARGUMENTS_AS_JSON(held, {**held, "tool_calls": [call("add", '{"a":')]})
+    assert not ARGUMENTS_AS_JSON(held, {**held, "tool_calls": [call("add", '["not JSON", "{\\"a\\": "]')]})
+
+
+def test_text_parts_are_their_text_alone() -> None:
+    marked = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
+    held = {"role": "user", "content": [{"type": "text", "text": "a"}, marked]}
+    sent = {"role": "user", "content": [{**marked, "text": "a"}, {"type": "text", "text": "b"}]}
+    assert STRICT(held, sent)
+    assert not STRICT(held, {"role": "user", "content": "ab"})
+
+
+def test_a_text_part_without_text_is_an_empty_string() -> None:
+    assert STRICT(user(""), {"role": "user", "content": [{"type": "text", "text": None}]})
+
+
+def test_parts_and_calls_of_another_form_are_compared_as_they_are() -> None:
+    for held, sent in (
+        ({"content": ["a", "b"]}, {"content": ["a", "c"]}),
+        ({"tool_calls": ["a"]}, {"tool_calls": [3]}),
+    ):
+        assert STRICT({"role": "user", **held}, {"role": "user", "name": None, **held})
+        assert not STRICT({"role": "user", **held}, {"role": "user", **sent})
+
+
+def test_images_are_compared_as_they_are() -> None:
+    def seen(url: str) -> Message:
+        return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+    assert STRICT(seen("a"), {**seen("a"), "name": None})
+    assert not STRICT(seen("a"), {**seen("b"), "name": None})
+
+
+def test_reasoning_is_the_same_under_either_name() -> None:
+    assert STRICT({**SPOKEN, "reasoning": "Hm."}, {**SPOKEN, "reasoning_content": "Hm."})
+    assert not STRICT({**SPOKEN, "reasoning": "Hm."}, {**SPOKEN, "reasoning_content": "Well."})
+
+
+@pytest.mark.parametrize("name", list(EQUALITIES))
+def test_an_equality_is_found_by_its_name(name: str) -> None:
+    assert equality(name) is EQUALITIES[name]
+
+
+def test_an_equality_is_found_at_its_dotted_path() -> None:
+    assert equality(f"{__name__}.by_role") is by_role
+
+
+def by_role(held: Message, sent: Message) -> bool:
+    return bool(held["role"] == sent["role"])
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("stricter", "must be one of meaning, strict, tool-arguments-as-json or a dotted path, not 'stricter'"),
+        ("no_such_module.f", "cannot load 'no_such_module.f'"),
+        (f"{__name__}.no_such_function", "cannot load"),
+        (f"{__name__}.ARGUMENTS", "is no function"),
+    ],
+)
+def test_an_equality_that_is_none_stops_the_start(path: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"openai_session_middleware.message_equality: .*{reason}"):
+        equality(path)
