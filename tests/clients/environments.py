@@ -6,6 +6,7 @@ Each lives in the cache beside SGLang's, named by what is in it.
 from __future__ import annotations
 
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from tests.clients.table import CLIENTS, Client
 from tests.sglang.environment import built, cache_root, key, run
 
+NEWEST = 14  # minor version of Python
 DRIVERS = Path(__file__).parent / "drivers"
 
 
@@ -21,15 +23,31 @@ def program(client: Client) -> tuple[Path, ...]:
     """What runs a client's driver."""
     driver = DRIVERS / client.driver
     if driver.suffix != ".mjs":
-        return _venv(client.requirements) / "bin" / "python", driver
+        python = python_for(client)
+        if python is None:
+            raise RuntimeError(f"{client.name} needs Python {'.'.join(map(str, client.python))} or later")
+        return _venv(client.requirements, python) / "bin" / "python", driver
     # Node looks for packages beside the file.
     directory = _packages(client.requirements, driver)
     return Path("node"), directory / driver.name
 
 
-def _venv(requirements: Sequence[str]) -> Path:
+def python_for(client: Client) -> Path | None:
+    """An interpreter that is new enough for a client: our own, or one of a later version that lies beside it."""
+    if sys.version_info >= client.python:
+        return Path(sys.executable)
+    for minor in range(client.python[1], NEWEST + 1):
+        name = f"python3.{minor}"
+        beside = Path(sys.base_prefix).parent.glob(f"3.{minor}.*/bin/{name}")  # as pyenv has them
+        for found in filter(None, (shutil.which(name), *sorted(beside))):
+            if subprocess.run([found, "--version"], capture_output=True).returncode == 0:  # pyenv's own may refuse
+                return Path(found)
+    return None
+
+
+def _venv(requirements: Sequence[str], python: Path) -> Path:
     def build(directory: Path) -> None:
-        run(f"an environment for {requirements[0]}", sys.executable, "-m", "venv", directory)
+        run(f"an environment for {requirements[0]}", python, "-m", "venv", directory)
         install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--progress-bar", "off")
         run(f"installing {requirements[0]}", directory / "bin" / "python", *install, *requirements)
 
@@ -49,4 +67,4 @@ def _packages(packages: Sequence[str], driver: Path) -> Path:
 if __name__ == "__main__":
     for each in CLIENTS:
         if each.driver and (len(sys.argv) == 1 or each.name in sys.argv[1:]):
-            print(each.name, *program(each))
+            print(each.name, *(program(each) if python_for(each) else ["is left out: its Python is absent"]))

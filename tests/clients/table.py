@@ -39,6 +39,16 @@ SHELL: Sequence[Any] = (
 )
 
 
+TERMINAL: Sequence[Any] = (
+    {"reasoning": "I look.", "text": "I look.", "calls": [call("terminal", command="echo 17; echo naïve 世界")]},
+    {"calls": [{"name": "terminal", "arguments": '{"command":"echo $((17 + 25)) > sum"}'}]},
+    {"reasoning": "Hm.", "calls": [call("terminal", command="cat sum"), call("think", thought="Is it?")]},
+    {"text": "Once more.", "calls": [call("terminal", command="false", summary="Fails")]},
+    {"calls": [call("terminal", command="cat sum sum | sort -u", security_risk="LOW")]},
+    {"calls": [call("finish", message="It is 42.")]},
+)
+
+
 def edits() -> list[Any]:
     """aider's own form of an edit, one after the other."""
     return [
@@ -62,6 +72,7 @@ class Client:
         segments: how many roots a session has of it, in each mode.
         why: what it does to its history, where that is more than one.
         driver: its program in `drivers/`; none where `test` has its own.
+        python: the oldest that it runs on.
         said: what it says in the end.
     """
 
@@ -75,6 +86,7 @@ class Client:
     requirements: Sequence[str] = ()
     script: Callable[[], Sequence[Any]] = lambda: CALCULATION
     said: str = "It is 42."
+    python: tuple[int, int] = (3, 10)
     test: str = TEST
 
     @property
@@ -116,6 +128,16 @@ CLIENTS: Sequence[Client] = (
         1,
         driver="pydantic_agent.py",
         requirements=("pydantic-ai-slim[openai]==2.68.0",),
+    ),
+    Client(
+        "OpenHands",
+        "openhands-sdk 1.58.0, litellm 1.105.3",
+        "chat",
+        1,
+        driver="openhands_agent.py",
+        requirements=("openhands-sdk==1.58.0", "openhands-tools==1.58.0", "litellm==1.105.3"),
+        script=lambda: TERMINAL,
+        python=(3, 12),
     ),
     Client(
         "litellm's Anthropic adapter",

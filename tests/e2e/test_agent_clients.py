@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.clients.environments import program
+from tests.clients.environments import program, python_for
 from tests.clients.table import CLIENTS, Client
 from tests.support.session_trial import SessionTrial, exactly, simulated_sessions
 from tests.support.stage import Stage
@@ -66,6 +66,8 @@ async def check_exact(trial: SessionTrial, session: str) -> None:
 async def test_a_client_leaves_as_many_exact_segments_as_the_table_says(
     stage: Stage, client: Client, mode: str, tmp_path: Path
 ) -> None:
+    if python_for(client) is None:
+        pytest.skip(f"{client.name} needs Python {'.'.join(map(str, client.python))}")
     steps: Any = client.script()
     async with simulated_sessions(stage, script=steps, reasoning_parser="qwen3") as trial:
         session = await trial.create()
