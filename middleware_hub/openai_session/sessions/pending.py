@@ -27,6 +27,11 @@ class TokenPrompt(NamedTuple):
     given: Piece
     dropped: int = 0
 
+    @property
+    def length(self) -> int:
+        """How many they are."""
+        return len(self.held) + len(self.given)
+
     def ids(self) -> Tokens:
         """All of them."""
         return np.concatenate([self.held, self.given.tokens])
@@ -45,6 +50,7 @@ class PendingTurn:
         segment: why a history that is held in words is not continued in tokens.
         turn_id: the agent's name for it.
         handovers: of the rows that are captured.
+        asked: the request as its agent wrote it, where a face reads it again when it writes the answer.
     """
 
     session: Session
@@ -56,6 +62,7 @@ class PendingTurn:
     segment: str | None = None
     turn_id: str | None = None
     handovers: Handovers = field(default_factory=Handovers)
+    asked: object = None
 
     @property
     def stream(self) -> bool:

@@ -1,0 +1,133 @@
+"""What comes back of an answer, matched with what was sampled.
+
+Agents' libraries parse the input of a tool call and write it anew: other spaces and order, and the defaults that the
+tool's schema names filled in. Where it says the same as the call that this session holds, that one is taken, spelled as
+it was sampled. Any other change is an edit of the history, and is left to be found as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.sessions.messages import Equality, Message
+from middleware_hub.openai_session.sessions.tree import Session
+
+#: Under which a session remembers it.
+NOTE = "messages.echo"
+SIGNED = "miles1."
+#: The key of an input whose text is no JSON object, as Anthropic's documentation names it for this purpose.
+INVALID_JSON = "INVALID_JSON"
+
+
+def signature(thinking: str) -> str:
+    """What stands for a text of reasoning, so that it is known again where only this comes back."""
+    return SIGNED + blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=18).hexdigest()
+
+
+def input_of(arguments: str) -> dict[str, Any]:
+    """The input of a call, from the text that was sampled."""
+    if not arguments.strip():
+        return {}
+    try:
+        parsed = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {INVALID_JSON: arguments}
+
+
+class Echo:
+    """What a session's answers said, by the names under which it comes back."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._calls: dict[str, list[Any]] = {}
+        self._thinking: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, session: Session) -> Echo:
+        """Of all that the session has recorded until now."""
+        echo: Echo = session.notes.setdefault(NOTE, cls())
+        for turn in session.turns[echo._turns :]:
+            echo._add(turn.answer)
+        echo._turns = len(session.turns)
+        return echo
+
+    def _add(self, answer: Message) -> None:
+        for call in answer.get("tool_calls") or ():
+            self._calls.setdefault(str(call.get("id")), []).append(call)
+        thinking = answer.get("reasoning_content")
+        if thinking:
+            self._thinking[signature(thinking)] = thinking
+
+    def call(self, call_id: str, name: str, given: Mapping[str, Any], schema: object) -> Mapping[str, Any]:
+        """The call that comes back under this id, as it is held if it says the same."""
+        for call in self._calls.get(call_id, ()):
+            function = call["function"]
+            if function["name"] == name and same_input(input_of(function.get("arguments") or ""), given, schema):
+                held: Mapping[str, Any] = call
+                return held
+        return {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": name, "arguments": orjson.dumps(given).decode()},
+        }
+
+    def thinking(self, text: str, signed: object) -> str:
+        """The reasoning of a block: its text, or where only its signature comes back, what that stands for."""
+        return text or (self._thinking.get(signed, "") if isinstance(signed, str) else "")
+
+
+def same_input(held: Any, sent: Any, schema: object) -> bool:
+    """Whether two inputs of a tool say the same, once the schema's defaults are filled in."""
+    return same_json(held, sent) or same_json(_filled(held, schema), _filled(sent, schema))
+
+
+def same_json(one: Any, other: Any) -> bool:
+    """Whether two values are the same JSON: unlike in Python, `true` is not `1`."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_json(value, other[name]) for name, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_json, one, other))
+    return bool(one == other)
+
+
+def _filled(value: Any, schema: object) -> Any:
+    """A value with the defaults of a JSON schema's properties where it has none of its own."""
+    if not isinstance(schema, Mapping):
+        return value
+    if isinstance(value, list):
+        return [_filled(each, schema.get("items")) for each in value]
+    properties = schema.get("properties")
+    if not isinstance(value, dict) or not isinstance(properties, Mapping):
+        return value
+    filled = {name: _filled(each, properties.get(name)) for name, each in value.items()}
+    for name, known in properties.items():
+        if name not in filled and isinstance(known, Mapping) and "default" in known:
+            filled[name] = known["default"]
+    return filled
+
+
+def forgiving(equal: Equality) -> Equality:
+    """An equality for which white space at the ends of an answer's text counts for nothing: a block of it alone is
+    never shown, and clients trim."""
+
+    def same(held: Message, sent: Message) -> bool:
+        if equal(held, sent):
+            return True
+        if sent.get("role") != "assistant" or held.get("role") != "assistant":
+            return False
+        one, other = (_stripped(message) for message in (held, sent))
+        return one is not None and one == other and equal({**held, "content": one}, {**sent, "content": one})
+
+    return same
+
+
+def _stripped(message: Message) -> str | None:
+    content = message.get("content") or ""
+    return content.strip() if isinstance(content, str) else None
