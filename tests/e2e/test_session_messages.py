@@ -4,11 +4,9 @@ and in one segment, whole and as real streams."""
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import anthropic
 import pytest
 from anthropic import AsyncAnthropic
 from anthropic.types import Message
