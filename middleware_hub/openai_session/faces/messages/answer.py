@@ -128,6 +128,6 @@ def blocks(said: Mapping[str, Any], *, omits_thinking: bool) -> list[dict[str, A
         content.append({"type": "text", "text": text})
     for call in said.get("tool_calls") or ():
         function = call["function"]
-        given = input_of(function.get("arguments") or "")
+        given = input_of(function.get("arguments"))
         content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
     return content

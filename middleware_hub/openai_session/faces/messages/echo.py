@@ -28,9 +28,11 @@ def signature(thinking: str) -> str:
     return SIGNED + blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=18).hexdigest()
 
 
-def input_of(arguments: str) -> dict[str, Any]:
+def input_of(arguments: object) -> dict[str, Any]:
     """The input of a call, from the text that was sampled."""
-    if not arguments.strip():
+    if isinstance(arguments, dict):
+        return arguments
+    if not isinstance(arguments, str) or not arguments.strip():
         return {}
     try:
         parsed = orjson.loads(arguments)
@@ -60,14 +62,14 @@ class Echo:
         for call in answer.get("tool_calls") or ():
             self._calls.setdefault(str(call.get("id")), []).append(call)
         thinking = answer.get("reasoning_content")
-        if thinking:
+        if isinstance(thinking, str) and thinking:
             self._thinking[signature(thinking)] = thinking
 
     def call(self, call_id: str, name: str, given: Mapping[str, Any], schema: object) -> Mapping[str, Any]:
         """The call that comes back under this id, as it is held if it says the same."""
         for call in self._calls.get(call_id, ()):
             function = call["function"]
-            if function["name"] == name and same_input(input_of(function.get("arguments") or ""), given, schema):
+            if function["name"] == name and same_input(input_of(function.get("arguments")), given, schema):
                 held: Mapping[str, Any] = call
                 return held
         return {
