@@ -17,7 +17,7 @@ _TOO_MANY = re.compile(
 )
 
 
-class Refusal(NamedTuple):
+class EngineRefusal(NamedTuple):
     """An error in words, and its status where the body says one."""
 
     message: str
@@ -33,18 +33,18 @@ class Overflow(NamedTuple):
     asked: int | None = None
 
 
-def refusal_of(parsed: object) -> Refusal:
+def refusal_of(parsed: object) -> EngineRefusal:
     """An error's body, parsed, or a text that is no JSON. FastAPI puts what it refuses into `detail`."""
     if isinstance(parsed, str):
-        return Refusal(parsed[:MAX_MESSAGE].strip() or "no reason was given")
+        return EngineRefusal(parsed[:MAX_MESSAGE].strip() or "no reason was given")
     said: object = parsed
     if isinstance(parsed, Mapping):
         said = next((parsed[name] for name in ("error", "detail") if parsed.get(name)), parsed)
     if isinstance(said, Mapping):
         code, message = said.get("code"), said.get("message")
         status = code if isinstance(code, int) and 400 <= code < 600 else None
-        return Refusal(str(message)[:MAX_MESSAGE] if message else "no reason was given", status)
-    return Refusal(str(said)[:MAX_MESSAGE])
+        return EngineRefusal(str(message)[:MAX_MESSAGE] if message else "no reason was given", status)
+    return EngineRefusal(str(said)[:MAX_MESSAGE])
 
 
 def overflow_of(parsed: object) -> Overflow | None:

@@ -100,7 +100,6 @@ async def test_two_episodes_cannot_have_the_same_name(trial: SessionTrial) -> No
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
         ("GET", "/v1/models"),
-        ("POST", "/v1/messages"),
     ],
 )
 async def test_an_unknown_session_is_not_found_by_its_name(
@@ -336,7 +335,7 @@ RAW = b'{"model": "m",   "max_tokens": 3}'
 @pytest.mark.parametrize(
     ("path", "raw", "reason"),
     [
-        *((path, RAW, "not traced") for path in ("/v1/messages", "/v1/responses", "/generate")),
+        *((path, RAW, "not traced") for path in ("/v1/responses", "/generate")),
         ("/v1/completions", b'{"prompt":   "a", "echo": true}', "with echo"),
     ],
 )
@@ -361,11 +360,11 @@ async def test_what_generates_and_is_not_traced_is_passed_and_said_so(
 async def test_a_turn_beside_untraced_ones_has_it_in_its_sample(simulated: SessionTrial) -> None:
     session = await simulated.create()
     await simulated.chat(session, HI)
-    body = {"model": "m", "max_tokens": 4, "messages": HI}
-    assert (await simulated.ask("POST", f"/sessions/{session}/v1/messages", body)).status == 200
+    body = {"text": "Hi", "sampling_params": {"max_new_tokens": 4}}
+    assert (await simulated.ask("POST", f"/sessions/{session}/generate", body)).status == 200
     answer = (await simulated.ask("POST", f"/sessions/{session}/samples", {})).json()
     assert answer["samples"][0]["metadata"]["untraced"] == 1
-    assert [each["path"] for each in answer["metadata"]["untraced"]] == ["/v1/messages"]
+    assert [each["path"] for each in answer["metadata"]["untraced"]] == ["/generate"]
 
 
 async def test_chat_without_a_session_is_none_of_its_business(trial: SessionTrial, worker: ScriptedWorker) -> None:

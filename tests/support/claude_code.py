@@ -12,6 +12,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.sglang.environment import built, cache_root
 from tests.support.waiting import PATIENCE
@@ -33,7 +34,7 @@ def program() -> Path:
 
     def build(directory: Path) -> None:
         directory.mkdir(parents=True)
-        command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", directory]
+        command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", "."]
         subprocess.run([*command, f"{PACKAGE}@{VERSION}"], cwd=directory, check=True, stdout=subprocess.DEVNULL)
 
     directory = built(cache_root() / f"claude-code-{VERSION}", build)
@@ -50,12 +51,12 @@ class Run:
     complained: str
 
 
-async def claude_code(base_url: str, prompt: str, directory: Path, **environment: str) -> Run:
+async def claude_code(base_url: str, prompt: str, directory: Path, *options: str, **environment: str) -> Run:
     """One task in a directory, with a home of its own beside it."""
     home = directory.with_name(f"{directory.name}.home")
     home.mkdir(exist_ok=True)
     process = await asyncio.create_subprocess_exec(
-        *(program(), "-p", prompt, "--dangerously-skip-permissions"),
+        *(str(program()), "-p", prompt, "--dangerously-skip-permissions", *options),
         cwd=directory,
         env={
             "PATH": os.environ["PATH"],
@@ -75,3 +76,34 @@ async def claude_code(base_url: str, prompt: str, directory: Path, **environment
             process.kill()
             await process.wait()
     return Run(process.returncode, said.decode(), complained.decode())
+
+
+def edits(file: Path) -> list[Any]:
+    """What a model does that replaces `hello` in a file: it looks, reads, edits, loads a tool, has a sub-agent count
+    the files, looks at two things at once, and says so. Half of its calls are such as Claude Code writes anew."""
+    path, directory = str(file), str(file.parent)
+    replacement = {"file_path": path, "old_string": "hello", "new_string": "goodbye  "}
+    counting = {"description": "Count", "prompt": "Count the files.", "subagent_type": "general-purpose"}
+    return [
+        {
+            "reasoning": "Where is it?",
+            "text": "I will look.",
+            "calls": [_call("Bash", command=f"cd {directory} && ls", description="List the files")],
+        },
+        {"reasoning": "There.", "calls": [_call("Read", file_path=path, limit="20")]},
+        {"calls": [_call("Edit", **replacement)]},
+        {"text": "Next:", "calls": [_call("ToolSearch", query="select:TaskStop", max_results=1)]},
+        {"calls": [_call("Agent", **counting, run_in_background=False)]},
+        {
+            "reasoning": "Let me check.",
+            "calls": [
+                _call("Bash", command=f"sleep 0.2; cat {path}", description="Show the file"),
+                _call("Bash", description="Say so", command="echo 1.0"),
+            ],
+        },
+        {"reasoning": "It is done.", "text": "Replaced it."},
+    ]
+
+
+def _call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"name": name, "arguments": arguments}

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from middleware_hub.openai_session.errors import AnswerCut, SessionFull
 from middleware_hub.openai_session.faces.messages import errors
-from middleware_hub.openai_session.faces.messages.answer import Ending
+from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
 from middleware_hub.openai_session.faces.messages.echo import signature
 from middleware_hub.openai_session.faces.messages.models import listed
 from middleware_hub.openai_session.faces.messages.stream import MessagesWriter
@@ -25,7 +25,7 @@ USAGE = {"prompt_tokens": 30, "completion_tokens": 5}
 
 
 def writer(*, prompt_tokens: int | None = 30, most: int = 5, omits_thinking: bool = False) -> MessagesWriter:
-    return MessagesWriter(Ending(["#"], most, prompt_tokens), omits_thinking=omits_thinking)
+    return MessagesWriter(AnswerEnd(["#"], most, prompt_tokens), omits_thinking=omits_thinking)
 
 
 def chunk(delta: Any = None, finish: str | None = None, *, matched: Any = None, **fields: Any) -> dict[str, Any]:

@@ -14,7 +14,12 @@ from tests.support.sessions import Scene, assistant, call, user
 
 SCHEMA = {
     "type": "object",
-    "properties": {"path": {"type": "string"}, "all": {"type": "boolean", "default": False}},
+    "properties": {
+        "path": {"type": "string"},
+        "all": {"type": "boolean", "default": False},
+        "n": {"type": "integer"},
+        "more": {"type": "array", "items": {"type": "object", "properties": {"n": {"default": 1}}}},
+    },
     "required": ["path"],
 }
 EDIT: dict[str, Any] = {"name": "edit", "description": "Edits.", "input_schema": SCHEMA}
@@ -150,16 +155,32 @@ def recorded(*calls: Any, **fields: Any) -> Echo:
     return Echo.of(scene.session)
 
 
-@pytest.mark.parametrize("given", [{"path": "a"}, {"all": False, "path": "a"}])
-def test_a_call_that_says_the_same_is_the_one_that_was_sampled(given: Any) -> None:
-    held = call("edit", '{"path":  "a"}', "c1")
+@pytest.mark.parametrize(
+    ("sampled", "given"),
+    [
+        ('{"path":  "a"}', {"path": "a"}),
+        ('{"path": "a"}', {"all": False, "path": "a"}),
+        ('{"path": "a", "all": false}', {"path": "a"}),
+        ('{"path": "a", "n": "5", "all": "true"}', {"path": "a", "n": 5, "all": True}),
+        ('{"path": "a", "more": [{"text": "b"}]}', {"path": "a", "more": [{"text": "b", "n": 1}], "all": False}),
+        ('{"path": "one  \\n\\ttwo \\n\\n"}', {"path": "one\n\ttwo\n\n"}),
+        ('{"command": "cd /work/a && ls"}', {"command": "ls"}),
+        ('{"command": "find . -exec rm {} \\\\\\\\;"}', {"command": "find . -exec rm {} \\;"}),
+    ],
+)
+def test_a_call_that_says_the_same_is_the_one_that_was_sampled(sampled: str, given: Any) -> None:
+    held = call("edit", sampled, "c1")
     (message,) = said(HI, blocks("assistant", use(**given)), echo=recorded(held), tools=[EDIT])[1:]
     assert message["tool_calls"] == [held]
 
 
 @pytest.mark.parametrize(
     "block",
-    [use(path="b"), use(path="a", all=True), use("look", path="a"), use(call_id="c2", path="a"), use(path=True)],
+    [
+        *(use(path="b"), use(path="a", all=True), use("look", path="a"), use(call_id="c2", path="a"), use(path=True)),
+        *(use(path="a", n=5), use(path="\na"), use(path=" a"), use(path="cd /work && a"), use(), use(path=["a"])),
+    ],
+    ids=repr,
 )
 def test_a_call_that_says_something_else_is_an_edit(block: Any) -> None:
     held = call("edit", '{"path": "a"}', "c1")
@@ -207,7 +228,7 @@ def test_settings_go_to_the_fields_of_a_chat_request() -> None:
 
 
 def test_what_says_nothing_to_a_model_is_ignored() -> None:
-    harmless = {
+    harmless: Any = {
         "metadata": {"user_id": "u"},
         "cache_control": {"type": "ephemeral"},
         "service_tier": "auto",

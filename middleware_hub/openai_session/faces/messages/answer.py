@@ -13,7 +13,7 @@ STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tok
 CUT = "the engine cut the answer off"
 
 
-class Ending:
+class AnswerEnd:
     """Why and with how many tokens an answer ended, as far as it is known.
 
     Args:
@@ -86,7 +86,7 @@ class Ending:
         return {"input_tokens": prompt - cached, **caches, **tokens}
 
 
-def message(answer: Mapping[str, Any], content: Sequence[Any], ending: Ending, **stopped: Any) -> dict[str, Any]:
+def message(answer: Mapping[str, Any], content: Sequence[Any], ending: AnswerEnd, **stopped: Any) -> dict[str, Any]:
     """A message: a whole one, or the one that a stream begins with."""
     return {
         "id": f"msg_{answer.get('id')}",
@@ -101,7 +101,7 @@ def message(answer: Mapping[str, Any], content: Sequence[Any], ending: Ending, *
     }
 
 
-def whole(answer: Mapping[str, Any], ending: Ending, *, omits_thinking: bool) -> dict[str, Any]:
+def whole(answer: Mapping[str, Any], ending: AnswerEnd, *, omits_thinking: bool) -> dict[str, Any]:
     """A whole answer.
 
     Raises:

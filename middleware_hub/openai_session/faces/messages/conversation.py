@@ -134,6 +134,8 @@ class Conversation:
         self._end_texts()
 
     def _system(self, text: str) -> None:
+        if not text:
+            return
         if not self._system_anywhere:
             self._text(text)
             return

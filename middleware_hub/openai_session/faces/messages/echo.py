@@ -1,12 +1,13 @@
 """What comes back of an answer, matched with what was sampled.
 
-Agents' libraries parse the input of a tool call and write it anew: other spaces and order, and the defaults that the
-tool's schema names filled in. Where it says the same as the call that this session holds, that one is taken, spelled as
-it was sampled. Any other change is an edit of the history, and is left to be found as one.
+Agents' libraries parse the input of a tool call and write it anew: other spaces and order, the defaults that the tool's
+schema names filled in, texts tidied. Where it says the same as the call that this session holds, that one is taken,
+spelled as it was sampled. Any other change is an edit of the history, and is left to be found as one.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from hashlib import blake2b
 from typing import Any
@@ -21,6 +22,10 @@ NOTE = "messages.echo"
 SIGNED = "miles1."
 #: The key of an input whose text is no JSON object, as Anthropic's documentation names it for this purpose.
 INVALID_JSON = "INVALID_JSON"
+#: Types of a schema's values that no text is.
+NO_TEXTS = ("integer", "number", "boolean", "array", "object")
+ENDS_OF_LINES = re.compile(r"[^\S\n]+(?=\n|$)")
+CHANGES_DIRECTORY = re.compile(r"^cd \S+ && ")
 
 
 def signature(thinking: str) -> str:
@@ -84,8 +89,9 @@ class Echo:
 
 
 def same_input(held: Any, sent: Any, schema: object) -> bool:
-    """Whether two inputs of a tool say the same, once the schema's defaults are filled in."""
-    return same_json(held, sent) or same_json(_filled(held, schema), _filled(sent, schema))
+    """Whether two inputs of a tool say the same, once the schema's defaults are filled in and what harnesses tidy is
+    tidied on both sides."""
+    return same_json(held, sent) or same_json(_plain(held, schema), _plain(sent, schema))
 
 
 def same_json(one: Any, other: Any) -> bool:
@@ -99,20 +105,35 @@ def same_json(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _filled(value: Any, schema: object) -> Any:
-    """A value with the defaults of a JSON schema's properties where it has none of its own."""
-    if not isinstance(schema, Mapping):
-        return value
+def _plain(value: Any, schema: object, name: str = "") -> Any:
+    """A value with its schema's defaults, and without what Claude Code 2.1 tidies in a call: a `cd` in front of a
+    command, white space at the ends of lines, numbers and lists that were written as texts."""
+    schema = schema if isinstance(schema, Mapping) else {}
+    if isinstance(value, str):
+        return _plain_text(value, schema, name)
     if isinstance(value, list):
-        return [_filled(each, schema.get("items")) for each in value]
-    properties = schema.get("properties")
-    if not isinstance(value, dict) or not isinstance(properties, Mapping):
+        return [_plain(each, schema.get("items")) for each in value]
+    if not isinstance(value, dict):
         return value
-    filled = {name: _filled(each, properties.get(name)) for name, each in value.items()}
-    for name, known in properties.items():
-        if name not in filled and isinstance(known, Mapping) and "default" in known:
-            filled[name] = known["default"]
-    return filled
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
+    defaults = {key: known["default"] for key, known in properties.items() if _has_default(known)}
+    return {key: _plain(each, properties.get(key), key) for key, each in {**defaults, **value}.items()}
+
+
+def _has_default(schema: object) -> bool:
+    return isinstance(schema, Mapping) and "default" in schema
+
+
+def _plain_text(text: str, schema: Mapping[str, Any], name: str) -> Any:
+    if schema.get("type") in NO_TEXTS:
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError:
+            return text
+    if name == "command":
+        text = CHANGES_DIRECTORY.sub("", text).replace("\\\\;", "\\;")
+    return ENDS_OF_LINES.sub("", text)
 
 
 def forgiving(equal: Equality) -> Equality:

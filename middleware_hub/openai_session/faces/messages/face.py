@@ -12,7 +12,7 @@ from middleware_hub.openai_session.continuing.templates import CannotRender
 from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings
 from middleware_hub.openai_session.faces.messages import errors
-from middleware_hub.openai_session.faces.messages.answer import Ending
+from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
 from middleware_hub.openai_session.faces.messages.echo import Echo, forgiving
 from middleware_hub.openai_session.faces.messages.models import listed
 from middleware_hub.openai_session.faces.messages.request import omits_thinking, read
@@ -54,7 +54,7 @@ class MessagesFace(ChatFace):
         """Messages, or their events."""
         fields = turn.fields
         prompt_tokens = turn.prompt.length if turn.prompt is not None else None
-        ending = Ending(fields.get("stop", ()), fields["max_tokens"], prompt_tokens)
+        ending = AnswerEnd(fields.get("stop", ()), fields["max_tokens"], prompt_tokens)
         return MessagesWriter(ending, omits_thinking=omits_thinking(turn.asked))
 
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:

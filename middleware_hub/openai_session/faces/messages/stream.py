@@ -14,7 +14,7 @@ import orjson
 
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.faces.messages import errors
-from middleware_hub.openai_session.faces.messages.answer import CUT, Ending, message, whole
+from middleware_hub.openai_session.faces.messages.answer import CUT, AnswerEnd, message, whole
 from middleware_hub.openai_session.faces.messages.echo import signature
 from miles_router.middlewares import Event, write_event
 
@@ -27,7 +27,7 @@ LAST = write_event({"type": "message_stop"}, b"message_stop")
 class MessagesWriter(ReplyWriter):
     """Writes one answer."""
 
-    def __init__(self, ending: Ending, *, omits_thinking: bool) -> None:
+    def __init__(self, ending: AnswerEnd, *, omits_thinking: bool) -> None:
         self._ending = ending
         self._omits_thinking = omits_thinking
         self._events: list[bytes] = []  # of the chunk that is being written
