@@ -26,6 +26,8 @@ ENVIRONMENT = {
     "DISABLE_AUTOUPDATER": "1",
     "ANTHROPIC_API_KEY": "none",
 }
+#: Which of the steps of `edits` has a sub-agent count the files.
+COUNTING = 4
 
 
 @functools.cache
