@@ -98,7 +98,7 @@ class Continuation:
         ids = await self._encoder.encode_rendered(text)
         if not goes_on:
             return ids
-        begun = await self._encoder.encode_rendered(str(messages[-1]["content"]))
+        begun = await self._encoder.encode_rendered(str(messages[-1].get("content") or ""))
         return np.concatenate([ids, begun])
 
     async def after(

@@ -145,33 +145,37 @@ class Conversation:
     # What the assistant has said
 
     def _assistant(self, content: object, where: str) -> None:
+        self._end_user()
+        digest, message = self._echo.known(content)
+        follows = bool(self._messages) and self._messages[-1]["role"] == "assistant"
+        if message is None or follows:
+            message = self._said(content, where)
+            message = self._joined(self._messages.pop(), message) if follows else self._echo.held(message, digest)
+        self._order = {str(call["id"]): place for place, call in enumerate(message.get("tool_calls") or ())}
+        self._messages.append(message)
+
+    def _said(self, content: object, where: str) -> Mapping[str, Any]:
+        if isinstance(content, str):
+            return {"role": "assistant", "content": content}
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[Mapping[str, Any]] = []
-        if isinstance(content, str):
-            texts.append(content)
-        else:
-            for block, at in _blocks(content, where):
-                kind = block.get("type")
-                if kind == "text":
-                    texts.append(_text(block, at))
-                elif kind == "tool_use":
-                    calls.append(self._call(block, at))
-                elif kind == "thinking":
-                    thoughts.append(self._thought(block, at))
-                elif kind != "redacted_thinking":  # which says nothing that a template could read
-                    raise _untraceable(kind, at)
-        self._end_user()
-        before = self._messages[-1] if self._messages and self._messages[-1]["role"] == "assistant" else {}
-        if before:
-            self._messages.pop()
-        message: dict[str, Any] = {"role": "assistant", "content": before.get("content", "") + "".join(texts)}
-        if reasoning := before.get("reasoning_content", "") + "".join(thoughts):
-            message["reasoning_content"] = reasoning
-        if calls := [*before.get("tool_calls", ()), *calls]:
-            message["tool_calls"] = calls
-            self._order = {str(call["id"]): place for place, call in enumerate(calls)}
-        self._messages.append(message)
+        for block, at in _blocks(content, where):
+            kind = block.get("type")
+            if kind == "text":
+                texts.append(_text(block, at))
+            elif kind == "tool_use":
+                calls.append(self._call(block, at))
+            elif kind == "thinking":
+                thoughts.append(self._thought(block, at))
+            elif kind != "redacted_thinking":  # which says nothing that a template could read
+                raise _untraceable(kind, at)
+        return _message("".join(texts), "".join(thoughts), calls)
+
+    @staticmethod
+    def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+        texts, thoughts = ((one.get(name) or "") + (other.get(name) or "") for name in ("content", "reasoning_content"))
+        return _message(texts, thoughts, [*(one.get("tool_calls") or ()), *(other.get("tool_calls") or ())])
 
     def _thought(self, block: Mapping[str, Any], where: str) -> str:
         text = block.get("thinking")
@@ -186,6 +190,15 @@ class Conversation:
         if not isinstance(given, dict):
             raise invalid(f"{where}.input", "Input should be an object")
         return self._echo.call(call_id, name, given, self._tools.schema(name))
+
+
+def _message(text: str, reasoning: str, calls: list[Mapping[str, Any]]) -> Mapping[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
 
 
 def _blocks(content: object, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:

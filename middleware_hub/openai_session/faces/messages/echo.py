@@ -53,6 +53,9 @@ class Echo:
         self._turns = 0
         self._calls: dict[str, list[Any]] = {}
         self._thinking: dict[str, str] = {}
+        self._answers: dict[tuple[Any, ...], Message] = {}  # by all that each says
+        self._known: dict[bytes, Message] = {}  # by the digest of the content that came back
+        self._digests: dict[tuple[Any, ...], bytes] = {}  # the last one of each answer
 
     @classmethod
     def of(cls, session: Session) -> Echo:
@@ -69,6 +72,22 @@ class Echo:
         thinking = answer.get("reasoning_content")
         if isinstance(thinking, str) and thinking:
             self._thinking[signature(thinking)] = thinking
+        self._answers[_all_of(answer)] = answer
+
+    def known(self, content: object) -> tuple[bytes, Message | None]:
+        """The answer that has come back with just this content before, and by which that is known."""
+        digest = blake2b(orjson.dumps(content), digest_size=16).digest()
+        return digest, self._known.get(digest)
+
+    def held(self, message: Message, digest: bytes) -> Message:
+        """The answer that a message is, if it says all that this does; the next time its content is enough."""
+        said = _all_of(message)
+        answer = self._answers.get(said)
+        if answer is None:
+            return message
+        self._known.pop(self._digests.get(said, b""), None)
+        self._digests[said], self._known[digest] = digest, answer
+        return answer
 
     def call(self, call_id: str, name: str, given: Mapping[str, Any], schema: object) -> Mapping[str, Any]:
         """The call that comes back under this id, as it is held if it says the same."""
@@ -86,6 +105,12 @@ class Echo:
     def thinking(self, text: str, signed: object) -> str:
         """The reasoning of a block: its text, or where only its signature comes back, what that stands for."""
         return text or (self._thinking.get(signed, "") if isinstance(signed, str) else "")
+
+
+def _all_of(message: Message) -> tuple[Any, ...]:
+    """Text, reasoning and calls of an answer; the calls as objects, each of which is held once."""
+    calls = tuple(map(id, message.get("tool_calls") or ()))
+    return _stripped(message), message.get("reasoning_content") or "", calls
 
 
 def same_input(held: Any, sent: Any, schema: object) -> bool:
