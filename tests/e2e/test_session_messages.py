@@ -191,6 +191,7 @@ async def test_tokens_are_counted_as_the_engine_is_given_them(stage: Stage) -> N
                 answer = await asked(client, history, live=bool(turn), system="Be brief.", **choice)
                 usage = answer.usage
                 assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counts[-1]
+                assert (usage.cache_read_input_tokens or 0) > counts[-2] if turn else True, "the turn before"
                 history += [{"role": "assistant", "content": answer.content}]
                 history += [{"role": "user", "content": results(answer) or "Go on"}]
             begun: Any = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It is ("}]

@@ -109,3 +109,7 @@ def edits(file: Path) -> list[Any]:
 
 def _call(name: str, **arguments: Any) -> dict[str, Any]:
     return {"name": name, "arguments": arguments}
+
+
+if __name__ == "__main__":
+    print(program())

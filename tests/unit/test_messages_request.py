@@ -146,6 +146,21 @@ def test_a_tool_that_is_loaded_later_is_told_in_the_result_that_names_it() -> No
     assert "not found" in refusal(*spoken, tools=[EDIT])
 
 
+def test_tools_that_come_and_go_on_the_way_are_told_where_they_do() -> None:
+    by_value = {"type": "tool_definition", "definition": {"name": "late", "input_schema": {"type": "object"}}}
+    changes = [
+        {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "fetch"}},
+        {"type": "tool_addition", "tool": by_value},
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "edit"}},
+    ]
+    found = asked(HI, {"role": "system", "content": changes}, tools=[EDIT, FETCH])
+    assert [tool["function"]["name"] for tool in found.fields["tools"]] == ["edit", "fetch", "late"]
+    words = found.fields["messages"][-1]["content"].split("\n")
+    assert words[:2] == ["The tool edit is not available any more.", "<functions>"]
+    assert [each.count('"name":"') for each in words] == [0, 0, 1, 1, 0]
+    assert len(found.contexts(found.fields)) == 3, "rendered with none, the first, or both of those that were added"
+
+
 # What comes back of an answer
 
 
@@ -359,7 +374,9 @@ def test_what_cannot_be_traced_is_refused_by_name(fields: Any, where: str) -> No
         ([blocks("user", {"type": "tool_result"})], "messages.0.content.0.tool_use_id"),
         ([blocks("user", result("c1", [{"type": "image"}]))], "messages.0.content.0.content.0"),
         ([blocks("user", result("c1", 7))], "messages.0.content.0.content"),
-        ([HI, {"role": "system", "content": [{"type": "tool_addition"}]}], "messages.1.content.0"),
+        ([HI, {"role": "system", "content": [{"type": "tool_addition"}]}], "messages.1.content.0.tool"),
+        ([HI, {"role": "system", "content": [{"type": "tool_removal"}]}], "messages.1.content.0"),
+        ([HI, {"role": "system", "content": [{"type": "image"}]}], "messages.1.content.0"),
     ],
     ids=repr,
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.turns.idempotency import once
 from miles_router.asgi.exchange import Message, Send
 from miles_router.engines.events import LAST_EVENT
@@ -49,7 +50,8 @@ class Client:
 class Episode:
     """A session whose turns have ids. `script` is what one run does; `runs` counts them."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_event: bytes = LAST_EVENT) -> None:
+        self.last_event = last_event
         self.scene = Scene()
         self.runs = 0
         self.bytes: list[int] = []
@@ -68,7 +70,9 @@ class Episode:
             self.runs += 1
             await run(send)
 
-        await once(self.scene.session, turn_id, _stays, client.send, counted, self.bytes.append)
+        await once(
+            self.scene.session, turn_id, _stays, client.send, counted, self.bytes.append, last_event=self.last_event
+        )
         return client
 
     def answering(self, *messages: Message, turn_id: str = "t", held: bool = True) -> Callable[[Send], Awaitable[None]]:
@@ -149,19 +153,20 @@ async def test_an_earlier_turn_of_that_id_does_not_make_a_failure_an_answer() ->
     assert turns.runs == 3
 
 
-async def test_a_client_that_leaves_behind_the_last_event_has_had_its_answer() -> None:
-    turns = Episode()
+@pytest.mark.parametrize("last_event", sorted({face.last_event for face in FACES}))
+async def test_a_client_that_leaves_behind_the_last_event_has_had_its_answer(last_event: bytes) -> None:
+    turns = Episode(last_event)
 
     async def run(send: Send) -> None:
         await send(start())
         turns.record("t")
-        await send(part(b"data: {}\n\n" + LAST_EVENT, more=True))
+        await send(part(b"data: {}\n\n" + last_event, more=True))
         await send(part(b"", more=True))
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
         await turns.ask(run)
-    assert (await turns.ask(turns.answering())).body.endswith(LAST_EVENT)
+    assert (await turns.ask(turns.answering())).body.endswith(last_event)
     assert turns.runs == 1
 
 

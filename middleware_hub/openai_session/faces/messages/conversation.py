@@ -65,7 +65,7 @@ class Conversation:
         elif role == "assistant":
             self._assistant(content, f"{where}.content")
         elif role == "system":
-            self._system(JOINT.join(_texts(content, f"{where}.content")))
+            self._system(content, f"{where}.content")
         else:
             raise invalid(f"{where}.role", "Input should be 'user', 'assistant' or 'system'")
 
@@ -111,9 +111,7 @@ class Conversation:
                 functions.append(self._tools.reference(block.get("tool_name"), at))
             else:
                 raise _untraceable(kind, at)
-        if functions:
-            texts.append(JOINT.join(["<functions>", *functions, "</functions>"]))
-        return JOINT.join(texts)
+        return JOINT.join([*texts, *_listed(functions)])
 
     def _end_texts(self) -> None:
         if self._texts:
@@ -133,7 +131,8 @@ class Conversation:
         self._end_results()
         self._end_texts()
 
-    def _system(self, text: str) -> None:
+    def _system(self, content: object, where: str) -> None:
+        text = content if isinstance(content, str) else self._system_text(content, where)
         if not text:
             return
         if not self._system_anywhere:
@@ -141,6 +140,21 @@ class Conversation:
             return
         self._end_user()
         self._messages.append({"role": "system", "content": text})
+
+    def _system_text(self, content: object, where: str) -> str:
+        """Words, and tools that come and go."""
+        texts, functions = [], []
+        for block, at in _blocks(content, where):
+            kind, tool = block.get("type"), block.get("tool")
+            if kind == "text":
+                texts.append(_text(block, at))
+            elif kind == "tool_addition":
+                functions.append(self._tools.added(tool, f"{at}.tool"))
+            elif kind == "tool_removal" and isinstance(tool, Mapping) and isinstance(tool.get("name"), str):
+                texts.append(f"The tool {tool['name']} is not available any more.")
+            else:
+                raise _untraceable(kind, at)
+        return JOINT.join([*texts, *_listed(functions)])
 
     # What the assistant has said
 
@@ -215,6 +229,11 @@ def _text(block: Mapping[str, Any], where: str) -> str:
     if not isinstance(text, str):
         raise invalid(f"{where}.text", "Input should be a valid string")
     return text
+
+
+def _listed(functions: list[str]) -> list[str]:
+    """Definitions as Claude Code tells a model that it will find them."""
+    return ["<functions>", *functions, "</functions>"] if functions else []
 
 
 def _texts(content: object, where: str) -> list[str]:

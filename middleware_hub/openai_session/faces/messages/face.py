@@ -63,7 +63,7 @@ class MessagesFace(ChatFace):
 
     def speaks(self, scope: Scope, path: str) -> bool:
         """What is this API's alone, and the models, where a client of this API asks for them."""
-        return path in (paths.MESSAGES, paths.COUNT_TOKENS) or _lists_models(scope, path)
+        return path == paths.MESSAGES or path.startswith(f"{paths.MESSAGES}/") or _lists_models(scope, path)
 
     async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
         """Tokens that are counted, and models."""

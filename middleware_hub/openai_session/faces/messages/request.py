@@ -75,6 +75,7 @@ def read(request: object, echo: Echo, *, system_anywhere: bool, counts: bool = F
         "messages": messages,
         **_output(request),
         **choice_of(request.get("tool_choice"), tools),
+        "return_cached_tokens_details": True,
     }
     if not isinstance(request.get("model"), str):
         raise invalid("model", "Field required")

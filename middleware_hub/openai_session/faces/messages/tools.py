@@ -82,6 +82,23 @@ class Tools:
         known = tool or next(each for each in self.shown if each["function"]["name"] == name)
         return f"<function>{orjson.dumps(known['function']).decode()}</function>"
 
+    def added(self, tool: object, where: str) -> str:
+        """The same for a tool that a system message adds, by its name or by value.
+
+        Raises:
+            BadRequest: it is none, or one that only Anthropic runs.
+        """
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        if not isinstance(tool, Mapping) or kind not in ("tool_reference", "tool_definition"):
+            raise invalid(where, f"{str(kind)[:64]!r} is not available here")
+        if kind == "tool_reference":
+            return self.reference(tool.get("name"), where)
+        definition = tool.get("definition")
+        if not isinstance(definition, Mapping):
+            raise invalid(f"{where}.definition", "Input should be an object")
+        self._add({**definition, "defer_loading": True}, f"{where}.definition")
+        return self.reference(definition["name"], where)
+
 
 def _refuse_unknown(tool: Mapping[str, Any], where: str) -> None:
     unknown = tool.keys() - HARMLESS - READ
