@@ -149,6 +149,16 @@ def test_white_space_alone_is_no_block() -> None:
     assert told(stream(words("\n"), words(" a"), words("\n"), STOP)) == [("text", "\n a\n")]
 
 
+def test_arguments_come_as_they_are_sampled_but_for_the_brace_that_may_be_the_last() -> None:
+    made = writer(most=9)
+    fragments = ['{"a": {"b": 1}', ', "c": "', "long text } with } braces", '" ', "}", " "]
+    shown = []
+    for fragment in [calling("", "go"), *map(calling, fragments)]:
+        found = events(made.chunk(fragment, b""))
+        shown.append("".join(each["delta"]["partial_json"] for each in found if each["type"] == "content_block_delta"))
+    assert shown == ["", '{"a": {"b": 1', '}, "c": "', "long text } with } braces", '" ', "", ""]
+
+
 def test_a_call_without_arguments_is_a_block() -> None:
     assert told(stream(calling("", "go"), CALLED)) == [("tool_use", "", "go")]
 

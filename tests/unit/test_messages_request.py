@@ -24,6 +24,7 @@ SCHEMA = {
 }
 EDIT: dict[str, Any] = {"name": "edit", "description": "Edits.", "input_schema": SCHEMA}
 FETCH: dict[str, Any] = {"name": "fetch", "input_schema": {"type": "object"}, "defer_loading": True}
+EMPTY = {"role": "system", "content": ""}
 HI = {"role": "user", "content": "Hi"}
 
 
@@ -159,6 +160,15 @@ def test_tools_that_come_and_go_on_the_way_are_told_where_they_do() -> None:
     assert words[:2] == ["The tool edit is not available any more.", "<functions>"]
     assert [each.count('"name":"') for each in words] == [0, 0, 1, 1, 0]
     assert len(found.contexts(found.fields)) == 3, "rendered with none, the first, or both of those that were added"
+
+
+def test_tools_beyond_number_cost_no_more_than_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = [{**FETCH, "name": f"t{number}"} for number in range(50)]
+    references = [{"type": "tool_reference", "tool_name": tool["name"]} for tool in tools]
+    found = asked(HI, blocks("assistant", use()), blocks("user", result("c1", references)), tools=[EDIT, *tools])
+    assert len(found.contexts(found.fields)) == 51
+    monkeypatch.setattr("middleware_hub.openai_session.faces.messages.request.MAX_CONTEXTS", 1000)
+    assert len(found.contexts(found.fields)) == 2, "with all of them, and with none"
 
 
 # What comes back of an answer
@@ -384,7 +394,9 @@ def test_a_message_that_cannot_be_traced_is_refused_by_its_place(messages: Seque
     assert refusal(*messages).split(": ")[0] == where
 
 
-@pytest.mark.parametrize("request_", [None, [], {"messages": []}, {"messages": "Hi"}, {"messages": {}}])
+@pytest.mark.parametrize(
+    "request_", [None, [], {"messages": []}, {"messages": "Hi"}, {"messages": {}}, {"messages": [EMPTY]}]
+)
 def test_what_is_no_request_is_refused(request_: Any) -> None:
     with pytest.raises(BadRequest):
         read(request_, Echo(), system_anywhere=True)

@@ -6,7 +6,7 @@ and so is what the assistant says; each tool's result is a message of its own, i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from middleware_hub.openai_session.faces.messages.echo import Echo
@@ -34,6 +34,7 @@ class Conversation:
         self._texts: list[str] = []  # of the user, in a row
         self._results: list[dict[str, Any]] = []  # of tools, in a row
         self._order: dict[str, int] = {}  # of the last calls
+        self._spoken: list[tuple[object, str]] = []  # by the assistant, in a row
 
     def read(self, system: object, messages: object) -> list[Mapping[str, Any]]:
         """All messages of a request.
@@ -49,6 +50,9 @@ class Conversation:
         for place, message in enumerate(messages):
             self._add(message, f"messages.{place}")
         self._end_user()
+        self._end_assistant()
+        if not self._messages:
+            raise invalid("messages", "nothing is said in them")
         return self._messages
 
     @property
@@ -60,6 +64,8 @@ class Conversation:
         if not isinstance(message, Mapping):
             raise invalid(where, "Input should be an object")
         role, content = message.get("role"), message.get("content")
+        if role != "assistant":
+            self._end_assistant()
         if role == "user":
             self._user(content, f"{where}.content")
         elif role == "assistant":
@@ -160,36 +166,44 @@ class Conversation:
 
     def _assistant(self, content: object, where: str) -> None:
         self._end_user()
-        digest, message = self._echo.known(content)
-        follows = bool(self._messages) and self._messages[-1]["role"] == "assistant"
-        if message is None or follows:
-            message = self._said(content, where)
-            message = self._joined(self._messages.pop(), message) if follows else self._echo.held(message, digest)
+        self._spoken.append((content, where))
+
+    def _end_assistant(self) -> None:
+        """What it has said in a row. One answer that has come back just so before is known."""
+        if not self._spoken:
+            return
+        spoken, self._spoken = self._spoken, []
+        digest, message = self._echo.known(spoken[0][0]) if len(spoken) == 1 else (None, None)
+        if message is None:
+            message = self._said(spoken)
+            message = self._echo.held(message, digest) if digest is not None else message
         self._order = {str(call["id"]): place for place, call in enumerate(message.get("tool_calls") or ())}
         self._messages.append(message)
 
-    def _said(self, content: object, where: str) -> Mapping[str, Any]:
-        if isinstance(content, str):
-            return {"role": "assistant", "content": content}
+    def _said(self, spoken: Sequence[tuple[object, str]]) -> Mapping[str, Any]:
         texts: list[str] = []
         thoughts: list[str] = []
         calls: list[Mapping[str, Any]] = []
-        for block, at in _blocks(content, where):
-            kind = block.get("type")
-            if kind == "text":
-                texts.append(_text(block, at))
-            elif kind == "tool_use":
-                calls.append(self._call(block, at))
-            elif kind == "thinking":
-                thoughts.append(self._thought(block, at))
-            elif kind != "redacted_thinking":  # which says nothing that a template could read
-                raise _untraceable(kind, at)
-        return _message("".join(texts), "".join(thoughts), calls)
-
-    @staticmethod
-    def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
-        texts, thoughts = ((one.get(name) or "") + (other.get(name) or "") for name in ("content", "reasoning_content"))
-        return _message(texts, thoughts, [*(one.get("tool_calls") or ()), *(other.get("tool_calls") or ())])
+        for content, where in spoken:
+            if isinstance(content, str):
+                texts.append(content)
+                continue
+            for block, at in _blocks(content, where):
+                kind = block.get("type")
+                if kind == "text":
+                    texts.append(_text(block, at))
+                elif kind == "tool_use":
+                    calls.append(self._call(block, at))
+                elif kind == "thinking":
+                    thoughts.append(self._thought(block, at))
+                elif kind != "redacted_thinking":  # which says nothing that a template could read
+                    raise _untraceable(kind, at)
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        if reasoning := "".join(thoughts):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
 
     def _thought(self, block: Mapping[str, Any], where: str) -> str:
         text = block.get("thinking")
@@ -204,15 +218,6 @@ class Conversation:
         if not isinstance(given, dict):
             raise invalid(f"{where}.input", "Input should be an object")
         return self._echo.call(call_id, name, given, self._tools.schema(name))
-
-
-def _message(text: str, reasoning: str, calls: list[Mapping[str, Any]]) -> Mapping[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message
 
 
 def _blocks(content: object, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:

@@ -24,7 +24,6 @@ SIGNED = "miles1."
 INVALID_JSON = "INVALID_JSON"
 #: Types of a schema's values that no text is.
 NO_TEXTS = ("integer", "number", "boolean", "array", "object")
-ENDS_OF_LINES = re.compile(r"[^\S\n]+(?=\n|$)")
 CHANGES_DIRECTORY = re.compile(r"^cd \S+ && ")
 
 
@@ -158,7 +157,7 @@ def _plain_text(text: str, schema: Mapping[str, Any], name: str) -> Any:
             return text
     if name == "command":
         text = CHANGES_DIRECTORY.sub("", text).replace("\\\\;", "\\;")
-    return ENDS_OF_LINES.sub("", text)
+    return "\n".join([line.rstrip() for line in text.split("\n")])
 
 
 def forgiving(equal: Equality) -> Equality:

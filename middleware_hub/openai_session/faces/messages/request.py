@@ -34,6 +34,8 @@ HARMLESS = frozenset(
 REFUSED = frozenset({"mcp_servers", "container", "thread", "compaction"})
 #: Those that go on as they are, whatever they are: the engine refuses what it cannot take.
 AS_THEY_ARE = {"model": "model", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+#: Bytes of tools and settings in all contexts of a request; with more, tools that are loaded later begin a segment.
+MAX_CONTEXTS = 1 << 24
 
 
 class Asked(NamedTuple):
@@ -51,8 +53,11 @@ class Asked(NamedTuple):
         """What the request may be rendered with. A tool that was loaded on the way is not in the context of what stood
         before."""
         contexts = list(contexts_of(fields))
-        for count in range(len(self.tools.loaded)):
-            contexts += contexts_of({**fields, "tools": [*self.tools.shown, *self.tools.loaded[:count]] or None})
+        shown, loaded = self.tools.shown, self.tools.loaded
+        if len(contexts[0].key) * len(loaded) > MAX_CONTEXTS:
+            del loaded[1:]
+        for count in range(len(loaded)):
+            contexts += contexts_of({**fields, "tools": [*shown, *loaded[:count]] or None})
         return tuple(contexts)
 
 

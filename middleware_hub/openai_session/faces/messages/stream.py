@@ -35,7 +35,7 @@ class MessagesWriter(ReplyWriter):
         self._open: str | None = None  # the type of the block that grows
         self._index = -1  # of the last block
         self._thinking: list[str] = []  # of the block that grows
-        self._blank = ""  # white space that may begin a text
+        self._blank: list[str] = []  # white space that may begin a text
         self._call: Mapping[str, Any] = {}  # the call that is under way
         self._call_index: object = None
         self._calls = False
@@ -121,10 +121,10 @@ class MessagesWriter(ReplyWriter):
 
     def _say(self, text: str) -> None:
         if self._open != "text":
-            text = self._blank + text
-            self._blank = text if text.isspace() else ""
-            if self._blank:
+            self._blank.append(text)
+            if text.isspace():
                 return
+            text = "".join(self._blank)
         self._open_block("text", text="")
         self._grow("text_delta", text=text)
 
@@ -137,8 +137,9 @@ class MessagesWriter(ReplyWriter):
         if not arguments or call["index"] != self._call_index:
             return
         arguments = self._waiting + arguments
-        brace = arguments.rfind("}")
-        shown, self._waiting = (arguments, "") if brace < 0 else (arguments[:brace], arguments[brace:])
+        end = len(arguments.rstrip()) - 1
+        waits = arguments[end:].startswith("}")
+        shown, self._waiting = (arguments[:end], arguments[end:]) if waits else (arguments, "")
         if shown:
             self._open_call()
             self._grow("input_json_delta", partial_json=shown)
@@ -167,8 +168,8 @@ class MessagesWriter(ReplyWriter):
             self._grow("signature_delta", signature=signature("".join(self._thinking)))
         if self._open is not None:
             self._emit("content_block_stop", index=self._index)
-        self._open, self._call, self._call_index, self._waiting, self._blank = None, {}, None, "", ""
-        self._thinking = []
+        self._open, self._call, self._call_index, self._waiting = None, {}, None, ""
+        self._thinking, self._blank = [], []
 
     def _grow(self, kind: str, **fields: str) -> None:
         self._emit("content_block_delta", index=self._index, delta={"type": kind, **fields})

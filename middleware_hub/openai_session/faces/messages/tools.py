@@ -25,12 +25,10 @@ class Tools:
     """The tools of one request."""
 
     def __init__(self, given: object) -> None:
-        #: Shown from the beginning.
-        self.shown: list[dict[str, Any]] = []
-        #: Loaded by a reference, in the order in which they were.
-        self.loaded: list[dict[str, Any]] = []
-        self._deferred: dict[str, dict[str, Any]] = {}
+        self._functions: dict[str, dict[str, Any]] = {}
         self._schemas: dict[str, Any] = {}
+        self._shown: dict[str, dict[str, Any]] = {}
+        self._loaded: dict[str, dict[str, Any]] = {}
         if given is None:
             return
         if not isinstance(given, list):
@@ -53,16 +51,24 @@ class Tools:
             raise invalid("tools", "Tool names must be unique.")
         _refuse_unknown(tool, where)
         self._schemas[name] = schema
-        function = _function(tool, name, schema, where)
-        if tool.get("defer_loading"):
-            self._deferred[name] = function
-        else:
-            self.shown.append(function)
+        self._functions[name] = _function(tool, name, schema, where)
+        if not tool.get("defer_loading"):
+            self._shown[name] = self._functions[name]
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """Those that are shown from the beginning."""
+        return [*self._shown.values()]
+
+    @property
+    def loaded(self) -> list[dict[str, Any]]:
+        """Those that were loaded by a reference, in the order in which they were."""
+        return [*self._loaded.values()]
 
     @property
     def callable(self) -> list[dict[str, Any]]:
         """Those that may be called now."""
-        return [*self.shown, *self.loaded]
+        return [*self._shown.values(), *self._loaded.values()]
 
     def schema(self, name: str) -> Any:
         """What a tool's input must be; None where no such tool is given."""
@@ -76,11 +82,10 @@ class Tools:
         """
         if not isinstance(name, str) or name not in self._schemas:
             raise invalid(where, f"Tool reference {str(name)[:64]!r} not found in available tools")
-        tool = self._deferred.get(name)
-        if tool is not None and tool not in self.loaded:
-            self.loaded.append(tool)
-        known = tool or next(each for each in self.shown if each["function"]["name"] == name)
-        return f"<function>{orjson.dumps(known['function']).decode()}</function>"
+        tool = self._functions[name]
+        if name not in self._shown:
+            self._loaded[name] = tool
+        return f"<function>{orjson.dumps(tool['function']).decode()}</function>"
 
     def added(self, tool: object, where: str) -> str:
         """The same for a tool that a system message adds, by its name or by value.
