@@ -11,6 +11,7 @@ BadRequest
 TooManySessions         503 too_many_sessions, with Retry-After
 TrajectoryVersionChanged 502 trajectory_version_changed: other weights than those that answered before
 UnusableAnswer          502 unusable_answer: the worker's answer cannot be recorded exactly
+AnswerCut               503 answer_cut, with Retry-After: recorded, and of no end that the agent's API has a word for
 """
 
 from __future__ import annotations
@@ -87,6 +88,16 @@ class TrajectoryVersionChanged(RouterError):
 
     status = 502
     type = "trajectory_version_changed"
+
+
+class AnswerCut(UpstreamError):
+    """An answer that a pause or the engine cut off, for an agent whose API has no word for such an end: what was
+    sampled is recorded, and the agent asks again."""
+
+    status = 503
+    type = "answer_cut"
+    retryable = True
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
 
 class SessionFinalized(BadRequest):

@@ -55,6 +55,11 @@ class Session:
         return f"{self._router_url}{self._path}/v1"
 
     @property
+    def anthropic_base_url(self) -> str:
+        """What an Anthropic client takes for `base_url`, and `ANTHROPIC_BASE_URL`: the same without `/v1`."""
+        return f"{self._router_url}{self._path}"
+
+    @property
     def openai(self) -> dict[str, str]:
         """`base_url` and `api_key` for an OpenAI client: `AsyncOpenAI(**session.openai)`."""
         return {"base_url": self.base_url, "api_key": self._api_key or NO_KEY}

@@ -139,7 +139,8 @@ def chunks_of(answer: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[
         for part in _parts(choice):
             yield {**head, "choices": [part]}
     if _wants_usage(fields):
-        yield {**head, "choices": [], "usage": answer.get("usage")}
+        extra = {"sglext": answer["sglext"]} if answer.get("sglext") else {}
+        yield {**head, "choices": [], "usage": answer.get("usage"), **extra}
 
 
 def _wants_usage(fields: Mapping[str, Any]) -> bool:

@@ -82,6 +82,7 @@ async def test_a_session_is_made_used_collected_and_deleted(server: ScriptedWork
     server.next(script(MADE), script(CHAT), script(SAMPLES), script(DELETED))
     async with connected(server) as client, await client.create_session("made", {"task": 7}) as session:
         assert (session.id, session.base_url) == ("made", f"{server.url}/sessions/made/v1")
+        assert session.anthropic_base_url == f"{server.url}/sessions/made"
         answer = await session.chat(QUESTION, max_tokens=8)
         (sample,) = await session.collect(
             max_seq_len=100, branches="last", reward=1.0, label="42", metadata={"group": 3}

@@ -50,10 +50,11 @@ async def test_a_session_is_made_and_says_where_it_is(trial: SessionTrial) -> No
     answer = await trial.ask("POST", "/sessions")
     made = answer.json()
     assert answer.status == 200
-    assert set(made) == {"session_id", "base_url"}
+    assert set(made) == {"session_id", "base_url", "anthropic_base_url"}
     assert len(made["session_id"]) == 32
     address = f"http://router.test/sessions/{made['session_id']}/v1"
     assert made["base_url"] == address, "as the client named the router"
+    assert made["anthropic_base_url"] == address.removesuffix("/v1"), "what ANTHROPIC_BASE_URL is set to"
     assert made["session_id"] != await trial.create()
 
 
@@ -100,7 +101,6 @@ async def test_two_episodes_cannot_have_the_same_name(trial: SessionTrial) -> No
         ("POST", "/v1/chat/completions"),
         ("POST", "/v1/completions"),
         ("GET", "/v1/models"),
-        ("POST", "/v1/messages"),
     ],
 )
 async def test_an_unknown_session_is_not_found_by_its_name(
@@ -336,7 +336,7 @@ RAW = b'{"model": "m",   "max_tokens": 3}'
 @pytest.mark.parametrize(
     ("path", "raw", "reason"),
     [
-        *((path, RAW, "not traced") for path in ("/v1/messages", "/v1/responses", "/generate")),
+        *((path, RAW, "not traced") for path in ("/v1/responses", "/generate")),
         ("/v1/completions", b'{"prompt":   "a", "echo": true}', "with echo"),
     ],
 )
@@ -395,11 +395,11 @@ async def test_an_image_is_refused_in_a_session_before_anything_is_generated(
 async def test_a_turn_beside_untraced_ones_has_it_in_its_sample(simulated: SessionTrial) -> None:
     session = await simulated.create()
     await simulated.chat(session, HI)
-    body = {"model": "m", "max_tokens": 4, "messages": HI}
-    assert (await simulated.ask("POST", f"/sessions/{session}/v1/messages", body)).status == 200
+    body = {"text": "Hi", "sampling_params": {"max_new_tokens": 4}}
+    assert (await simulated.ask("POST", f"/sessions/{session}/generate", body)).status == 200
     answer = (await simulated.ask("POST", f"/sessions/{session}/samples", {})).json()
     assert answer["samples"][0]["metadata"]["untraced"] == 1
-    assert [each["path"] for each in answer["metadata"]["untraced"]] == ["/v1/messages"]
+    assert [each["path"] for each in answer["metadata"]["untraced"]] == ["/generate"]
 
 
 async def test_chat_without_a_session_is_none_of_its_business(trial: SessionTrial, worker: ScriptedWorker) -> None:

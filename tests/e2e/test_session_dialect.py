@@ -146,7 +146,7 @@ async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(
 ) -> None:
     asked = []
 
-    async def beside(self: ChatFace, session: Session, scope: Any, receive: Any, send: Any) -> bool:
+    async def beside(self: ChatFace, session: Session, scope: Any, *_: object) -> bool:
         asked.append((session.id, scope["path"]))
         return False
 

@@ -42,6 +42,10 @@ CONTEXT = 512
 #: What everybody reads, whatever somebody has written.
 READING = ("/sessions", "/trajectory/stats", "/router/info", "/metrics")
 CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
+COUNT = f"{MESSAGES}/count_tokens"
+TEXT = '{"type": "text", "text": "Hi"}'
+TOOL = '{"name": "f", "description": "d", "input_schema": {"type": "object"}}'
 MESSAGE = '{"role": "user", "content": "Hi"}'
 BODIES: dict[str, Sequence[str]] = {
     "/sessions": (
@@ -58,6 +62,18 @@ BODIES: dict[str, Sequence[str]] = {
         '{"model": "m", "max_tokens": 4, "messages": [{"role": "assistant", "content": null, "tool_calls": []}]}',
         f'{{"messages": [{MESSAGE}], "max_tokens": 4, "tools": [{{"type": "function", "function": {{"name": "f"}}}}]}}',
     ),
+    MESSAGES: (
+        f'{{"model": "m", "max_tokens": 4, "messages": [{MESSAGE}]}}',
+        f'{{"model": "m", "max_tokens": 4, "stream": true, "system": [{TEXT}], "messages": [{MESSAGE}]}}',
+        f'{{"model": "m", "max_tokens": 4, "tools": [{TOOL}], "tool_choice": {{"type": "any"}}, '
+        f'"messages": [{MESSAGE}, '
+        f'{{"role": "assistant", "content": [{TEXT}, {{"type": "thinking", "thinking": "h", "signature": "s"}}, '
+        '{"type": "tool_use", "id": "c", "name": "f", "input": {"a": 1}}]}, {"role": "user", "content": '
+        f'[{{"type": "tool_result", "tool_use_id": "c", "content": [{TEXT}]}}]}}]}}',
+        f'{{"model": "m", "max_tokens": 4, "thinking": {{"type": "adaptive"}}, "messages": [{MESSAGE}, '
+        f'{{"role": "system", "content": "x"}}, {{"role": "assistant", "content": "y"}}], "stop_sequences": ["z"]}}',
+    ),
+    COUNT: (f'{{"model": "m", "messages": [{MESSAGE}]}}',),
     "/v1/completions": ('{"prompt": "Hi", "max_tokens": 4}', '{"prompt": [1, 2], "max_tokens": 4, "stream": true}'),
     "/samples": ("{}", '{"branches": "all", "format": "safetensors"}', '{"reward": 1.0, "label": "x"}'),
     "/session/finalize": ('{"session_id": "a", "instance_id": "g", "reward": 1}', '{"trajectory_id": "b"}'),
@@ -92,6 +108,7 @@ ODD: tuple[bytes, ...] = (
 )
 ODD += (b'"\\ud800"', b"NaN", b'"\\u0000"', b'{"a": {}}', b"<<300*[>>1<<300*]>>", b"<<2000*[>>", b'["x"]', b"[null]")
 ODD += (b'{"role": "tool"}', b'"<<70000*x>>"', b'"user"', b'"system"', b"[1e9]", b'{"type": "text", "text": 1}')
+ODD += (b'{"type": "tool_use"}', b'[{"type": "tool_reference", "tool_name": "f"}]', b'[{"type": "redacted_thinking"}]')
 FIELDS: tuple[bytes, ...] = (
     b"session_id",
     b"metadata",
@@ -125,6 +142,17 @@ FIELDS += (
     b"echo",
     b"logit_bias",
 )
+FIELDS += (
+    b"system",
+    b"input",
+    b"input_schema",
+    b"tool_use_id",
+    b"thinking",
+    b"signature",
+    b"defer_loading",
+    b"tool_name",
+    b"type",
+)
 
 
 @dataclass
@@ -140,6 +168,8 @@ class Answer:
         """The type of an error of the router's own; "" for anything else."""
         try:
             error = json.loads(self.body)["error"]
+            if "details" in error:  # in the words of another API
+                return str(error["details"]["error_code"])
             return str(error["type"]) if set(error) == {"type", "message", "request_id"} else ""
         except (ValueError, KeyError, TypeError):
             return ""
@@ -297,7 +327,7 @@ def _request(dice: random.Random) -> bytes:
     headers = ""
     if path == CHAT and dice.random() < 0.2:
         headers = f"> X-Session-Id: {name}\n> X-Turn-Id: 1\n"
-    elif path in (CHAT, "/v1/completions", "/samples"):
+    elif path in (CHAT, MESSAGES, COUNT, "/v1/completions", "/samples"):
         path = f"/sessions/{name}{path}"
     if dice.random() < 0.1:
         method, path, body = dice.choice((("GET", f"/sessions/{name}", ""), ("DELETE", f"/sessions/{name}", "")))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.turns.idempotency import once, repeat_key
 from miles_router.asgi.exchange import Message, Send
@@ -50,7 +51,8 @@ class Client:
 class Episode:
     """A session whose turns have ids. `script` is what one run does; `runs` counts them."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_event: bytes = LAST_EVENT) -> None:
+        self.last_event = last_event
         self.scene = Scene()
         self.runs = 0
         self.asked: list[PendingTurn] = []
@@ -75,8 +77,9 @@ class Episode:
             self.runs += 1
             await run(send)
 
-        key = repeat_key(turn_id, "/v1/chat/completions", b"{}")
-        await once(self.scene.session, key, _stays, client.send, counted, recorded, self.bytes.append)
+        key, last = repeat_key(turn_id, "/v1/chat/completions", b"{}"), self.last_event
+        account = self.bytes.append
+        await once(self.scene.session, key, _stays, client.send, counted, recorded, account, last_event=last)
         return client
 
     def answering(self, *messages: Message, turn_id: str = "t", held: bool = True) -> Callable[[Send], Awaitable[None]]:
@@ -157,19 +160,20 @@ async def test_an_earlier_turn_of_that_id_does_not_make_a_failure_an_answer() ->
     assert turns.runs == 3
 
 
-async def test_a_client_that_leaves_behind_the_last_event_has_had_its_answer() -> None:
-    turns = Episode()
+@pytest.mark.parametrize("last_event", sorted({face.last_event for face in FACES}))
+async def test_a_client_that_leaves_behind_the_last_event_has_had_its_answer(last_event: bytes) -> None:
+    turns = Episode(last_event)
 
     async def run(send: Send) -> None:
         await send(start())
         turns.record("t")
-        await send(part(b"data: {}\n\n" + LAST_EVENT, more=True))
+        await send(part(b"data: {}\n\n" + last_event, more=True))
         await send(part(b"", more=True))
         raise asyncio.CancelledError
 
     with pytest.raises(asyncio.CancelledError):
         await turns.ask(run)
-    assert (await turns.ask(turns.answering())).body.endswith(LAST_EVENT)
+    assert (await turns.ask(turns.answering())).body.endswith(last_event)
     assert turns.runs == 1
 
 

@@ -68,8 +68,8 @@ class SessionRoutes:
             raise BadRequest("metadata must be an object")
         address = self._base_url(request.scope)
         session = self.store.create(session_id, metadata)
-        base_url = f"{address}/sessions/{session.id}/v1"
-        return as_response({"session_id": session.id, "base_url": base_url})
+        url = f"{address}/sessions/{session.id}"
+        return as_response({"session_id": session.id, "base_url": f"{url}/v1", "anthropic_base_url": url})
 
     async def _list(self, request: Request) -> Response:
         self.store.expire()

@@ -27,6 +27,11 @@ class TokenPrompt(NamedTuple):
     given: Piece
     dropped: int = 0
 
+    @property
+    def length(self) -> int:
+        """How many they are."""
+        return len(self.held) + len(self.given)
+
     def ids(self) -> Tokens:
         """All of them."""
         return np.concatenate([self.held, self.given.tokens])
@@ -47,6 +52,7 @@ class PendingTurn:
         handovers: of the rows that are captured.
         cache: the prefix cache that it was sampled with, once that is known.
         recorded: whether its answer is held.
+        asked: the request as its agent wrote it, where a face reads it again when it writes the answer.
     """
 
     session: Session
@@ -60,6 +66,7 @@ class PendingTurn:
     handovers: Handovers = field(default_factory=Handovers)
     cache: int | None = None
     recorded: bool = False
+    asked: object = None
 
     @property
     def stream(self) -> bool:

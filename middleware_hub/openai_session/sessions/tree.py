@@ -147,6 +147,7 @@ class Session:
         self.untraced: list[dict[str, Any]] = []  # requests that passed through without being recorded
         self.in_flight = 0
         self.replies: dict[object, Any] = {}  # by `repeat_key`, those under way included (turns/idempotency.py)
+        self.notes: dict[str, Any] = {}  # what faces remember of its turns, by dotted names
         self.deleted = False
         self.made_by_a_turn = False  # which named it in a header; else by `POST /sessions`
         self.finalized: Mapping[str, Any] | None = None  # what it was finalized with: no further turns
@@ -257,6 +258,7 @@ class Session:
         self.replies.clear()
         self._histories.clear()
         self._ends.clear()
+        self.notes.clear()
         self._messages.clear()
         self._contexts.clear()
         self._answers.clear()

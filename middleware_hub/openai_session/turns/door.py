@@ -19,7 +19,7 @@ from miles_router.errors import NotFound
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay
 
 #: Paths that generate, and that are not recorded where no face answers them.
-UNTRACED = frozenset({paths.MESSAGES, paths.RESPONSES, paths.GENERATE})
+UNTRACED = frozenset({paths.RESPONSES, paths.GENERATE})
 
 
 class TurnDoor:
@@ -48,9 +48,15 @@ class TurnDoor:
     async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer what a face answers beside turns; False where none does."""
         for face in self._faces.values():
-            if await face.beside(session, scope, receive, send):
+            if await face.beside(session, scope, receive, send, self._app):
                 return True
         return False
+
+    def speak(self, scope: Scope, path: str) -> None:
+        """Have the errors of a request for this path within a session written in the words of its API."""
+        for face in self._faces.values():
+            if face.speaks(scope, path):
+                Exchange.of(scope).error_body = face.error_body
 
     async def request(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
         """Any request within a session.
@@ -107,7 +113,16 @@ class TurnDoor:
             else:
                 key = repeat_key(turn_id, face.path, body)
                 account = partial(self._store.account, session)
-                await once(session, key, receive, send, run, lambda: any(turn.recorded for turn in asked), account)
+                await once(
+                    session,
+                    key,
+                    receive,
+                    send,
+                    run,
+                    lambda: any(turn.recorded for turn in asked),
+                    account,
+                    last_event=face.last_event,
+                )
 
 
 def _is_aside(method: str, path: str) -> bool:

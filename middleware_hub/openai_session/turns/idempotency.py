@@ -56,6 +56,8 @@ async def once(
     run: Callable[[Send], Awaitable[None]],
     recorded: Callable[[], bool],
     account: Callable[[int], None],
+    *,
+    last_event: bytes = LAST_EVENT,
 ) -> None:
     """Run a turn, unless the same request (`repeat_key`) ran already; if it runs at this moment, wait for its answer. A
     turn that failed, or that was not `recorded`, may be tried again.
@@ -71,7 +73,7 @@ async def once(
             return
     future: asyncio.Future[RecordedReply | None] = asyncio.get_running_loop().create_future()
     session.replies[key] = future
-    copy = ReplyCopy(send)
+    copy = ReplyCopy(send, last_event)
     try:
         await run(copy.send)
     finally:
@@ -90,15 +92,16 @@ class ReplyCopy(Tap):
     same_length = True
     holds_head = False
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, last_event: bytes = LAST_EVENT) -> None:
         super().__init__(send)
+        self._last_event = last_event
         self._pieces: list[bytes] = []
         self._complete = False
 
     async def piece(self, data: bytes, *, more: bool) -> bytes:
         """Keep it. Whoever has read the last event may leave before the empty piece behind it."""
         self._pieces.append(data)
-        self._complete = self._complete or not more or data.endswith(LAST_EVENT)
+        self._complete = self._complete or not more or data.endswith(self._last_event)
         return data
 
     @property

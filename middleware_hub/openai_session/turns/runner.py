@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.errors import UnusableAnswer
+from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
 from middleware_hub.openai_session.faces.face import Face, ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
@@ -130,7 +130,7 @@ class TurnRunner:
         writer = face.writer(turn)
         collected = await self._collected(_body(face, turn, stream=False), face, scope, receive)
         if collected.status != OK:
-            await collected.give_to(send, writer.refusal(collected.body))
+            await collected.give_to(send, writer.refusal(collected.body, collected.status))
             return
         answer = _answer(collected)
         try:
@@ -142,6 +142,9 @@ class TurnRunner:
             body = _as_stream(face, turn, seen, writer) if turn.stream else orjson.dumps(writer.whole(seen))
         except orjson.JSONEncodeError:  # before it is recorded: its agent would not get it
             raise UnusableAnswer("the worker's answer cannot be given: it is nested too deep") from None
+        except AnswerCut:
+            self._record(turn, choices, scope)
+            raise
         self._record(turn, choices, scope)
         if not turn.stream:
             await collected.give_to(send, body)

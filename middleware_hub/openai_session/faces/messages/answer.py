@@ -1,0 +1,133 @@
+"""A whole answer as a message of this API, and what whole answers and streams have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from middleware_hub.openai_session.errors import AnswerCut
+from middleware_hub.openai_session.faces.messages.echo import input_of, signature
+
+#: Why an answer ended. `abort` is no end: it is an error, as it is nowhere else in this API.
+STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "content_filter": "refusal"}
+CUT = "the engine cut the answer off"
+
+
+class AnswerEnd:
+    """Why and with how many tokens an answer ended, as far as it is known.
+
+    Args:
+        stops: the stop sequences of the request.
+        most: the tokens that it allows.
+        prompt_tokens: where they are known before the engine says.
+    """
+
+    def __init__(self, stops: Sequence[str], most: int, prompt_tokens: int | None) -> None:
+        self.finish: str | None = None
+        self._stops = stops
+        self._most = most
+        self._prompt_tokens = prompt_tokens
+        self._matched: object = None
+        self._output_tokens = 0
+        self._cached: int | None = None
+
+    def read(self, part: Mapping[str, Any]) -> None:
+        """What an answer, or a chunk of one, says of it."""
+        usage = part.get("usage")
+        if isinstance(usage, Mapping):
+            self._prompt_tokens = usage.get("prompt_tokens", self._prompt_tokens)
+            self._output_tokens = usage.get("completion_tokens", self._output_tokens)
+            details = usage.get("prompt_tokens_details")
+            if isinstance(details, Mapping):
+                self._cached = details.get("cached_tokens")
+        extra = part.get("sglext")
+        details = extra.get("cached_tokens_details") if isinstance(extra, Mapping) else None
+        if isinstance(details, Mapping):
+            self._cached = sum(count for count in details.values() if isinstance(count, int))
+
+    def end(self, choice: Mapping[str, Any]) -> None:
+        """What a choice says of its end."""
+        self.finish, self._matched = choice.get("finish_reason"), choice.get("matched_stop")
+
+    @property
+    def knows_prompt(self) -> bool:
+        """Whether the length of the prompt is known."""
+        return self._prompt_tokens is not None
+
+    @property
+    def cut(self) -> bool:
+        """Whether the answer was cut in a way that this API has no stop reason for."""
+        return self.finish not in STOP_REASONS
+
+    @property
+    def calls_are_whole(self) -> bool:
+        """Whether the last call of an answer with this end was sampled to its end."""
+        return self.finish in ("stop", "tool_calls")
+
+    def stopped(self, *, calls: bool) -> dict[str, Any]:
+        """`stop_reason` and `stop_sequence`."""
+        reason, sequence = STOP_REASONS.get(self.finish or "", "end_turn"), None
+        if self.finish == "stop" and calls:
+            reason = "tool_use"
+        elif self.finish == "stop" and isinstance(self._matched, str) and self._matched in self._stops:
+            reason, sequence = "stop_sequence", self._matched
+        elif self.finish == "length" and self._output_tokens < self._most:
+            reason = "model_context_window_exceeded"
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def usage(self) -> dict[str, int]:
+        """Tokens, those from the prefix cache apart where the engine says how many they are."""
+        prompt = self._prompt_tokens or 0
+        tokens = {"output_tokens": self._output_tokens}
+        if self._cached is None:
+            return {"input_tokens": prompt, **tokens}
+        cached = min(self._cached, prompt)
+        caches = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
+        return {"input_tokens": prompt - cached, **caches, **tokens}
+
+
+def message(answer: Mapping[str, Any], content: Sequence[Any], ending: AnswerEnd, **stopped: Any) -> dict[str, Any]:
+    """A message: a whole one, or the one that a stream begins with."""
+    return {
+        "id": f"msg_{answer.get('id')}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.get("model"),
+        "content": list(content),
+        "stop_reason": None,
+        "stop_sequence": None,
+        **stopped,
+        "usage": ending.usage(),
+    }
+
+
+def whole(answer: Mapping[str, Any], ending: AnswerEnd, *, omits_thinking: bool) -> dict[str, Any]:
+    """A whole answer.
+
+    Raises:
+        AnswerCut: it was cut off.
+    """
+    (choice,) = answer["choices"]
+    ending.read(answer)
+    ending.end(choice)
+    if ending.cut:
+        raise AnswerCut(CUT)
+    content = list(blocks(choice["message"], omits_thinking=omits_thinking))
+    calls = any(block["type"] == "tool_use" for block in content)
+    return message(answer, content, ending, **ending.stopped(calls=calls))
+
+
+def blocks(said: Mapping[str, Any], *, omits_thinking: bool) -> list[dict[str, Any]]:
+    """The blocks of an assistant's message. Text that is white space alone is none."""
+    content: list[dict[str, Any]] = []
+    thinking, text = said.get("reasoning_content"), said.get("content")
+    if thinking:
+        shown = "" if omits_thinking else thinking
+        content.append({"type": "thinking", "thinking": shown, "signature": signature(thinking)})
+    if text and not text.isspace():
+        content.append({"type": "text", "text": text})
+    for call in said.get("tool_calls") or ():
+        function = call["function"]
+        given = input_of(function.get("arguments"))
+        content.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": given})
+    return content

@@ -1,0 +1,257 @@
+"""A system prompt and messages of blocks to chat messages.
+
+The same conversation gives the same chat messages however its blocks are cut: what a user says in a row is one message,
+and so is what the assistant says; each tool's result is a message of its own, in the order of the calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from middleware_hub.openai_session.faces.messages.echo import Echo
+from middleware_hub.openai_session.faces.messages.errors import invalid
+from middleware_hub.openai_session.faces.messages.tools import Tools
+
+#: Begins a block of Claude Code's system prompt that is for Anthropic's accounts, and that its API takes out.
+BILLING = "x-anthropic-billing-header:"
+#: Between texts of a user, of the system and of a tool's result.
+JOINT = "\n"
+
+
+class Conversation:
+    """Chat messages as they grow.
+
+    Args:
+        system_anywhere: whether the template takes a system message behind others; if not, it is the user's words.
+    """
+
+    def __init__(self, echo: Echo, tools: Tools, *, system_anywhere: bool) -> None:
+        self._echo = echo
+        self._tools = tools
+        self._system_anywhere = system_anywhere
+        self._messages: list[Mapping[str, Any]] = []
+        self._texts: list[str] = []  # of the user, in a row
+        self._results: list[dict[str, Any]] = []  # of tools, in a row
+        self._order: dict[str, int] = {}  # of the last calls
+        self._spoken: list[tuple[object, str]] = []  # by the assistant, in a row
+
+    def read(self, system: object, messages: object) -> list[Mapping[str, Any]]:
+        """All messages of a request.
+
+        Raises:
+            BadRequest: they are none, or say what cannot be traced.
+        """
+        if not isinstance(messages, list) or not messages:
+            raise invalid("messages", "at least one message is required")
+        texts = [text for text in _texts(system, "system") if not text.startswith(BILLING)] if system else []
+        if texts:
+            self._messages.append({"role": "system", "content": JOINT.join(texts)})
+        for place, message in enumerate(messages):
+            self._add(message, f"messages.{place}")
+        self._end_user()
+        self._end_assistant()
+        if not self._messages:
+            raise invalid("messages", "nothing is said in them")
+        return self._messages
+
+    @property
+    def ends_with_prefill(self) -> bool:
+        """Whether the answer is to go on from words that are put into the assistant's mouth."""
+        return bool(self._messages[-1]["role"] == "assistant")
+
+    def _add(self, message: object, where: str) -> None:
+        if not isinstance(message, Mapping):
+            raise invalid(where, "Input should be an object")
+        role, content = message.get("role"), message.get("content")
+        if role != "assistant":
+            self._end_assistant()
+        if role == "user":
+            self._user(content, f"{where}.content")
+        elif role == "assistant":
+            self._assistant(content, f"{where}.content")
+        elif role == "system":
+            self._system(content, f"{where}.content")
+        else:
+            raise invalid(f"{where}.role", "Input should be 'user', 'assistant' or 'system'")
+
+    # What a user says
+
+    def _user(self, content: object, where: str) -> None:
+        if isinstance(content, str):
+            self._text(content)
+            return
+        for block, at in _blocks(content, where):
+            kind = block.get("type")
+            if kind == "text":
+                self._text(_text(block, at))
+            elif kind == "tool_result":
+                self._result(block, at)
+            else:
+                raise _untraceable(kind, at)
+        if not content:
+            self._text("")
+
+    def _text(self, text: str) -> None:
+        self._end_results()
+        self._texts.append(text)
+
+    def _result(self, block: Mapping[str, Any], where: str) -> None:
+        call_id, content = block.get("tool_use_id"), block.get("content")
+        if not isinstance(call_id, str):
+            raise invalid(f"{where}.tool_use_id", "Input should be a valid string")
+        if not isinstance(content, str):
+            content = self._result_text(content, f"{where}.content")
+        self._end_texts()
+        self._results.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def _result_text(self, content: object, where: str) -> str:
+        if content is None:
+            return ""
+        texts, functions = [], []
+        for block, at in _blocks(content, where):
+            kind = block.get("type")
+            if kind == "text":
+                texts.append(_text(block, at))
+            elif kind == "tool_reference":
+                functions.append(self._tools.reference(block.get("tool_name"), at))
+            else:
+                raise _untraceable(kind, at)
+        return JOINT.join([*texts, *_listed(functions)])
+
+    def _end_texts(self) -> None:
+        if self._texts:
+            said = self._texts if len(self._texts) == 1 else [text for text in self._texts if text]
+            self._messages.append({"role": "user", "content": JOINT.join(said)})
+            self._texts = []
+
+    def _end_results(self) -> None:
+        """Some templates name no ids with results: those that came in another order would be misread."""
+        if self._results:
+            last = len(self._order)
+            self._results.sort(key=lambda result: self._order.get(result["tool_call_id"], last))
+            self._messages += self._results
+            self._results = []
+
+    def _end_user(self) -> None:
+        self._end_results()
+        self._end_texts()
+
+    def _system(self, content: object, where: str) -> None:
+        text = content if isinstance(content, str) else self._system_text(content, where)
+        if not text:
+            return
+        if not self._system_anywhere:
+            self._text(text)
+            return
+        self._end_user()
+        self._messages.append({"role": "system", "content": text})
+
+    def _system_text(self, content: object, where: str) -> str:
+        """Words, and tools that come and go."""
+        texts, functions = [], []
+        for block, at in _blocks(content, where):
+            kind, tool = block.get("type"), block.get("tool")
+            if kind == "text":
+                texts.append(_text(block, at))
+            elif kind == "tool_addition":
+                functions.append(self._tools.added(tool, f"{at}.tool"))
+            elif kind == "tool_removal" and isinstance(tool, Mapping) and isinstance(tool.get("name"), str):
+                texts.append(f"The tool {tool['name']} is not available any more.")
+            else:
+                raise _untraceable(kind, at)
+        return JOINT.join([*texts, *_listed(functions)])
+
+    # What the assistant has said
+
+    def _assistant(self, content: object, where: str) -> None:
+        self._end_user()
+        self._spoken.append((content, where))
+
+    def _end_assistant(self) -> None:
+        """What it has said in a row. One answer that has come back just so before is known."""
+        if not self._spoken:
+            return
+        spoken, self._spoken = self._spoken, []
+        digest, message = self._echo.known(spoken[0][0]) if len(spoken) == 1 else (None, None)
+        if message is None:
+            message = self._said(spoken)
+            message = self._echo.held(message, digest) if digest is not None else message
+        self._order = {str(call["id"]): place for place, call in enumerate(message.get("tool_calls") or ())}
+        self._messages.append(message)
+
+    def _said(self, spoken: Sequence[tuple[object, str]]) -> Mapping[str, Any]:
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[Mapping[str, Any]] = []
+        for content, where in spoken:
+            if isinstance(content, str):
+                texts.append(content)
+                continue
+            for block, at in _blocks(content, where):
+                kind = block.get("type")
+                if kind == "text":
+                    texts.append(_text(block, at))
+                elif kind == "tool_use":
+                    calls.append(self._call(block, at))
+                elif kind == "thinking":
+                    thoughts.append(self._thought(block, at))
+                elif kind != "redacted_thinking":  # which says nothing that a template could read
+                    raise _untraceable(kind, at)
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(texts)}
+        if reasoning := "".join(thoughts):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _thought(self, block: Mapping[str, Any], where: str) -> str:
+        text = block.get("thinking")
+        if not isinstance(text, str):
+            raise invalid(f"{where}.thinking", "Input should be a valid string")
+        return self._echo.thinking(text, block.get("signature"))
+
+    def _call(self, block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        call_id, name, given = block.get("id"), block.get("name"), block.get("input")
+        if not isinstance(call_id, str) or not isinstance(name, str):
+            raise invalid(where, "a tool_use block needs an id and a name")
+        if not isinstance(given, dict):
+            raise invalid(f"{where}.input", "Input should be an object")
+        return self._echo.call(call_id, name, given, self._tools.schema(name))
+
+
+def _blocks(content: object, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    if not isinstance(content, list):
+        raise invalid(where, "Input should be a valid string or a list of blocks")
+    for place, block in enumerate(content):
+        if not isinstance(block, Mapping):
+            raise invalid(f"{where}.{place}", "Input should be an object")
+        yield block, f"{where}.{place}"
+
+
+def _text(block: Mapping[str, Any], where: str) -> str:
+    text = block.get("text")
+    if not isinstance(text, str):
+        raise invalid(f"{where}.text", "Input should be a valid string")
+    return text
+
+
+def _listed(functions: list[str]) -> list[str]:
+    """Definitions as Claude Code tells a model that it will find them."""
+    return ["<functions>", *functions, "</functions>"] if functions else []
+
+
+def _texts(content: object, where: str) -> list[str]:
+    """The texts of what may hold nothing else."""
+    if isinstance(content, str):
+        return [content]
+    texts = []
+    for block, at in _blocks(content, where):
+        if block.get("type") != "text":
+            raise _untraceable(block.get("type"), at)
+        texts.append(_text(block, at))
+    return texts
+
+
+def _untraceable(kind: object, where: str) -> Exception:
+    return invalid(where, f"blocks of the type {str(kind)[:64]!r} cannot be traced here")

@@ -1,0 +1,181 @@
+"""What comes back of an answer, matched with what was sampled.
+
+Agents' libraries parse the input of a tool call and write it anew: other spaces and order, the defaults that the tool's
+schema names filled in, texts tidied. Where it says the same as the call that this session holds, that one is taken,
+spelled as it was sampled. Any other change is an edit of the history, and is left to be found as one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.sessions.equality import Equality
+from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.tree import Session
+
+#: Under which a session remembers it.
+NOTE = "messages.echo"
+SIGNED = "miles1."
+#: The key of an input whose text is no JSON object, as Anthropic's documentation names it for this purpose.
+INVALID_JSON = "INVALID_JSON"
+#: Types of a schema's values that no text is.
+NO_TEXTS = ("integer", "number", "boolean", "array", "object")
+CHANGES_DIRECTORY = re.compile(r"^cd \S+ && ")
+
+
+def signature(thinking: str) -> str:
+    """What stands for a text of reasoning, so that it is known again where only this comes back."""
+    return SIGNED + blake2b(thinking.encode("utf-8", "surrogatepass"), digest_size=18).hexdigest()
+
+
+def input_of(arguments: object) -> dict[str, Any]:
+    """The input of a call, from the text that was sampled."""
+    if isinstance(arguments, dict):
+        return arguments
+    if not isinstance(arguments, str) or not arguments.strip():
+        return {}
+    try:
+        parsed = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {INVALID_JSON: arguments}
+
+
+class Echo:
+    """What a session's answers said, by the names under which it comes back."""
+
+    def __init__(self) -> None:
+        self._turns = 0
+        self._calls: dict[str, list[Any]] = {}
+        self._thinking: dict[str, str] = {}
+        self._answers: dict[tuple[Any, ...], Message] = {}  # by all that each says
+        self._known: dict[bytes, Message] = {}  # by the digest of the content that came back
+        self._digests: dict[tuple[Any, ...], bytes] = {}  # the last one of each answer
+
+    @classmethod
+    def of(cls, session: Session) -> Echo:
+        """Of all that the session has recorded until now."""
+        echo: Echo = session.notes.setdefault(NOTE, cls())
+        for turn in session.turns[echo._turns :]:
+            echo._add(turn.answer)
+        echo._turns = len(session.turns)
+        return echo
+
+    def _add(self, answer: Message) -> None:
+        for call in answer.get("tool_calls") or ():
+            self._calls.setdefault(str(call.get("id")), []).append(call)
+        thinking = answer.get("reasoning_content")
+        if isinstance(thinking, str) and thinking:
+            self._thinking[signature(thinking)] = thinking
+        self._answers[_all_of(answer)] = answer
+
+    def known(self, content: object) -> tuple[bytes, Message | None]:
+        """The answer that has come back with just this content before, and by which that is known."""
+        digest = blake2b(orjson.dumps(content), digest_size=16).digest()
+        return digest, self._known.get(digest)
+
+    def held(self, message: Message, digest: bytes) -> Message:
+        """The answer that a message is, if it says all that this does; the next time its content is enough."""
+        said = _all_of(message)
+        answer = self._answers.get(said)
+        if answer is None:
+            return message
+        self._known.pop(self._digests.get(said, b""), None)
+        self._digests[said], self._known[digest] = digest, answer
+        return answer
+
+    def call(self, call_id: str, name: str, given: Mapping[str, Any], schema: object) -> Mapping[str, Any]:
+        """The call that comes back under this id, as it is held if it says the same."""
+        for call in self._calls.get(call_id, ()):
+            function = call["function"]
+            if function["name"] == name and same_input(input_of(function.get("arguments")), given, schema):
+                held: Mapping[str, Any] = call
+                return held
+        return {
+            "id": call_id,
+            "type": "function",
+            "function": {"name": name, "arguments": orjson.dumps(given).decode()},
+        }
+
+    def thinking(self, text: str, signed: object) -> str:
+        """The reasoning of a block: its text, or where only its signature comes back, what that stands for."""
+        return text or (self._thinking.get(signed, "") if isinstance(signed, str) else "")
+
+
+def _all_of(message: Message) -> tuple[Any, ...]:
+    """Text, reasoning and calls of an answer; the calls as objects, each of which is held once."""
+    calls = tuple(map(id, message.get("tool_calls") or ()))
+    return _stripped(message), message.get("reasoning_content") or "", calls
+
+
+def same_input(held: Any, sent: Any, schema: object) -> bool:
+    """Whether two inputs of a tool say the same, once the schema's defaults are filled in and what harnesses tidy is
+    tidied on both sides."""
+    return same_json(held, sent) or same_json(_plain(held, schema), _plain(sent, schema))
+
+
+def same_json(one: Any, other: Any) -> bool:
+    """Whether two values are the same JSON: unlike in Python, `true` is not `1`."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_json(value, other[name]) for name, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_json, one, other))
+    return bool(one == other)
+
+
+def _plain(value: Any, schema: object, name: str = "") -> Any:
+    """A value with its schema's defaults, and without what Claude Code 2.1 tidies in a call: a `cd` in front of a
+    command, white space at the ends of lines, numbers and lists that were written as texts."""
+    schema = schema if isinstance(schema, Mapping) else {}
+    if isinstance(value, str):
+        return _plain_text(value, schema, name)
+    if isinstance(value, list):
+        return [_plain(each, schema.get("items")) for each in value]
+    if not isinstance(value, dict):
+        return value
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
+    defaults = {key: known["default"] for key, known in properties.items() if _has_default(known)}
+    return {key: _plain(each, properties.get(key), key) for key, each in {**defaults, **value}.items()}
+
+
+def _has_default(schema: object) -> bool:
+    return isinstance(schema, Mapping) and "default" in schema
+
+
+def _plain_text(text: str, schema: Mapping[str, Any], name: str) -> Any:
+    if schema.get("type") in NO_TEXTS:
+        try:
+            return orjson.loads(text)
+        except orjson.JSONDecodeError:
+            return text
+    if name == "command":
+        text = CHANGES_DIRECTORY.sub("", text).replace("\\\\;", "\\;")
+    return "\n".join([line.rstrip() for line in text.split("\n")])
+
+
+def forgiving(equal: Equality) -> Equality:
+    """An equality for which white space at the ends of an answer's text counts for nothing: a block of it alone is
+    never shown, and clients trim."""
+
+    def same(held: Message, sent: Message) -> bool:
+        if equal(held, sent):
+            return True
+        if sent.get("role") != "assistant" or held.get("role") != "assistant":
+            return False
+        one, other = (_stripped(message) for message in (held, sent))
+        return one is not None and one == other and equal({**held, "content": one}, {**sent, "content": one})
+
+    return same
+
+
+def _stripped(message: Message) -> str | None:
+    content = message.get("content") or ""
+    return content.strip() if isinstance(content, str) else None

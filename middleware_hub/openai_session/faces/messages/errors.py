@@ -1,0 +1,80 @@
+"""Errors as Anthropic's API has them: `{"type": "error", "error": {"type", "message"}}` (its documentation, "Errors").
+
+The types are those that the official clients know. What the router calls an error stands in `details.error_code`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from miles_router.engines.refusals import Overflow, overflow_of, refusal_of
+from miles_router.errors import BadRequest, RouterError
+
+API_ERROR, OVERLOADED, INVALID = "api_error", "overloaded_error", "invalid_request_error"
+TYPES = {
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: OVERLOADED,
+    504: "timeout_error",
+    529: OVERLOADED,
+}
+
+
+def invalid(where: str, what: str) -> BadRequest:
+    """A request that is none, as this API says it: `messages.0.content: ...`."""
+    return BadRequest(f"{where}: {what}")
+
+
+def type_of(status: int) -> str:
+    """The type of an error with this status."""
+    return TYPES.get(status) or (INVALID if 400 <= status < 500 else API_ERROR)
+
+
+def error(kind: str, message: str, *, code: str | None = None, request_id: str | None = None) -> dict[str, Any]:
+    """An error's body."""
+    said: dict[str, Any] = {"type": kind, "message": message}
+    if code is not None:
+        said["details"] = {"error_code": code}
+    body: dict[str, Any] = {"type": "error", "error": said}
+    return body if request_id is None else {**body, "request_id": request_id}
+
+
+def of_router(failure: RouterError, request_id: str) -> dict[str, Any]:
+    """An error of the router's own."""
+    return error(type_of(failure.status), str(failure), code=failure.type, request_id=request_id)
+
+
+def of_engine(parsed: object, status: int) -> dict[str, Any]:
+    """An error that the engine answers with, or tells of in a stream."""
+    overflow = overflow_of(parsed)
+    if overflow is not None:
+        return error(INVALID, too_long(overflow))
+    refusal = refusal_of(parsed)
+    return error(type_of(refusal.code or status), refusal.message)
+
+
+def refusal_body(body: bytes, status: int) -> bytes:
+    """The same, for a body that may be no JSON."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        parsed = body.decode("utf-8", "replace")
+    return orjson.dumps(of_engine(parsed, status))
+
+
+def too_long(overflow: Overflow) -> str:
+    """The words that harnesses understand: they compact their history, or ask for fewer tokens."""
+    if overflow.asked is None:
+        return f"prompt is too long: {overflow.prompt} tokens > {overflow.limit} maximum"
+    return (
+        f"input length and `max_tokens` exceed context limit: {overflow.prompt} + {overflow.asked} > {overflow.limit}, "
+        "decrease input length or `max_tokens` and try again"
+    )

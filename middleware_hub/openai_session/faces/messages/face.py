@@ -1,0 +1,132 @@
+"""`/v1/messages`, `/v1/messages/count_tokens`, and the list of models for clients of this API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.continuing.continuation import Continuation
+from middleware_hub.openai_session.continuing.templates import CannotRender
+from middleware_hub.openai_session.faces.chat import ChatFace
+from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings
+from middleware_hub.openai_session.faces.messages import errors
+from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
+from middleware_hub.openai_session.faces.messages.echo import Echo, forgiving
+from middleware_hub.openai_session.faces.messages.models import listed
+from middleware_hub.openai_session.faces.messages.request import omits_thinking, read
+from middleware_hub.openai_session.faces.messages.stream import LAST, MessagesWriter
+from middleware_hub.openai_session.sessions.equality import Equality
+from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.prompting import contexts_of
+from middleware_hub.openai_session.sessions.tree import Session
+from miles_router.engines import paths
+from miles_router.errors import BadRequest, RouterError
+from miles_router.middlewares import OK, ASGIApp, Collected, Exchange, Receive, Scope, Send, Watch, first, with_length
+
+#: The header that every client of this API sends.
+VERSION = b"anthropic-version"
+JSON = [(b"content-type", b"application/json")]
+#: Asked for a stream whose prompt's length only the engine knows, so that its first event can say it.
+USAGE_FROM_THE_START = {"include_usage": True, "continuous_usage_stats": True}
+
+
+class MessagesFace(ChatFace):
+    """Anthropic's Messages API."""
+
+    path = paths.MESSAGES
+    last_event = LAST
+
+    def __init__(self, continuation: Continuation, equal: Equality, settings: RunSettings | None = None) -> None:
+        super().__init__(continuation, forgiving(equal), settings)
+        self._system_anywhere = "system" not in continuation.proof.refused
+
+    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+        """Place a request behind the deepest turn whose messages it begins with.
+
+        Raises:
+            BadRequest: it is none, or asks for what cannot be traced.
+        """
+        return await self._turn(session, request, now, counts=False)
+
+    def writer(self, turn: PendingTurn) -> ReplyWriter:
+        """Messages, or their events."""
+        fields = turn.fields
+        prompt_tokens = turn.prompt.length if turn.prompt is not None else None
+        ending = AnswerEnd(fields.get("stop", ()), fields["max_tokens"], prompt_tokens)
+        return MessagesWriter(ending, omits_thinking=omits_thinking(turn.asked))
+
+    def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
+        """In this API's words."""
+        return errors.of_router(error, request_id)
+
+    def speaks(self, scope: Scope, path: str) -> bool:
+        """What is this API's alone, and the models, where a client of this API asks for them."""
+        return path == paths.MESSAGES or path.startswith(f"{paths.MESSAGES}/") or _lists_models(scope, path)
+
+    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
+        """Tokens that are counted, and models."""
+        method, path = scope["method"], scope["path"]
+        if method == "POST" and path == paths.COUNT_TOKENS:
+            await self._count(session, scope, receive, send)
+        elif method == "GET" and _lists_models(scope, path):
+            await _models(scope, receive, send, app)
+        else:
+            return False
+        return True
+
+    async def _turn(self, session: Session, request: object, now: float, *, counts: bool) -> PendingTurn:
+        asked = read(request, Echo.of(session), system_anywhere=self._system_anywhere, counts=counts)
+        fields = self._settings.of_chat(asked.fields)
+        turn = await self.placed(session, fields, asked.contexts(fields), now=now)
+        turn.asked = request
+        if turn.stream and turn.prompt is None:
+            turn.fields = {**turn.fields, "stream_options": USAGE_FROM_THE_START}
+        return turn
+
+    async def _count(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
+        """How many tokens the engine would be given, without asking it.
+
+        Raises:
+            BadRequest: the request is none, or the template refuses it.
+        """
+        exchange = Exchange.of(scope)
+        request = exchange.loads(await exchange.read(receive))
+        with Watch(receive):
+            turn = await self._turn(session, request, 0.0, counts=True)
+            length = turn.prompt.length if turn.prompt is not None else await self._length(turn.fields)
+        await _answer(send, {"input_tokens": length})
+
+    async def _length(self, fields: Mapping[str, Any]) -> int:
+        context, *_ = contexts_of(fields)
+        goes_on = bool(fields.get("continue_final_message"))
+        try:
+            ids = await self._continuation.beginning(
+                fields["messages"], context.tools, context.template_kwargs, goes_on=goes_on
+            )
+        except CannotRender as reason:
+            raise BadRequest(f"messages: {reason}") from None
+        return len(ids)
+
+
+def _lists_models(scope: Scope, path: str) -> bool:
+    named = path == paths.MODELS or path.startswith(f"{paths.MODELS}/")
+    return named and first(scope["headers"], VERSION) is not None
+
+
+async def _models(scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> None:
+    collected = Collected()
+    await collected.call(app, scope, receive)
+    if collected.is_json:
+        await collected.give_to(send, orjson.dumps(listed(collected.parse())))
+    elif collected.status != OK:
+        await collected.give_to(send, errors.refusal_body(collected.body, collected.status))
+    else:
+        await collected.give_to(send)
+
+
+async def _answer(send: Send, content: object) -> None:
+    body = orjson.dumps(content)
+    await send(with_length({"type": "http.response.start", "status": OK, "headers": JSON}, body))
+    await send({"type": "http.response.body", "body": body, "more_body": False})

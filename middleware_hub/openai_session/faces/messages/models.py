@@ -1,0 +1,31 @@
+"""The engine's models as Anthropic's API lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any
+
+
+def listed(answer: object) -> object:
+    """A list of models, or one of them; anything else as it is."""
+    if not isinstance(answer, Mapping):
+        return answer
+    if not isinstance(answer.get("data"), list):
+        return _model(answer) if answer.get("object") == "model" else answer
+    models = [_model(each) for each in answer["data"] if isinstance(each, Mapping)]
+    ids = [model["id"] for model in models] or [None]
+    return {"data": models, "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
+
+
+def _model(card: Mapping[str, Any]) -> dict[str, Any]:
+    created = card.get("created")
+    moment = datetime.fromtimestamp(created if isinstance(created, int) else 0, timezone.utc)
+    return {
+        "type": "model",
+        "id": card.get("id"),
+        "display_name": card.get("id"),
+        "created_at": moment.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": card.get("max_model_len"),
+    }

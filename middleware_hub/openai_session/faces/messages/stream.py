@@ -1,0 +1,185 @@
+"""An answer's events: `message_start`, blocks that start, grow and stop, `message_delta`, `message_stop`.
+
+Each chunk of the engine's becomes events when it comes. Two things wait: white space in front of a text, which is no
+block by itself; and the brace that would end a call's arguments, until what comes next shows that the call was sampled
+to its end. An engine that is cut in the middle of a call closes its arguments by itself: here they stay open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.faces.messages import errors
+from middleware_hub.openai_session.faces.messages.answer import CUT, AnswerEnd, message, whole
+from middleware_hub.openai_session.faces.messages.echo import signature
+from miles_router.middlewares import Event, write_event
+
+PING = write_event({"type": "ping"}, b"ping")
+#: What of a delta is more than a role.
+SAID = ("reasoning_content", "content", "tool_calls")
+LAST = write_event({"type": "message_stop"}, b"message_stop")
+
+
+class MessagesWriter(ReplyWriter):
+    """Writes one answer."""
+
+    def __init__(self, ending: AnswerEnd, *, omits_thinking: bool) -> None:
+        self._ending = ending
+        self._omits_thinking = omits_thinking
+        self._events: list[bytes] = []  # of the chunk that is being written
+        self._started = self._over = False
+        self._open: str | None = None  # the type of the block that grows
+        self._index = -1  # of the last block
+        self._thinking: list[str] = []  # of the block that grows
+        self._blank: list[str] = []  # white space that may begin a text
+        self._call: Mapping[str, Any] = {}  # the call that is under way
+        self._call_index: object = None
+        self._calls = False
+        self._waiting = ""  # the end of its arguments
+
+    def whole(self, answer: dict[str, Any]) -> object:
+        """The message.
+
+        Raises:
+            AnswerCut: it was cut off.
+        """
+        return whole(answer, self._ending, omits_thinking=self._omits_thinking)
+
+    def refusal(self, body: bytes, status: int) -> bytes:
+        """An error of the engine's."""
+        return errors.refusal_body(body, status)
+
+    def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
+        """The events of a chunk."""
+        self._ending.read(chunk)
+        for choice in chunk["choices"]:
+            delta = choice.get("delta") or {}
+            if self._ending.knows_prompt or choice.get("finish_reason") is not None or any(map(delta.get, SAID)):
+                self._start(chunk)
+            self._delta(delta)
+            if choice.get("finish_reason") is not None:
+                self._ending.end(choice)
+                self._close(whole_call=self._ending.calls_are_whole)
+        return self._taken()
+
+    def other(self, event: Event) -> bytes:
+        """The stream's end, or an error."""
+        if not event.data:
+            return event.raw  # a comment, which keeps the connection alive
+        parsed = event.parse()
+        if event.is_last:
+            self._end()
+        elif isinstance(parsed, Mapping) and "error" in parsed:
+            self._fail(errors.of_engine(parsed, 500))
+        return self._taken()
+
+    # The message
+
+    def _start(self, chunk: Mapping[str, Any]) -> None:
+        if not self._started:
+            self._started = True
+            self._emit("message_start", message=message(chunk, (), self._ending))
+            self._events.append(PING)
+
+    def _end(self) -> None:
+        if self._over:
+            return
+        if self._ending.cut:
+            self._fail(errors.error(errors.OVERLOADED, CUT))
+            return
+        self._over = True
+        delta = self._ending.stopped(calls=self._calls)
+        self._emit("message_delta", delta=delta, usage=self._ending.usage())
+        self._events.append(LAST)
+
+    def _fail(self, body: dict[str, Any]) -> None:
+        """Nothing comes behind an error."""
+        if not self._over:
+            self._over = True
+            self._events.append(write_event(body, b"error"))
+
+    # Its blocks
+
+    def _delta(self, delta: Mapping[str, Any]) -> None:
+        thinking, text = delta.get("reasoning_content"), delta.get("content")
+        if thinking:
+            self._think(thinking)
+        if text:
+            self._say(text)
+        for call in delta.get("tool_calls") or ():
+            self._grow_call(call)
+
+    def _think(self, thinking: str) -> None:
+        self._open_block("thinking", thinking="", signature="")
+        self._thinking.append(thinking)
+        if not self._omits_thinking:
+            self._grow("thinking_delta", thinking=thinking)
+
+    def _say(self, text: str) -> None:
+        if self._open != "text":
+            self._blank.append(text)
+            if text.isspace():
+                return
+            text = "".join(self._blank)
+        self._open_block("text", text="")
+        self._grow("text_delta", text=text)
+
+    def _grow_call(self, call: Mapping[str, Any]) -> None:
+        function = call.get("function") or {}
+        if function.get("name"):
+            self._close(whole_call=True)
+            self._call, self._call_index = {"id": call.get("id"), "name": function["name"], "input": {}}, call["index"]
+        arguments = function.get("arguments")
+        if not arguments or call["index"] != self._call_index:
+            return
+        arguments = self._waiting + arguments
+        end = len(arguments.rstrip()) - 1
+        waits = arguments[end:].startswith("}")
+        shown, self._waiting = (arguments[:end], arguments[end:]) if waits else (arguments, "")
+        if shown:
+            self._open_call()
+            self._grow("input_json_delta", partial_json=shown)
+
+    def _open_call(self) -> None:
+        if self._open != "tool_use" and self._call:
+            self._calls = True
+            self._open_block("tool_use", **self._call)
+
+    def _open_block(self, kind: str, **fields: Any) -> None:
+        if self._open == kind:
+            return
+        if kind != "tool_use":
+            self._close(whole_call=True)
+        self._index += 1
+        self._open = kind
+        self._emit("content_block_start", index=self._index, content_block={"type": kind, **fields})
+
+    def _close(self, *, whole_call: bool) -> None:
+        """End the block that grows."""
+        if whole_call and self._call:
+            self._open_call()
+            if self._waiting:
+                self._grow("input_json_delta", partial_json=self._waiting)
+        if self._open == "thinking":
+            self._grow("signature_delta", signature=signature("".join(self._thinking)))
+        if self._open is not None:
+            self._emit("content_block_stop", index=self._index)
+        self._open, self._call, self._call_index, self._waiting = None, {}, None, ""
+        self._thinking, self._blank = [], []
+
+    def _grow(self, kind: str, **fields: str) -> None:
+        self._emit("content_block_delta", index=self._index, delta={"type": kind, **fields})
+
+    # Events
+
+    def _emit(self, kind: str, **fields: Any) -> None:
+        data = orjson.dumps({"type": kind, **fields})
+        self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode("ascii"), data))
+
+    def _taken(self) -> bytes:
+        events, self._events = self._events, []
+        return b"".join(events)

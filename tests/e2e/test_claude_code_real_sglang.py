@@ -1,0 +1,78 @@
+"""Claude Code as it comes from npm on a real SGLang that says what a script wants: the engine's own template, parsers
+and streams. Its main line and its sub-agent's are a segment each, equal to what went through the engine's door."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.testing.worker.script import Step
+from tests.sglang.environment import ensure
+from tests.sglang_worker import RealWorker
+from tests.support import tiers
+from tests.support.claude_code import COUNTING, claude_code, edits
+from tests.support.door import Door
+from tests.support.running_router import running_router
+from tests.support.session_trial import IM_END, SESSIONS, SessionTrial, qwen3
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.mark.skipif(not tiers.heavy(), reason="an engine of its own, and prompts of 12,000 tokens on a CPU")
+async def test_it_edits_a_file_exactly(tmp_path: Path) -> None:
+    file, script = tmp_path / "work" / "a.txt", tmp_path / "script.json"
+    file.parent.mkdir()
+    file.write_text("hello\n", encoding="utf-8")
+    steps = edits(file)
+    beside = COUNTING + 1
+    steps.insert(beside, {"reasoning": "Easy.", "text": "One file."})
+    texts = [Step.read(step).written() for step in steps]
+    sessions = (MiddlewareSpec(SESSIONS, {}),)
+    # Each chunk of a prompt would take a step off the script.
+    flags = ("--reasoning-parser", "qwen3", "--script-file", str(script), "--chunked-prefill-size", "-1")
+    with RealWorker.start(*flags) as worker:
+        # Now: the worker has said something before it was ready.
+        script.write_text(json.dumps([[*qwen3().encode(text), IM_END] for text in texts]), encoding="utf-8")
+        async with (
+            Door(worker.url) as door,
+            running_router(door.url, middlewares=sessions, hf_checkpoint=str(ensure().dense_model)) as router,
+        ):
+            trial = SessionTrial(router, ())
+            session = await trial.create()
+            url = f"{router.url}/sessions/{session}"
+            environment = {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": "2000"}
+            run = await claude_code(url, "Replace hello by goodbye", file.parent, **environment)
+            assert (run.code, run.said.strip()) == (0, "Replaced it."), run
+            assert file.read_text(encoding="utf-8") == "goodbye\n"
+            records, generations = await trial.records(session), list(door.chats(version="default"))
+            main = [place for place in range(len(steps)) if place != beside]
+            assert [record["parent"] for record in records] == parents(main, beside)
+            assert [len(generation.sampled) for generation in generations] == [
+                len(qwen3().encode(text)) + 1 for text in texts
+            ]
+            samples = {sample["metadata"]["turns"][-1]["turn"]: sample for sample in await trial.samples(session)}
+            assert samples.keys() == {beside, main[-1]}
+            exact(samples[main[-1]], [generations[place] for place in main])
+            exact(samples[beside], [generations[beside]])
+
+
+def parents(main: list[int], beside: int) -> list[int | None]:
+    """What each turn extends: the one before it on the main line."""
+    behind: dict[int, int | None] = {main[0]: None, beside: None, **dict(zip(main[1:], main, strict=False))}
+    return [behind[place] for place in sorted(behind)]
+
+
+def exact(sample: Any, generations: list[Any]) -> None:
+    """A sample is what the engine was given and has sampled, each position once."""
+    tokens: list[int] = []
+    mask: list[int] = []
+    for each in generations:
+        assert each.prompt[: len(tokens)] == tokens
+        given = each.prompt[len(tokens) :]
+        tokens += [*given, *each.sampled]
+        mask += [0] * len(given) + [1] * len(each.sampled)
+    assert (sample["tokens"], sample["loss_mask"]) == (tokens, mask)

@@ -1,0 +1,115 @@
+"""Claude Code, unmodified: fetched from npm once, pinned, and run without a terminal against a session.
+
+run = await claude_code(session_url, "Replace hello by goodbye in a.txt", directory)
+run.said
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.sglang.environment import built, cache_root
+from tests.support.waiting import PATIENCE
+
+PACKAGE = "@anthropic-ai/claude-code"
+VERSION = "2.1.330"
+#: Of a user who allows everything, and of a machine that reaches nobody but the router.
+ENVIRONMENT = {
+    "IS_SANDBOX": "1",
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "DISABLE_AUTOUPDATER": "1",
+    "ANTHROPIC_API_KEY": "none",
+}
+#: Which of the steps of `edits` has a sub-agent count the files.
+COUNTING = 4
+
+
+@functools.cache
+def program() -> Path:
+    """The program for this machine."""
+
+    def build(directory: Path) -> None:
+        directory.mkdir(parents=True)
+        command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", "."]
+        subprocess.run([*command, f"{PACKAGE}@{VERSION}"], cwd=directory, check=True, stdout=subprocess.DEVNULL)
+
+    directory = built(cache_root() / f"claude-code-{VERSION}", build)
+    (found,) = directory.glob(f"node_modules/{PACKAGE}-*/claude")
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run ended."""
+
+    code: int | None
+    said: str
+    complained: str
+
+
+async def claude_code(base_url: str, prompt: str, directory: Path, *options: str, **environment: str) -> Run:
+    """One task in a directory, with a home of its own beside it."""
+    home = directory.with_name(f"{directory.name}.home")
+    home.mkdir(exist_ok=True)
+    process = await asyncio.create_subprocess_exec(
+        *(str(program()), "-p", prompt, "--dangerously-skip-permissions", *options),
+        cwd=directory,
+        env={
+            "PATH": os.environ["PATH"],
+            "HOME": str(home),
+            **ENVIRONMENT,
+            "ANTHROPIC_BASE_URL": base_url,
+            **environment,
+        },
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        said, complained = await asyncio.wait_for(process.communicate(), 10 * PATIENCE)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return Run(process.returncode, said.decode(), complained.decode())
+
+
+def edits(file: Path) -> list[Any]:
+    """What a model does that replaces `hello` in a file: it looks, reads, edits, loads a tool, has a sub-agent count
+    the files, looks at two things at once, and says so. Half of its calls are such as Claude Code writes anew."""
+    path, directory = str(file), str(file.parent)
+    replacement = {"file_path": path, "old_string": "hello", "new_string": "goodbye  "}
+    counting = {"description": "Count", "prompt": "Count the files.", "subagent_type": "general-purpose"}
+    return [
+        {
+            "reasoning": "Where is it?",
+            "text": "I will look.",
+            "calls": [_call("Bash", command=f"cd {directory} && ls", description="List the files")],
+        },
+        {"reasoning": "There.", "calls": [_call("Read", file_path=path, limit="20")]},
+        {"calls": [_call("Edit", **replacement)]},
+        {"text": "Next:", "calls": [_call("ToolSearch", query="select:TaskStop", max_results=1)]},
+        {"calls": [_call("Agent", **counting, run_in_background=False)]},
+        {
+            "reasoning": "Let me check.",
+            "calls": [
+                _call("Bash", command=f"sleep 0.2; cat {path}", description="Show the file"),
+                _call("Bash", description="Say so", command="echo 1.0"),
+            ],
+        },
+        {"reasoning": "It is done.", "text": "Replaced it."},
+    ]
+
+
+def _call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"name": name, "arguments": arguments}
+
+
+if __name__ == "__main__":
+    print(program())
