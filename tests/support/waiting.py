@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 #: Seconds.
-PATIENCE = 60.0
+PATIENCE = 120.0
 STEP = 0.005
 
 Result = TypeVar("Result")
