@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from miles_router.engines.facts import Facts
-from miles_router.engines.profile import Profile
 from miles_router.fleet.caches import PrefixCaches
 from miles_router.fleet.worker_url import WorkerUrl
+
+if TYPE_CHECKING:  # the settings come by here, and a command that shows its help does without the engine's wire
+    from miles_router.engines.facts import Facts
+    from miles_router.engines.profile import Profile
 
 
 class WorkerState(str, Enum):
