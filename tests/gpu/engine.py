@@ -7,30 +7,34 @@ import contextlib
 import json
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from asyncio.subprocess import PIPE, Process
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import aiohttp
 
+from tests.gpu.model import Shape
 from tests.support.ports import free_ports
-from tests.support.waiting import STEP, soon
+from tests.support.waiting import STEP
 
 FLAGS = ("--load-format", "dummy", "--enable-return-routed-experts", "--skip-server-warmup")
+LAST_ID = Shape.vocab_size - 1  # SGLang 0.5.23 tells this id of a prompt as 0, with the right logprob
 START = 1800.0  # seconds that a worker may take to come up
-LINE_LIMIT = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def add_options(parser: ArgumentParser) -> None:
     """What every command here is told of model and worker."""
     add = parser.add_argument
     add("--model", type=Path, required=True, help="directory that `python -m tests.gpu.model` wrote")
-    add("--python", default=sys.executable, help="the interpreter that has SGLang (default: this one)")
+    add("--python", default=sys.executable, help="the interpreter, or command, that has SGLang (default: this one)")
     add("--worker", help="URL of a running worker; by default one is started")
     add("--flag", action="append", default=[], help="one more flag for the worker that is started; may come often")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="where the sender's weights are (default: cuda)")
@@ -81,7 +85,7 @@ class Engine:
         meta = (await self.generate(body))["meta_info"]
         assert not meta["cached_tokens"]
         logprobs = [entry[0] for entry in meta["input_token_logprobs"][1:]]
-        assert [entry[1] for entry in meta["input_token_logprobs"]] == list(ids)
+        assert [entry[1] for entry in meta["input_token_logprobs"]] == [0 if each == LAST_ID else each for each in ids]
         return {"logprobs": logprobs, "experts": meta["routed_experts"]}
 
     async def facts(self) -> dict[str, Any]:
@@ -101,7 +105,7 @@ async def engine(arguments: Namespace) -> AsyncIterator[Engine]:
             yield Engine(arguments.worker.rstrip("/"), http)
             return
         port = free_ports(1)[0]
-        command = [arguments.python, "-m", "sglang.launch_server", "--model-path", str(arguments.model)]
+        command = [*shlex.split(arguments.python), "-m", "sglang.launch_server", "--model-path", str(arguments.model)]
         command += ["--port", str(port), *FLAGS, *arguments.flag]
         process = await asyncio.create_subprocess_exec(*command, stdout=sys.stderr, start_new_session=True)
         try:
@@ -126,18 +130,18 @@ async def _answers(made: Engine, process: Process) -> None:
 class Sender:
     """The process `tests.gpu.sender`."""
 
-    def __init__(self, process: Process) -> None:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     async def send(self, seed: int, step: float = 0.0) -> dict[str, Any]:
         """Send the weights of a policy; what the sender says of it."""
         assert self._process.stdin
-        self._process.stdin.write(json.dumps({"seed": seed, "step": step}).encode() + b"\n")
+        print(json.dumps({"seed": seed, "step": step}), file=self._process.stdin, flush=True)
         return await self.answer()
 
     async def answer(self) -> dict[str, Any]:
         assert self._process.stdout
-        line = await self._process.stdout.readline()
+        line = await asyncio.to_thread(self._process.stdout.readline)
         assert line, "the sender ended"
         answer: dict[str, Any] = json.loads(line)
         return answer
@@ -146,21 +150,14 @@ class Sender:
 @contextlib.asynccontextmanager
 async def sender(arguments: Namespace, url: str) -> AsyncIterator[Sender]:
     """The process that sends weights to `url`, ready."""
-    command = [arguments.python, "-m", "tests.gpu.sender", "--model", str(arguments.model), "--url", url]
+    command = [*shlex.split(arguments.python), "-m", "tests.gpu.sender", "--model", str(arguments.model), "--url", url]
     command += ["--bucket-mib", str(arguments.bucket_mib), "--device", arguments.device]
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, limit=LINE_LIMIT)
-    try:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    # Its end is waited for, not that of its output: a helper of torch's, which outlives it, has that too.
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, env=environment, text=True) as process:  # noqa: ASYNC220
         made = Sender(process)
         await made.answer()
         yield made
-    finally:
-        assert process.stdin
-        process.stdin.close()
-        try:
-            await soon(process.wait())
-        except TimeoutError:
-            process.kill()
-            await process.wait()
 
 
 async def until_running(made: Engine, count: int) -> None:

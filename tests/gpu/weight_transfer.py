@@ -33,7 +33,7 @@ MODES = ("abort", "retract", "in_place")
 EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
 OLD, NEW = 1, 2  # seeds of two policies that have nothing in common
 #: Median differences of logprobs, in nats: under the weights that sampled a token at most, under the others at least.
-SAME, OTHER = 0.05, 0.5
+SAME, OTHER = 0.5, 5.0
 
 
 @dataclass
@@ -152,13 +152,17 @@ async def transfer(arguments: argparse.Namespace) -> dict[str, Any]:
         return report
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu.weight_transfer", description=__doc__)
     add_options(parser)
     parser.add_argument("--generations", type=int, default=48, help="at a time (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=400, help="of each (default: %(default)s)")
     parser.add_argument("--mode", action="append", choices=MODES, help="default: all, one after another")
-    arguments = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    arguments = options()
     write_report(arguments, asyncio.run(transfer(arguments)))
 
 
