@@ -23,7 +23,7 @@ from middleware_hub.openai_session.export.samples import SampleMaker
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.face import RunSettings
-from middleware_hub.openai_session.sessions.address import PREFIX, addressed
+from middleware_hub.openai_session.sessions.address import PREFIX, addressed, within
 from middleware_hub.openai_session.sessions.messages import equality
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
@@ -114,6 +114,7 @@ class OpenAISessionMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"].startswith(PREFIX):
+            self._door.speak(scope, within(scope["path"]))
             session, inner = addressed(self.store, scope)
             await self._door.request(session, inner, receive, send)
         else:

@@ -8,6 +8,7 @@ BadRequest
 └── UnusableSample       422 invalid_sample: it would break an invariant, and is not given
 TooManySessions         503 too_many_sessions, with Retry-After
 UnusableAnswer          502 unusable_answer: the worker's answer cannot be recorded exactly
+AnswerCut               503 answer_cut, with Retry-After: recorded, and of no end that the agent's API has a word for
 """
 
 from __future__ import annotations
@@ -61,6 +62,16 @@ class UnusableAnswer(UpstreamError):
     """A worker's answer that cannot be recorded exactly: ids, logprobs or versions are missing or do not fit."""
 
     type = "unusable_answer"
+
+
+class AnswerCut(UpstreamError):
+    """An answer that a pause or the engine cut off, for an agent whose API has no word for such an end: what was
+    sampled is recorded, and the agent asks again."""
+
+    status = 503
+    type = "answer_cut"
+    retryable = True
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
 
 class SessionFinalized(BadRequest):

@@ -29,6 +29,14 @@ SGLEXT = {
     "output_ids": "return_output_ids_in_sglext",
     "cached_tokens_details": "return_cached_tokens_details",
 }
+#: SGLang's own settings of sampling and rendering, which a request of any API may have.
+CONTROLS = frozenset(
+    (
+        *("min_p", "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "seed"),
+        *("stop_token_ids", "stop_regex", "no_stop_trim", "ignore_eos", "skip_special_tokens", "regex", "ebnf"),
+        *("chat_template_kwargs", "lora_path", "custom_logit_processor", "custom_params", "priority", "rid"),
+    )
+)
 SCHEMA = "ChatCompletionRequest"
 #: Where a request has the header `X-SGLExt-Ids-Framed`, the ids come in an event of this name.
 FRAMED = b"sglext_ids"

@@ -335,7 +335,7 @@ RAW = b'{"model": "m",   "max_tokens": 3}'
 @pytest.mark.parametrize(
     ("path", "raw", "reason"),
     [
-        *((path, RAW, "not traced") for path in ("/v1/messages", "/v1/responses", "/generate")),
+        *((path, RAW, "not traced") for path in ("/v1/messages", "/generate")),
         ("/v1/completions", b'{"prompt":   "a", "echo": true}', "with echo"),
     ],
 )

@@ -45,7 +45,7 @@ class QuestionWriter(ReplyWriter):
     def other(self, event: Event) -> bytes:
         return b"" if event.is_last else event.raw
 
-    def refusal(self, body: bytes) -> bytes:
+    def refusal(self, body: bytes, status: int) -> bytes:
         return orjson.dumps({"refused": orjson.loads(body)["message"]})
 
 

@@ -1,4 +1,5 @@
-"""The APIs that agents speak, a file each: a request to messages, tools and settings, an answer to the API's own."""
+"""The APIs that agents speak: a request to messages, tools and settings, an answer to the API's own. Each is a file,
+or a folder where there is more to translate."""
 
 from __future__ import annotations
 
@@ -7,5 +8,6 @@ from collections.abc import Sequence
 from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.completions import CompletionsFace
 from middleware_hub.openai_session.faces.face import Face
+from middleware_hub.openai_session.faces.responses.face import ResponsesFace
 
-FACES: Sequence[type[Face]] = (ChatFace, CompletionsFace)
+FACES: Sequence[type[Face]] = (ChatFace, CompletionsFace, ResponsesFace)

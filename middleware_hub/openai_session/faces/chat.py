@@ -5,7 +5,7 @@ An API that is translated to chat extends this face: it gives `fields` and a `wr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
@@ -41,8 +41,17 @@ class ChatFace(Face):
             BadRequest: it is none.
         """
         fields = self._settings.of_chat(self.fields(request))
+        return await self.placed(session, fields, contexts_of(fields), now=now)
+
+    async def placed(
+        self, session: Session, fields: Mapping[str, Any], contexts: Sequence[Context], *, now: float
+    ) -> PendingTurn:
+        """A chat request in its place. It may be rendered with each of the `contexts`; a root is with the first.
+
+        Raises:
+            BadRequest: a text in it is too long.
+        """
         messages = tuple(fields["messages"])
-        contexts = contexts_of(fields)
         place = session.place(messages, [context.key for context in contexts], self._equal)
         if place.parent is None:
             return PendingTurn(session, self.path, fields, (place,), now)

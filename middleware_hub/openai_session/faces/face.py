@@ -21,7 +21,7 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines.choices import OpenAIEndpoint
 from miles_router.errors import RouterError
-from miles_router.middlewares import Event, Receive, Scope, Send, write_event
+from miles_router.middlewares import LAST_EVENT, ASGIApp, Event, Receive, Scope, Send, write_event
 
 
 class ReplyWriter:
@@ -40,7 +40,7 @@ class ReplyWriter:
         """What the agent gets for an event that is no chunk: the stream's end (`[DONE]`), an error, a comment."""
         return event.raw
 
-    def refusal(self, body: bytes) -> bytes:
+    def refusal(self, body: bytes, status: int) -> bytes:
         """What the agent gets for an error that the engine answers with. It may be no JSON."""
         return body
 
@@ -76,6 +76,8 @@ class Face(ABC):
     path: ClassVar[str]
     #: Where the engine is asked.
     endpoint: ClassVar[OpenAIEndpoint]
+    #: What a stream ends with; any of several.
+    last_event: ClassVar[bytes | tuple[bytes, ...]] = LAST_EVENT
 
     def __init__(self, continuation: Continuation, equal: Equality, settings: RunSettings | None = None) -> None:
         self._continuation = continuation
@@ -102,7 +104,11 @@ class Face(ABC):
         """An error of the router's own as this API has it."""
         return error.body(request_id)
 
-    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer a request within a session that is no turn, such as one that counts tokens. False for one that is
-        none of this API's."""
+    def speaks(self, scope: Scope, path: str) -> bool:
+        """Whether a request for this path within a session is made in this API's words, and its errors are."""
+        return path == self.path
+
+    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
+        """Answer a request within a session that is no turn, such as one that counts tokens; `app` asks a worker. False
+        for one that is none of this API's."""
         return False

@@ -11,6 +11,11 @@ PREFIX = "/sessions/"
 ROUTING = b"x-smg-routing-key"
 
 
+def within(path: str) -> str:
+    """The path within its session of one that begins with `PREFIX`."""
+    return "/" + path[len(PREFIX) :].partition("/")[2]
+
+
 def addressed(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:
     """The session that a path names, and the scope of the request within it, which keeps its affinity.
 

@@ -6,13 +6,13 @@ held one goes as ids: those that are held, and new ones behind them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from middleware_hub.openai_session.sessions.tree import Place, Session
+from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.middlewares import Handovers, RowPrefix
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens
@@ -26,6 +26,11 @@ class TokenPrompt(NamedTuple):
     held: Tokens
     given: Piece
     dropped: int = 0
+
+    @property
+    def length(self) -> int:
+        """How many they are."""
+        return len(self.held) + len(self.given)
 
     def ids(self) -> Tokens:
         """All of them."""
@@ -45,6 +50,9 @@ class PendingTurn:
         segment: why a history that is held in words is not continued in tokens.
         turn_id: the agent's name for it.
         handovers: of the rows that are captured.
+        asked: the request as its agent wrote it, where a face reads it again when it writes the answer.
+        facts: what its face adds to those of the recorded turn.
+        recorded: told of each turn that the answer has become; gives the bytes that its face keeps with it.
     """
 
     session: Session
@@ -56,6 +64,9 @@ class PendingTurn:
     segment: str | None = None
     turn_id: str | None = None
     handovers: Handovers = field(default_factory=Handovers)
+    asked: object = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    recorded: Callable[[Turn], int] | None = None
 
     @property
     def stream(self) -> bool:

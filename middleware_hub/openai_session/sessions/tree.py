@@ -142,6 +142,7 @@ class Session:
         self.untraced: list[dict[str, Any]] = []  # requests that passed through without being recorded
         self.in_flight = 0
         self.replies: dict[str, Any] = {}  # by turn id, those under way included (turns/idempotency.py)
+        self.notes: dict[str, Any] = {}  # what faces remember of its turns, by dotted names
         self.deleted = False
         self.made_by_a_turn = False  # which named it in a header; else by `POST /sessions`
         self.finalized: Mapping[str, Any] | None = None  # what it was finalized with: no further turns
@@ -246,6 +247,7 @@ class Session:
         self.turns.clear()
         self.roots.clear()
         self.replies.clear()
+        self.notes.clear()
         self._messages.clear()
         self._contexts.clear()
         self._answers.clear()

@@ -4,6 +4,7 @@ Nothing else does: whoever has a session's address has the clients' key, and run
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from middleware_hub.openai_session.errors import SessionFinalized
 from middleware_hub.openai_session.faces.face import Face
@@ -17,7 +18,7 @@ from miles_router.errors import NotFound
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay
 
 #: Paths that generate, and that are not recorded where no face answers them.
-UNTRACED = frozenset({paths.MESSAGES, paths.RESPONSES, paths.GENERATE})
+UNTRACED = frozenset({paths.MESSAGES, paths.GENERATE})
 
 
 class TurnDoor:
@@ -39,6 +40,12 @@ class TurnDoor:
         self._runner = runner
         self._now = now
 
+    def speak(self, scope: Scope, path: str) -> None:
+        """Have the errors of a request for this path within a session written in the words of its API."""
+        for face in self._faces.values():
+            if face.speaks(scope, path):
+                Exchange.of(scope).error_body = face.error_body
+
     async def request(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
         """Any request within a session.
 
@@ -50,7 +57,7 @@ class TurnDoor:
             await self.turn(session, scope, receive, send)
             return
         for face in self._faces.values():
-            if await face.beside(session, scope, receive, send):
+            if await face.beside(session, scope, receive, send, self._app):
                 return
         if method == "POST" and path in UNTRACED:
             self._recorder.pass_by(path, session, "this endpoint is not traced", Exchange.of(scope).request_id)
@@ -91,7 +98,8 @@ class TurnDoor:
             elif turn_id is None:
                 await run(send)
             else:
-                await once(session, turn_id, receive, send, run, lambda nbytes: self._store.account(session, nbytes))
+                account = partial(self._store.account, session)
+                await once(session, turn_id, receive, send, run, account, last_event=face.last_event)
 
 
 def _is_aside(method: str, path: str) -> bool:

@@ -45,6 +45,8 @@ async def once(
     send: Send,
     run: Callable[[Send], Awaitable[None]],
     account: Callable[[int], None],
+    *,
+    last_event: bytes | tuple[bytes, ...] = LAST_EVENT,
 ) -> None:
     """Run a turn, unless it ran already; if it runs at this moment, wait for its answer. A turn that failed, or that
     was not recorded, may be tried again.
@@ -60,7 +62,7 @@ async def once(
             return
     future: asyncio.Future[RecordedReply | None] = asyncio.get_running_loop().create_future()
     session.replies[turn_id] = future
-    copy, before = ReplyCopy(send), len(session.turns)
+    copy, before = ReplyCopy(send, last_event), len(session.turns)
     try:
         await run(copy.send)
     finally:
@@ -80,15 +82,16 @@ class ReplyCopy(Tap):
     same_length = True
     holds_head = False
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, last_event: bytes | tuple[bytes, ...] = LAST_EVENT) -> None:
         super().__init__(send)
+        self._last_event = last_event
         self._pieces: list[bytes] = []
         self._complete = False
 
     async def piece(self, data: bytes, *, more: bool) -> bytes:
         """Keep it. Whoever has read the last event may leave before the empty piece behind it."""
         self._pieces.append(data)
-        self._complete = self._complete or not more or data.endswith(LAST_EVENT)
+        self._complete = self._complete or not more or data.endswith(self._last_event)
         return data
 
     @property

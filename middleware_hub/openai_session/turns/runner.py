@@ -127,7 +127,7 @@ class TurnRunner:
         writer = face.writer(turn)
         collected = await self._collected(_body(face, turn, stream=False), face, scope, receive)
         if collected.status != OK:
-            await collected.give_to(send, writer.refusal(collected.body))
+            await collected.give_to(send, writer.refusal(collected.body, collected.status))
             return
         answer = _answer(collected)
         try:

@@ -139,7 +139,7 @@ class TurnTap(Tap):
         """
         if self.start["status"] == OK:
             raise UnusableAnswer("the worker's answer is no stream of events")
-        return self._writer.refusal(body)
+        return self._writer.refusal(body, self.start["status"])
 
     async def event(self, event: Event) -> bytes:
         """What the agent is shown of it."""

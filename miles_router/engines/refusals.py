@@ -1,0 +1,57 @@
+"""What an engine says in place of an answer: its errors, whole and in streams (SGLang 0.5.23, `serving_base.py`,
+`tokenizer_manager.py`). Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+#: The longest message that is given on.
+MAX_MESSAGE = 2000
+_TOO_LONG = re.compile(r"The input \((\d+) tokens\) is longer than the model's context length \((\d+) tokens\)")
+_TOO_MANY = re.compile(
+    r"maximum context length of (\d+) tokens\. You requested a total of \d+ tokens: "
+    r"(\d+) tokens from the input messages and (\d+) tokens for the completion"
+)
+
+
+class EngineRefusal(NamedTuple):
+    """An error in words, and its status where the body says one."""
+
+    message: str
+    code: int | None = None
+
+
+class Overflow(NamedTuple):
+    """A request that the context window does not hold: tokens of the prompt, of the window, and those that were asked
+    for, where these are what was too much."""
+
+    prompt: int
+    limit: int
+    asked: int | None = None
+
+
+def refusal_of(parsed: object) -> EngineRefusal:
+    """An error's body, parsed, or a text that is no JSON. FastAPI puts what it refuses into `detail`."""
+    if isinstance(parsed, str):
+        return EngineRefusal(parsed[:MAX_MESSAGE].strip() or "no reason was given")
+    said: object = parsed
+    if isinstance(parsed, Mapping):
+        said = next((parsed[name] for name in ("error", "detail") if parsed.get(name)), parsed)
+    if isinstance(said, Mapping):
+        code, message = said.get("code"), said.get("message")
+        status = code if isinstance(code, int) and 400 <= code < 600 else None
+        return EngineRefusal(str(message)[:MAX_MESSAGE] if message else "no reason was given", status)
+    return EngineRefusal(str(said)[:MAX_MESSAGE])
+
+
+def overflow_of(parsed: object) -> Overflow | None:
+    """What a refusal says of the context window; None where it is about something else."""
+    message = refusal_of(parsed).message
+    if (found := _TOO_LONG.search(message)) is not None:
+        return Overflow(int(found[1]), int(found[2]))
+    if (found := _TOO_MANY.search(message)) is not None:
+        return Overflow(int(found[2]), int(found[1]), int(found[3]))
+    return None
