@@ -48,7 +48,8 @@ class Conversation:
         self._user: list[str] = []  # what a user says in a row
         self._answer: dict[str, Any] | None = None  # the one that may grow
         self._answer_of: str | None = None  # the response that it is of
-        self._answers: list[tuple[dict[str, Any], str | None]] = []
+        self._answers: list[dict[str, Any]] = []
+        self._owners: dict[int, str] = {}  # of answers, the responses that they are of
         self._reached = REASONING
 
     def read(self, instructions: str | None, before: Sequence[Message], given: object) -> list[Message]:
@@ -76,8 +77,8 @@ class Conversation:
             raise wrong_type("input", "a string or an array of items")
         self._end_user()
         self._end_head()
-        for answer, of in self._answers:
-            answer["content"] = self._as_held(answer["content"], of)
+        for answer in self._answers:
+            answer["content"] = self._as_held(answer["content"], self._owners.get(id(answer)))
         return self._messages
 
     def _as_held(self, text: str, of: str | None) -> str:
@@ -144,18 +145,21 @@ class Conversation:
 
     # What the assistant says
 
-    def _grow(self, item: Mapping[str, Any], step: int) -> dict[str, Any]:
-        """The message that an item of an answer is part of."""
-        of = response_of(item.get("id"))
+    def _grow(self, item: Mapping[str, Any], step: int, of: str | None = None) -> dict[str, Any]:
+        """The message that an item of an answer is part of; `of`: the response that it is of."""
+        of = response_of(item.get("id")) or of
         if of is not None and self._answer_of is not None:
             new = of != self._answer_of
         else:
             new = self._reached > step or self._reached == step == TEXT
         if self._answer is None or new:
-            self._answer = {"role": "assistant", "content": ""}
-            self._answer_of = of
-            self._answers.append((self._answer, of))
+            self._answer, self._answer_of = {"role": "assistant", "content": ""}, of
+            self._answers.append(self._answer)
             self._put(self._answer)
+        elif self._answer_of is None:  # a call tells whose what stands before it is
+            self._answer_of = of
+        if self._answer_of is not None:
+            self._owners[id(self._answer)] = self._answer_of
         self._reached = step
         return self._answer
 
@@ -178,12 +182,12 @@ class Conversation:
         call_id = item.get("call_id")
         if not isinstance(call_id, str):
             raise missing(f"{where}.call_id")
-        calls = self._grow(item, CALL).setdefault("tool_calls", [])
-        if form is not FUNCTION:
-            held = next((call for call in self._responses.calls(call_id) if held_call(call, item, form)), None)
-            if held is not None:
-                calls.append(held)
-                return
+        known = self._responses.calls(call_id)
+        of, held = next((each for each in known if held_call(each[1], item, form)), (None, None))
+        calls = self._grow(item, CALL, of or (known[-1][0] if known else None)).setdefault("tool_calls", [])
+        if held is not None and form is not FUNCTION:
+            calls.append(held)
+            return
         shown = shown_name(str(item.get("name") or name), item.get("namespace"))
         function = {"name": shown, "arguments": form.arguments(item, where)}
         calls.append({"id": call_id, "type": "function", "function": function})
@@ -198,7 +202,7 @@ class Conversation:
     def _referred(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         """The item that a reference names."""
         item_id = item.get("id")
-        envelope = self._responses.find(response_of(item_id))
+        envelope = self._responses.find(response_of(item_id, output=False))
         items: Iterator[Mapping[str, Any]] = iter(())
         if envelope is not None:
             items = iter([*envelope.answer()["output"], *envelope.input()])

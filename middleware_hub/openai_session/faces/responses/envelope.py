@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from middleware_hub.openai_session.faces.responses.forms import FUNCTION
 from middleware_hub.openai_session.faces.responses.items import RESPONSE, ItemWriter, input_items, text_of
 from middleware_hub.openai_session.faces.responses.tools import Tools
 from middleware_hub.openai_session.sessions.messages import Message, message_bytes
@@ -19,7 +18,8 @@ from middleware_hub.openai_session.sessions.tree import Session, Turn
 
 #: Under which a session remembers its responses.
 NOTE = "responses"
-ENVELOPE_BYTES = 1024  # what one takes beside its settings, about
+#: What a response takes beside its settings, and each call in it, about.
+ENVELOPE_BYTES, CALL_BYTES = 1024, 256
 #: How many settings a new request is compared with: those of an agent and of its side calls.
 MAX_ALIKE = 8
 #: Between instructions and what else a system says.
@@ -134,7 +134,7 @@ class Responses:
         self._stored: dict[str, Envelope] = {}
         self._settings: list[Settings] = []  # the last ones that differ
         self._answers: dict[str, Message] = {}  # of every response, stored or not
-        self._calls: dict[str, list[Message]] = {}  # those that are no functions, by their ids
+        self._calls: dict[str, list[tuple[str, Message]]] = {}  # by their ids, with the response that each is of
 
     @classmethod
     def of(cls, session: Session) -> Responses:
@@ -155,12 +155,12 @@ class Responses:
 
     def keep(self, envelope: Envelope, turn: Turn, *, stored: bool) -> int:
         """Remember a response that was recorded; gives the bytes that this takes."""
-        nbytes = ENVELOPE_BYTES + message_bytes(envelope.own)
+        calls = turn.answer.get("tool_calls") or ()
+        nbytes = ENVELOPE_BYTES + CALL_BYTES * len(calls) + message_bytes(envelope.own)
         envelope.turn = turn
         self._answers[envelope.id] = turn.answer
-        for call in turn.answer.get("tool_calls") or ():
-            if envelope.settings.tools.of(call["function"]["name"]).form is not FUNCTION:
-                self._calls.setdefault(call["id"], []).append(call)
+        for call in calls:
+            self._calls.setdefault(str(call.get("id")), []).append((envelope.id, call))
         if stored:
             self._stored[envelope.id] = envelope
         if not any(each is envelope.settings for each in self._settings):
@@ -180,6 +180,6 @@ class Responses:
         """What the model said in a response, stored or not."""
         return self._answers.get(response_id) if response_id is not None else None
 
-    def calls(self, call_id: str) -> Sequence[Message]:
-        """The held calls with this id that are of no function."""
+    def calls(self, call_id: str) -> Sequence[tuple[str, Message]]:
+        """The held calls with this id, and the response that each is of."""
         return self._calls.get(call_id, ())

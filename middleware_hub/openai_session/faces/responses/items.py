@@ -14,7 +14,7 @@ from middleware_hub.openai_session.faces.responses.tools import Tools
 from middleware_hub.openai_session.sessions.messages import Message
 
 RESPONSE = "resp_"
-ITEM = re.compile(r"[a-z]+_([0-9a-f]{32})_i?\d+")
+ITEM = re.compile(r"[a-z]+_([0-9a-f]{32})_(i?)\d+")
 #: What ids begin with, by the type of the item.
 PREFIXES: Mapping[str, str] = {
     "reasoning": "rs",
@@ -31,10 +31,11 @@ PREFIXES: Mapping[str, str] = {
 SEALED = "miles1."
 
 
-def response_of(item_id: object) -> str | None:
-    """The id of the response that an item is of, if it is one of ours."""
+def response_of(item_id: object, *, output: bool = True) -> str | None:
+    """The id of the response that an item is of, if it is one of ours: one of its output, or without `output` one of
+    its input, too."""
     found = ITEM.fullmatch(item_id) if isinstance(item_id, str) else None
-    return f"{RESPONSE}{found[1]}" if found is not None else None
+    return f"{RESPONSE}{found[1]}" if found is not None and not (output and found[2]) else None
 
 
 def sealed(response_id: str) -> str:
@@ -94,7 +95,8 @@ class ItemWriter:
             last = "completed" if says or calls else status
             items.append(self.reasoning(self.id("rs", 0), thinking, last))
         if says or not (thinking or calls):
-            items.append(self.message(self.id("msg", len(items)), text or "", "completed" if calls else status))
+            shown = text.rstrip() if calls and text else text or ""
+            items.append(self.message(self.id("msg", len(items)), shown, "completed" if calls else status))
         for place, call in enumerate(calls, 1):
             if cut_call and place == len(calls):
                 item_id = self.id(PREFIXES[FUNCTION.kind], len(items))

@@ -88,7 +88,7 @@ class ResponsesWriter(ReplyWriter):
         status = STATUS.get(self._finish or "", ("failed", None))[0]
         if not (self._places or status == "failed"):  # the next request has to say that there was an answer
             self._text(thinks=False)
-            self._end_item(last=True)
+            self._end_item(last=True)  # white space, or nothing
         self._over = True
         body = self._envelope.body(self._output, self._finish or "abort")
         self._emitter.emit(f"response.{status}", response=body)
@@ -134,12 +134,12 @@ class ResponsesWriter(ReplyWriter):
                 self._open.grow(function["arguments"])
 
     def _say(self, text: str) -> None:
-        """White space alone is no message: parsers leave it between calls."""
-        growing = isinstance(self._open, OpenText) and not self._open.thinks
-        self._blank += text
-        if growing or not self._blank.isspace():
-            text, self._blank = self._blank, ""
-            self._text(thinks=False).grow(text)
+        """White space waits for what comes behind it. Before a call it is not shown: parsers leave it there."""
+        text = self._blank + text
+        said = text.rstrip()
+        self._blank = text[len(said) :]
+        if said:
+            self._text(thinks=False).grow(said)
 
     def _text(self, *, thinks: bool) -> OpenText:
         if not (isinstance(self._open, OpenText) and self._open.thinks is thinks):
@@ -153,6 +153,8 @@ class ResponsesWriter(ReplyWriter):
 
     def _end_item(self, *, last: bool = False) -> None:
         """End the item that grows. The last one ends as the answer does."""
+        if last and self._blank and isinstance(self._open, OpenText) and not self._open.thinks:
+            self._open.grow(self._blank)
         if self._open is None:
             return
         complete = not last or STATUS.get(self._finish or "", ("", None))[0] == "completed"
