@@ -10,7 +10,6 @@ from typing import Any
 
 import openai
 import pytest
-from openai import AsyncOpenAI
 
 from tests.support.scripted_chat import DONE, able, chat_events, chat_reply, delta, event, streamed
 from tests.support.scripted_worker import script
@@ -62,7 +61,14 @@ async def scripted(stage: Stage, steps: Sequence[Any] = SCRIPT, **worker: Any) -
         yield trial
 
 
-async def asked(client: AsyncOpenAI, given: Any, *, live: bool, **fields: Any) -> Any:
+@contextlib.asynccontextmanager
+async def agent(trial: SessionTrial, session: str, **options: Any) -> AsyncIterator[Any]:
+    """The official client, whose requests may be anything."""
+    async with trial.agent(session, **options) as client:
+        yield client
+
+
+async def asked(client: Any, given: Any, *, live: bool, **fields: Any) -> Any:
     """One response, whole or streamed; a stream is read by the client's own parser, and says what the response says."""
     request: dict[str, Any] = {"model": "m", "input": given, "tools": TOOLS, "max_output_tokens": 400, **fields}
     if not live:
@@ -115,7 +121,7 @@ def sent_back(answer: Any) -> list[Any]:
     return [item.to_dict() for item in answer.output]
 
 
-async def episode(client: AsyncOpenAI, live: Sequence[bool], **fields: Any) -> list[Any]:
+async def episode(client: Any, live: Sequence[bool], **fields: Any) -> list[Any]:
     """All turns of the script, the whole history sent along each time."""
     given: list[Any] = [{"role": "user", "content": "What is 17 plus 25, plus 1?"}]
     answers = []
@@ -129,7 +135,7 @@ async def episode(client: AsyncOpenAI, live: Sequence[bool], **fields: Any) -> l
 async def test_an_episode_is_one_exact_segment(stage: Stage, live: Sequence[bool]) -> None:
     async with scripted(stage) as trial:
         session = await trial.create()
-        async with trial.agent(session) as client:
+        async with agent(trial, session) as client:
             answers = await episode(client, live)
         assert [[item.type for item in answer.output] for answer in answers] == ITEMS
         thought, said, add, patch, find = answers[0].output
@@ -155,7 +161,7 @@ async def test_what_an_agent_writes_anew_is_the_answer_it_got(stage: Stage) -> N
     steps = [*SCRIPT[:1], "So it is."]
     async with scripted(stage, steps) as trial:
         session = await trial.create()
-        async with trial.agent(session) as client:
+        async with agent(trial, session) as client:
             question: Any = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
             first = await asked(client, question, live=True, include=["reasoning.encrypted_content"], store=False)
             items, results = plain(sent_back(first)), outputs(first)
@@ -179,7 +185,7 @@ async def test_what_an_agent_writes_anew_is_the_answer_it_got(stage: Stage) -> N
 async def test_a_response_goes_on_from_one_before_without_its_instructions(stage: Stage) -> None:
     async with scripted(stage) as trial:
         session = await trial.create()
-        async with trial.agent(session) as client:
+        async with agent(trial, session) as client:
             pirate = {"instructions": "Speak like a pirate."}
             first = await asked(client, "Add.", live=False, **pirate)
             second = await asked(client, outputs(first), live=True, previous_response_id=first.id, **pirate)
@@ -200,7 +206,7 @@ async def test_a_response_goes_on_from_one_before_without_its_instructions(stage
 async def test_a_stored_response_is_its_turn_written_again(stage: Stage) -> None:
     async with scripted(stage) as trial:
         session = await trial.create()
-        async with trial.agent(session) as client:
+        async with agent(trial, session) as client:
             own: Any = {
                 "metadata": {"episode": "7"},
                 "instructions": "Be brief.",
@@ -252,7 +258,7 @@ async def test_stored_responses_take_little_beside_their_turns(stage: Stage) -> 
         tools = [{**ADD, "description": "word " * 5000}]
         sizes = []
         for session, stored in zip(sessions, (True, False), strict=True):
-            async with trial.agent(session) as client:
+            async with agent(trial, session) as client:
                 given: list[Any] = []
                 for _ in steps:
                     given.append({"role": "user", "content": "x" * 1000})
@@ -291,7 +297,7 @@ async def test_what_is_not_there_is_refused_by_name_before_anything_is_generated
     refusing: tuple[SessionTrial, str], given: Any, param: str, message: str
 ) -> None:
     trial, session = refusing
-    async with trial.agent(session) as client:
+    async with agent(trial, session) as client:
         for live in (False, True):
             with pytest.raises(openai.BadRequestError, match=message) as refused:
                 await client.responses.create(model="m", **{"input": "Hi", "stream": live, **given})
@@ -309,7 +315,7 @@ async def refusing(stage: Stage) -> AsyncIterator[tuple[SessionTrial, str]]:
 async def test_errors_are_told_in_the_api_s_words(stage: Stage) -> None:
     async with scripted(stage, context_len=600) as trial:
         session = await trial.create()
-        async with trial.agent(session) as client:
+        async with agent(trial, session) as client:
             for live in (False, True):
                 for given, fields in (("Hi", {"max_output_tokens": 9000}), ("word " * 900, {})):
                     with pytest.raises(openai.BadRequestError, match="exceeds the context window") as refused:
@@ -319,7 +325,7 @@ async def test_errors_are_told_in_the_api_s_words(stage: Stage) -> None:
                         "invalid_request_error",
                     )
         assert (await trial.read(session))["records"] == []
-        async with trial.agent("nobody") as client:
+        async with agent(trial, "nobody") as client:
             for ask in (client.responses.create(model="m", input="Hi"), client.responses.retrieve("resp_1")):
                 with pytest.raises(openai.NotFoundError) as missing:
                     await ask
@@ -334,7 +340,7 @@ async def test_a_call_that_was_cut_never_looks_complete(stage: Stage, live: bool
     ]
     async with scripted(stage, steps) as trial:
         session = await trial.create()
-        async with trial.agent(session) as client:
+        async with agent(trial, session) as client:
             for word in ("Add", "Patch"):
                 full = await asked(client, word, live=live)
                 assert full.status == "completed"
@@ -368,7 +374,7 @@ async def test_a_stream_that_fails_says_so_and_is_no_turn(stage: Stage) -> None:
     worker.always(streamed(begun, event([delta("Hel")]), broken, DONE))
     trial = await session_trial(stage, worker)
     session = await trial.create()
-    async with trial.agent(session) as client:
+    async with agent(trial, session) as client:
         *_, last = [each async for each in await client.responses.create(**HELLO, stream=True)]
     assert (last.type, last.response.status, last.response.error.code) == ("response.failed", "failed", "server_error")
     assert "CUDA out of memory" in last.response.error.message
@@ -385,7 +391,7 @@ async def test_an_answer_that_was_cut_off_has_failed_and_stays_recorded(stage: S
     )
     trial = await session_trial(stage, worker)
     session = await trial.create()
-    async with trial.agent(session) as client:
+    async with agent(trial, session) as client:
         if live:
             *_, last = [each async for each in await client.responses.create(**HELLO, stream=True)]
             assert (last.type, last.response.error.code) == ("response.failed", "server_error")
@@ -411,7 +417,7 @@ async def test_events_come_when_the_engine_sends_them_and_the_end_when_the_turn_
     trial = await session_trial(stage, worker)
     session = await trial.create()
     kinds, seen = [], ""
-    async with trial.agent(session) as client:
+    async with agent(trial, session) as client:
         async for each in await client.responses.create(**HELLO, stream=True):
             kinds.append(each.type)
             if each.type == "response.output_text.delta":
@@ -439,7 +445,7 @@ async def test_an_engine_that_cannot_stream_ids_serves_it_by_a_buffered_stream(s
     worker = able(await stage.worker(), "messages").always(script(chat_reply([7, 8], "Hello")))
     trial = await session_trial(stage, worker)
     session = await trial.create()
-    async with trial.agent(session) as client:
+    async with agent(trial, session) as client:
         *_, last = [each async for each in await client.responses.create(**HELLO, stream=True)]
     assert (last.response.output_text, last.type) == ("Hello", "response.incomplete")
     assert len(await trial.records(session)) == 1
@@ -448,7 +454,7 @@ async def test_an_engine_that_cannot_stream_ids_serves_it_by_a_buffered_stream(s
 async def test_a_turn_that_is_asked_for_again_is_answered_once(stage: Stage) -> None:
     async with scripted(stage) as trial:
         session = await trial.create()
-        async with trial.agent(session, default_headers={"X-Turn-Id": "1"}) as client:
+        async with agent(trial, session, default_headers={"X-Turn-Id": "1"}) as client:
             one, other = [await asked(client, "Add.", live=True) for _ in range(2)]
         assert (one, len(trial.door)) == (other, 1)
 
@@ -457,7 +463,7 @@ async def test_the_apis_of_a_session_share_its_turns(stage: Stage) -> None:
     async with scripted(stage, [SCRIPT[0] | {"calls": SCRIPT[0]["calls"][:1]}, "It is 43.", "Yes."]) as trial:
         session = await trial.create()
         function = {name: ADD[name] for name in ("name", "description", "parameters")}
-        async with trial.agent(session) as client:
+        async with agent(trial, session) as client:
             first = await asked(client, "Add.", live=True, tools=[ADD], instructions="Be brief.")
             answer = (await trial.records(session))[0]["response"]
             done = [{"role": "tool", "tool_call_id": call["id"], "content": "43"} for call in answer["tool_calls"]]
@@ -482,7 +488,7 @@ async def test_settings_reach_the_engine_as_a_chat_request_has_them(stage: Stage
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     async with scripted(stage, ["Yes."]) as trial:
         session = await trial.create()
-        async with trial.agent(session) as client:
+        async with agent(trial, session) as client:
             answer = await client.responses.create(
                 model="m",
                 input="Hi",

@@ -50,7 +50,7 @@ class PendingTurn:
         segment: why a history that is held in words is not continued in tokens.
         turn_id: the agent's name for it.
         handovers: of the rows that are captured.
-        asked: the request as its agent wrote it, where a face reads it again when it writes the answer.
+        asked: the request as its agent wrote it or as its face has read it, for when it writes the answer.
         facts: what its face adds to those of the recorded turn.
         recorded: told of each turn that the answer has become; gives the bytes that its face keeps with it.
     """

@@ -77,6 +77,8 @@ class Conversation:
             raise wrong_type("input", "a string or an array of items")
         self._end_user()
         self._end_head()
+        if not self._messages:
+            raise InvalidParameter("input", "'input' must have at least one item.")
         for answer in self._answers:
             answer["content"] = self._as_held(answer["content"], self._owners.get(id(answer)))
         return self._messages
@@ -205,7 +207,7 @@ class Conversation:
         envelope = self._responses.find(response_of(item_id, output=False))
         items: Iterator[Mapping[str, Any]] = iter(())
         if envelope is not None:
-            items = iter([*envelope.answer()["output"], *envelope.input()])
+            items = iter([*envelope.written()["output"], *envelope.input()])
         for each in items:
             if each["id"] == item_id:
                 return each

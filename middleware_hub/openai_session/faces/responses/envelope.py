@@ -95,13 +95,14 @@ class Envelope:
             "usage": self.usage,
         }
 
-    def answer(self) -> dict[str, Any]:
-        """The response, written from its turn."""
-        assert self.turn is not None
-        finish = self.turn.finish_reason
+    def whole(self, said: Message, finish: str) -> dict[str, Any]:
+        """The response with all that was said."""
         item_status = "completed" if STATUS.get(finish, ("", None))[0] == "completed" else "incomplete"
-        output = self.writer().answer(self.turn.answer, item_status, cut_call=self.cut_call)
-        return self.body(output, finish)
+        return self.body(self.writer().answer(said, item_status, cut_call=self.cut_call), finish)
+
+    def written(self) -> dict[str, Any]:
+        """The response, from its turn."""
+        return self.whole(self._turn.answer, self._turn.finish_reason)
 
     def history(self) -> list[Message]:
         """What its model was given and has said, but for instructions: they are not carried over."""

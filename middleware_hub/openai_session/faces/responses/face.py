@@ -97,7 +97,7 @@ class ResponsesFace(ChatFace):
         elif query.get("stream") == "true":
             raise errors.unavailable("stream", "A stream of a response that has ended")
         else:
-            await _answer(send, envelope.answer())
+            await _answer(send, envelope.written())
         return True
 
 

@@ -139,7 +139,7 @@ def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
         "top_p": request.get("top_p"),
         "text": {"format": {"type": "text"}, **text},
         "tool_choice": request.get("tool_choice") or "auto",
-        "tools": request.get("tools") or [],
+        "tools": [] if request.get("tools") is None else request["tools"],
         "truncation": "disabled",
         "service_tier": "default",
         "user": request.get("user"),

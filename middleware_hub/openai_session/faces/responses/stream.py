@@ -43,9 +43,10 @@ class ResponsesWriter(ReplyWriter):
             AnswerCut: it was cut off.
         """
         self._read(answer)
-        if answer["choices"][0].get("finish_reason") not in STATUS:
+        (choice,) = answer["choices"]
+        if choice["finish_reason"] not in STATUS:
             raise AnswerCut("the engine cut the answer off")
-        return self._envelope.answer()
+        return self._envelope.whole(choice["message"], choice["finish_reason"])
 
     def refusal(self, body: bytes, status: int) -> bytes:
         """An error of the engine's."""
