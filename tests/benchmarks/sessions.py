@@ -1,6 +1,7 @@
 """What a session costs the router: CPU time of each turn as the history grows, and memory of what is held.
 
-    python -m tests.benchmarks.sessions [--quick] [--sessions 32] [--turns 50] [--json FILE] [--plot FILE.png]
+    python -m tests.benchmarks.sessions [--quick] [--api messages|responses] [--sessions 32] [--turns 50] [--json FILE]
+        [--plot FILE.png]
 
 Sessions whose history grows to some 32,000 tokens: each turn adds a tool's result and an answer. The layer runs in this
 process around an engine that answers at once, whose own time is taken off. Beside it, on the same histories:
@@ -49,6 +50,37 @@ class Curve:
     read: dict[int, list[float]] = field(default_factory=dict)
     render: dict[int, list[float]] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
+
+
+def chat_request(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The conversation as it is."""
+    return {"model": "m", "messages": messages, "max_tokens": 500}
+
+
+def messages_request(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same as Anthropic's clients write it."""
+    system, *others = messages
+    blocks = [{"role": each["role"], "content": [{"type": "text", "text": each["content"]}]} for each in others]
+    return {"model": "m", "system": system["content"], "messages": blocks, "max_tokens": 500}
+
+
+def responses_request(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same as OpenAI's newer clients write it."""
+    system, *others = messages
+    kinds = {"user": "input_text", "assistant": "output_text"}
+    items = [
+        {"type": "message", "role": each["role"], "content": [{"type": kinds[each["role"]], "text": each["content"]}]}
+        for each in others
+    ]
+    return {"model": "m", "instructions": system["content"], "input": items, "max_output_tokens": 500}
+
+
+#: By API: where agents ask, how they write a conversation, and what the answer says.
+APIS: Mapping[str, tuple[str, Callable[[list[dict[str, Any]]], dict[str, Any]], Callable[[Any], str]]] = {
+    "chat": ("/v1/chat/completions", chat_request, lambda answer: str(answer["choices"][0]["message"]["content"])),
+    "messages": ("/v1/messages", messages_request, lambda answer: str(answer["content"][0]["text"])),
+    "responses": ("/v1/responses", responses_request, lambda answer: str(answer["output"][0]["content"][0]["text"])),
+}
 
 
 class Engine:
@@ -121,8 +153,11 @@ def timed(work: Callable[[], object]) -> float:
     return time.process_time() - begun
 
 
-async def episode(layer: OpenAISessionMiddleware, engine: Engine, tokenizer: Any, turns: int, curve: Curve) -> None:
+async def episode(
+    layer: OpenAISessionMiddleware, engine: Engine, tokenizer: Any, turns: int, curve: Curve, *, api: str
+) -> None:
     """One session from its first turn to its last."""
+    path, request, text_of = APIS[api]
     given = TARGET_TOKENS / turns * (1 - SAMPLED_SHARE)
     source = random.Random(len(layer.store))
     session = layer.store.create()
@@ -130,30 +165,30 @@ async def episode(layer: OpenAISessionMiddleware, engine: Engine, tokenizer: Any
     for turn in range(turns):
         words = [source.choice(WORDS) for _ in range(int(given))]
         messages.append({"role": "user", "content": " ".join(words)})
-        body = orjson.dumps({"model": "m", "messages": messages, "max_tokens": 500})
+        body = orjson.dumps(request(messages))
         engine.seconds = 0.0
-        reply, seconds = await call(layer, f"/sessions/{session.id}/v1/chat/completions", body)
+        reply, seconds = await call(layer, f"/sessions/{session.id}{path}", body)
         curve.session.setdefault(turn, []).append(seconds - engine.seconds)
         curve.tokens.setdefault(turn, []).append(session.turns[-1].tokens)
         curve.read.setdefault(turn, []).append(timed(lambda: orjson.dumps(orjson.loads(body))))  # noqa: B023
         if len(layer.store) <= 2:
             rendered = lambda: tokenizer.apply_chat_template(messages, add_generation_prompt=True)  # noqa: E731
             curve.render.setdefault(turn, []).append(timed(rendered))
-        messages.append(orjson.loads(reply)["choices"][0]["message"])
+        messages.append({"role": "assistant", "content": text_of(orjson.loads(reply))})
 
 
-async def measured(sessions: int, turns: int) -> tuple[Curve, dict[str, float]]:
+async def measured(sessions: int, turns: int, api: str) -> tuple[Curve, dict[str, float]]:
     """Every session in turn, and what the process grew by."""
     directory = tokenizer_directory("qwen3")
     router = create_app(RouterConfig(hf_checkpoint=directory)).router
     engine = Engine(int(TARGET_TOKENS / turns * SAMPLED_SHARE), seed=1)
     layer = OpenAISessionMiddleware(engine, router=router, max_turns=10_000)
     curve = Curve()
-    await episode(layer, engine, router.tokenizer, 3, Curve())  # what is loaded and cached at the first turn
+    await episode(layer, engine, router.tokenizer, 3, Curve(), api=api)  # what is loaded and cached at the first turn
     collect_garbage_less()  # as the server does
     before = resident_bytes()
     for at in range(sessions):
-        await episode(layer, engine, router.tokenizer, turns, curve)
+        await episode(layer, engine, router.tokenizer, turns, curve, api=api)
         print(f"\r{at + 1}/{sessions} sessions", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     held = list(layer.store)[1:]
@@ -211,6 +246,7 @@ def plot(curve: Curve, path: Path) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="four sessions of ten turns: a smoke test")
+    parser.add_argument("--api", choices=APIS, default="chat", help="what the agents speak (default: %(default)s)")
     parser.add_argument("--sessions", type=int, default=32, help="sessions (default: %(default)s)")
     parser.add_argument("--turns", type=int, default=50, help="turns of each (default: %(default)s)")
     parser.add_argument("--markdown", action="store_true", help="print the tables as GitHub markdown")
@@ -226,7 +262,7 @@ def main() -> int:
     options = arguments()
     for name, value in environment().items():
         print(f"{name}: {value}")
-    curve, memory = asyncio.run(measured(options.sessions, options.turns))
+    curve, memory = asyncio.run(measured(options.sessions, options.turns, options.api))
     print(shown(curve, memory, markdown=options.markdown))
     if options.json is not None:
         times = {name: {turn: median(each) for turn, each in getattr(curve, name).items()} for name in vars(curve)}

@@ -55,7 +55,7 @@ def cut(draw: st.DrawFn, text: str) -> list[str]:
 @st.composite
 def answers(draw: st.DrawFn) -> list[dict[str, Any]]:
     """An answer in deltas."""
-    deltas = [{"reasoning_content": piece} for piece in cut(draw, draw(TEXT))]
+    deltas: list[dict[str, Any]] = [{"reasoning_content": piece} for piece in cut(draw, draw(TEXT))]
     deltas += [{"content": piece} for piece in cut(draw, draw(BLANK) + draw(TEXT) + draw(BLANK))]
     for index, (name, arguments) in enumerate(draw(sampled_calls())):
         function = {"name": name, "arguments": ""}
