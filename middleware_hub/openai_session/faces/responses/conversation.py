@@ -7,7 +7,8 @@ a user says in a row is one message: few templates take more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -33,6 +34,18 @@ OUTPUTS = frozenset(
 REASONING, TEXT, CALL, RESULT = range(4)
 
 
+@dataclass
+class Answer:
+    """A message of the assistant as it grows. `of`: the response that it is of, once an item tells it."""
+
+    message: dict[str, Any]
+    of: str | None
+    reached: int = REASONING
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Message] = field(default_factory=list)
+
+
 class Conversation:
     """Chat messages as they grow.
 
@@ -46,11 +59,9 @@ class Conversation:
         self._messages: list[Message] = []
         self._head: list[str] = []  # what the system says before anything else
         self._user: list[str] = []  # what a user says in a row
-        self._answer: dict[str, Any] | None = None  # the one that may grow
-        self._answer_of: str | None = None  # the response that it is of
-        self._answers: list[dict[str, Any]] = []
-        self._owners: dict[int, str] = {}  # of answers, the responses that they are of
-        self._reached = REASONING
+        self._answer: Answer | None = None  # the one that may grow
+        self._answers: list[Answer] = []
+        self._items: dict[str, Mapping[str, Mapping[str, Any]]] = {}  # of responses that were referred to, by their ids
 
     def read(self, instructions: str | None, before: Sequence[Message], given: object) -> list[Message]:
         """All messages of a request.
@@ -80,14 +91,23 @@ class Conversation:
         if not self._messages:
             raise InvalidParameter("input", "'input' must have at least one item.")
         for answer in self._answers:
-            answer["content"] = self._as_held(answer["content"], self._owners.get(id(answer)))
+            self._write(answer)
         return self._messages
 
-    def _as_held(self, text: str, of: str | None) -> str:
-        """What an answer said, with the white space that was sampled: not all of it is shown."""
-        held = self._responses.answer(of)
-        said = text_of(held) if held is not None else text
-        return said if "".join(said.split()) == "".join(text.split()) else text
+    def _write(self, answer: Answer) -> None:
+        """Put together what an answer said, with the white space that was sampled: not all of it is shown."""
+        text, thought, held = "".join(answer.texts), "".join(answer.thoughts), self._responses.answer(answer.of)
+        if held is not None:
+            said = text_of(held)
+            text = said if _but_for_space(said, text) else text
+            if text == said and thought == _thought(held) and answer.calls == (held.get("tool_calls") or []):
+                answer.message.update(held)  # all of it, so that it is found at once
+                return
+        answer.message["content"] = text
+        if thought:
+            answer.message["reasoning_content"] = thought
+        if answer.calls:
+            answer.message["tool_calls"] = answer.calls
 
     def _item(self, item: object, where: str) -> None:
         if not isinstance(item, Mapping):
@@ -110,7 +130,7 @@ class Conversation:
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         role, text = item.get("role"), text_in(item, "content", where, "" if item.get("role") == "assistant" else "\n")
         if role == "assistant":
-            self._grow(item, TEXT)["content"] += text
+            self._grow(item, TEXT).texts.append(text)
         elif role == "user" or role in SYSTEM:
             self._say("user" if role == "user" else "system", text)
         else:
@@ -147,23 +167,20 @@ class Conversation:
 
     # What the assistant says
 
-    def _grow(self, item: Mapping[str, Any], step: int, of: str | None = None) -> dict[str, Any]:
-        """The message that an item of an answer is part of; `of`: the response that it is of."""
-        of = response_of(item.get("id")) or of
-        if of is not None and self._answer_of is not None:
-            new = of != self._answer_of
+    def _grow(self, item: Mapping[str, Any], step: int, of: str | None = None) -> Answer:
+        """The answer that an item is part of; `of`: the response that it is of, where its id does not say it."""
+        of, answer = response_of(item.get("id")) or of, self._answer
+        if answer is not None and of is not None and answer.of is not None:
+            goes_on = of == answer.of
         else:
-            new = self._reached > step or self._reached == step == TEXT
-        if self._answer is None or new:
-            self._answer, self._answer_of = {"role": "assistant", "content": ""}, of
-            self._answers.append(self._answer)
-            self._put(self._answer)
-        elif self._answer_of is None:  # a call tells whose what stands before it is
-            self._answer_of = of
-        if self._answer_of is not None:
-            self._owners[id(self._answer)] = self._answer_of
-        self._reached = step
-        return self._answer
+            goes_on = answer is not None and answer.reached <= step and not answer.reached == step == TEXT
+        if answer is None or not goes_on:
+            answer = self._answer = Answer({"role": "assistant"}, of)
+            self._answers.append(answer)
+            self._put(answer.message)
+        answer.of = answer.of or of  # a call tells whose what stands before it is
+        answer.reached = step
+        return answer
 
     def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
         answer = self._grow(item, REASONING)
@@ -173,12 +190,11 @@ class Conversation:
             thinking = self._reasoning_of(known[len(SEALED) :])
         if not thinking:  # what is left out is held, in its tokens
             thinking = self._reasoning_of(response_of(item.get("id")))
-        if thinking:
-            answer["reasoning_content"] = answer.get("reasoning_content", "") + thinking
+        answer.thoughts += [thinking] if thinking else []
 
     def _reasoning_of(self, response_id: str | None) -> str:
         held = self._responses.answer(response_id)
-        return str(held.get("reasoning_content") or "") if held is not None else ""
+        return _thought(held) if held is not None else ""
 
     def _call(self, item: Mapping[str, Any], form: CallForm, name: str, where: str) -> None:
         call_id = item.get("call_id")
@@ -186,7 +202,7 @@ class Conversation:
             raise missing(f"{where}.call_id")
         known = self._responses.calls(call_id)
         of, held = next((each for each in known if held_call(each[1], item, form)), (None, None))
-        calls = self._grow(item, CALL, of or (known[-1][0] if known else None)).setdefault("tool_calls", [])
+        calls = self._grow(item, CALL, of or (known[-1][0] if known else None)).calls
         if held is not None and form is not FUNCTION:
             calls.append(held)
             return
@@ -199,19 +215,30 @@ class Conversation:
         if not isinstance(call_id, str):
             raise missing(f"{where}.call_id")
         self._put({"role": "tool", "tool_call_id": call_id, "content": _output(item, where)})
-        self._reached = RESULT
+        if self._answer is not None:
+            self._answer.reached = RESULT
 
     def _referred(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         """The item that a reference names."""
         item_id = item.get("id")
-        envelope = self._responses.find(response_of(item_id, output=False))
-        items: Iterator[Mapping[str, Any]] = iter(())
-        if envelope is not None:
-            items = iter([*envelope.written()["output"], *envelope.input()])
-        for each in items:
-            if each["id"] == item_id:
-                return each
+        response_id = response_of(item_id, output=False) or ""
+        if response_id not in self._items:
+            envelope = self._responses.find(response_id)
+            items = [] if envelope is None else [*envelope.written()["output"], *envelope.input()]
+            self._items[response_id] = {each["id"]: each for each in items}
+        found = self._items[response_id].get(str(item_id))
+        if found is not None:
+            return found
         raise InvalidParameter(where, f"Item with id '{str(item_id)[:64]}' not found.", None)
+
+
+def _thought(answer: Message) -> str:
+    return str(answer.get("reasoning_content") or "")
+
+
+def _but_for_space(one: str, other: str) -> bool:
+    """Whether two texts are the same but for white space."""
+    return one == other or one.strip() == other.strip() or "".join(one.split()) == "".join(other.split())
 
 
 def _output(item: Mapping[str, Any], where: str) -> str:

@@ -114,8 +114,8 @@ def output_text(text: str) -> dict[str, Any]:
 
 def open_arguments(arguments: str) -> str:
     """Arguments without the brace that ends them: an engine that is cut in the middle of a call closes it by itself."""
-    brace = arguments.rfind("}")
-    return arguments if brace < 0 else arguments[:brace]
+    stripped = arguments.rstrip()
+    return stripped[:-1] if stripped.endswith("}") else arguments
 
 
 def input_items(key: str, messages: Sequence[Message], tools: Tools) -> Iterator[dict[str, Any]]:

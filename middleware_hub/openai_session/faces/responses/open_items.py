@@ -150,7 +150,7 @@ class TextOfInput:
 
     def __init__(self) -> None:
         self._waiting = ""
-        self._inside: bool | None = None  # whether they are of this form, once that is known
+        self._inside: bool | None = None  # whether the text goes on; None before it is known to begin
 
     def feed(self, arguments: str) -> str:
         """What of the text is known now."""
@@ -166,4 +166,5 @@ class TextOfInput:
         whole = WHOLE.match(waiting)
         assert whole is not None  # it matches nothing, too
         self._waiting = waiting[whole.end() :]
+        self._inside = not self._waiting.startswith('"')  # which ends it
         return str(json.loads(f'"{whole[0]}"', strict=False))

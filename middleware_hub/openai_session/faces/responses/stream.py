@@ -31,7 +31,7 @@ class ResponsesWriter(ReplyWriter):
         self._open: OpenText | OpenCall | None = None
         self._output: list[dict[str, Any]] = []
         self._places = 0
-        self._blank = ""  # white space that may begin a message
+        self._blank: list[str] = []  # white space that waits
         self._finish: str | None = None
         self._cached: int | None = None
         self._started = self._over = False
@@ -129,18 +129,18 @@ class ResponsesWriter(ReplyWriter):
             if function.get("name"):
                 kind = self._envelope.settings.tools.of(function["name"]).form.kind
                 self._end_item()
-                self._blank = ""
+                self._blank = []
                 self._open = OpenCall(self._emitter, self._writer, self._place(), call, kind)
             if function.get("arguments") and isinstance(self._open, OpenCall) and self._open.index == call.get("index"):
                 self._open.grow(function["arguments"])
 
     def _say(self, text: str) -> None:
         """White space waits for what comes behind it. Before a call it is not shown: parsers leave it there."""
-        text = self._blank + text
         said = text.rstrip()
-        self._blank = text[len(said) :]
         if said:
-            self._text(thinks=False).grow(said)
+            self._text(thinks=False).grow("".join(self._blank) + said)
+            self._blank = []
+        self._blank.append(text[len(said) :])
 
     def _text(self, *, thinks: bool) -> OpenText:
         if not (isinstance(self._open, OpenText) and self._open.thinks is thinks):
@@ -154,8 +154,9 @@ class ResponsesWriter(ReplyWriter):
 
     def _end_item(self, *, last: bool = False) -> None:
         """End the item that grows. The last one ends as the answer does."""
-        if last and self._blank and isinstance(self._open, OpenText) and not self._open.thinks:
-            self._open.grow(self._blank)
+        blank = "".join(self._blank)
+        if last and blank and isinstance(self._open, OpenText) and not self._open.thinks:
+            self._open.grow(blank)
         if self._open is None:
             return
         complete = not last or STATUS.get(self._finish or "", ("", None))[0] == "completed"
