@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help demo test nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers bench npm
+.PHONY: help demo test nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers agents bench npm
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -34,15 +34,15 @@ help: ## this list
 demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=sglang takes two real SGLang workers
 	@$(MAKE) --no-print-directory demo-$(WORKER)
 
-test: install sglang tokenizers nginx ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
+test: install sglang tokenizers agents nginx ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
 	@$(call say,tests and checks of the source)
 	@$(PYTEST)
 
-nightly: install tokenizers ## the tests without SGLang with many more and always other random cases
+nightly: install tokenizers agents ## the tests without SGLang with many more and always other random cases
 	@$(call say,tests with many random cases)
 	@$(PYTEST) --tier nightly -m "not sglang and not static"
 
-heavy: install sglang tokenizers nginx ## storms, and the proofs on real SGLang at full length
+heavy: install sglang tokenizers agents nginx ## storms, and the proofs on real SGLang at full length
 	@$(call say,storms and long proofs)
 	@$(PYTEST) --tier heavy -m "sglang or storm"
 
@@ -52,10 +52,10 @@ fuzz: install ## bytes and bodies made up for an hour, held against oracles; FUZ
 soak: install ## half an hour of everything at once: nothing may grow, every token is exact; SOAK='--minutes 5'
 	@$(BIN)/python -m tests.soak $(SOAK)
 
-unit: install tokenizers ## the tests that need no SGLang
+unit: install tokenizers agents ## the tests that need no SGLang
 	@$(PYTEST) -m "not sglang"
 
-coverage: install tokenizers ## which branches the tests without SGLang take, in the processes that they start too
+coverage: install tokenizers agents ## which branches the tests without SGLang take, in the processes that they start too
 	@$(call say,tests under coverage)
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -n $(JOBS) -m "not sglang and not static"
@@ -83,6 +83,9 @@ sglang: install npm ## the environment and the models of the real SGLang workers
 
 tokenizers: install npm
 	@$(BIN)/python -m tests.support.tokenizers >/dev/null
+
+agents: install npm ## agents from npm that tests run (0.4 GB, cached)
+	@$(BIN)/python -m tests.support.codex >/dev/null
 
 bench: install $(PEERS)/.installed bench-tools ## overhead against direct, nginx and sglang-router; BENCH='--quick'
 	@BENCH_PEERS_PYTHON=$(abspath $(PEERS)/bin/python) $(BIN)/python tests/benchmarks/passthrough.py $(BENCH)

@@ -41,6 +41,11 @@ def nightly() -> bool:
     return _tier == "nightly"
 
 
+def heavy() -> bool:
+    """Whether this is the tier of long proofs on real SGLang."""
+    return _tier == "heavy"
+
+
 def fuzzing(runs: int) -> tuple[int | None, float | None, int | None]:
     """For how many runs and seconds a target is fuzzed, and with which seed; None for another one each time."""
     return (None, 60.0, None) if nightly() else (runs, None, 0)

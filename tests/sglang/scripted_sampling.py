@@ -1,0 +1,72 @@
+"""A real SGLang that says what a script wants. Only the next token is forced (a row of logits gets one winner);
+parsers, templates, endpoints, streams, aborts and caches are SGLang's own.
+
+The script is a file with a JSON list of lists of token ids. Each new generation takes the first one off it, and ends
+behind it; when it is empty, generations are sampled as always. One whose prompt is longer than the last one's, and no
+longer than what that one was given and has said, goes on with its ids: it carries it on.
+
+While there is a file `hold` beside the script, with a number in it, scripted generations stop before that token, and a
+file `held` says so.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+FORCED = 50.0
+STEP = 0.002
+
+
+def install(script: Path) -> None:
+    """Patch the sampler of processes that are forked from now on."""
+    import sglang.srt.model_executor.model_runner as model_runner
+
+    sample_of_engine = model_runner.ModelRunner.sample
+    scripted = Scripted(script)
+
+    def sample(self: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        for row, rid in enumerate(forward_batch.rids):
+            token = scripted.next_token(rid, int(forward_batch.seq_lens[row]))
+            if token is not None:
+                logits_output.next_token_logits[row].fill_(-FORCED)
+                logits_output.next_token_logits[row][token] = FORCED
+        return sample_of_engine(self, logits_output, forward_batch, *args, **kwargs)
+
+    model_runner.ModelRunner.sample = sample
+
+
+class Scripted:
+    """What the generations of one engine say: of each its ids, the length of what was given before the first of them,
+    and its length now."""
+
+    def __init__(self, script: Path) -> None:
+        self._script = script
+        self._goes: dict[str, tuple[list[int], int, int]] = {}
+        self._last = ""  # that had a script
+
+    def next_token(self, rid: str, length: int) -> int | None:
+        """What comes behind so many tokens; None for what is not scripted."""
+        if rid not in self._goes:
+            self._goes[rid] = self._begun(rid, length)
+        ids, began, _ = self._goes[rid]
+        self._goes[rid] = (ids, began, length + 1)
+        if not ids:
+            return None
+        self._stop_before(length - began)
+        return ids[min(length - began, len(ids) - 1)]
+
+    def _begun(self, rid: str, length: int) -> tuple[list[int], int, int]:
+        ids, began, reached = self._goes.get(self._last, ([], 0, 0))
+        if not (began < length <= reached and length < began + len(ids)):
+            texts = json.loads(self._script.read_text()) if self._script.exists() else []
+            self._script.write_text(json.dumps(texts[1:]))
+            ids, began = texts[0] if texts else [], length
+        self._last = rid if ids else self._last
+        return ids, began, length
+
+    def _stop_before(self, token: int) -> None:
+        hold = self._script.with_name("hold")
+        while hold.exists() and hold.read_text() == str(token):
+            self._script.with_name("held").touch()
+            time.sleep(STEP)
