@@ -34,7 +34,7 @@ class Written:
         own = self.asked
         self.envelope = Envelope(new_id(), 1, own.settings, own.own, own.seals)
         pending = scene.ask(own.fields["messages"])
-        pending.recorded = lambda turn: Responses.of(scene.session).keep(self.envelope, turn, stored=own.stored)
+        pending.remember = lambda turn: Responses.of(scene.session).keep(self.envelope, turn, stored=own.stored)
         self._scene, self._pending, self._said, self._finish = scene, pending, said, finish
 
     def _record(self, said: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ class PendingTurn:
         handovers: of the rows that are captured.
         asked: the request as its agent wrote it or as its face has read it, for when it writes the answer.
         facts: what its face adds to those of the recorded turn.
-        recorded: told of each turn that the answer has become; gives the bytes that its face keeps with it.
+        remember: told of each turn that the answer has become; gives the bytes that its face keeps of it.
     """
 
     session: Session
@@ -66,7 +66,7 @@ class PendingTurn:
     handovers: Handovers = field(default_factory=Handovers)
     asked: object = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    recorded: Callable[[Turn], int] | None = None
+    remember: Callable[[Turn], int] | None = None
 
     @property
     def stream(self) -> bool:

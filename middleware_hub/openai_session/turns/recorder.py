@@ -62,8 +62,8 @@ class TurnRecorder:
             self.statistics.unrecorded_history += turn.unrecorded_history
             self.statistics.sampled_tokens += sum(map(len, sampled))
             nbytes += Trajectory(sampled).nbytes + message_bytes(turn.answer) + TURN_BYTES
-            if pending.recorded is not None:
-                nbytes += pending.recorded(turn)
+            if pending.remember is not None:
+                nbytes += pending.remember(turn)
         self._store.account(session, nbytes)
         self.statistics.given_tokens += prompts.tokens
         self.statistics.reused_tokens += len(pending.prompt.held) if pending.prompt is not None else 0

@@ -50,11 +50,11 @@ class ResponsesFace(ChatFace):
         turn = await self.placed(session, fields, asked.contexts(fields), now=now)
         envelope = Envelope(new_id(), int(now), asked.settings, asked.own, asked.seals)
 
-        def recorded(turn: Turn) -> int:
+        def remember(turn: Turn) -> int:
             return responses.keep(envelope, turn, stored=asked.stored)
 
         left_out = asked.settings.tools.left_out
-        turn.asked, turn.recorded = envelope, recorded
+        turn.asked, turn.remember = envelope, remember
         turn.facts = {"response_id": envelope.id, **({"tools_left_out": left_out} if left_out else {})}
         return turn
 
