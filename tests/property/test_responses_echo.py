@@ -9,7 +9,6 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from middleware_hub.openai_session.sessions.messages import strict
 from miles_router.engines.chat_stream import GrowingMessage
 from tests.support.responses import Written, messages
 from tests.support.sessions import Scene
@@ -110,5 +109,5 @@ def test_it_is_the_same_answer(deltas: Any, live: bool, stored: bool, data: st.D
         between = [[item, *results([item])] for item in items]
         back = [each for pair in between for each in pair]
     user, answer, *rest = messages(scene, [{"role": "user", "content": "Hi"}, *back, {"role": "user", "content": "Go"}])
-    assert strict(held, answer), (held, answer)
+    assert scene.equal(held, answer), (held, answer)
     assert [message["role"] for message in (user, *rest)] == ["user", *["tool"] * len(results(items)), "user"]

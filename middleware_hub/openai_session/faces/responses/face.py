@@ -8,15 +8,13 @@ from urllib.parse import parse_qs
 
 import orjson
 
-from middleware_hub.openai_session.continuing.continuation import Continuation
 from middleware_hub.openai_session.faces.chat import ChatFace
-from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings
+from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.faces.responses import errors
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, ResponseNotFound
 from middleware_hub.openai_session.faces.responses.request import read
 from middleware_hub.openai_session.faces.responses.stream import LAST, ResponsesWriter
-from middleware_hub.openai_session.sessions.messages import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.engines import paths
@@ -34,10 +32,6 @@ class ResponsesFace(ChatFace):
     path = paths.RESPONSES
     last_event = LAST
 
-    def __init__(self, continuation: Continuation, equal: Equality, settings: RunSettings | None = None) -> None:
-        super().__init__(continuation, equal, settings)
-        self._system_anywhere = "system" not in continuation.proof.refused
-
     async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
         """Place a request behind the deepest turn whose messages it begins with.
 
@@ -45,7 +39,7 @@ class ResponsesFace(ChatFace):
             BadRequest: it is none, or asks for what cannot be traced.
         """
         responses = Responses.of(session)
-        asked = read(request, responses, system_anywhere=self._system_anywhere)
+        asked = read(request, responses, system_anywhere="system" not in self._continuation.proof.refused)
         fields = self._settings.of_chat(asked.fields)
         turn = await self.placed(session, fields, asked.contexts(fields), now=now)
         envelope = Envelope(new_id(), int(now), asked.settings, asked.own, asked.seals)
