@@ -88,8 +88,9 @@ clients: install npm ## an environment for each agent that sessions are tried wi
 	@$(call say,the environments of agents)
 	@$(BIN)/python -m tests.clients.environments $(CLIENTS)
 
-agents: install npm ## agents from npm that tests run (0.4 GB, cached)
+agents: install npm ## agents from npm that tests run (0.8 GB, cached)
 	@$(BIN)/python -m tests.support.claude_code >/dev/null
+	@$(BIN)/python -m tests.support.codex >/dev/null
 
 bench: install $(PEERS)/.installed bench-tools ## overhead against direct, nginx and sglang-router; BENCH='--quick'
 	@BENCH_PEERS_PYTHON=$(abspath $(PEERS)/bin/python) $(BIN)/python tests/benchmarks/passthrough.py $(BENCH)

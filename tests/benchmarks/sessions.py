@@ -1,6 +1,6 @@
 """What a session costs the router: CPU time of each turn as the history grows, and memory of what is held.
 
-    python -m tests.benchmarks.sessions [--quick] [--api messages] [--sessions 32] [--turns 50] [--json FILE]
+    python -m tests.benchmarks.sessions [--quick] [--api messages|responses] [--sessions 32] [--turns 50] [--json FILE]
         [--plot FILE.png]
 
 Sessions whose history grows to some 32,000 tokens: each turn adds a tool's result and an answer. The layer runs in this
@@ -64,10 +64,22 @@ def messages_request(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {"model": "m", "system": system["content"], "messages": blocks, "max_tokens": 500}
 
 
+def responses_request(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same as OpenAI's newer clients write it."""
+    system, *others = messages
+    kinds = {"user": "input_text", "assistant": "output_text"}
+    items = [
+        {"type": "message", "role": each["role"], "content": [{"type": kinds[each["role"]], "text": each["content"]}]}
+        for each in others
+    ]
+    return {"model": "m", "instructions": system["content"], "input": items, "max_output_tokens": 500}
+
+
 #: By API: where agents ask, how they write a conversation, and what the answer says.
 APIS: Mapping[str, tuple[str, Callable[[list[dict[str, Any]]], dict[str, Any]], Callable[[Any], str]]] = {
     "chat": ("/v1/chat/completions", chat_request, lambda answer: str(answer["choices"][0]["message"]["content"])),
     "messages": ("/v1/messages", messages_request, lambda answer: str(answer["content"][0]["text"])),
+    "responses": ("/v1/responses", responses_request, lambda answer: str(answer["output"][0]["content"][0]["text"])),
 }
 
 

@@ -46,7 +46,8 @@ def chat_turn(scene: Scene, messages: object, rendering: Rendering | None = None
 
 
 def test_each_api_has_a_path_of_its_own() -> None:
-    assert [face.path for face in FACES] == ["/v1/chat/completions", "/v1/completions", "/v1/messages"]
+    paths = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"]
+    assert [face.path for face in FACES] == paths
 
 
 # Chat

@@ -9,5 +9,6 @@ from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.completions import CompletionsFace
 from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.faces.messages.face import MessagesFace
+from middleware_hub.openai_session.faces.responses.face import ResponsesFace
 
-FACES: Sequence[type[Face]] = (ChatFace, CompletionsFace, MessagesFace)
+FACES: Sequence[type[Face]] = (ChatFace, CompletionsFace, MessagesFace, ResponsesFace)

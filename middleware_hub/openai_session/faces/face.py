@@ -76,8 +76,8 @@ class Face(ABC):
     path: ClassVar[str]
     #: Where the engine is asked.
     endpoint: ClassVar[OpenAIEndpoint]
-    #: What a stream ends with.
-    last_event: ClassVar[bytes] = LAST_EVENT
+    #: What a stream ends with; any of several.
+    last_event: ClassVar[bytes | tuple[bytes, ...]] = LAST_EVENT
 
     def __init__(self, continuation: Continuation, equal: Equality, settings: RunSettings | None = None) -> None:
         self._continuation = continuation

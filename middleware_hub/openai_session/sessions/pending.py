@@ -6,13 +6,13 @@ held one goes as ids: those that are held, and new ones behind them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from middleware_hub.openai_session.sessions.tree import Place, Session
+from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.middlewares import Handovers, RowPrefix
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens
@@ -52,7 +52,9 @@ class PendingTurn:
         handovers: of the rows that are captured.
         cache: the prefix cache that it was sampled with, once that is known.
         recorded: whether its answer is held.
-        asked: the request as its agent wrote it, where a face reads it again when it writes the answer.
+        asked: the request as its agent wrote it or as its face has read it, for when it writes the answer.
+        facts: what its face adds to those of the recorded turn.
+        remember: told of each turn that the answer has become; gives the bytes that its face keeps of it.
     """
 
     session: Session
@@ -67,6 +69,8 @@ class PendingTurn:
     cache: int | None = None
     recorded: bool = False
     asked: object = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    remember: Callable[[Turn], int] | None = None
 
     @property
     def stream(self) -> bool:

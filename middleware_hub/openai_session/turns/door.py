@@ -19,7 +19,7 @@ from miles_router.errors import NotFound
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay
 
 #: Paths that generate, and that are not recorded where no face answers them.
-UNTRACED = frozenset({paths.RESPONSES, paths.GENERATE})
+UNTRACED = frozenset({paths.GENERATE})
 
 
 class TurnDoor:

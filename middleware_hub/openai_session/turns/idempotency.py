@@ -57,7 +57,7 @@ async def once(
     recorded: Callable[[], bool],
     account: Callable[[int], None],
     *,
-    last_event: bytes = LAST_EVENT,
+    last_event: bytes | tuple[bytes, ...] = LAST_EVENT,
 ) -> None:
     """Run a turn, unless the same request (`repeat_key`) ran already; if it runs at this moment, wait for its answer. A
     turn that failed, or that was not `recorded`, may be tried again.
@@ -92,7 +92,7 @@ class ReplyCopy(Tap):
     same_length = True
     holds_head = False
 
-    def __init__(self, send: Send, last_event: bytes = LAST_EVENT) -> None:
+    def __init__(self, send: Send, last_event: bytes | tuple[bytes, ...] = LAST_EVENT) -> None:
         super().__init__(send)
         self._last_event = last_event
         self._pieces: list[bytes] = []

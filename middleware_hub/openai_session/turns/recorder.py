@@ -67,6 +67,8 @@ class TurnRecorder:
             self.statistics.unrecorded_history += turn.unrecorded_history
             self.statistics.sampled_tokens += sum(map(len, sampled))
             nbytes += Trajectory(sampled).nbytes + message_bytes(turn.answer) + TURN_BYTES
+            if pending.remember is not None:
+                nbytes += pending.remember(turn)
         self._store.account(session, nbytes)
         self.statistics.given_tokens += prompts.tokens
         self.statistics.reused_tokens += len(pending.prompt.held) if pending.prompt is not None else 0
@@ -98,6 +100,7 @@ class TurnRecorder:
                 **facts,
                 **choice.facts,
                 **({"cache_versions": []} if choice.facts.get("cached_tokens") == 0 else {}),
+                **pending.facts,
                 "matched": choice.matched,
                 "asked_at": pending.asked_at,
                 "answered_at": self._now(),

@@ -1,0 +1,279 @@
+"""Instructions, the turns before and input items to chat messages.
+
+What one answer said is one message again: its items say by their ids whose they are, and where an agent has left the
+ids out, their order says it. Instructions and what developers say before anything else are one system message, and what
+a user says in a row is one message: few templates take more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.faces.responses.envelope import JOINT, Responses
+from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
+from middleware_hub.openai_session.faces.responses.forms import CALLS, FUNCTION, CallForm, held_call
+from middleware_hub.openai_session.faces.responses.items import SEALED, response_of, text_of
+from middleware_hub.openai_session.faces.responses.tools import shown_name
+from middleware_hub.openai_session.sessions.messages import Message
+
+SYSTEM = ("system", "developer")
+#: Parts that are text. A refusal is what a model said, too.
+TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+#: What tools gave back, and where their text is.
+OUTPUTS = frozenset(
+    (
+        *("function_call_output", "custom_tool_call_output", "local_shell_call_output"),
+        *("shell_call_output", "apply_patch_call_output"),
+    )
+)
+#: The order in which an answer's items come.
+REASONING, TEXT, CALL, RESULT = range(4)
+
+
+@dataclass
+class Answer:
+    """A message of the assistant as it grows. `of`: the response that it is of, once an item tells it."""
+
+    message: dict[str, Any]
+    of: str | None
+    reached: int = REASONING
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[Message] = field(default_factory=list)
+
+
+class Conversation:
+    """Chat messages as they grow.
+
+    Args:
+        system_anywhere: whether the template takes a system message behind others; if not, it is the user's words.
+    """
+
+    def __init__(self, responses: Responses, *, system_anywhere: bool) -> None:
+        self._responses = responses
+        self._system_anywhere = system_anywhere
+        self._messages: list[Message] = []
+        self._head: list[str] = []  # what the system says before anything else
+        self._user: list[str] = []  # what a user says in a row
+        self._answer: Answer | None = None  # the one that may grow
+        self._answers: list[Answer] = []
+        self._items: dict[str, Mapping[str, Mapping[str, Any]]] = {}  # of responses that were referred to, by their ids
+
+    def read(self, instructions: str | None, before: Sequence[Message], given: object) -> list[Message]:
+        """All messages of a request.
+
+        Raises:
+            InvalidParameter: its input is none, or says what cannot be traced.
+        """
+        if instructions:
+            self._head.append(instructions)
+        if before:
+            first, *rest = before
+            if first["role"] == "system":
+                self._head.append(first["content"])
+            else:
+                rest = list(before)
+            self._end_head()
+            self._messages += rest
+        if isinstance(given, str):
+            self._say("user", given)
+        elif isinstance(given, list):
+            for place, item in enumerate(given):
+                self._item(item, f"input[{place}]")
+        else:
+            raise wrong_type("input", "a string or an array of items")
+        self._end_user()
+        self._end_head()
+        if not self._messages:
+            raise InvalidParameter("input", "'input' must have at least one item.")
+        for answer in self._answers:
+            self._write(answer)
+        return self._messages
+
+    def _write(self, answer: Answer) -> None:
+        """Put together what an answer said, with the white space that was sampled: not all of it is shown."""
+        text, thought, held = "".join(answer.texts), "".join(answer.thoughts), self._responses.answer(answer.of)
+        if held is not None:
+            said = text_of(held)
+            text = said if _but_for_space(said, text) else text
+            if text == said and thought == _thought(held) and answer.calls == (held.get("tool_calls") or []):
+                answer.message.update(held)  # all of it, so that it is found at once
+                return
+        answer.message["content"] = text
+        if thought:
+            answer.message["reasoning_content"] = thought
+        if answer.calls:
+            answer.message["tool_calls"] = answer.calls
+
+    def _item(self, item: object, where: str) -> None:
+        if not isinstance(item, Mapping):
+            raise wrong_type(where, "an object")
+        kind = item.get("type") or ("message" if "role" in item else "item_reference")
+        if kind == "message":
+            self._message(item, where)
+        elif kind == "reasoning":
+            self._reasoning(item, where)
+        elif kind in CALLS:
+            form, name = CALLS[kind]
+            self._call(item, form, name, where)
+        elif kind in OUTPUTS:
+            self._result(item, where)
+        elif kind == "item_reference":
+            self._item(self._referred(item, where), where)
+        else:
+            raise unavailable(f"{where}.type", f"An item of type '{str(kind)[:64]}'")
+
+    def _message(self, item: Mapping[str, Any], where: str) -> None:
+        role, text = item.get("role"), text_in(item, "content", where, "" if item.get("role") == "assistant" else "\n")
+        if role == "assistant":
+            self._grow(item, TEXT).texts.append(text)
+        elif role == "user" or role in SYSTEM:
+            self._say("user" if role == "user" else "system", text)
+        else:
+            values = "'assistant', 'system', 'developer', and 'user'"
+            raise InvalidParameter(
+                f"{where}.role", f"Invalid value: '{str(role)[:64]}'. Supported values are: {values}."
+            )
+
+    # What users and the system say
+
+    def _say(self, role: str, text: str) -> None:
+        if role == "system" and not (self._messages or self._user):
+            self._head.append(text)
+        elif role == "system" and self._system_anywhere:
+            self._end_user()
+            self._put({"role": "system", "content": text})
+        else:
+            self._user.append(text)
+        self._answer = None
+
+    def _end_head(self) -> None:
+        head, self._head = self._head, []
+        if head:
+            self._messages.insert(0, {"role": "system", "content": JOINT.join(head)})
+
+    def _end_user(self) -> None:
+        texts, self._user = self._user, []
+        if texts:
+            self._messages.append({"role": "user", "content": JOINT.join(texts)})
+
+    def _put(self, message: Message) -> None:
+        self._end_user()
+        self._messages.append(message)
+
+    # What the assistant says
+
+    def _grow(self, item: Mapping[str, Any], step: int, of: str | None = None) -> Answer:
+        """The answer that an item is part of; `of`: the response that it is of, where its id does not say it."""
+        of, answer = response_of(item.get("id")) or of, self._answer
+        if answer is not None and of is not None and answer.of is not None:
+            goes_on = of == answer.of
+        else:
+            goes_on = answer is not None and answer.reached <= step and not answer.reached == step == TEXT
+        if answer is None or not goes_on:
+            answer = self._answer = Answer({"role": "assistant"}, of)
+            self._answers.append(answer)
+            self._put(answer.message)
+        answer.of = answer.of or of  # a call tells whose what stands before it is
+        answer.reached = step
+        return answer
+
+    def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
+        answer = self._grow(item, REASONING)
+        thinking = text_in(item, "content", where, "", {"reasoning_text": "text"}) if item.get("content") else ""
+        known = item.get("encrypted_content")
+        if not thinking and isinstance(known, str) and known.startswith(SEALED):
+            thinking = self._reasoning_of(known[len(SEALED) :])
+        if not thinking:  # what is left out is held, in its tokens
+            thinking = self._reasoning_of(response_of(item.get("id")))
+        answer.thoughts += [thinking] if thinking else []
+
+    def _reasoning_of(self, response_id: str | None) -> str:
+        held = self._responses.answer(response_id)
+        return _thought(held) if held is not None else ""
+
+    def _call(self, item: Mapping[str, Any], form: CallForm, name: str, where: str) -> None:
+        call_id = item.get("call_id")
+        if not isinstance(call_id, str):
+            raise missing(f"{where}.call_id")
+        known = self._responses.calls(call_id)
+        of, held = next((each for each in known if held_call(each[1], item, form)), (None, None))
+        calls = self._grow(item, CALL, of or (known[-1][0] if known else None)).calls
+        if held is not None and form is not FUNCTION:
+            calls.append(held)
+            return
+        shown = shown_name(str(item.get("name") or name), item.get("namespace"))
+        function = {"name": shown, "arguments": form.arguments(item, where)}
+        calls.append({"id": call_id, "type": "function", "function": function})
+
+    def _result(self, item: Mapping[str, Any], where: str) -> None:
+        call_id = item.get("call_id") or item.get("id")
+        if not isinstance(call_id, str):
+            raise missing(f"{where}.call_id")
+        self._put({"role": "tool", "tool_call_id": call_id, "content": _output(item, where)})
+        if self._answer is not None:
+            self._answer.reached = RESULT
+
+    def _referred(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+        """The item that a reference names."""
+        item_id = item.get("id")
+        response_id = response_of(item_id, output=False) or ""
+        if response_id not in self._items:
+            envelope = self._responses.find(response_id)
+            items = [] if envelope is None else [*envelope.written()["output"], *envelope.input()]
+            self._items[response_id] = {each["id"]: each for each in items}
+        found = self._items[response_id].get(str(item_id))
+        if found is not None:
+            return found
+        raise InvalidParameter(where, f"Item with id '{str(item_id)[:64]}' not found.", None)
+
+
+def _thought(answer: Message) -> str:
+    return str(answer.get("reasoning_content") or "")
+
+
+def _but_for_space(one: str, other: str) -> bool:
+    """Whether two texts are the same but for white space."""
+    return one == other or one.strip() == other.strip() or "".join(one.split()) == "".join(other.split())
+
+
+def _output(item: Mapping[str, Any], where: str) -> str:
+    """What a tool gave back, as a text."""
+    output = item.get("output")
+    if item["type"] == "shell_call_output":
+        return orjson.dumps(output).decode()
+    if output is None and item["type"] == "apply_patch_call_output":
+        return str(item.get("status"))
+    return text_in(item, "output", where, "\n")
+
+
+def text_in(item: Mapping[str, Any], name: str, where: str, joint: str, parts: Mapping[str, str] = TEXT_PARTS) -> str:
+    """The text of a field that is a string or a list of parts.
+
+    Raises:
+        InvalidParameter: it is neither, or has parts that are no text.
+    """
+    content, where = item.get(name), f"{where}.{name}"
+    if isinstance(content, str):
+        return content
+    if content is None:
+        raise missing(where)
+    if not isinstance(content, list):
+        raise wrong_type(where, "a string or an array")
+    return joint.join(_part(part, f"{where}[{place}]", parts) for place, part in enumerate(content))
+
+
+def _part(part: object, where: str, parts: Mapping[str, str]) -> str:
+    if not isinstance(part, Mapping):
+        raise wrong_type(where, "an object")
+    kind = str(part.get("type"))
+    if kind not in parts:
+        raise unavailable(f"{where}.type", f"Content of type '{kind[:64]}'")
+    text = part.get(parts[kind])
+    if not isinstance(text, str):
+        raise missing(f"{where}.{parts[kind]}")
+    return text

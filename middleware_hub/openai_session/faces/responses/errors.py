@@ -1,0 +1,86 @@
+"""Errors as OpenAI's API has them: `{"error": {"message", "type", "param", "code"}}` (its reference, "Error codes").
+
+What the router calls an error is its `code`, where the API has none of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from miles_router.engines.refusals import Overflow, overflow_of, refusal_of
+from miles_router.errors import BadRequest, NotFound, RouterError
+
+INVALID, SERVER_ERROR = "invalid_request_error", "server_error"
+OVERFLOW = "context_length_exceeded"
+
+
+class InvalidParameter(BadRequest):
+    """A request that is none, or that wants what a traced session has not: `param` says where."""
+
+    def __init__(self, param: str, message: str, code: str | None = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ResponseNotFound(NotFound):
+    """The session keeps no response of this id: never made, not stored, or deleted."""
+
+
+def missing(param: str) -> InvalidParameter:
+    """A parameter that must be there."""
+    return InvalidParameter(param, f"Missing required parameter: '{param}'.", "missing_required_parameter")
+
+
+def wrong_type(param: str, expected: str) -> InvalidParameter:
+    """A parameter of another type."""
+    return InvalidParameter(param, f"Invalid type for '{param}': expected {expected}.", "invalid_type")
+
+
+def unavailable(param: str, what: str) -> InvalidParameter:
+    """What the API has, and a traced session has not."""
+    return InvalidParameter(param, f"{what} is not available in a traced session.", "unsupported_value")
+
+
+def error(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """What stands under `error`."""
+    return {"message": message, "type": INVALID if status < 500 else SERVER_ERROR, "param": param, "code": code}
+
+
+def of_router(failure: RouterError, request_id: str) -> dict[str, Any]:
+    """The body for an error of the router's own."""
+    if isinstance(failure, InvalidParameter):
+        said = error(failure.status, str(failure), code=failure.code, param=failure.param)
+    else:
+        said = error(failure.status, str(failure), code=failure.type)
+    return {"error": {**said, "request_id": request_id}}
+
+
+def of_engine(parsed: object, status: int) -> dict[str, Any]:
+    """What stands under `error` for one that the engine answers with, or tells of in a stream."""
+    overflow = overflow_of(parsed)
+    if overflow is not None:
+        return error(400, too_long(overflow), code=OVERFLOW, param="input")
+    refusal = refusal_of(parsed)
+    status = refusal.code or status
+    return error(status, refusal.message, code=None if status < 500 else SERVER_ERROR)
+
+
+def refusal_body(body: bytes, status: int) -> bytes:
+    """The body for an answer of the engine's that is none; it may be no JSON."""
+    try:
+        parsed = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        parsed = body.decode("utf-8", "replace")
+    return orjson.dumps({"error": of_engine(parsed, status)})
+
+
+def too_long(overflow: Overflow) -> str:
+    """The words that agents understand: they compact their history, or ask for fewer tokens."""
+    asked = f" and {overflow.asked} tokens asked for" if overflow.asked is not None else ""
+    return (
+        "Your input exceeds the context window of this model. Please adjust your input and try again. "
+        f"({overflow.prompt} tokens{asked}; the window holds {overflow.limit}.)"
+    )

@@ -1,0 +1,124 @@
+"""`/v1/responses`, and the responses that a session keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+from urllib.parse import parse_qs
+
+import orjson
+
+from middleware_hub.openai_session.faces.chat import ChatFace
+from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.faces.responses import errors
+from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
+from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, ResponseNotFound
+from middleware_hub.openai_session.faces.responses.request import read
+from middleware_hub.openai_session.faces.responses.stream import LAST, ResponsesWriter
+from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.tree import Session, Turn
+from miles_router.engines import paths
+from miles_router.errors import RouterError
+from miles_router.middlewares import OK, ASGIApp, Receive, Scope, Send, with_length
+
+JSON = [(b"content-type", b"application/json")]
+#: Items of a page of input items, as the API bounds it.
+PAGE, MAX_PAGE = 20, 100
+
+
+class ResponsesFace(ChatFace):
+    """OpenAI's Responses API."""
+
+    path = paths.RESPONSES
+    last_event = LAST
+
+    async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
+        """Place a request behind the deepest turn whose messages it begins with.
+
+        Raises:
+            BadRequest: it is none, or asks for what cannot be traced.
+        """
+        responses = Responses.of(session)
+        asked = read(request, responses, system_anywhere="system" not in self._continuation.proof.refused)
+        fields = self._settings.of_chat(asked.fields)
+        turn = await self.placed(session, fields, asked.contexts(fields), now=now)
+        envelope = Envelope(new_id(), int(now), asked.settings, asked.own, asked.seals)
+
+        def remember(turn: Turn) -> int:
+            return responses.keep(envelope, turn, stored=asked.stored)
+
+        left_out = asked.settings.tools.left_out
+        turn.asked, turn.remember = envelope, remember
+        turn.facts = {"response_id": envelope.id, **({"tools_left_out": left_out} if left_out else {})}
+        return turn
+
+    def writer(self, turn: PendingTurn) -> ReplyWriter:
+        """Responses, or their events."""
+        assert isinstance(turn.asked, Envelope)
+        return ResponsesWriter(turn.asked)
+
+    def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
+        """In this API's words."""
+        return errors.of_router(error, request_id)
+
+    def speaks(self, scope: Scope, path: str) -> bool:
+        """All beneath its path."""
+        return path == self.path or path.startswith(f"{self.path}/")
+
+    async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> bool:
+        """A response that is read or deleted, and the items of its input.
+
+        Raises:
+            ResponseNotFound: the session keeps none of this id.
+            InvalidParameter: a page that is none.
+        """
+        method, path = scope["method"], scope["path"]
+        if not path.startswith(f"{self.path}/"):
+            return False
+        response_id, _, rest = path[len(self.path) + 1 :].partition("/")
+        if (method, rest) not in (("GET", ""), ("DELETE", ""), ("GET", "input_items")):
+            return False
+        responses = Responses.of(session)
+        envelope = responses.find(response_id)
+        if envelope is None:
+            raise ResponseNotFound(f"Response with id '{response_id[:64]}' not found.")
+        query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
+        if method == "DELETE":
+            responses.forget(response_id)
+            await _answer(send, {"id": response_id, "object": "response", "deleted": True})
+        elif rest:
+            await _answer(send, page(envelope.input(), query))
+        elif query.get("stream") == "true":
+            raise errors.unavailable("stream", "A stream of a response that has ended")
+        else:
+            await _answer(send, envelope.written())
+        return True
+
+
+def page(items: Iterable[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of a list.
+
+    Raises:
+        InvalidParameter: the query asks for none.
+    """
+    order, limit = query.get("order", "desc"), query.get("limit", str(PAGE))
+    if order not in ("asc", "desc"):
+        raise InvalidParameter("order", f"Invalid value: '{order[:64]}'. Supported values are: 'asc' and 'desc'.")
+    if not limit.isascii() or not limit.isdigit() or not 1 <= int(limit[:9]) <= MAX_PAGE:
+        raise InvalidParameter("limit", f"Invalid 'limit': expected a number from 1 to {MAX_PAGE}.")
+    every = list(items) if order == "asc" else list(items)[::-1]
+    after = query.get("after")
+    if after is not None:
+        ids = [item["id"] for item in every]
+        if after not in ids:
+            raise InvalidParameter("after", f"Item with id '{after[:64]}' not found.", None)
+        every = every[ids.index(after) + 1 :]
+    shown = every[: int(limit)]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": shown, **ends, "has_more": len(every) > len(shown)}
+
+
+async def _answer(send: Send, content: object) -> None:
+    body = orjson.dumps(content)
+    await send(with_length({"type": "http.response.start", "status": OK, "headers": JSON}, body))
+    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,235 @@
+"""How calls of each kind of tool are written: an item of this API, and the arguments that a model samples.
+
+A chat template knows functions alone. Every tool that an agent runs itself is shown to it as one: a custom tool as a
+function with one text, `input`; a shell and `apply_patch` as functions with what their calls hold.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
+from middleware_hub.openai_session.sessions.messages import Message
+
+TEXT: Mapping[str, Any] = {"type": "string"}
+TEXTS: Mapping[str, Any] = {"type": "array", "items": TEXT}
+NUMBER: Mapping[str, Any] = {"type": "integer"}
+
+
+class CallForm(ABC):
+    """How calls of one kind of tool are written.
+
+    Attributes:
+        kind: an item's type.
+        status: whether an item says if it is complete.
+    """
+
+    kind: str
+    status = True
+
+    @abstractmethod
+    def function(self, tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+        """The function that a template is shown, but for its name.
+
+        Raises:
+            InvalidParameter: the tool is none of this kind.
+        """
+
+    @abstractmethod
+    def fields(self, arguments: str) -> Mapping[str, Any] | None:
+        """What an item says of a call's arguments. None where they are none of such a call."""
+
+    @abstractmethod
+    def arguments(self, item: Mapping[str, Any], where: str) -> str:
+        """The arguments that an item means.
+
+        Raises:
+            InvalidParameter: it is none of this kind.
+        """
+
+
+class FunctionForm(CallForm):
+    """A function: its arguments are what was sampled."""
+
+    kind = "function_call"
+
+    def function(self, tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+        parameters = tool.get("parameters")
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise wrong_type(f"{where}.parameters", "an object")
+        strict = {"strict": True} if tool.get("strict") else {}
+        return {"parameters": parameters or {"type": "object", "properties": {}}, **strict}
+
+    def fields(self, arguments: str) -> Mapping[str, Any]:
+        return {"arguments": arguments}
+
+    def arguments(self, item: Mapping[str, Any], where: str) -> str:
+        return _text(item, "arguments", where)
+
+
+class CustomForm(CallForm):
+    """A tool that takes any text. A grammar is told to the model; nothing holds it to it."""
+
+    kind, status = "custom_tool_call", False
+
+    def function(self, tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+        form = tool.get("format")
+        takes = dict(TEXT)
+        if isinstance(form, Mapping) and form.get("type") == "grammar":
+            takes["description"] = f"A text of this {form.get('syntax')} grammar:\n{form.get('definition')}"
+        elif form is not None and not (isinstance(form, Mapping) and form.get("type") == "text"):
+            raise InvalidParameter(f"{where}.format.type", f"Invalid value for '{where}.format.type'.")
+        return {"parameters": _object({"input": takes}, "input")}
+
+    def fields(self, arguments: str) -> Mapping[str, Any]:
+        return {"input": input_of(arguments)}
+
+    def arguments(self, item: Mapping[str, Any], where: str) -> str:
+        return orjson.dumps({"input": _text(item, "input", where)}).decode()
+
+
+class _ObjectForm(CallForm):
+    """A tool whose calls have their arguments as an object under one name."""
+
+    under: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    def function(self, tool: Mapping[str, Any], where: str) -> dict[str, Any]:
+        environment = tool.get("environment")
+        if environment is not None and not (isinstance(environment, Mapping) and environment.get("type") == "local"):
+            raise unavailable(f"{where}.environment", "An environment that is not the agent's own")
+        return {"description": self.description, "parameters": self.parameters}
+
+    def fields(self, arguments: str) -> Mapping[str, Any] | None:
+        said = _parsed(arguments)
+        if said is None or not all(isinstance(said.get(name), kind) for name, kind in self.required().items()):
+            return None
+        return {self.under: self.written(said)}
+
+    def arguments(self, item: Mapping[str, Any], where: str) -> str:
+        said = item.get(self.under)
+        if not isinstance(said, Mapping):
+            raise missing(f"{where}.{self.under}")
+        return orjson.dumps(self.read(said)).decode()
+
+    def required(self) -> Mapping[str, type]:
+        """What arguments must have."""
+        return {}
+
+    def written(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The object of an item, from arguments."""
+        return said
+
+    def read(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The arguments, from the object of an item."""
+        return {name: value for name, value in said.items() if value is not None}
+
+
+class LocalShellForm(_ObjectForm):
+    """`local_shell`: one command, as its words."""
+
+    kind, under = "local_shell_call", "action"
+    description = "Runs a command on the user's machine and returns its output."
+
+    def __init__(self) -> None:
+        optional = {"working_directory": TEXT, "timeout_ms": NUMBER, "env": {"type": "object"}, "user": TEXT}
+        self.parameters = _object({"command": TEXTS, **optional}, "command")
+
+    def required(self) -> Mapping[str, type]:
+        return {"command": list}
+
+    def written(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"type": "exec", "env": {}, **said}
+
+    def read(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        plain = super().read(said)
+        return {name: value for name, value in plain.items() if name != "type" and (name != "env" or value)}
+
+
+class ShellForm(_ObjectForm):
+    """`shell`: commands, each a line."""
+
+    kind, under = "shell_call", "action"
+    description = "Runs shell commands on the user's machine and returns their output."
+
+    def __init__(self) -> None:
+        self.parameters = _object({"commands": TEXTS, "timeout_ms": NUMBER, "max_output_length": NUMBER}, "commands")
+
+    def required(self) -> Mapping[str, type]:
+        return {"commands": list}
+
+    def written(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"timeout_ms": None, "max_output_length": None, **said}
+
+
+class PatchForm(_ObjectForm):
+    """`apply_patch`: a file that is made, changed or removed."""
+
+    kind, under = "apply_patch_call", "operation"
+    description = "Creates, updates or deletes a file. diff is in the V4A format; a file that is deleted has none."
+
+    def __init__(self) -> None:
+        kinds = {"type": "string", "enum": ["create_file", "update_file", "delete_file"]}
+        self.parameters = _object({"type": kinds, "path": TEXT, "diff": TEXT}, "type", "path")
+
+    def required(self) -> Mapping[str, type]:
+        return {"type": str, "path": str}
+
+
+FUNCTION, CUSTOM = FunctionForm(), CustomForm()
+
+
+def input_of(arguments: str) -> str:
+    """The text that a custom tool was called with. Arguments that have none are given as they are."""
+    said = _parsed(arguments)
+    given = said.get("input") if said is not None else None
+    return given if isinstance(given, str) else arguments
+
+
+def held_call(held: Message, item: Mapping[str, Any], form: CallForm) -> bool:
+    """Whether the item of a call says what a held call says."""
+    fields = form.fields(held["function"].get("arguments") or "")
+    return fields is not None and all(_plain(item.get(name)) == _plain(value) for name, value in fields.items())
+
+
+def _plain(value: object) -> object:
+    """Without what says nothing."""
+    return {name: each for name, each in value.items() if each is not None} if isinstance(value, Mapping) else value
+
+
+def _object(properties: Mapping[str, Any], *required: str) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _parsed(arguments: str) -> dict[str, Any] | None:
+    try:
+        parsed = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return None
+    return parsed if isinstance(parsed, dict) else None
+
+
+def _text(item: Mapping[str, Any], name: str, where: str) -> str:
+    value = item.get(name)
+    if value is None:
+        raise missing(f"{where}.{name}")
+    if not isinstance(value, str):
+        raise wrong_type(f"{where}.{name}", "a string")
+    return value
+
+
+#: By the type of the tool; those without a name have their type's.
+FORMS: Mapping[object, CallForm] = {
+    "function": FUNCTION,
+    "custom": CUSTOM,
+    "local_shell": LocalShellForm(),
+    "shell": ShellForm(),
+    "apply_patch": PatchForm(),
+}
+#: By the type of a call's item: the form, and the name of what has none of its own.
+CALLS: Mapping[object, tuple[CallForm, str]] = {form.kind: (form, str(name)) for name, form in FORMS.items()}

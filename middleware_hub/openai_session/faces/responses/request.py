@@ -1,0 +1,230 @@
+"""A Responses request to a chat request. Every field is known: it is translated, says nothing to a model, or is refused
+by name, so that no request means something else than its sampled tokens say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from middleware_hub.openai_session.faces.responses.conversation import Conversation
+from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, Settings
+from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
+from middleware_hub.openai_session.faces.responses.tools import choice_of
+from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
+from miles_router.engines.chat import CONTROLS
+from miles_router.errors import BadRequest
+
+#: What is translated.
+READ = frozenset(
+    (
+        *("model", "input", "instructions", "previous_response_id", "store", "stream", "stream_options", "metadata"),
+        *("tools", "tool_choice", "parallel_tool_calls", "max_output_tokens", "temperature", "top_p"),
+        *("reasoning", "text", "include", "truncation"),
+    )
+)
+#: What is about accounts, caches and OpenAI's own tools.
+HARMLESS = frozenset(
+    (
+        *("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        *("service_tier", "max_tool_calls", "client_metadata", "context_management", "access_programs"),
+    )
+)
+#: What this API does by itself, and nobody here does.
+REFUSED = frozenset(
+    (
+        *("background", "background_options", "conversation", "prompt", "moderation", "image"),
+        *("modalities", "audio", "top_logprobs"),
+    )
+)
+#: The engine's own, as in a chat request.
+ENGINE = CONTROLS | {"top_k"}
+ENCRYPTED = "reasoning.encrypted_content"
+#: What may be included: of OpenAI's tools, which are not there, there is never anything to include.
+INCLUDABLE = frozenset(
+    (
+        *("web_search_call.action.sources", "web_search_call.results", "code_interpreter_call.outputs"),
+        *("computer_call_output.output.image_url", "file_search_call.results", "message.input_image.image_url"),
+        ENCRYPTED,
+    )
+)
+#: Metadata, as the API bounds it.
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
+
+
+class Asked(NamedTuple):
+    """A request, read.
+
+    Attributes:
+        fields: the chat request; its messages are what the session holds.
+        settings: what its response says again.
+        own: of that, what is no other's.
+    """
+
+    fields: dict[str, Any]
+    settings: Settings
+    own: Mapping[str, Any]
+    seals: bool
+    stored: bool
+
+    def contexts(self, fields: Mapping[str, Any]) -> tuple[Context, ...]:
+        """What the request may be rendered with. What went before may have been shown tools that it does not allow."""
+        contexts, every = contexts_of(fields), self.settings.tools.shown
+        if fields.get("tools") not in (None, every):
+            contexts += contexts_of({**fields, "tools": every, "tool_choice": "auto"})
+        return contexts
+
+
+def read(request: object, responses: Responses, *, system_anywhere: bool) -> Asked:
+    """Read a request.
+
+    Raises:
+        BadRequest: it is none, or asks for what cannot be traced.
+    """
+    if not isinstance(request, Mapping):
+        raise BadRequest("the request body must be a JSON object")
+    _refuse(request)
+    settings = responses.settings(_said_again(request))
+    messages = _messages(request, responses, system_anywhere=system_anywhere)
+    fields: dict[str, Any] = {
+        **{name: request[name] for name in ENGINE if request.get(name) is not None},
+        "model": request["model"],
+        "messages": messages,
+        **_sampling(request),
+        **_form(settings.fields["text"]),
+        **choice_of(request.get("tool_choice"), settings.tools),
+    }
+    if request.get("parallel_tool_calls") is False and settings.tools.shown:
+        fields["parallel_tool_calls"] = False
+    if _flag(request, "stream", default=False):
+        fields |= {"stream": True, "stream_options": {"include_usage": True}, "return_cached_tokens_details": True}
+    own = {"metadata": _metadata(request), "previous_response_id": request.get("previous_response_id")}
+    seals = ENCRYPTED in _included(request)
+    return Asked(fields, settings, own, seals, _flag(request, "store", default=True))
+
+
+def _refuse(request: Mapping[str, Any]) -> None:
+    for name in sorted(request.keys() & REFUSED):
+        if request[name]:
+            raise unavailable(name, f"The parameter '{name}'")
+    unknown = request.keys() - READ - HARMLESS - REFUSED - ENGINE
+    if unknown:
+        name = min(unknown)[:64]
+        raise InvalidParameter(name, f"Unknown parameter: '{name}'.", "unknown_parameter")
+    for name in ("model", "input"):
+        if request.get(name) is None:
+            raise missing(name)
+    if not isinstance(request["model"], str):
+        raise wrong_type("model", "a string")
+
+
+def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
+    """What a response says of its request that other requests of the same agent ask for, too. `truncation` is what is
+    done here: nothing is dropped, and what is too long is refused."""
+    instructions = request.get("instructions")
+    if instructions is not None and not isinstance(instructions, str):
+        raise wrong_type("instructions", "a string")
+    if request.get("truncation") not in (None, "auto", "disabled"):
+        raise InvalidParameter("truncation", "Invalid value. Supported values are: 'auto' and 'disabled'.")
+    reasoning, text = _object(request, "reasoning"), _object(request, "text")
+    return {
+        "model": request["model"],
+        "instructions": instructions,
+        "max_output_tokens": request.get("max_output_tokens"),
+        "max_tool_calls": request.get("max_tool_calls"),
+        "parallel_tool_calls": request.get("parallel_tool_calls") is not False,
+        "reasoning": {"effort": reasoning.get("effort"), "summary": None},
+        "store": request.get("store") is not False,
+        "temperature": request.get("temperature"),
+        "top_p": request.get("top_p"),
+        "text": {"format": {"type": "text"}, **text},
+        "tool_choice": request.get("tool_choice") or "auto",
+        "tools": [] if request.get("tools") is None else request["tools"],
+        "truncation": "disabled",
+        "service_tier": "default",
+        "user": request.get("user"),
+    }
+
+
+def _messages(request: Mapping[str, Any], responses: Responses, *, system_anywhere: bool) -> list[Mapping[str, Any]]:
+    before_id = request.get("previous_response_id")
+    before: Envelope | None = None
+    if before_id is not None:
+        before = responses.find(before_id)
+        if before is None:
+            raise InvalidParameter(
+                "previous_response_id",
+                f"Previous response with id '{str(before_id)[:64]}' not found.",
+                "previous_response_not_found",
+            )
+    conversation = Conversation(responses, system_anywhere=system_anywhere)
+    history = before.history() if before is not None else ()
+    return conversation.read(request.get("instructions"), history, request["input"])
+
+
+def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
+    """How it is sampled. What is not said is left to the engine, as in a chat request."""
+    fields = {name: request[name] for name in ("temperature", "top_p") if request.get(name) is not None}
+    most = request.get("max_output_tokens")
+    if most is not None:
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+            raise InvalidParameter("max_output_tokens", "Invalid 'max_output_tokens': expected an integer above 0.")
+        fields["max_tokens"] = most
+    effort = _object(request, "reasoning").get("effort")
+    if effort is not None:
+        fields["reasoning_effort"] = effort
+    return fields
+
+
+def _form(text: Mapping[str, Any]) -> dict[str, Any]:
+    """The form of an answer's text."""
+    form = text["format"]
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if kind == "text":
+        return {}
+    if kind == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    if kind != "json_schema":
+        values = "'text', 'json_object', and 'json_schema'"
+        raise InvalidParameter("text.format.type", f"Invalid value. Supported values are: {values}.")
+    if not isinstance(form.get("schema"), Mapping):
+        raise missing("text.format.schema")
+    schema = {name: value for name, value in form.items() if name != "type" and value is not None}
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", **schema}}}
+
+
+def _included(request: Mapping[str, Any]) -> list[Any]:
+    included = request.get("include") or []
+    if not isinstance(included, list):
+        raise wrong_type("include", "an array")
+    for each in included:
+        if each not in INCLUDABLE:
+            raise unavailable("include", f"'{str(each)[:64]}'")
+    return included
+
+
+def _metadata(request: Mapping[str, Any]) -> Mapping[str, str]:
+    metadata = _object(request, "metadata")
+    if len(metadata) > MAX_PAIRS:
+        raise InvalidParameter("metadata", f"Invalid 'metadata': too many properties, at most {MAX_PAIRS}.")
+    for key, value in metadata.items():
+        if not isinstance(value, str) or len(key) > MAX_KEY or len(value) > MAX_VALUE:
+            raise InvalidParameter(
+                f"metadata.{key[:MAX_KEY]}",
+                f"Invalid 'metadata': expected a string of at most {MAX_VALUE} characters, under a key of {MAX_KEY}.",
+            )
+    return metadata
+
+
+def _object(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = request.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise wrong_type(name, "an object")
+    return value or {}
+
+
+def _flag(request: Mapping[str, Any], name: str, *, default: bool) -> bool:
+    value = request.get(name)
+    if value not in (None, True, False):
+        raise wrong_type(name, "a boolean")
+    return default if value is None else bool(value)

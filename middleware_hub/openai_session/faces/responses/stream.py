@@ -1,0 +1,180 @@
+"""An answer's events: `response.created`, items that are added, grow and are done, `response.completed`.
+
+Each chunk of the engine's becomes events when it comes. What would make a call look complete waits until what comes
+next shows that it was sampled to its end: the brace that ends its arguments, and all its `done` events. An engine that
+is cut in the middle of a call closes its arguments by itself; such a call stays open here, for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from middleware_hub.openai_session.errors import AnswerCut
+from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.faces.responses import errors
+from middleware_hub.openai_session.faces.responses.envelope import CUT, STATUS, Envelope
+from middleware_hub.openai_session.faces.responses.open_items import Emitter, OpenCall, OpenText
+from miles_router.middlewares import Event
+
+#: What a stream ends with: see `Emitter.emit`, which writes an event's type last.
+LAST = tuple(b'"type":"response.%b"}\n\n' % status for status in (b"completed", b"incomplete", b"failed"))
+
+
+class ResponsesWriter(ReplyWriter):
+    """Writes one answer."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        self._envelope = envelope
+        self._writer = envelope.writer()
+        self._emitter = Emitter()
+        self._open: OpenText | OpenCall | None = None
+        self._output: list[dict[str, Any]] = []
+        self._places = 0
+        self._blank: list[str] = []  # white space that waits
+        self._finish: str | None = None
+        self._cached: int | None = None
+        self._started = self._over = False
+
+    def whole(self, answer: dict[str, Any]) -> object:
+        """The response.
+
+        Raises:
+            AnswerCut: it was cut off.
+        """
+        self._read(answer)
+        (choice,) = answer["choices"]
+        if choice["finish_reason"] not in STATUS:
+            raise AnswerCut("the engine cut the answer off")
+        return self._envelope.whole(choice["message"], choice["finish_reason"])
+
+    def refusal(self, body: bytes, status: int) -> bytes:
+        """An error of the engine's."""
+        return errors.refusal_body(body, status)
+
+    def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
+        """The events of a chunk."""
+        self._start()
+        self._read(chunk)
+        for choice in chunk["choices"]:
+            self._delta(choice.get("delta") or {})
+            if choice.get("finish_reason") is not None:
+                self._finish = choice["finish_reason"]
+                self._end_item(last=True)
+        return self._emitter.taken()
+
+    def other(self, event: Event) -> bytes:
+        """The stream's end, or an error."""
+        if not event.data:
+            return event.raw  # a comment, which keeps the connection alive
+        if event.is_last:
+            self._end()
+        elif isinstance(parsed := event.parse(), Mapping) and "error" in parsed:
+            self._fail(errors.of_engine(parsed, 500))
+        return self._emitter.taken()
+
+    # The response
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            body = self._envelope.body([])
+            self._emitter.emit("response.created", response=body)
+            self._emitter.emit("response.in_progress", response=body)
+
+    def _end(self) -> None:
+        if self._over:
+            return
+        self._start()
+        status = STATUS.get(self._finish or "", ("failed", None))[0]
+        if not (self._places or status == "failed"):  # the next request has to say that there was an answer
+            self._text(thinks=False)
+            self._end_item(last=True)  # white space, or nothing
+        self._over = True
+        body = self._envelope.body(self._output, self._finish or "abort")
+        self._emitter.emit(f"response.{status}", response=body)
+
+    def _fail(self, error: Mapping[str, Any]) -> None:
+        """Nothing comes behind an error."""
+        if not self._over:
+            self._start()
+            self._over = True
+            body = self._envelope.body(self._output, "abort")
+            said = {"code": error["code"] or CUT["code"], "message": error["message"]}
+            self._emitter.emit("response.failed", response={**body, "error": said})
+
+    def _read(self, part: Mapping[str, Any]) -> None:
+        """What an answer, or a chunk of one, says of its tokens."""
+        usage, extra = part.get("usage"), part.get("sglext")
+        details = extra.get("cached_tokens_details") if isinstance(extra, Mapping) else None
+        if isinstance(details, Mapping):
+            self._cached = sum(count for count in details.values() if isinstance(count, int))
+        elif self._envelope.turn is not None:
+            self._cached = self._envelope.turn.facts.get("cached_tokens")
+        if isinstance(usage, Mapping):
+            self._envelope.usage = usage_of(usage)
+        if self._envelope.usage is not None and self._cached is not None:
+            cached = {"cached_tokens": self._cached, "cache_write_tokens": 0}
+            self._envelope.usage = {**self._envelope.usage, "input_tokens_details": cached}
+
+    # Its items
+
+    def _delta(self, delta: Mapping[str, Any]) -> None:
+        if delta.get("reasoning_content"):
+            self._text(thinks=True).grow(delta["reasoning_content"])
+        if delta.get("content"):
+            self._say(delta["content"])
+        for call in delta.get("tool_calls") or ():
+            function = call.get("function") or {}
+            if function.get("name"):
+                kind = self._envelope.settings.tools.of(function["name"]).form.kind
+                self._end_item()
+                self._blank = []
+                self._open = OpenCall(self._emitter, self._writer, self._place(), call, kind)
+            if function.get("arguments") and isinstance(self._open, OpenCall) and self._open.index == call.get("index"):
+                self._open.grow(function["arguments"])
+
+    def _say(self, text: str) -> None:
+        """White space waits for what comes behind it. Before a call it is not shown: parsers leave it there."""
+        said = text.rstrip()
+        if said:
+            self._text(thinks=False).grow("".join(self._blank) + said)
+            self._blank = []
+        self._blank.append(text[len(said) :])
+
+    def _text(self, *, thinks: bool) -> OpenText:
+        if not (isinstance(self._open, OpenText) and self._open.thinks is thinks):
+            self._end_item()
+            self._open = OpenText(self._emitter, self._writer, self._place(), thinks=thinks)
+        return self._open
+
+    def _place(self) -> int:
+        self._places += 1
+        return self._places - 1
+
+    def _end_item(self, *, last: bool = False) -> None:
+        """End the item that grows. The last one ends as the answer does."""
+        blank = "".join(self._blank)
+        if last and blank and isinstance(self._open, OpenText) and not self._open.thinks:
+            self._open.grow(blank)
+        if self._open is None:
+            return
+        complete = not last or STATUS.get(self._finish or "", ("", None))[0] == "completed"
+        self._envelope.cut_call = isinstance(self._open, OpenCall) and not complete
+        item = self._open.close("completed" if complete else "incomplete")
+        self._output += [item] if item is not None else []
+        self._open = None
+
+
+def usage_of(usage: Mapping[str, Any]) -> dict[str, Any]:
+    """A chat answer's count of tokens as this API tells it."""
+    given, sampled = usage.get("prompt_tokens") or 0, usage.get("completion_tokens") or 0
+    cached, thought = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
+    reasoning = usage.get("reasoning_tokens") or thought.get("reasoning_tokens") or 0
+    return {
+        "input_tokens": given,
+        "input_tokens_details": {"cached_tokens": cached.get("cached_tokens") or 0, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": given + sampled,
+    }

@@ -1,0 +1,152 @@
+"""Tools as a chat template is shown them, and back: what a function that was called stands for.
+
+A function in a namespace is shown under both names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
+from middleware_hub.openai_session.faces.responses.forms import CUSTOM, FORMS, FUNCTION, CallForm
+
+#: Run by OpenAI or told of by it, and part of what Codex sends with every request. A model that is not told of them
+#: does not call them, and an agent works without: they are left out, and the turn's record says so.
+LEFT_OUT = frozenset({"web_search", "tool_search"})
+
+
+class Named(NamedTuple):
+    """What the function of a chat stands for."""
+
+    form: CallForm
+    name: str
+    namespace: str | None = None
+
+
+class Tools:
+    """The tools of a request.
+
+    Attributes:
+        shown: as a chat request has them.
+        given: those that the model is told of, as the request has them.
+        left_out: the others.
+    """
+
+    def __init__(self, given: object) -> None:
+        """Raises InvalidParameter where one of them is none, or cannot be run."""
+        self.shown: list[dict[str, Any]] = []
+        self.given: list[Any] = []
+        self.left_out: list[str] = []
+        self._named: dict[str, Named] = {}
+        if given is not None and not isinstance(given, list):
+            raise wrong_type("tools", "an array")
+        for place, tool in enumerate(given or ()):
+            before = len(self.shown)
+            self._add(tool, f"tools[{place}]")
+            if len(self.shown) > before:
+                self.given.append(tool)
+
+    def of(self, name: str) -> Named:
+        """What a function that was called stands for. One that is not there is called as it is."""
+        return self._named.get(name) or Named(FUNCTION, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._named
+
+    def call(self, call: Mapping[str, Any], item_id: str, status: str = "completed") -> dict[str, Any]:
+        """The item of a call."""
+        function = call["function"]
+        named = self.of(function["name"])
+        arguments = function.get("arguments") or ""
+        fields = named.form.fields(arguments)
+        if fields is None:  # what was sampled is no call of this kind: its agent sees what it is
+            named, fields = Named(FUNCTION, named.name), FUNCTION.fields(arguments)
+        item: dict[str, Any] = {"type": named.form.kind, "id": item_id, "call_id": call["id"]}
+        if named.form in (FUNCTION, CUSTOM):
+            item["name"] = named.name
+        if named.namespace is not None:
+            item["namespace"] = named.namespace
+        return {**item, **fields, **({"status": status} if named.form.status else {})}
+
+    def _add(self, tool: object, where: str, space: Mapping[str, Any] | None = None) -> None:
+        if not isinstance(tool, Mapping):
+            raise wrong_type(where, "an object")
+        kind = tool.get("type")
+        if kind == "namespace" and space is None:
+            for each, at in _members(tool, where):
+                self._add(each, at, tool)
+        elif kind in LEFT_OUT or tool.get("defer_loading"):  # what is deferred is found by a search for tools
+            self.left_out.append(str(tool.get("name") or kind))
+        elif kind not in FORMS:
+            raise unavailable(f"{where}.type", f"The tool '{str(kind)[:64]}'")
+        else:
+            self._show(tool, FORMS[kind], where, space)
+
+    def _show(self, tool: Mapping[str, Any], form: CallForm, where: str, space: Mapping[str, Any] | None) -> None:
+        name = tool.get("name") if form in (FUNCTION, CUSTOM) else tool["type"]
+        if not isinstance(name, str) or not name:
+            raise missing(f"{where}.name")
+        namespace = str(space["name"]) if space is not None else None
+        shown = shown_name(name, namespace)
+        if shown in self._named:
+            raise InvalidParameter(f"{where}.name", f"Duplicate tool name: '{shown[:64]}'.")
+        description = tool.get("description")
+        told = {"description": description} if isinstance(description, str) else {}
+        self._named[shown] = Named(form, name, namespace)
+        self.shown.append({"type": "function", "function": {"name": shown, **told, **form.function(tool, where)}})
+
+
+def shown_name(name: str, namespace: object) -> str:
+    """The name under which a template is shown a function."""
+    if not isinstance(namespace, str) or not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+def choice_of(given: object, tools: Tools) -> dict[str, Any]:
+    """The fields of a chat request for a `tool_choice`, and for the tools that it allows.
+
+    Raises:
+        InvalidParameter: it is none, or wants a tool that is not there.
+    """
+    if given is None or isinstance(given, str):
+        return _mode(given or "auto", tools, tools.shown)
+    if not isinstance(given, Mapping):
+        raise wrong_type("tool_choice", "a string or an object")
+    if given.get("type") == "allowed_tools":
+        names = {_chosen(each, tools) for each in given.get("tools") or ()}
+        allowed = [tool for tool in tools.shown if tool["function"]["name"] in names]
+        return _mode(given.get("mode"), tools, allowed)
+    function = {"name": _chosen(given, tools)}
+    return {"tools": tools.shown, "tool_choice": {"type": "function", "function": function}}
+
+
+def _mode(mode: object, tools: Tools, allowed: list[dict[str, Any]]) -> dict[str, Any]:
+    if mode not in ("auto", "required", "none"):
+        raise InvalidParameter(
+            "tool_choice",
+            f"Invalid value: '{str(mode)[:64]}'. Supported values are: 'none', 'auto', and 'required'.",
+        )
+    if mode == "required" and not allowed:
+        raise InvalidParameter("tool_choice", "Tool choice 'required' must be specified with 'tools' parameter.")
+    return {"tools": allowed, "tool_choice": mode} if allowed else {}
+
+
+def _chosen(given: object, tools: Tools) -> str:
+    if not isinstance(given, Mapping):
+        raise wrong_type("tool_choice", "a string or an object")
+    kind = given.get("type")
+    name = given.get("name") if kind in ("function", "custom") else kind
+    shown = shown_name(str(name), given.get("namespace"))
+    if shown not in tools:
+        raise InvalidParameter("tool_choice", f"Tool choice '{shown[:64]}' not found in 'tools' parameter.")
+    return shown
+
+
+def _members(space: Mapping[str, Any], where: str) -> Iterator[tuple[object, str]]:
+    if not isinstance(space.get("name"), str):
+        raise missing(f"{where}.name")
+    if not isinstance(space.get("tools"), list):
+        raise missing(f"{where}.tools")
+    return ((each, f"{where}.tools[{place}]") for place, each in enumerate(space["tools"]))

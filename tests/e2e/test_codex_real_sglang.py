@@ -1,0 +1,58 @@
+"""Codex as it comes from npm on a real SGLang that says what a script wants: the engine's own template, parsers and
+streams. Its main line is one segment, equal to what went through the engine's door."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.testing.worker.script import Step
+from tests.sglang.environment import ensure
+from tests.sglang_worker import RealWorker
+from tests.support import tiers
+from tests.support.codex import KNOWN_MODEL, codex, edits
+from tests.support.door import Door
+from tests.support.running_router import running_router
+from tests.support.session_trial import IM_END, SESSIONS, SessionTrial, qwen3
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.mark.skipif(not tiers.heavy(), reason="an engine of its own, and prompts of 10,000 tokens on a CPU")
+async def test_it_edits_a_file_exactly(tmp_path: Path) -> None:
+    file, script = tmp_path / "work" / "a.txt", tmp_path / "script.json"
+    file.parent.mkdir()
+    file.write_text('hello "you"\n', encoding="utf-8")
+    texts = [Step.read(step).written() for step in edits(KNOWN_MODEL)]
+    sessions = (MiddlewareSpec(SESSIONS, {}),)
+    # Each chunk of a prompt would take a step off the script.
+    flags = ("--reasoning-parser", "qwen3", "--script-file", str(script), "--chunked-prefill-size", "-1")
+    with RealWorker.start(*flags) as worker:
+        # Now: the worker has said something before it was ready.
+        script.write_text(json.dumps([[*qwen3().encode(text), IM_END] for text in texts]), encoding="utf-8")
+        async with (
+            Door(worker.url) as door,
+            running_router(door.url, middlewares=sessions, hf_checkpoint=str(ensure().dense_model)) as router,
+        ):
+            trial = SessionTrial(router, ())
+            session = await trial.create()
+            url = f"{router.url}/sessions/{session}/v1"
+            run = await codex(url, "Replace hello by goodbye", file.parent, model=KNOWN_MODEL)
+            assert (run.code, run.said.strip()) == (0, "Replaced it."), run
+            assert file.read_text(encoding="utf-8") == 'goodbye "you"\n'
+            records, generations = await trial.records(session), list(door.chats(version="default"))
+            assert [record["parent"] for record in records] == [None, 0, 1, 2]
+            sampled = [[*qwen3().encode(text), IM_END] for text in texts]
+            assert [generation.sampled for generation in generations] == sampled
+            (sample,) = await trial.samples(session)
+            tokens: list[int] = []
+            mask: list[int] = []
+            for each in generations:
+                assert each.prompt[: len(tokens)] == tokens
+                given = each.prompt[len(tokens) :]
+                tokens += [*given, *each.sampled]
+                mask += [0] * len(given) + [1] * len(each.sampled)
+            assert (sample["tokens"], sample["loss_mask"]) == (tokens, mask)

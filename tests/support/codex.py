@@ -1,0 +1,114 @@
+"""Codex, unmodified: fetched from npm once, pinned, and run without a terminal against a session.
+
+run = await codex(session_url, "Replace hello by goodbye in a.txt", directory)
+run.said
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.sglang.environment import built, cache_root
+from tests.support.waiting import PATIENCE
+
+PACKAGE = "@openai/codex"
+VERSION = "0.169.0"
+#: A model that Codex does not know: it is told of functions alone.
+UNKNOWN_MODEL = "simulated-model"
+#: One that it knows: it is told of `apply_patch` as a custom tool, and of a search for tools.
+KNOWN_MODEL = "gpt-5.5"
+#: Of a user who allows everything. It knows the session's address and nothing else of the router.
+OPTIONS = ("exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check")
+CONFIG = """
+model = "{model}"
+model_provider = "router"
+
+[model_providers.router]
+name = "router"
+base_url = "{base_url}"
+wire_api = "responses"
+request_max_retries = 0
+stream_max_retries = 0
+"""
+
+
+@functools.cache
+def program() -> Path:
+    """The program for this machine."""
+
+    def build(directory: Path) -> None:
+        directory.mkdir(parents=True)
+        command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", "."]
+        subprocess.run([*command, f"{PACKAGE}@{VERSION}"], cwd=directory, check=True, stdout=subprocess.DEVNULL)
+
+    directory = built(cache_root() / f"codex-{VERSION}", build)
+    (found,) = directory.glob(f"node_modules/{PACKAGE}-*/vendor/*/bin/codex")
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run ended."""
+
+    code: int | None
+    said: str
+    complained: str
+
+
+async def codex(base_url: str, prompt: str, directory: Path, *options: str, model: str = UNKNOWN_MODEL) -> Run:
+    """One task in a directory, with a home of its own beside it."""
+    home = directory.with_name(f"{directory.name}.home")
+    home.mkdir(exist_ok=True)
+    (home / "config.toml").write_text(CONFIG.format(model=model, base_url=base_url), encoding="utf-8")
+    process = await asyncio.create_subprocess_exec(
+        *(str(program()), *OPTIONS, *options, prompt),
+        cwd=directory,
+        env={"PATH": os.environ["PATH"], "HOME": str(home), "CODEX_HOME": str(home)},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        said, complained = await asyncio.wait_for(process.communicate(), 10 * PATIENCE)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return Run(process.returncode, said.decode(), complained.decode())
+
+
+def edits(model: str) -> list[Any]:
+    """What a model does that replaces `hello` in `a.txt`: it looks, edits, looks at two things at once, and says so."""
+    return [
+        {"reasoning": "Where is it?", "text": "I will look.", "calls": [_run("ls; cat a.txt")]},
+        {"reasoning": "There.", "calls": [EDITS[model]]},
+        {"text": "Let me check.", "calls": [_run("sleep 0.2; cat a.txt"), _run("echo '{\"a\": 1.0}'")]},
+        {"reasoning": "It is done.", "text": "Replaced it."},
+    ]
+
+
+def _run(command: str) -> dict[str, Any]:
+    return {"name": "exec_command", "arguments": {"cmd": command}}
+
+
+PATCH = """*** Begin Patch
+*** Update File: a.txt
+@@
+-hello "you"
++goodbye "you"
+*** End Patch
+"""
+EDITS = {
+    UNKNOWN_MODEL: _run("sed -i 's/hello/goodbye/' a.txt"),
+    KNOWN_MODEL: {"name": "apply_patch", "arguments": {"input": PATCH}},
+}
+
+
+if __name__ == "__main__":
+    print(program())
