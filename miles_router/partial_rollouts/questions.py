@@ -90,6 +90,26 @@ class EngineQuestions:
         """The text of each as the engine looks for stop strings in it: with special tokens."""
         return await self._texts(ids, skip_special_tokens=False)
 
+    # Parsers
+
+    async def separate_reasoning(self, text: str, parser: str) -> tuple[str, str]:
+        """The reasoning in a whole answer, and the rest of it."""
+        answer = await self._ask("/separate_reasoning", {"text": text, "reasoning_parser": parser})
+        reasoning, rest = answer.get("reasoning_text"), answer.get("text")
+        if not isinstance(reasoning, (str, type(None))) or not isinstance(rest, (str, type(None))):
+            raise CannotResume("/separate_reasoning answered without a text")
+        return reasoning or "", rest or ""
+
+    async def parse_calls(self, text: str, tools: Sequence[Any], parser: str) -> tuple[str, list[Any]]:
+        """A whole answer without its tool calls, and those: `name`, `parameters` and `tool_index` of each."""
+        answer = await self._ask(
+            "/parse_function_call", {"text": text, "tools": list(tools), "tool_call_parser": parser}
+        )
+        rest, calls = answer.get("normal_text"), answer.get("calls")
+        if not isinstance(rest, str) or not isinstance(calls, list) or not all(map(_is_call, calls)):
+            raise CannotResume("/parse_function_call answered without a text and calls")
+        return rest, calls
+
     async def _learn_bounds(self, ids: Iterable[int]) -> VocabularyBounds:
         """Know which of these are the tokenizer's: those that spell something, and those before them."""
         bounds = self._facts.learned(VocabularyBounds)
@@ -212,6 +232,10 @@ class EngineQuestions:
             if forwarded.worker.url != self._url:
                 self.ask(forwarded.worker.url, await self._router.fleet.facts(forwarded.worker.url))
             return forwarded.reply.status, await forwarded.reply.read_all(MAX_ANSWER)
+
+
+def _is_call(call: object) -> bool:
+    return isinstance(call, Mapping) and isinstance(call.get("name"), str) and isinstance(call.get("parameters"), str)
 
 
 def _object(path: str, status: int, data: bytes) -> dict[str, Any]:

@@ -14,13 +14,14 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
-from miles_router.engines.answers import UnreadableAnswer, is_abort
+from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.choices import Choice, StreamShortfall
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.middlewares import (
     LAST_EVENT,
     OK,
     ASGIApp,
+    ChatTurn,
     Collected,
     Event,
     Exchange,
@@ -46,10 +47,13 @@ class TurnReply(Collected):
 class TurnRunner:
     """Runs turns through the layers inside."""
 
-    def __init__(self, app: ASGIApp, router: Router, recorder: TurnRecorder, *, whole_answers: bool = False) -> None:
+    def __init__(
+        self, app: ASGIApp, router: Router, recorder: TurnRecorder, chat_turn: ChatTurn, *, whole_answers: bool = False
+    ) -> None:
         self._app = app
         self._router = router
         self._recorder = recorder
+        self._chat_turn = chat_turn
         self._stream_facts = StreamFacts(router)
         self._whole_answers = whole_answers
 
@@ -88,13 +92,14 @@ class TurnRunner:
     # Streams
 
     async def _streamed(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = face.writer(turn)
+        writer, exchange = face.writer(turn), Exchange.of(scope)
         stream = TurnStream(turn, face.endpoint, writer, self._version_of(scope))
         tap = TurnTap(
             send, self._router.metrics, stream, writer, lambda: self._end_of_stream(face, turn, stream, scope)
         )
         body = _body(face, turn, stream=True)
-        await tap.call(self._app, _inner(face, scope, body), replay(body, receive))
+        with self._chat_turn.left_on(exchange):
+            await tap.call(self._app, _inner(face, scope, body), replay(body, receive))
 
     def _version_of(self, scope: Scope) -> Callable[[], str | None]:
         """The weight version of the worker that answers, as the router knows it at that moment."""
@@ -125,7 +130,10 @@ class TurnRunner:
 
     async def _whole(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
         writer = face.writer(turn)
-        collected = await self._collected(_body(face, turn, stream=False), face, scope, receive)
+        body = _body(face, turn, stream=False)
+        collected = TurnReply(self._router.metrics)
+        with self._chat_turn.left_on(Exchange.of(scope)):
+            await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
         if collected.status != OK:
             await collected.give_to(send, writer.refusal(collected.body))
             return
@@ -142,18 +150,6 @@ class TurnRunner:
         body = _as_stream(face, turn, seen, writer)
         await send(with_length({"type": "http.response.start", "status": OK, "headers": EVENT_STREAM}, body))
         await send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def _collected(self, body: bytes, face: Face, scope: Scope, receive: Receive) -> Collected:
-        """A whole reply. Under `--partial-rollout resume` one that a pause cut off is asked for again: what parsers
-        made of half an answer cannot be joined to the other half."""
-        gate, again = self._router.gate, self._router.config.partial_rollout == "resume"
-        while True:
-            pauses = gate.pauses
-            collected = TurnReply(self._router.metrics)
-            await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
-            cut = again and gate.pauses != pauses and not Exchange.of(scope).flight.aborted
-            if not cut or not collected.is_json or not _was_aborted(_answer(collected)):
-                return collected
 
     def _record(self, turn: PendingTurn, choices: Sequence[Choice], scope: Scope) -> None:
         exchange = Exchange.of(scope)
@@ -187,11 +183,6 @@ def _answer(collected: Collected) -> dict[str, Any]:
     if not isinstance(answer.get("choices"), list) or not answer["choices"]:
         raise UnusableAnswer("the worker's answer has no choices")
     return answer
-
-
-def _was_aborted(answer: Mapping[str, Any]) -> bool:
-    """Whether some choice was cut off."""
-    return any(isinstance(choice, dict) and is_abort(choice.get("finish_reason")) for choice in answer["choices"])
 
 
 def _as_stream(face: Face, turn: PendingTurn, answer: Mapping[str, Any], writer: ReplyWriter) -> bytes:

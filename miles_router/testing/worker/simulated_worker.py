@@ -32,6 +32,7 @@ from miles_router.testing.worker.info_routes import INFO_ROUTES, model, server_i
 from miles_router.testing.worker.messages_routes import messages
 from miles_router.testing.worker.moe import MoeShape
 from miles_router.testing.worker.native_routes import generate
+from miles_router.testing.worker.parsing_routes import PARSING_ROUTES
 from miles_router.testing.worker.reply import Reply, reset
 from miles_router.testing.worker.schema_routes import openapi
 from miles_router.testing.worker.script import Script
@@ -44,6 +45,7 @@ logger = logging.getLogger("miles_router.testing.worker")
 _ROUTES: dict[tuple[str, str], Route] = {
     **CONTROL_ROUTES,
     **INFO_ROUTES,
+    **PARSING_ROUTES,
     ("POST", "/generate"): generate,
     ("PUT", "/generate"): generate,
     ("POST", "/v1/chat/completions"): chat_completions,

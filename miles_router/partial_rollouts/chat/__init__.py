@@ -1,0 +1,24 @@
+"""Turns of chat that outlive a pause, or the loss of their worker.
+
+What was sampled goes back as ids, and the engine samples the rest raw, with parsers off (`engines/chat_legs.py`). So
+the rest is a generation like any other: its parts are joined in the form of `/generate`, and the message is made of
+the whole text.
+"""
+
+from __future__ import annotations
+
+from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay
+from miles_router.middlewares.chat import ChatTurn
+from miles_router.partial_rollouts.chat.answer import ResumableChat
+from miles_router.partial_rollouts.leg import ResumeContext
+
+
+async def resumable_chat(context: ResumeContext, scope: Scope, receive: Receive, send: Send, turn: ChatTurn) -> None:
+    """Run one request of a turn."""
+    exchange = Exchange.of(scope)
+    body = await exchange.read(receive)
+    fields = exchange.loads(body)
+    if fields.get("stream"):
+        await context.app(scope, replay(body, receive), send)
+    else:
+        await ResumableChat(context, scope, receive, send, turn, fields).run(body)

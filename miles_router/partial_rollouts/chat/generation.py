@@ -1,0 +1,45 @@
+"""One choice of a chat answer, as a generation that is sampled in parts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miles_router.engines.chat_legs import as_generation, constraint_of, rest_request
+from miles_router.engines.facts import Facts
+from miles_router.engines.generate import GenerateRequest
+from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
+
+
+class ChatGeneration(ResumableGeneration):
+    """One choice. Its text is known once it was asked for: what the engine said of it was parsed.
+
+    Args:
+        fields: the agent's request.
+        prompt: the ids that it was given.
+        facts: of the engine that sampled the first part.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], index: int, prompt: Sequence[int], facts: Facts) -> None:
+        request = GenerateRequest.read(as_generation(fields, prompt, facts))
+        super().__init__(request, 0, facts=facts, defaults={}, incremental=False)
+        self.index = index
+        self.fields = fields
+
+    def next_request(self) -> dict[str, Any]:
+        """The request for what is left, raw.
+
+        Raises:
+            CannotResume: it has a form that only a whole answer has.
+        """
+        bound = constraint_of(self.fields, self.facts)
+        if bound is not None:
+            raise CannotResume(f"{bound} binds the whole answer")
+        rest = super().next_request()
+        rows = {name: rest[name] for each in self.wanted_rows for name in each.request(0) if name in rest}
+        return rest_request(self.fields, rest["input_ids"], rest["sampling_params"], rows)
+
+    def begin(self, answer: Mapping[str, Any]) -> None:
+        """Take the first part. Raises UnreadableAnswer, CannotResume as `add`."""
+        self.add(answer)
+        self.held_back = True
