@@ -30,7 +30,8 @@ from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
-from miles_router.middlewares import ASGIApp, ChatTurn, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
+from miles_router.engines.parsers import Parsers
+from miles_router.middlewares import ASGIApp, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
 
 NAME = "openai_sessions"
 GIB = 1024**3
@@ -86,7 +87,7 @@ class OpenAISessionMiddleware:
         recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time)
         settings = RunSettings(lora_path, chat_template_kwargs or {})
         faces = [face(continuation, equal, settings) for face in FACES]
-        runner = TurnRunner(app, router, recorder, ChatTurn(), whole_answers=whole_answers)
+        runner = TurnRunner(app, router, recorder, Parsers(), whole_answers=whole_answers)
         self._door = TurnDoor(app, faces, self.store, recorder, runner, now=time.time)
         maker = SampleMaker(Selection(branch_policies, default_branches), router.tokenizer.decode, router.rows)
         self._sessions = SessionRoutes(self.store, maker, router.base_url)

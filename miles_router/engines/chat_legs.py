@@ -168,6 +168,18 @@ def joined_usage(first: Any, metas: Sequence[Mapping[str, Any]]) -> Any:
         return first
     completion = sum(meta["completion_tokens"] for meta in metas)
     usage = {**first, "completion_tokens": completion, "total_tokens": (first.get("prompt_tokens") or 0) + completion}
-    if isinstance(first.get("reasoning_tokens"), int):
-        usage["reasoning_tokens"] = sum(meta.get("reasoning_tokens") or 0 for meta in metas)
+    if first.get("reasoning_tokens"):
+        reasoning = sum(meta.get("reasoning_tokens") or 0 for meta in metas)
+        usage["reasoning_tokens"] = reasoning
+        if isinstance(first.get("completion_tokens_details"), Mapping):
+            details = {**first["completion_tokens_details"], "reasoning_tokens": reasoning}
+            usage["completion_tokens_details"] = details
     return usage
+
+
+def with_reasoning_tokens(answer: Mapping[str, Any], end: str) -> dict[str, Any]:
+    """A joined answer with the number of its tokens up to the one that ends reasoning: an engine that is given the first
+    of them as its prompt counts others."""
+    tokens = [entry.get("token") for entry in entries_of(answer)]
+    count = tokens.index(end) + 1 if end in tokens else len(tokens)
+    return {**answer, "meta_info": {**answer["meta_info"], "reasoning_tokens": count}}

@@ -14,7 +14,7 @@ from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
-from miles_router.middlewares.chat import ChatTurn
+from miles_router.middlewares.chat import ChatTurn, KnownVersions
 from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
@@ -53,6 +53,7 @@ __all__ = [
     "HasMetrics",
     "HasRoutes",
     "Kind",
+    "KnownVersions",
     "Message",
     "Pace",
     "RawHeaders",

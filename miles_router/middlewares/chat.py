@@ -6,26 +6,37 @@ carried on inside, and the layer sees a single answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from miles_router.asgi.exchange import Exchange
 from miles_router.engines.parsers import Parsers
+from miles_router.trajectory.pieces import VersionRun
 
 NOTE = "miles_router.middlewares.chat"
 
 
-@dataclass(frozen=True)
+class KnownVersions(NamedTuple):
+    """The weight versions that sampled a choice. `by_engine`: all of them are the engines' own word."""
+
+    runs: Sequence[VersionRun]
+    by_engine: bool
+
+
+@dataclass
 class ChatTurn:
     """One request of `/v1/chat/completions` that asks for all that recording it needs: logprobs, and `return_meta_info`
     or, of a stream, its ids.
 
     Attributes:
         parsers: what makes a message of an answer that came in parts.
+        versions: of each choice of a stream that was carried on, by its index: chunks do not tell them.
     """
 
     parsers: Parsers = field(default_factory=Parsers)
+    versions: dict[int, KnownVersions] = field(default_factory=dict)
 
     @contextmanager
     def left_on(self, exchange: Exchange) -> Iterator[None]:

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from openai.types.chat import ChatCompletionChunk
 
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.door import GenerationRecord
@@ -84,7 +86,8 @@ async def turn(scene: Scene, text: str, cuts: Sequence[int], **fields: Any) -> T
     """A turn that says this, cut where its generations have so many tokens."""
     scene.trial.worker.say(text)
     session, before = await scene.trial.create(), len(scene.trial.door)
-    asked = asyncio.ensure_future(scene.trial.chat(session, HI, max_tokens=500, tools=[ADD], **fields))
+    asking = scene.trial.stream if fields.pop("stream", False) else scene.trial.chat
+    asked = asyncio.ensure_future(asking(session, HI, max_tokens=500, tools=[ADD], **fields))
     done = 0
     for tokens in cuts:
         done += await cut(scene, tokens, asked)
@@ -133,3 +136,29 @@ async def test_a_whole_answer_cut_at_any_token_is_the_uncut_one(stage: Stage, na
             for field in ("finish_reason", "matched_stop"):
                 assert cut_once.answer["choices"][0][field] == uncut.answer["choices"][0][field]
             assert cut_once.answer["usage"] == uncut.answer["usage"]
+
+
+def streamed(chunks: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """The message, the finish reason and the usage of a stream, as the official client reads it."""
+    state, usage = ChatCompletionStreamState(), None
+    for chunk in chunks:
+        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
+        assert usage is None, "it comes last"
+        usage = chunk.get("usage") if not chunk["choices"] else None
+    (choice,) = state.get_final_completion().choices
+    message = choice.message.model_dump(exclude_none=True)
+    for call in message.get("tool_calls", ()):
+        call["function"].pop("parsed_arguments", None)
+    return plain(message), choice.finish_reason, usage
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_a_stream_cut_at_any_token_is_the_uncut_one(stage: Stage, name: str, incremental: bool) -> None:
+    async with scene_of(stage, incremental_streaming_output=incremental) as scene:
+        text, asked = ANSWERS[name], {"stream": True, "stream_options": {"include_usage": True}}
+        uncut = await turn(scene, text, (), **asked)
+        for tokens in range(0, len(qwen3().encode(text)), 3):
+            cut_once = await turn(scene, text, (tokens,), **asked)
+            check(cut_once, uncut)
+            assert streamed(cut_once.answer) == streamed(uncut.answer), tokens

@@ -12,7 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import scripted_sampling
+
 sys.path.insert(0, str(Path(__file__).resolve().parent / "shims"))
+
+#: Our own flag: what the worker is to say (`scripted_sampling.py`).
+SCRIPT = "--script-file"
 
 CPU_FLAGS = [
     *("--device", "cpu"),
@@ -77,6 +82,11 @@ def serve(flags: Sequence[str]) -> None:
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
 
+    flags = list(flags)
+    if SCRIPT in flags:
+        at = flags.index(SCRIPT)
+        scripted_sampling.install(Path(flags[at + 1]))
+        del flags[at : at + 2]
     run_server(prepare_server_args([*CPU_FLAGS, *flags]))
 
 

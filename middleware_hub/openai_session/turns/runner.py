@@ -16,6 +16,7 @@ from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.choices import Choice, StreamShortfall
+from miles_router.engines.parsers import Parsers
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.middlewares import (
     LAST_EVENT,
@@ -48,12 +49,12 @@ class TurnRunner:
     """Runs turns through the layers inside."""
 
     def __init__(
-        self, app: ASGIApp, router: Router, recorder: TurnRecorder, chat_turn: ChatTurn, *, whole_answers: bool = False
+        self, app: ASGIApp, router: Router, recorder: TurnRecorder, parsers: Parsers, *, whole_answers: bool = False
     ) -> None:
         self._app = app
         self._router = router
         self._recorder = recorder
-        self._chat_turn = chat_turn
+        self._parsers = parsers
         self._stream_facts = StreamFacts(router)
         self._whole_answers = whole_answers
 
@@ -92,13 +93,13 @@ class TurnRunner:
     # Streams
 
     async def _streamed(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
-        writer, exchange = face.writer(turn), Exchange.of(scope)
-        stream = TurnStream(turn, face.endpoint, writer, self._version_of(scope))
+        writer, exchange, chat_turn = face.writer(turn), Exchange.of(scope), ChatTurn(self._parsers)
+        stream = TurnStream(turn, face.endpoint, writer, self._version_of(scope), chat_turn.versions)
         tap = TurnTap(
             send, self._router.metrics, stream, writer, lambda: self._end_of_stream(face, turn, stream, scope)
         )
         body = _body(face, turn, stream=True)
-        with self._chat_turn.left_on(exchange):
+        with chat_turn.left_on(exchange):
             await tap.call(self._app, _inner(face, scope, body), replay(body, receive))
 
     def _version_of(self, scope: Scope) -> Callable[[], str | None]:
@@ -132,7 +133,7 @@ class TurnRunner:
         writer = face.writer(turn)
         body = _body(face, turn, stream=False)
         collected = TurnReply(self._router.metrics)
-        with self._chat_turn.left_on(Exchange.of(scope)):
+        with ChatTurn(self._parsers).left_on(Exchange.of(scope)):
             await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
         if collected.status != OK:
             await collected.give_to(send, writer.refusal(collected.body))

@@ -7,7 +7,8 @@ recorded: an agent that knows that its turn has ended may ask for the next, or l
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from middleware_hub.openai_session.errors import UnusableAnswer
@@ -15,7 +16,7 @@ from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.choices import Choice, OpenAIEndpoint
-from miles_router.middlewares import OK, Event, Kind, Message, Send, Tap, UnreadCounter
+from miles_router.middlewares import OK, Event, Kind, KnownVersions, Message, Send, Tap, UnreadCounter
 
 
 class TurnStream:
@@ -23,10 +24,16 @@ class TurnStream:
 
     Args:
         version: tells the weight version of the worker that answers, as the router knows it now; chunks do not say it.
+        versions: those of choices, by index, of which more is known at the end.
     """
 
     def __init__(
-        self, turn: PendingTurn, endpoint: OpenAIEndpoint, writer: ReplyWriter, version: Callable[[], str | None]
+        self,
+        turn: PendingTurn,
+        endpoint: OpenAIEndpoint,
+        writer: ReplyWriter,
+        version: Callable[[], str | None],
+        versions: Mapping[int, KnownVersions] = MappingProxyType({}),
     ) -> None:
         #: Whether something was generated.
         self.began = False
@@ -36,6 +43,7 @@ class TurnStream:
         self._chunk_events = endpoint.chunk_events
         self._writer = writer
         self._version = version
+        self._versions = versions
         self._growing = endpoint.growing()
         self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
         self._held_back: list[bytes] = []
@@ -68,7 +76,11 @@ class TurnStream:
             raise self._failure
         choices = self._growing.choices()
         for choice in choices:
-            choice.facts |= {"first_token_at": self.first_token_at, "versions": "router"}
+            known = self._versions.get(choice.index)
+            if known is not None:
+                choice.versions = known.runs
+            source = "engine" if known is not None and known.by_engine else "router"
+            choice.facts |= {"first_token_at": self.first_token_at, "versions": source}
         return choices
 
     def _chunk(self, event: Event) -> bytes:

@@ -7,9 +7,10 @@ the whole text.
 
 from __future__ import annotations
 
-from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay
+from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.middlewares.chat import ChatTurn
 from miles_router.partial_rollouts.chat.answer import ResumableChat
+from miles_router.partial_rollouts.chat.stream import ResumableChatStream
 from miles_router.partial_rollouts.leg import ResumeContext
 
 
@@ -18,7 +19,5 @@ async def resumable_chat(context: ResumeContext, scope: Scope, receive: Receive,
     exchange = Exchange.of(scope)
     body = await exchange.read(receive)
     fields = exchange.loads(body)
-    if fields.get("stream"):
-        await context.app(scope, replay(body, receive), send)
-    else:
-        await ResumableChat(context, scope, receive, send, turn, fields).run(body)
+    resumable = ResumableChatStream if fields.get("stream") else ResumableChat
+    await resumable(context, scope, receive, send, turn, fields).run(body)

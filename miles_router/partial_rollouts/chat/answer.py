@@ -10,8 +10,9 @@ import orjson
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.replies import Tap
 from miles_router.engines.answers import ABORT, UnreadableAnswer, finish_of
-from miles_router.engines.chat_legs import joined_answer, joined_choice, leg_of, rest_of
+from miles_router.engines.chat_legs import joined_answer, joined_choice, leg_of, rest_of, with_reasoning_tokens
 from miles_router.engines.choices import MALFORMED
+from miles_router.engines.parsers import reasoning_marks
 from miles_router.errors import RouterError, UpstreamBroken
 from miles_router.middlewares.chat import ChatTurn
 from miles_router.partial_rollouts.answer import ResumableAnswer
@@ -36,6 +37,7 @@ class ChatLegs(ResumableAnswer):
         fields: Mapping[str, Any],
     ) -> None:
         super().__init__(context, scope, receive, send, [])
+        self.turn = turn
         self.fields = fields
         self.reader = MessageReader(turn.parsers, fields)
 
@@ -44,11 +46,11 @@ class ChatLegs(ResumableAnswer):
         return rest_of(answer)
 
     async def carried_on(self, generations: Sequence[ChatGeneration]) -> dict[int, Any]:
-        """The whole of each choice, by its index, in the form of `/generate`; one that could not be carried on is not
-        in it. Raises as `carry_on`."""
+        """The whole of each choice, by its index, in the form of `/generate`. Raises as `carry_on`."""
         self.answers: Any = {}
         await self.carry_on(generations)
-        return {each.index: self.answers[each.index] for each in generations if not each.given_up}
+        marks = {each.index: reasoning_marks(each.facts.reasoning_parser or "") for each in generations}
+        return {index: with_reasoning_tokens(answer, marks[index][1]) for index, answer in self.answers.items()}
 
     async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
         """It is the answer."""
@@ -88,7 +90,7 @@ class ResumableChat(ChatLegs):
             self.give_up(error)
             return None
         answers = await self.carried_on(cut)
-        if len(answers) < len(cut):
+        if any(each.given_up for each in cut):
             return None
         try:
             choices = [await self._choice(choice, answers.get(choice["index"]), leg) for choice in first["choices"]]
@@ -109,8 +111,8 @@ class ResumableChat(ChatLegs):
     async def _choice(self, first: Mapping[str, Any], answer: Any, leg: Leg) -> Mapping[str, Any]:
         if answer is None:
             return first
-        message = await self.reader.read(answer, first["message"], leg.facts, self.questions())
-        return joined_choice(first, answer, message)
+        read = await self.reader.read(answer, first["message"], leg.facts, self.questions())
+        return joined_choice(first, answer, read.message)
 
 
 class _OpeningChat(Tap):

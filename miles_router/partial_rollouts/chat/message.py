@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from miles_router.engines.chat_legs import separates_reasoning, tools_of
 from miles_router.engines.facts import Facts
@@ -13,6 +13,13 @@ from miles_router.engines.parsers import Parsers, reasoning_marks
 from miles_router.partial_rollouts.questions import EngineQuestions
 
 logger = logging.getLogger(__name__)
+
+
+class ReadMessage(NamedTuple):
+    """A message, and the text that its content and its calls stand in."""
+
+    message: dict[str, Any]
+    text: str
 
 
 class MessageReader:
@@ -24,7 +31,7 @@ class MessageReader:
 
     async def read(
         self, answer: Mapping[str, Any], began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
-    ) -> dict[str, Any]:
+    ) -> ReadMessage:
         """The message.
 
         Args:
@@ -38,7 +45,7 @@ class MessageReader:
         text, reasoning, calls = answer["text"], "", list[Any]()
         if facts.reasoning_parser and separates_reasoning(self._fields):
             reasoning, text = await _reasoning(text, began, facts.reasoning_parser, questions)
-        tools = tools_of(self._fields)
+        normal, tools = text, tools_of(self._fields)
         if facts.tool_call_parser and tools:
             text, calls = await questions.parse_calls(text, tools, facts.tool_call_parser)
         message = {**began, "content": text, "reasoning_content": reasoning or None}
@@ -53,7 +60,7 @@ class MessageReader:
                 }
                 for place, call in enumerate(calls)
             ]
-        return message
+        return ReadMessage(message, normal)
 
     def _call_id(self, call: Mapping[str, Any], facts: Facts) -> str:
         """As the engine names it (SGLang 0.5.23, `_process_tool_call_id`): Kimi K2's template reads the names."""
