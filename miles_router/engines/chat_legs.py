@@ -178,8 +178,8 @@ def joined_usage(first: Any, metas: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def with_reasoning_tokens(answer: Mapping[str, Any], end: str) -> dict[str, Any]:
-    """A joined answer with the number of its tokens up to the one that ends reasoning: an engine that is given the first
-    of them as its prompt counts others."""
+    """A joined answer with the number of its tokens up to the one that ends reasoning: an engine that is given the
+    first of them as its prompt counts others."""
     tokens = [entry.get("token") for entry in entries_of(answer)]
     count = tokens.index(end) + 1 if end in tokens else len(tokens)
     return {**answer, "meta_info": {**answer["meta_info"], "reasoning_tokens": count}}

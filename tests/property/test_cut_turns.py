@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from openai.lib.streaming.chat import ChatCompletionStreamState
-from openai.types.chat import ChatCompletionChunk
 
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.door import GenerationRecord
 from tests.support.brake import Brake
+from tests.support.chat_turns import plain, read_stream
 from tests.support.session_trial import ADD, ASK_ADD, SessionTrial, message_of, qwen3, session_trial, user
 from tests.support.stage import Stage
 from tests.support.waiting import soon
@@ -99,12 +98,6 @@ async def turn(scene: Scene, text: str, cuts: Sequence[int], **fields: Any) -> T
     return Turned(answer, sample, legs)
 
 
-def plain(message: Any) -> Any:
-    """A message without the names of its calls, which are made up."""
-    calls = [{**call, "id": None} for call in message.get("tool_calls") or ()]
-    return {**message, "tool_calls": calls}
-
-
 def check(turned: Turned, uncut: Turned) -> None:
     """Each token once, as it was sampled, under the weights that sampled it."""
     sampled = [token for leg in turned.legs for token in leg.output_ids]
@@ -138,20 +131,6 @@ async def test_a_whole_answer_cut_at_any_token_is_the_uncut_one(stage: Stage, na
             assert cut_once.answer["usage"] == uncut.answer["usage"]
 
 
-def streamed(chunks: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """The message, the finish reason and the usage of a stream, as the official client reads it."""
-    state, usage = ChatCompletionStreamState(), None
-    for chunk in chunks:
-        state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
-        assert usage is None, "it comes last"
-        usage = chunk.get("usage") if not chunk["choices"] else None
-    (choice,) = state.get_final_completion().choices
-    message = choice.message.model_dump(exclude_none=True)
-    for call in message.get("tool_calls", ()):
-        call["function"].pop("parsed_arguments", None)
-    return plain(message), choice.finish_reason, usage
-
-
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("name", ANSWERS)
 async def test_a_stream_cut_at_any_token_is_the_uncut_one(stage: Stage, name: str, incremental: bool) -> None:
@@ -161,4 +140,4 @@ async def test_a_stream_cut_at_any_token_is_the_uncut_one(stage: Stage, name: st
         for tokens in range(0, len(qwen3().encode(text)), 3):
             cut_once = await turn(scene, text, (tokens,), **asked)
             check(cut_once, uncut)
-            assert streamed(cut_once.answer) == streamed(uncut.answer), tokens
+            assert read_stream(cut_once.answer) == read_stream(uncut.answer), tokens

@@ -2,15 +2,20 @@
 parsers, templates, endpoints, streams, aborts and caches are SGLang's own.
 
 The script is a file with a JSON list of lists of token ids. Each new generation takes the first one off it, and ends
-behind it; when it is empty, generations are sampled as always. One whose prompt is as long as what another has been
-given and has said goes on with that one's script: it carries it on.
+behind it; when it is empty, generations are sampled as always. One whose prompt is longer than the last one's, and no
+longer than what that one was given and has said, goes on with its ids: it carries it on.
+
+While there is a file `hold` beside the script, with a number in it, scripted generations stop before that token, and a
+file `held` says so.
 """
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 FORCED = 50.0
+STEP = 0.002
 
 
 def install(script: Path) -> None:
@@ -18,39 +23,50 @@ def install(script: Path) -> None:
     import sglang.srt.model_executor.model_runner as model_runner
 
     sample_of_engine = model_runner.ModelRunner.sample
-    goes: dict[str, _Go] = {}
+    scripted = Scripted(script)
 
     def sample(self: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
         for row, rid in enumerate(forward_batch.rids):
-            length = int(forward_batch.seq_lens[row])
-            if rid not in goes:
-                goes[rid] = _begun(length, goes, script)
-            go = goes[rid]
-            if go.ids:
+            token = scripted.next_token(rid, int(forward_batch.seq_lens[row]))
+            if token is not None:
                 logits_output.next_token_logits[row].fill_(-FORCED)
-                logits_output.next_token_logits[row][go.ids[min(length - go.began, len(go.ids) - 1)]] = FORCED
-            go.reached = length + 1
+                logits_output.next_token_logits[row][token] = FORCED
         return sample_of_engine(self, logits_output, forward_batch, *args, **kwargs)
 
     model_runner.ModelRunner.sample = sample
 
 
-class _Go:
-    """A generation: where its script began, and how long its sequence is now."""
+class Scripted:
+    """What the generations of one engine say: of each its ids, the length of what was given before the first of them,
+    and its length now."""
 
-    def __init__(self, ids: list[int], began: int) -> None:
-        self.ids = ids
-        self.began = began
-        self.reached = began
+    def __init__(self, script: Path) -> None:
+        self._script = script
+        self._goes: dict[str, tuple[list[int], int, int]] = {}
+        self._last = ""  # that had a script
 
+    def next_token(self, rid: str, length: int) -> int | None:
+        """What comes behind so many tokens; None for what is not scripted."""
+        if rid not in self._goes:
+            self._goes[rid] = self._begun(rid, length)
+        ids, began, _ = self._goes[rid]
+        self._goes[rid] = (ids, began, length + 1)
+        if not ids:
+            return None
+        self._stop_before(length - began)
+        return ids[min(length - began, len(ids) - 1)]
 
-def _begun(length: int, goes: dict[str, _Go], script: Path) -> _Go:
-    for rid, go in goes.items():
-        if go.ids and go.reached == length and length - go.began < len(go.ids):
-            goes[rid] = _Go([], 0)  # it is carried on once
-            return _Go(go.ids, go.began)
-    texts = json.loads(script.read_text()) if script.exists() else []
-    if not texts:
-        return _Go([], length)
-    script.write_text(json.dumps(texts[1:]))
-    return _Go(texts[0], length)
+    def _begun(self, rid: str, length: int) -> tuple[list[int], int, int]:
+        ids, began, reached = self._goes.get(self._last, ([], 0, 0))
+        if not (began < length <= reached and length < began + len(ids)):
+            texts = json.loads(self._script.read_text()) if self._script.exists() else []
+            self._script.write_text(json.dumps(texts[1:]))
+            ids, began = texts[0] if texts else [], length
+        self._last = rid if ids else self._last
+        return ids, began, length
+
+    def _stop_before(self, token: int) -> None:
+        hold = self._script.with_name("hold")
+        while hold.exists() and hold.read_text() == str(token):
+            self._script.with_name("held").touch()
+            time.sleep(STEP)
