@@ -31,6 +31,7 @@ from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.engines.parsers import Parsers
+from miles_router.errors import ConfigError
 from miles_router.middlewares import ASGIApp, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
 
 NAME = "openai_sessions"
@@ -49,6 +50,9 @@ class OpenAISessionMiddleware:
         default_branches: the branches of a request that names none: by default all, and the last one in miles' form.
         lora_path: the adapter that answers every turn, by the engine's name for it; whatever an agent asks for.
         chat_template_kwargs: template settings of every turn; an agent's own count more.
+        parsers: what reads an answer that was sampled in parts, its reasoning and its tool calls: `engine`, its own
+            parsers; `local`, those here for the family of `tito_model`; `hybrid`, these where the engine's fail, and to
+            show what comes behind a cut at once.
         whole_answers: whether a streamed chat turn is generated whole, and given as a stream afterwards. Where another
             router stands between, a stream's weight versions are not known.
         max_sessions: sessions held.
@@ -70,6 +74,7 @@ class OpenAISessionMiddleware:
         default_branches: str = "",
         lora_path: str = "",
         chat_template_kwargs: dict[str, Any] | None = None,
+        parsers: str = "hybrid",
         whole_answers: bool = False,
         max_sessions: int = 100_000,
         max_turns: int = 2_000,
@@ -87,7 +92,11 @@ class OpenAISessionMiddleware:
         recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time)
         settings = RunSettings(lora_path, chat_template_kwargs or {})
         faces = [face(continuation, equal, settings) for face in FACES]
-        runner = TurnRunner(app, router, recorder, Parsers(), whole_answers=whole_answers)
+        try:
+            known = Parsers.of(parsers, tito_model or None)
+        except ValueError as error:
+            raise ConfigError(f"openai_session_middleware.{error}") from None
+        runner = TurnRunner(app, router, recorder, known, whole_answers=whole_answers)
         self._door = TurnDoor(app, faces, self.store, recorder, runner, now=time.time)
         maker = SampleMaker(Selection(branch_policies, default_branches), router.tokenizer.decode, router.rows)
         self._sessions = SessionRoutes(self.store, maker, router.base_url)

@@ -19,7 +19,13 @@ from miles_router.engines.facts import Facts
 RAW = {"separate_reasoning": False, "tool_choice": "none"}
 OF_OTHER_LEGS = (
     *("stream", "stream_options", "n", "max_completion_tokens", "continue_final_message"),
-    *("return_prompt_token_ids", "return_token_ids", "return_input_ids_in_sglext", "return_output_ids_in_sglext"),
+    *(
+        "return_prompt_token_ids",
+        "return_token_ids",
+        "return_meta_info",
+        "return_input_ids_in_sglext",
+        "return_output_ids_in_sglext",
+    ),
 )
 #: Reasoning parsers for which the engine keeps special tokens in the text.
 KEEP_SPECIAL = frozenset({"apertus2509", "kimi_k3", "inkling", "muse", "gpt-oss", "gemma4", "mistral"})
@@ -75,11 +81,17 @@ def as_generation(fields: Mapping[str, Any], prompt: Sequence[int], facts: Facts
 
 
 def rest_request(
-    fields: Mapping[str, Any], ids: Sequence[int], params: Mapping[str, Any], rows: Mapping[str, Any]
+    fields: Mapping[str, Any],
+    ids: Sequence[int],
+    params: Mapping[str, Any],
+    rows: Mapping[str, Any],
+    *,
+    stream: bool = False,
 ) -> dict[str, Any]:
     """The request for the rest of a choice, raw: behind these ids, with what is left of its budget."""
     sent = {name: value for name, value in fields.items() if name not in OF_OTHER_LEGS}
-    sent |= {**RAW, **rows, "input_ids": list(ids), "logprobs": True, "return_meta_info": True}
+    sent |= {**RAW, **rows, "input_ids": list(ids), "logprobs": True}
+    sent |= {"stream": True, "return_output_ids_in_sglext": True} if stream else {"return_meta_info": True}
     sent |= {"max_tokens": params["max_new_tokens"], "min_tokens": params["min_new_tokens"]}
     return {**sent, "skip_special_tokens": params["skip_special_tokens"]}
 

@@ -7,7 +7,7 @@ recorded: an agent that knows that its turn has ended may ask for the next, or l
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -15,7 +15,8 @@ from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.choices import Choice, OpenAIEndpoint
+from miles_router.engines.chat_held import HeldCall
+from miles_router.engines.choices import MALFORMED, Choice, OpenAIEndpoint
 from miles_router.middlewares import OK, Event, Kind, KnownVersions, Message, Send, Tap, UnreadCounter
 
 
@@ -46,6 +47,7 @@ class TurnStream:
         self._versions = versions
         self._growing = endpoint.growing()
         self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
+        self._calls: dict[int, HeldCall] = {}
         self._held_back: list[bytes] = []
 
     def feed(self, event: Event) -> bytes:
@@ -91,12 +93,32 @@ class TurnStream:
             raise UnreadableAnswer("incomplete", "the stream ended with an error")
         choices = chunk.get("choices") or ()
         self.began = self.began or bool(choices)
+        try:
+            pieces = list(self._pieces(chunk, choices))
+        except MALFORMED as error:
+            raise UnreadableAnswer("incomplete", f"a chunk that is none: {error!r}") from error
+        return b"".join(self._shown(piece, event.name) for piece in pieces)
+
+    def _pieces(self, chunk: dict[str, Any], choices: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        """A chunk, and what waited for it: of a tool call, the last delta waits."""
+        if not self._calls and not any((choice.get("delta") or {}).get("tool_calls") for choice in choices):
+            yield chunk
+            return
+        for choice in choices:
+            held, one = self._calls.setdefault(choice.get("index"), HeldCall()), {**chunk, "choices": [choice]}
+            finish = choice.get("finish_reason")
+            yield from held.pieces(one) if finish is None else (*held.at_end(finish), one)
+        if not choices:
+            yield chunk
+
+    def _shown(self, chunk: dict[str, Any], name: bytes) -> bytes:
+        choices = chunk.get("choices") or ()
         if self._growing.add(chunk, self._version()) and self.first_token_at is None:
             self.first_token_at = time.time()
         seen = self._endpoint.chunk_as_asked(chunk, self._fields)
         if seen is None:
             return b""
-        shown = self._writer.chunk(seen, event.name)
+        shown = self._writer.chunk(seen, name)
         if self._ends(choices):
             self._held_back.append(shown)
             return b""

@@ -90,7 +90,7 @@ class Parsers:
             ValueError: no such mode, or no local parser for the family.
         """
         if mode not in MODES:
-            raise ValueError(f"parsers is one of {', '.join(MODES)}, not {mode!r}")
+            raise ValueError(f"parsers: {mode!r} is none of {', '.join(MODES)}")
         if mode == "local" and family not in FAMILIES:
             raise ValueError(f"parsers: there is no local parser for {family!r} (tito_model); there are: {_names()}")
         return cls(mode, family)  # type: ignore[arg-type]

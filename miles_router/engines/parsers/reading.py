@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 #: The parameters' schema of each tool, by its name.
@@ -46,6 +46,19 @@ class CallFormat(Protocol):
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
         """The call that a text ends within, as far as it goes; None where it ends elsewhere, or before a name."""
         ...
+
+
+def tool_calls(calls: Sequence[ReadCall], name: Callable[[str, int], str]) -> list[dict[str, Any]]:
+    """Calls as a message has them; `name` names one, of a function and in its place."""
+    return [
+        {
+            "id": name(call.name, place),
+            "index": place,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for place, call in enumerate(calls)
+    ]
 
 
 def written(value: object) -> str:

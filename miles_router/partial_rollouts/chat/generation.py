@@ -25,6 +25,9 @@ class ChatGeneration(ResumableGeneration):
         super().__init__(request, 0, facts=facts, defaults={}, incremental=False)
         self.index = index
         self.fields = fields
+        #: Whether somebody reads it as it comes, and whether what follows the last cut can be.
+        self.watched = False
+        self.live = False
 
     def next_request(self) -> dict[str, Any]:
         """The request for what is left, raw.
@@ -37,7 +40,14 @@ class ChatGeneration(ResumableGeneration):
             raise CannotResume(f"{bound} binds the whole answer")
         rest = super().next_request()
         rows = {name: rest[name] for each in self.wanted_rows for name in each.request(0) if name in rest}
-        return rest_request(self.fields, rest["input_ids"], rest["sampling_params"], rows)
+        # Where a character or a stop string may stand across the cut, what follows is looked at as a whole.
+        self.live = self.watched and not self.halved and not self.forming
+        return rest_request(self.fields, rest["input_ids"], rest["sampling_params"], rows, stream=self.live)
+
+    @property
+    def given(self) -> int:
+        """Ids that the part which is sampled now was given."""
+        return len(self.prompt) + (len(self.answer["output_ids"]) if self.answer is not None else 0)
 
     def begin(self, answer: Mapping[str, Any]) -> None:
         """Take the first part. Raises UnreadableAnswer, CannotResume as `add`."""

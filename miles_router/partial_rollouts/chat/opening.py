@@ -1,19 +1,22 @@
-"""The stream that a turn began with: its chunks pass as they come, and what a cut brought is held back."""
+"""Streams of chat: what they say of each choice; and the one that a turn began with, whose chunks pass as they come."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from miles_router.asgi.exchange import Send
 from miles_router.asgi.replies import TOO_LARGE, Kind, Tap
 from miles_router.engines.answers import LOGPROBS, VERSIONS, is_abort
+from miles_router.engines.chat_held import HeldCall
 from miles_router.engines.chat_stream import GrowingMessage
 from miles_router.engines.choices import MALFORMED, VersionTrack
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.errors import UpstreamBroken
 from miles_router.partial_rollouts.generation import CannotResume
-from miles_router.partial_rollouts.leg import LAYER, Leg
+from miles_router.partial_rollouts.leg import LAYER, Leg, ResumeContext
 
 
 class ShownChoice:
@@ -27,46 +30,35 @@ class ShownChoice:
         self.finish: str | None = None
         #: Whether a pause has cut it.
         self.cut = False
-        self._held = b""
-        self._held_delta: Mapping[str, Any] = {}
+        self.held = HeldCall()
 
-    def add(self, chunk: Mapping[str, Any], choice: Mapping[str, Any], version: str | None) -> bytes:
-        """Take a chunk; gives what is shown now. The last delta of a tool call waits for what comes behind it: where a
-        call is cut, the engine closes its arguments by itself."""
-        delta, logprobs = choice.get("delta") or {}, choice.get("logprobs")
+    def add(self, chunk: dict[str, Any], version: str | None) -> Sequence[Mapping[str, Any]]:
+        """Take a chunk with this choice alone; gives the chunks that are shown now."""
+        logprobs = chunk["choices"][0].get("logprobs")
         if logprobs and logprobs.get("content"):
             self.entries += logprobs["content"]
             self.versions.reach(len(self.entries), version)
-        if not any(delta.values()):
-            return write_event(chunk)
-        before = self.release()
-        if not delta.get("tool_calls"):
-            self.message.add(delta)
-            return before + write_event(chunk)
-        if logprobs:
-            before += write_event({**chunk, "choices": [{**choice, "delta": {}}]})
-        self._held, self._held_delta = write_event({**chunk, "choices": [{**choice, "logprobs": None}]}), delta
-        return before
+        return self.show(self.held.pieces(chunk))
 
-    def release(self) -> bytes:
-        """What waited is shown."""
-        held, self._held = self._held, b""
-        self.message.add(self._held_delta)
-        self._held_delta = {}
-        return held
-
-    def drop_held(self) -> None:
-        """What waited is not shown."""
-        self._held, self._held_delta = b"", {}
+    def show(self, chunks: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """These are shown."""
+        for chunk in chunks:
+            self.message.add(chunk["choices"][0].get("delta") or {})
+        return chunks
 
 
-class OpeningChatStream(Tap):
-    """The stream."""
+def write_all(chunks: Iterable[Mapping[str, Any]]) -> bytes:
+    """Chunks as events."""
+    return b"".join(map(write_event, chunks))
+
+
+class ChatStreamTap(Tap):
+    """A stream of chat."""
 
     layer: str = LAYER
 
-    def __init__(self, request: Any, leg: Leg) -> None:
-        super().__init__(request.send, request.context.router.metrics)
+    def __init__(self, send: Send, context: ResumeContext, leg: Leg) -> None:
+        super().__init__(send, context.router.metrics)
         self.leg = leg
         self.choices: dict[int, ShownChoice] = {}
         #: Names and times that every chunk has.
@@ -74,71 +66,50 @@ class OpeningChatStream(Tap):
         #: What the last chunks say: ids and rows, and the usage of all.
         self.extension: dict[str, Any] = {}
         self.usage: dict[str, Any] | None = None
-        self._pool = request.context.router.pool
-        self._opaque = False  # it has said something that cannot be read
+        self._pool = context.router.pool
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether a pause has cut one of the choices."""
-        return any(choice.cut for choice in self.choices.values())
+    @abstractmethod
+    async def choice(self, chunk: dict[str, Any], choice: Mapping[str, Any]) -> bytes:
+        """One choice of a chunk; gives what is shown of it."""
 
-    def passes(self, start: Any) -> bool:
-        return super().passes(start) or self.kind is not Kind.EVENTS
+    @abstractmethod
+    async def finished(self, event: Event, choice: Mapping[str, Any]) -> bytes:
+        """A choice has ended."""
 
-    async def event(self, event: Event) -> bytes:
-        if event.is_last:
-            return b"" if self.is_cut else self._release() + event.raw
-        chunk = event.parse() if event.data and not self._opaque else None
+    @abstractmethod
+    def opaque(self, event: Event) -> bytes:
+        """An event that is no chunk: an error, say."""
+
+    def told(self, event: Event) -> bytes:
+        """An event that tells of all choices."""
+        return b""
+
+    async def take(self, event: Event) -> bytes:
+        """Take an event; gives what is shown of it."""
+        chunk = event.parse()
         try:
-            return event.raw if chunk is None else await self._chunk(event, chunk)
-        except MALFORMED:  # an error, say: what follows is nothing that can be carried on
-            self._opaque = True
-            return self._release() + event.raw
+            choices = chunk["choices"]
+            self.keep(0, len(event.raw), more=True)
+            for choice in choices:
+                if choice.get("finish_reason") is not None:
+                    return await self.finished(event, choice)
+            if not choices:
+                told = chunk.get("sglext") or {}
+                self.extension |= {name: value for name, value in told.items() if value is not None}
+                self.usage = chunk.get("usage") or self.usage
+                return self.told(event)
+            self.envelope = {name: value for name, value in chunk.items() if name not in ("choices", "usage", "sglext")}
+            return b"".join([await self.choice(chunk, choice) for choice in choices])
+        except MALFORMED:
+            return self.opaque(event)
 
-    async def ended(self) -> bytes | None:
-        return None if self.is_cut else self._release()
-
-    def unread(self, reason: str) -> None:
-        super().unread(reason)
-        if reason == TOO_LARGE and self.is_cut:
-            raise UpstreamBroken("the worker's stream is too large, and some of it was held back")
-        self._shown.append(self._release())
-
-    async def _chunk(self, event: Event, chunk: dict[str, Any]) -> bytes:
-        for choice in chunk["choices"]:
-            if choice.get("finish_reason") is not None:
-                return await self._finish(event, choice)
-        if not chunk["choices"]:
-            self.extension |= {name: value for name, value in (chunk.get("sglext") or {}).items() if value is not None}
-            self.usage = chunk.get("usage") or self.usage
-            return b"" if self.is_cut else event.raw
-        self.envelope = {name: value for name, value in chunk.items() if name not in ("choices", "usage", "sglext")}
-        self.keep(0, len(event.raw), more=True)
-        shown, version = b"", self._version()
-        for choice in chunk["choices"]:
-            state = self.choices.setdefault(choice["index"], ShownChoice())
-            shown += state.add({**chunk, "choices": [choice]}, choice, version)
-        return shown
-
-    async def _finish(self, event: Event, choice: Mapping[str, Any]) -> bytes:
-        state = self.choices.setdefault(choice["index"], ShownChoice())
-        state.finish = choice["finish_reason"]
-        if is_abort(state.finish) and await self.leg.was_cut(state.finish):
-            await self.leg.learn_engine()
-            state.cut = True
-            state.drop_held()
-            return b""
-        return state.release() + event.raw
-
-    def _release(self) -> bytes:
-        return b"".join(choice.release() for choice in self.choices.values())
-
-    def _version(self) -> str | None:
+    def version(self) -> str | None:
+        """The weight version of the worker that answers, as the router knows it now."""
         worker = self._pool.find(self.leg.exchange.flight.worker_url or "")
         return worker.weight_version if worker is not None else None
 
     def leg_of_choice(self, index: int, prompt: int) -> dict[str, Any]:
-        """A choice that was cut, in the form of `/generate`, as far as its stream told it; its text is not known.
+        """A choice in the form of `/generate`, as far as its stream told it; its text is not known.
 
         Args:
             prompt: how many ids it was given.
@@ -158,12 +129,63 @@ class OpeningChatStream(Tap):
             "prompt_tokens": prompt,
             "completion_tokens": len(ids),
             LOGPROBS: triples,
-            **(
-                {VERSIONS: [{"version": run.version, "start": run.start, "end": run.end} for run in runs]}
-                if runs
-                else {}
-            ),
         }
+        if runs:
+            meta[VERSIONS] = [{"version": run.version, "start": run.start, "end": run.end} for run in runs]
         rows = {each.rows.name for each in ROW_FIELDS.values()}
         meta |= {name: value for name, value in self.extension.items() if name in rows}
         return {"text": "", "output_ids": list(ids), "meta_info": meta}
+
+
+class OpeningChatStream(ChatStreamTap):
+    """The stream that a turn began with. What a cut brought is held back."""
+
+    def __init__(self, send: Send, context: ResumeContext, leg: Leg) -> None:
+        super().__init__(send, context, leg)
+        self._opaque = False  # it has said something that cannot be read
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a pause has cut one of the choices."""
+        return any(choice.cut for choice in self.choices.values())
+
+    def passes(self, start: Any) -> bool:
+        return super().passes(start) or self.kind is not Kind.EVENTS
+
+    async def event(self, event: Event) -> bytes:
+        if event.is_last:
+            return b"" if self.is_cut else self._release() + event.raw
+        return event.raw if self._opaque or not event.data else await self.take(event)
+
+    async def ended(self) -> bytes | None:
+        return None if self.is_cut else self._release()
+
+    def unread(self, reason: str) -> None:
+        super().unread(reason)
+        if reason == TOO_LARGE and self.is_cut:
+            raise UpstreamBroken("the worker's stream is too large, and some of it was held back")
+        self._shown.append(self._release())
+
+    def opaque(self, event: Event) -> bytes:
+        self._opaque = True  # what follows is nothing that can be carried on
+        return self._release() + event.raw
+
+    def told(self, event: Event) -> bytes:
+        return b"" if self.is_cut else event.raw
+
+    async def choice(self, chunk: dict[str, Any], choice: Mapping[str, Any]) -> bytes:
+        state = self.choices.setdefault(choice["index"], ShownChoice())
+        return write_all(state.add({**chunk, "choices": [choice]}, self.version()))
+
+    async def finished(self, event: Event, choice: Mapping[str, Any]) -> bytes:
+        state = self.choices.setdefault(choice["index"], ShownChoice())
+        state.finish = choice["finish_reason"]
+        if is_abort(state.finish) and await self.leg.was_cut(state.finish):
+            await self.leg.learn_engine()
+            state.cut = True
+            state.held.drop()
+            return b""
+        return write_all(state.show(state.held.release())) + event.raw
+
+    def _release(self) -> bytes:
+        return b"".join(write_all(choice.show(choice.held.release())) for choice in self.choices.values())

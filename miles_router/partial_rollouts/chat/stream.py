@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from miles_router.asgi.watch import Watch
 from miles_router.engines.answers import UnreadableAnswer, version_runs
 from miles_router.engines.chat_legs import entries_of, finished, joined_usage
 from miles_router.engines.chat_rest import deltas_behind
 from miles_router.engines.events import LAST_EVENT, write_event
+from miles_router.engines.parsers import Unparsable
+from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.errors import RouterError
 from miles_router.middlewares.chat import KnownVersions
 from miles_router.partial_rollouts.chat.answer import ChatLegs
+from miles_router.partial_rollouts.chat.following import FollowingChat
 from miles_router.partial_rollouts.chat.generation import ChatGeneration
-from miles_router.partial_rollouts.chat.opening import OpeningChatStream
-from miles_router.partial_rollouts.generation import CannotResume
+from miles_router.partial_rollouts.chat.opening import OpeningChatStream, ShownChoice
+from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
 from miles_router.partial_rollouts.leg import Leg
+from miles_router.partial_rollouts.seam import Seam
 
 
 class ResumableChatStream(ChatLegs):
@@ -24,13 +29,14 @@ class ResumableChatStream(ChatLegs):
     the finish reason `abort`."""
 
     async def run(self, body: bytes) -> None:
-        self.opening = opening = OpeningChatStream(self, Leg(self.context, self.exchange))
+        self.opening = opening = OpeningChatStream(self.send, self.context, Leg(self.context, self.exchange))
         with self.in_flight(self.exchange, body):
             await opening.leg.ask(opening, self.scope, self.receive, body)
         if not opening.is_cut:
             return
         cut = [index for index, choice in sorted(opening.choices.items()) if choice.cut]
-        known = await self._by_engine(cut)
+        self._growing: dict[int, GrowingText] = {}
+        self._by_engine = await self._said_by_engine(self.exchange.flight.worker_url, map(opening.choices.get, cut))
         try:
             generations = [self._begun(index) for index in cut]
             answers = await self.carried_on(generations)
@@ -38,15 +44,13 @@ class ResumableChatStream(ChatLegs):
             self.give_up(error)
             answers = {}
         for index in cut:
-            await opening.give(await self._rest(index, answers.get(index), known=known))
+            await opening.give(await self._rest(index, answers.get(index)))
         await opening.give(self._end(answers))
         await opening.finish(LAST_EVENT)
 
-    async def _by_engine(self, cut: list[int]) -> bool:
+    async def _said_by_engine(self, url: str | None, choices: Iterable[ShownChoice | None]) -> bool:
         """Whether the engine itself says that it has the weights that the router noted while it streamed."""
-        url = self.exchange.flight.worker_url
-        runs = [run for index in cut for run in self.opening.choices[index].versions.runs]
-        versions = {run.version for run in runs}
+        versions = {run.version for choice in choices if choice is not None for run in choice.versions.runs}
         if url is None or len(versions) != 1:
             return False
         try:
@@ -63,29 +67,86 @@ class ResumableChatStream(ChatLegs):
         answer = opening.leg_of_choice(index, len(prompt))
         generation.begin(answer)
         generation.abort = answer["meta_info"]["finish_reason"]
+        self._watch(generation)
         return generation
 
-    async def _rest(self, index: int, answer: Mapping[str, Any] | None, *, known: bool) -> bytes:
-        """The chunks that are left of a choice."""
+    # What follows, as it comes
+
+    def _watch(self, generation: ChatGeneration) -> None:
+        """See whether what follows can be read as it comes: once something was shown of it."""
+        index = generation.index
+        growing = self.reader.growing(self.opening.choices[index].message.message(), self.opening.leg.facts)
+        if growing is not None and index not in self._growing:
+            self._growing[index] = growing
+        generation.watched = index in self._growing
+
+    async def sample(self, leg: Leg, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
+        """One more part, as a stream where that can be read, else as a whole."""
+        assert isinstance(generation, ChatGeneration)
+        if not generation.live:
+            await super().sample(leg, generation, seam, body)
+            return
+        following = FollowingChat(self.context, leg, generation, self)
+        await leg.ask(following, self.scope, self.receive, body)
+        meta = generation.add(following.part())
+        known = await self._said_by_engine(leg.exchange.flight.worker_url, following.choices.values())
+        self._by_engine = self._by_engine and known
+        with Watch(self.receive, 0):
+            joined, stopped = await seam.mend(finished=True)
+        generation.verify(joined)
+        if stopped:
+            raise CannotResume("a stop string stands across the cut")
+        await self.note_end(leg, generation, meta["finish_reason"])
+        if generation.done:
+            self.answers[generation.index] = joined
+        else:
+            self._watch(generation)
+
+    async def more(self, generation: ChatGeneration, text: str, entries: Sequence[Any]) -> None:
+        """Show what has come, as far as it is certain."""
+        index, before = generation.index, generation.answer
+        choice, growing = self.opening.choices[index], self._growing.get(index)
+        deltas: list[Mapping[str, Any]] = []
+        if growing is not None:
+            try:
+                message = growing.message((before["text"] if before is not None else "") + text)
+                deltas = list(deltas_behind(choice.message.message(), *message))
+            except (UnreadableAnswer, Unparsable):
+                del self._growing[index]  # the whole text will tell
+        said = [*(entries_of(before) if before is not None else ()), *entries]
+        await self.opening.give(self._shown(index, deltas, said))
+
+    def _shown(self, index: int, deltas: Sequence[Mapping[str, Any]], entries: Sequence[Any]) -> bytes:
+        """Show deltas of a choice, and the logprobs that it has now and had not before."""
         choice = self.opening.choices[index]
+        new = entries[len(choice.entries) :]
+        choice.entries += new
+        for delta in deltas:
+            choice.message.add(delta)
+        shown = deltas or ([{"reasoning_content": None}] if new else [])
+        logprobs = [{"content": new} if new else None, *[None] * len(shown)]
+        return b"".join(self._chunk(index, delta, logprobs=told) for delta, told in zip(shown, logprobs, strict=False))
+
+    # The end
+
+    async def _rest(self, index: int, answer: Mapping[str, Any] | None) -> bytes:
+        """The chunks that are left of a choice."""
+        choice, nothing = self.opening.choices[index], {"reasoning_content": None}
         if answer is None:
-            return self._chunk(index, {}, finish_reason="abort", matched_stop=None)
-        self.turn.versions[index] = KnownVersions(version_runs(answer["meta_info"], len(answer["output_ids"])), known)
-        left = entries_of(answer)[len(choice.entries) :]
-        chunks = [self._chunk(index, {"reasoning_content": None}, logprobs={"content": left})] if left else []
+            return self._chunk(index, nothing, finish_reason="abort", matched_stop=None)
+        runs = version_runs(answer["meta_info"], len(answer["output_ids"]))
+        self.turn.versions[index] = KnownVersions(runs, self._by_engine)
+        deltas: list[Mapping[str, Any]] = []
         try:
-            read = await self.reader.read(answer, choice.message.message(), self.opening.leg.facts, self.questions())
-            finish = finished(answer, read.message)
-            chunks += [self._chunk(index, delta) for delta in deltas_behind(choice.message.message(), *read)]
+            began = choice.message.message()
+            read = await self.reader.read(answer, began, self.opening.leg.facts, self.questions())
+            finish, deltas = finished(answer, read.message), list(deltas_behind(began, *read))
         except (CannotResume, UnreadableAnswer, RouterError) as error:
             self.give_up(error)
             finish = {"type": "abort"}
-        chunks.append(
-            self._chunk(
-                index, {"reasoning_content": None}, finish_reason=finish["type"], matched_stop=finish.get("matched")
-            )
-        )
-        return b"".join(chunks)
+        shown = self._shown(index, deltas, entries_of(answer))
+        end = {"finish_reason": finish["type"], "matched_stop": finish.get("matched")}
+        return shown + self._chunk(index, nothing, **end)
 
     def _end(self, answers: Mapping[int, Any]) -> bytes:
         """What the stream says of all choices at its end."""
