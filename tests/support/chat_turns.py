@@ -30,7 +30,7 @@ def read_stream(chunks: Sequence[Any]) -> Streamed:
         assert usage is None, "it comes last"
         state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
         usage = chunk.get("usage") if not chunk["choices"] else None
-    (choice,) = state.get_final_completion().choices
+    (choice,) = state.current_completion_snapshot.choices
     message = choice.message.model_dump(exclude_none=True)
     for call in message.get("tool_calls", ()):
         call["function"].pop("parsed_arguments", None)

@@ -14,8 +14,9 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
+from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.choices import Choice, StreamShortfall
+from miles_router.engines.choices import MALFORMED, Choice, StreamShortfall
 from miles_router.engines.parsers import Parsers
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.middlewares import (
@@ -140,7 +141,10 @@ class TurnRunner:
             return
         answer = _answer(collected)
         try:
+            answer = await self._with_unfinished(answer, turn, Exchange.of(scope))
             choices = face.endpoint.choices(answer)
+        except MALFORMED as error:
+            raise UnusableAnswer(f"the worker's answer cannot be recorded: {error!r}") from None
         except UnreadableAnswer as error:
             raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
         self._record(turn, choices, scope)
@@ -151,6 +155,14 @@ class TurnRunner:
         body = _as_stream(face, turn, seen, writer)
         await send(with_length({"type": "http.response.start", "status": OK, "headers": EVENT_STREAM}, body))
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _with_unfinished(self, answer: dict[str, Any], turn: PendingTurn, exchange: Exchange) -> dict[str, Any]:
+        """The answer with the tool calls that it ends within."""
+        url = exchange.flight.worker_url
+        if url is None or not ends_early(answer, turn.fields):
+            return answer
+        facts = await self._router.fleet.facts(url)
+        return with_unfinished(answer, turn.fields, self._parsers, facts, self._router.tokenizer.decode)
 
     def _record(self, turn: PendingTurn, choices: Sequence[Choice], scope: Scope) -> None:
         exchange = Exchange.of(scope)

@@ -50,6 +50,8 @@ class MessageReader:
         Raises:
             CannotResume: nothing there can read it.
         """
+        if self._parsers.mode == "local":
+            return self._locally(answer["text"], began, facts)
         try:
             return await self._by_engine(answer["text"], began, facts, questions)
         except (CannotResume, RouterError) as error:
