@@ -22,15 +22,23 @@ CLOSED = (
     "</｜DSML｜invoke>",
     "</｜DSML｜function_calls>",
 )
+#: What the text of a special token ends with. A token that ends an answer is shown where the answer is aborted with it.
+SPECIAL_ENDS = (">", "]")
 _VALUE = json.JSONDecoder()
 
 Chunk = dict[str, Any]
 
 
-class HeldCall:
-    """The last delta of a tool call of one choice."""
+def may_end(text: str | None) -> bool:
+    """Whether a text may be that of a token which ends an answer."""
+    return bool(text) and str(text).endswith(SPECIAL_ENDS)
 
-    def __init__(self) -> None:
+
+class HeldCall:
+    """The last delta of a tool call of one choice; where `texts`, and of a text that may be the token that ends it."""
+
+    def __init__(self, *, texts: bool = False) -> None:
+        self._texts = texts
         self._held: dict[str, Any] | None = None
         self._place: object = None  # of the call
         self._arguments = ""
@@ -48,7 +56,8 @@ class HeldCall:
             self._note(calls[-1])
         for entry in (logprobs or {}).get("content") or ():
             self._sampled += bytes(entry.get("bytes") or ())
-        if not calls:
+        waits = self._texts and (may_end(delta.get("content")) or may_end(delta.get("reasoning_content")))
+        if not calls and not waits:
             return [*shown, chunk]
         self._held = {**chunk, "choices": [{**choice, "logprobs": None}]}
         return [*shown, {**chunk, "choices": [{**choice, "delta": {}}]}] if logprobs else shown

@@ -32,10 +32,13 @@ class ChatTurn:
 
     Attributes:
         parsers: what makes a message of an answer that came in parts.
-        versions: of each choice of a stream that was carried on, by its index: chunks do not tell them.
+        carried: the choices of a stream that are carried on from here on, by their indices: their chunks are no
+            engine's any more, and show no call that was not sampled.
+        versions: of each of them, at the end: chunks do not tell them.
     """
 
     parsers: Parsers = field(default_factory=Parsers)
+    carried: set[int] = field(default_factory=set)
     versions: dict[int, KnownVersions] = field(default_factory=dict)
 
     @contextmanager

@@ -86,7 +86,6 @@ class ResumableRequest(ABC):
         self.context.returned += 1
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
         logger.warning("generation_not_resumed", extra={"fields": fields})
-        print("XXX", error)
 
     async def carry_on(self, generations: Sequence[ResumableGeneration]) -> None:
         """Carry generations on, side by side. Each has an exchange of its own from here on, so that an abort reaches

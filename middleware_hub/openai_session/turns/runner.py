@@ -95,7 +95,7 @@ class TurnRunner:
 
     async def _streamed(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
         writer, exchange, chat_turn = face.writer(turn), Exchange.of(scope), ChatTurn(self._parsers)
-        stream = TurnStream(turn, face.endpoint, writer, self._version_of(scope), chat_turn.versions)
+        stream = TurnStream(turn, face.endpoint, writer, self._version_of(scope), chat_turn)
         tap = TurnTap(
             send, self._router.metrics, stream, writer, lambda: self._end_of_stream(face, turn, stream, scope)
         )

@@ -7,8 +7,7 @@ recorded: an agent that knows that its turn has ended may ask for the next, or l
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from middleware_hub.openai_session.errors import UnusableAnswer
@@ -17,7 +16,7 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.chat_held import HeldCall
 from miles_router.engines.choices import MALFORMED, Choice, OpenAIEndpoint
-from miles_router.middlewares import OK, Event, Kind, KnownVersions, Message, Send, Tap, UnreadCounter
+from miles_router.middlewares import OK, ChatTurn, Event, Kind, Message, Send, Tap, UnreadCounter
 
 
 class TurnStream:
@@ -25,7 +24,7 @@ class TurnStream:
 
     Args:
         version: tells the weight version of the worker that answers, as the router knows it now; chunks do not say it.
-        versions: those of choices, by index, of which more is known at the end.
+        carried: what the layers inside tell of choices that they carry on.
     """
 
     def __init__(
@@ -34,7 +33,7 @@ class TurnStream:
         endpoint: OpenAIEndpoint,
         writer: ReplyWriter,
         version: Callable[[], str | None],
-        versions: Mapping[int, KnownVersions] = MappingProxyType({}),
+        carried: ChatTurn | None = None,
     ) -> None:
         #: Whether something was generated.
         self.began = False
@@ -44,7 +43,7 @@ class TurnStream:
         self._chunk_events = endpoint.chunk_events
         self._writer = writer
         self._version = version
-        self._versions = versions
+        self._carried = carried or ChatTurn()
         self._growing = endpoint.growing()
         self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
         self._calls: dict[int, HeldCall] = {}
@@ -78,7 +77,7 @@ class TurnStream:
             raise self._failure
         choices = self._growing.choices()
         for choice in choices:
-            known = self._versions.get(choice.index)
+            known = self._carried.versions.get(choice.index)
             if known is not None:
                 choice.versions = known.runs
             source = "engine" if known is not None and known.by_engine else "router"
@@ -107,7 +106,10 @@ class TurnStream:
         for choice in choices:
             held, one = self._calls.setdefault(choice.get("index"), HeldCall()), {**chunk, "choices": [choice]}
             finish = choice.get("finish_reason")
-            yield from held.pieces(one) if finish is None else (*held.at_end(finish), one)
+            if choice.get("index") in self._carried.carried:
+                yield from (*held.release(), one)
+            else:
+                yield from held.pieces(one) if finish is None else (*held.at_end(finish), one)
         if not choices:
             yield chunk
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from miles_router.asgi.replies import OK, Kind, drop
 from miles_router.engines.answers import is_abort
+from miles_router.engines.chat_held import may_end
 from miles_router.engines.events import Event
 from miles_router.partial_rollouts.chat.generation import ChatGeneration
 from miles_router.partial_rollouts.chat.opening import ChatStreamTap, ShownChoice
@@ -53,8 +54,10 @@ class FollowingChat(ChatStreamTap):
     async def choice(self, chunk: dict[str, Any], choice: Mapping[str, Any]) -> bytes:
         state = self.choices.setdefault(0, ShownChoice())
         state.add({**chunk, "choices": [choice]}, self.version())
-        self._text.append((choice.get("delta") or {}).get("content") or "")
-        await self._watcher.more(self._generation, "".join(self._text), state.entries)
+        new = (choice.get("delta") or {}).get("content") or ""
+        self._text.append(new)
+        shown = self._text[:-1] if may_end(new) else self._text
+        await self._watcher.more(self._generation, "".join(shown), state.entries)
         return b""
 
     async def finished(self, event: Event, choice: Mapping[str, Any]) -> bytes:

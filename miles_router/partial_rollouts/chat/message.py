@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +39,13 @@ class MessageReader:
         self._by_name = tools_by_name(self._tools)
 
     async def read(
-        self, answer: Mapping[str, Any], began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
+        self,
+        answer: Mapping[str, Any],
+        began: Mapping[str, Any],
+        facts: Facts,
+        questions: EngineQuestions,
+        *,
+        stream: bool = False,
     ) -> ReadMessage:
         """The message.
 
@@ -46,10 +53,29 @@ class MessageReader:
             answer: the whole of it, in the form of `/generate`.
             began: the message that the engine made of its first part.
             facts: of that engine.
+            stream: a call that the answer ends within is part of it, as far as it goes.
 
         Raises:
             CannotResume: nothing there can read it.
         """
+        read = await self._read(answer, began, facts, questions)
+        if stream and answer["meta_info"]["finish_reason"]["type"] != "stop":
+            self._add_unfinished(read, facts)
+        return read
+
+    def _add_unfinished(self, read: ReadMessage, facts: Facts) -> None:
+        """Of a stream, whose client has seen it begin: the call that the text ends within."""
+        calls = self._parsers.calls(facts) if facts.tool_call_parser and self._tools else None
+        with suppress(Unparsable):
+            call = calls.unfinished(read.text, self._by_name) if calls is not None else None
+            if call is not None:
+                before = read.message.setdefault("tool_calls", [])
+                (unfinished,) = tool_calls([call], lambda name, _: self._call_id(name, len(before), facts))
+                before.append({**unfinished, "index": len(before)})
+
+    async def _read(
+        self, answer: Mapping[str, Any], began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
+    ) -> ReadMessage:
         if self._parsers.mode == "local":
             return self._locally(answer["text"], began, facts)
         try:

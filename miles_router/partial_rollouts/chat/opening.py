@@ -30,7 +30,7 @@ class ShownChoice:
         self.finish: str | None = None
         #: Whether a pause has cut it.
         self.cut = False
-        self.held = HeldCall()
+        self.held = HeldCall(texts=True)
 
     def add(self, chunk: dict[str, Any], version: str | None) -> Sequence[Mapping[str, Any]]:
         """Take a chunk with this choice alone; gives the chunks that are shown now."""

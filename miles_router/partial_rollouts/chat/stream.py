@@ -35,6 +35,7 @@ class ResumableChatStream(ChatLegs):
         if not opening.is_cut:
             return
         cut = [index for index, choice in sorted(opening.choices.items()) if choice.cut]
+        self.turn.carried.update(cut)
         self._growing: dict[int, GrowingText] = {}
         self._by_engine = await self._said_by_engine(self.exchange.flight.worker_url, map(opening.choices.get, cut))
         try:
@@ -139,7 +140,8 @@ class ResumableChatStream(ChatLegs):
         deltas: list[Mapping[str, Any]] = []
         try:
             began = choice.message.message()
-            read = await self.reader.read(answer, began, self.opening.leg.facts, self.questions())
+            facts = self.opening.leg.facts
+            read = await self.reader.read(answer, began, facts, self.questions(), stream=True)
             finish, deltas = finished(answer, read.message), list(deltas_behind(began, *read))
         except (CannotResume, UnreadableAnswer, RouterError) as error:
             self.give_up(error)
