@@ -34,7 +34,7 @@ def may_end(text: str | None) -> bool:
     return bool(text) and str(text).endswith(SPECIAL_ENDS)
 
 
-class HeldCall:
+class HeldDelta:
     """The last delta of a tool call of one choice; where `texts`, and of a text that may be the token that ends it."""
 
     def __init__(self, *, texts: bool = False) -> None:

@@ -68,8 +68,6 @@ def _content_behind(shown: str, whole: str) -> str:
 def _as_streamed(message: Mapping[str, Any], text: str) -> str:
     """A message's content as a stream shows it: with the whitespace around it that is trimmed in front of a call."""
     content: str = message.get("content") or ""
-    if not message.get("tool_calls"):
-        return content
     begin = text.find(content) if content else len(text) - len(text.lstrip())
     if begin < 0:
         return content

@@ -14,7 +14,7 @@ from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.chat_held import HeldCall
+from miles_router.engines.chat_held import HeldDelta
 from miles_router.engines.choices import MALFORMED, Choice, OpenAIEndpoint
 from miles_router.middlewares import OK, ChatTurn, Event, Kind, Message, Send, Tap, UnreadCounter
 
@@ -46,7 +46,7 @@ class TurnStream:
         self._carried = carried or ChatTurn()
         self._growing = endpoint.growing()
         self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
-        self._calls: dict[int, HeldCall] = {}
+        self._calls: dict[int, HeldDelta] = {}
         self._held_back: list[bytes] = []
 
     def feed(self, event: Event) -> bytes:
@@ -104,7 +104,7 @@ class TurnStream:
             yield chunk
             return
         for choice in choices:
-            held, one = self._calls.setdefault(choice.get("index"), HeldCall()), {**chunk, "choices": [choice]}
+            held, one = self._calls.setdefault(choice.get("index"), HeldDelta()), {**chunk, "choices": [choice]}
             finish = choice.get("finish_reason")
             if choice.get("index") in self._carried.carried:
                 yield from (*held.release(), one)

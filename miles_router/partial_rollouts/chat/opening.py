@@ -9,7 +9,7 @@ from typing import Any
 from miles_router.asgi.exchange import Send
 from miles_router.asgi.replies import TOO_LARGE, Kind, Tap
 from miles_router.engines.answers import LOGPROBS, VERSIONS, is_abort
-from miles_router.engines.chat_held import HeldCall
+from miles_router.engines.chat_held import HeldDelta
 from miles_router.engines.chat_stream import GrowingMessage
 from miles_router.engines.choices import MALFORMED, VersionTrack
 from miles_router.engines.events import Event, write_event
@@ -30,7 +30,7 @@ class ShownChoice:
         self.finish: str | None = None
         #: Whether a pause has cut it.
         self.cut = False
-        self.held = HeldCall(texts=True)
+        self.held = HeldDelta(texts=True)
 
     def add(self, chunk: dict[str, Any], version: str | None) -> Sequence[Mapping[str, Any]]:
         """Take a chunk with this choice alone; gives the chunks that are shown now."""
