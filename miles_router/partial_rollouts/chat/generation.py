@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from miles_router.engines.chat_legs import as_generation, constraint_of, rest_request
@@ -22,12 +23,16 @@ class ChatGeneration(ResumableGeneration):
 
     def __init__(self, fields: Mapping[str, Any], index: int, prompt: Sequence[int], facts: Facts) -> None:
         request = GenerateRequest.read(as_generation(fields, prompt, facts))
-        super().__init__(request, 0, facts=facts, defaults={}, incremental=False)
-        self.index = index
+        super().__init__(request, index, facts=facts, defaults={}, incremental=False)
         self.fields = fields
         #: Whether somebody reads it as it comes, and whether what follows the last cut can be.
         self.watched = False
         self.live = False
+
+    @cached_property
+    def request(self) -> Mapping[str, Any]:
+        """The request for this choice alone, in the form of `/generate`."""
+        return self.client_request.single(0)
 
     def next_request(self) -> dict[str, Any]:
         """The request for what is left, raw.
