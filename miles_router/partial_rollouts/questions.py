@@ -14,8 +14,8 @@ from miles_router.asgi.exchange import Exchange
 from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.replies import OK
 from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer
-from miles_router.engines.facts import Facts, read_facts
-from miles_router.engines.paths import GENERATE, MODEL_INFO
+from miles_router.engines.facts import Facts
+from miles_router.engines.paths import GENERATE
 from miles_router.engines.rows import RowFields
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.generation import CannotResume
@@ -177,14 +177,6 @@ class EngineQuestions:
                 stopped = answer["meta_info"]["finish_reason"]["type"] == "stop"
                 (known.ends if stopped else known.others).add(token)
         return token in known.ends
-
-    async def weight_version(self, url: str) -> str | None:
-        """The version of the weights that the engine at this URL has now; None where it does not say."""
-        async with self._router.forward(
-            "GET", MODEL_INFO[0], headers=self._headers, flight=self.exchange.flight, preferred=url
-        ) as forwarded:
-            told = await forwarded.reply.read_all(MAX_ANSWER)
-            return read_facts(model_info=told).weight_version if forwarded.worker.url == url else None
 
     async def _generate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         for _ in range(ATTEMPTS):

@@ -117,6 +117,9 @@ class TurnRunner:
         if not stream.began:
             return  # the engine refused, and says so itself
         exchange = Exchange.of(scope)
+        if len(stream.versions) == 1 and exchange.flight.worker_url is not None:
+            said = await self._router.fleet.weight_version(exchange.flight.worker_url)
+            stream.by_engine = stream.versions == {said}
         try:
             self._record(turn, stream.choices(), scope)
         except UnusableAnswer as error:

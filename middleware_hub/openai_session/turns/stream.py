@@ -38,6 +38,8 @@ class TurnStream:
         #: Whether something was generated.
         self.began = False
         self.first_token_at: float | None = None
+        #: Whether the engine itself says that it has the version that was noted throughout.
+        self.by_engine = False
         self._fields = turn.fields
         self._endpoint = endpoint
         self._chunk_events = endpoint.chunk_events
@@ -48,6 +50,11 @@ class TurnStream:
         self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
         self._calls: dict[int, HeldDelta] = {}
         self._held_back: list[bytes] = []
+
+    @property
+    def versions(self) -> set[str]:
+        """The weight versions that were noted."""
+        return self._growing.versions
 
     def feed(self, event: Event) -> bytes:
         """What the agent is shown now of one event of the engine's; what ends its answer is kept for `release`."""
@@ -80,7 +87,7 @@ class TurnStream:
             known = self._carried.versions.get(choice.index)
             if known is not None:
                 choice.versions = known.runs
-            source = "engine" if known is not None and known.by_engine else "router"
+            source = "engine" if (self.by_engine if known is None else known.by_engine) else "router"
             choice.facts |= {"first_token_at": self.first_token_at, "versions": source}
         return choices
 

@@ -52,12 +52,9 @@ class ResumableChatStream(ChatLegs):
     async def _said_by_engine(self, url: str | None, choices: Iterable[ShownChoice | None]) -> bool:
         """Whether the engine itself says that it has the weights that the router noted while it streamed."""
         versions = {run.version for choice in choices if choice is not None for run in choice.versions.runs}
-        if url is None or len(versions) != 1:
-            return False
-        try:
-            return await self.questions().weight_version(url) in versions
-        except RouterError:
-            return False
+        return (
+            url is not None and len(versions) == 1 and await self.context.router.fleet.weight_version(url) in versions
+        )
 
     def _begun(self, index: int) -> ChatGeneration:
         opening = self.opening
