@@ -30,6 +30,7 @@ from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
+from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.parsers import Parsers
 from miles_router.errors import ConfigError
 from miles_router.middlewares import ASGIApp, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
@@ -96,7 +97,9 @@ class OpenAISessionMiddleware:
             known = Parsers.of(parsers, tito_model or None)
         except ValueError as error:
             raise ConfigError(f"openai_session_middleware.{error}") from None
-        runner = TurnRunner(app, router, recorder, known, whole_answers=whole_answers)
+        backend = getattr(router.tokenizer, "backend_tokenizer", None)
+        names = TokenNames(backend, router.model_config.get("vocab_size"))
+        runner = TurnRunner(app, router, recorder, known, names, whole_answers=whole_answers)
         self._door = TurnDoor(app, faces, self.store, recorder, runner, now=time.time)
         maker = SampleMaker(Selection(branch_policies, default_branches), router.tokenizer.decode, router.rows)
         self._sessions = SessionRoutes(self.store, maker, router.base_url)

@@ -35,11 +35,18 @@ def may_end(text: str | None) -> bool:
 
 
 class HeldDelta:
-    """The last delta of a tool call of one choice; where `texts`, and of a text that may be the token that ends it."""
+    """The last delta of a tool call of one choice.
 
-    def __init__(self, *, texts: bool = False) -> None:
+    Args:
+        texts: a text that may be the token which ends the answer waits too.
+        told_only: a text waits until the logprobs of its tokens have come.
+    """
+
+    def __init__(self, *, texts: bool = False, told_only: bool = False) -> None:
         self._texts = texts
+        self._told_only = told_only
         self._held: dict[str, Any] | None = None
+        self._until_told = False  # it waits for logprobs alone
         self._place: object = None  # of the call
         self._arguments = ""
         self._sampled = bytearray()  # since the call was named
@@ -50,15 +57,18 @@ class HeldDelta:
         delta, logprobs = choice.get("delta") or {}, choice.get("logprobs")
         shown: list[Chunk] = []
         calls = delta.get("tool_calls")
-        if any(delta.values()):
+        if any(delta.values()) or (logprobs and self._until_told):
             shown += self.release()
         if calls:
             self._note(calls[-1])
         for entry in (logprobs or {}).get("content") or ():
             self._sampled += bytes(entry.get("bytes") or ())
-        waits = self._texts and (may_end(delta.get("content")) or may_end(delta.get("reasoning_content")))
-        if not calls and not waits:
+        texts = [delta.get("content"), delta.get("reasoning_content")]
+        self._until_told = self._told_only and not calls and not logprobs and any(texts)
+        ends = self._texts and any(map(may_end, texts))
+        if not (calls or ends or self._until_told):
             return [*shown, chunk]
+        self._until_told = self._until_told and not ends
         self._held = {**chunk, "choices": [{**choice, "logprobs": None}]}
         return [*shown, {**chunk, "choices": [{**choice, "delta": {}}]}] if logprobs else shown
 

@@ -6,7 +6,7 @@ carried on inside, and the layer sees a single answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,12 +32,15 @@ class ChatTurn:
 
     Attributes:
         parsers: what makes a message of an answer that came in parts.
+        ids: gives the ids of tokens that spell some bytes each, or None where that is not certain: a stream tells its
+            ids at its end, and one whose worker is lost has none.
         carried: the choices of a stream that are carried on from here on, by their indices: their chunks are no
             engine's any more, and show no call that was not sampled.
         versions: of each of them, at the end: chunks do not tell them.
     """
 
     parsers: Parsers = field(default_factory=Parsers)
+    ids: Callable[[Sequence[bytes]], Awaitable[list[int] | None]] | None = None
     carried: set[int] = field(default_factory=set)
     versions: dict[int, KnownVersions] = field(default_factory=dict)
 

@@ -78,6 +78,11 @@ class EngineQuestions:
         """
         return await self._list("/v1/tokenize", {"prompt": text}, "tokens", int)
 
+    async def render(self, chat: Mapping[str, Any]) -> list[int]:
+        """The prompt that the engine's template makes of a chat request."""
+        fields = {name: value for name, value in chat.items() if name not in ("stream", "stream_options")}
+        return await self._list("/v1/tokenize", fields, "tokens", int)
+
     async def detokenize(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """The text of each, as `/generate` shows it. Ids behind the tokenizer's last, which a model with a padded
         vocabulary samples, it shows as id 0 (SGLang 0.5.23, `DetokenizerManager._clamp_decode_ids`);

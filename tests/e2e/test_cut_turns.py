@@ -14,7 +14,7 @@ from miles_router.errors import ConfigError
 from miles_router.testing.worker.engine import Engine
 from tests.support.brake import Brake
 from tests.support.chat_turns import read_stream
-from tests.support.http import request
+from tests.support.http import CutReply, request
 from tests.support.session_trial import (
     ADD,
     ASK_ADD,
@@ -293,3 +293,68 @@ async def test_parsers_that_there_are_not_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         await session_trial(stage, await stage.worker(), options=options)
+
+
+LOSABLE = {"resume_on_worker_loss": True, "max_retries": 3}
+
+
+async def lose(trial: SessionTrial, brake: Brake) -> None:
+    """The worker dies where it stands, and comes back without what it had."""
+    await trial.worker.kill()
+    brake.on = False
+    await trial.worker.restart()
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("tokens", [[0], [1], [9], [22, 3], [9, 0, 0]])
+async def test_a_stream_whose_worker_was_lost_goes_on(stage: Stage, tokens: list[int], root: bool) -> None:
+    async with cuttable(stage, settings={**LOSABLE, "partial_rollout": "return"}) as (trial, brake):
+        session, history = await trial.create(), HI
+        if not root:
+            message = message_of(await trial.chat(session, HI))
+            history = [*HI, message, user("Go on")]
+        text = f"<think>\nI add < both.\n</think>\n\nIt is 世界\n{ASK_ADD}"
+        trial.worker.say(text)
+        async with under_way(trial.stream(session, history, max_tokens=500, tools=[ADD])) as turn:
+            for count in tokens:
+                await reached(trial, brake, count)
+                await lose(trial, brake)
+            message, finish, _ = read_stream(await turn)
+        assert (message["reasoning_content"], message["content"]) == ("\nI add < both.\n", "\n\nIt is 世界\n")
+        (call,) = message["tool_calls"]
+        assert (json.loads(call["function"]["arguments"]), finish) == ({"a": 17, "b": 25}, "tool_calls")
+        *_, sample = await trial.samples(session)
+        ids = qwen3().encode(text)
+        assert sample["tokens"][-len(ids) - 1 : -1] == ids
+        last = trial.door[-1].generation
+        assert sample["tokens"] == [*last.input_ids, *last.output_ids]
+
+
+async def test_a_whole_answer_whose_worker_was_lost_is_asked_for_again(stage: Stage) -> None:
+    async with cuttable(stage, settings={**LOSABLE, "partial_rollout": "return"}) as (trial, brake):
+        session = await trial.create()
+        async with under_way(trial.chat(session, HI, max_tokens=20, ignore_eos=True)) as turn:
+            await reached(trial, brake, 3)
+            await lose(trial, brake)
+            await turn
+        (sample,) = await trial.samples(session)
+        exactly(sample, trial.door[-1].generation)
+
+
+async def test_a_stream_whose_tokens_are_not_certain_is_broken_off(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two tokens of Qwen3's vocabulary may spell an exclamation mark: an engine shows those that the tokenizer does not
+    have as the first."""
+    async with cuttable(stage, settings={**LOSABLE, "partial_rollout": "return"}) as (trial, brake):
+        trial.worker.say("No! It is 42, I say, and so it is.")
+        session = await trial.create()
+        with caplog.at_level("WARNING"):
+            turn = asyncio.ensure_future(trial.turn(session, HI, max_tokens=500, stream=True))
+            await reached(trial, brake, 6)
+            await lose(trial, brake)
+            with pytest.raises(CutReply):
+                await soon(turn)
+        (reason,) = given_up(caplog)
+        assert "not certain" in reason
+        assert await trial.records(session) == []

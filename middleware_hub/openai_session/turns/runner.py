@@ -15,6 +15,7 @@ from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished
+from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.choices import MALFORMED, Choice, StreamShortfall
 from miles_router.engines.parsers import Parsers
@@ -50,12 +51,20 @@ class TurnRunner:
     """Runs turns through the layers inside."""
 
     def __init__(
-        self, app: ASGIApp, router: Router, recorder: TurnRecorder, parsers: Parsers, *, whole_answers: bool = False
+        self,
+        app: ASGIApp,
+        router: Router,
+        recorder: TurnRecorder,
+        parsers: Parsers,
+        names: TokenNames,
+        *,
+        whole_answers: bool = False,
     ) -> None:
         self._app = app
         self._router = router
         self._recorder = recorder
         self._parsers = parsers
+        self._names = names
         self._stream_facts = StreamFacts(router)
         self._whole_answers = whole_answers
 
@@ -94,7 +103,7 @@ class TurnRunner:
     # Streams
 
     async def _streamed(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
-        writer, exchange, chat_turn = face.writer(turn), Exchange.of(scope), ChatTurn(self._parsers)
+        writer, exchange, chat_turn = face.writer(turn), Exchange.of(scope), ChatTurn(self._parsers, self._names.ids)
         stream = TurnStream(turn, face.endpoint, writer, self._version_of(scope), chat_turn)
         tap = TurnTap(
             send, self._router.metrics, stream, writer, lambda: self._end_of_stream(face, turn, stream, scope)

@@ -9,6 +9,7 @@ from miles_router.asgi.replies import OK, Kind, drop
 from miles_router.engines.answers import is_abort
 from miles_router.engines.chat_held import may_end
 from miles_router.engines.events import Event
+from miles_router.middlewares.chat import ChatTurn
 from miles_router.partial_rollouts.chat.generation import ChatGeneration
 from miles_router.partial_rollouts.chat.opening import ChatStreamTap, ShownChoice
 from miles_router.partial_rollouts.generation import CannotResume
@@ -82,3 +83,14 @@ class FollowingChat(ChatStreamTap):
         part = self.leg_of_choice(0, self._generation.given)
         part["meta_info"]["finish_reason"] = self.end_reason
         return {**part, "text": "".join(self._text)}
+
+    async def lost_part(self, turn: ChatTurn) -> dict[str, Any] | None:
+        """What there is of it where its worker was lost; None for nothing.
+
+        Raises:
+            CannotResume: its ids are not certain.
+        """
+        if not self.choices:
+            return None
+        await self.name_ids(turn)
+        return {**self.leg_of_choice(0, self._generation.given), "text": "".join(self._text)}

@@ -15,6 +15,7 @@ from miles_router.engines.choices import MALFORMED, VersionTrack
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.errors import UpstreamBroken
+from miles_router.middlewares.chat import ChatTurn
 from miles_router.partial_rollouts.generation import CannotResume
 from miles_router.partial_rollouts.leg import LAYER, Leg, ResumeContext
 
@@ -22,7 +23,7 @@ from miles_router.partial_rollouts.leg import LAYER, Leg, ResumeContext
 class ShownChoice:
     """What a stream's client has of one choice."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, told_only: bool = False) -> None:
         self.message = GrowingMessage()
         #: Chat's entries for the logprobs of all tokens.
         self.entries: list[dict[str, Any]] = []
@@ -30,7 +31,7 @@ class ShownChoice:
         self.finish: str | None = None
         #: Whether a pause has cut it.
         self.cut = False
-        self.held = HeldDelta(texts=True)
+        self.held = HeldDelta(texts=True, told_only=told_only)
 
     def add(self, chunk: dict[str, Any], version: str | None) -> Sequence[Mapping[str, Any]]:
         """Take a chunk with this choice alone; gives the chunks that are shown now."""
@@ -108,6 +109,25 @@ class ChatStreamTap(Tap):
         worker = self._pool.find(self.leg.exchange.flight.worker_url or "")
         return worker.weight_version if worker is not None else None
 
+    async def name_ids(self, turn: ChatTurn) -> None:
+        """Know the ids of a stream that has told none, by the bytes of its tokens.
+
+        Raises:
+            CannotResume: they may be those of other tokens.
+        """
+        indices = sorted(self.choices)
+        named = [await self._named(self.choices[index], turn) for index in indices]
+        self.extension["output_ids"] = [
+            named[indices.index(at)] if at in indices else [] for at in range(max(indices) + 1)
+        ]
+
+    async def _named(self, choice: ShownChoice | None, turn: ChatTurn) -> list[int]:
+        spelled = [bytes(entry.get("bytes") or ()) for entry in choice.entries] if choice is not None else []
+        ids = await turn.ids(spelled) if turn.ids is not None else None
+        if ids is None:
+            raise CannotResume("the ids of a stream that did not end are not certain by the bytes of its tokens")
+        return ids
+
     def leg_of_choice(self, index: int, prompt: int) -> dict[str, Any]:
         """A choice in the form of `/generate`, as far as its stream told it; its text is not known.
 
@@ -125,7 +145,7 @@ class ChatStreamTap(Tap):
         runs = choice.versions.runs
         meta = {
             "id": self.envelope.get("id"),
-            "finish_reason": {"type": choice.finish},
+            "finish_reason": {"type": choice.finish} if choice.finish is not None else None,
             "prompt_tokens": prompt,
             "completion_tokens": len(ids),
             LOGPROBS: triples,
@@ -143,6 +163,7 @@ class OpeningChatStream(ChatStreamTap):
     def __init__(self, send: Send, context: ResumeContext, leg: Leg) -> None:
         super().__init__(send, context, leg)
         self._opaque = False  # it has said something that cannot be read
+        self._told_only = context.resume_lost
 
     @property
     def is_cut(self) -> bool:
@@ -150,7 +171,17 @@ class OpeningChatStream(ChatStreamTap):
         return any(choice.cut for choice in self.choices.values())
 
     def passes(self, start: Any) -> bool:
+        self.leg.note_engine()
         return super().passes(start) or self.kind is not Kind.EVENTS
+
+    def lose(self) -> bool:
+        """The worker was lost; gives whether what it has not said can be asked of another."""
+        if self.passing or self._opaque or not self.choices:
+            return False
+        for choice in self.choices.values():
+            choice.cut = choice.finish is None
+            choice.held.drop()
+        return True
 
     async def event(self, event: Event) -> bytes:
         if event.is_last:
@@ -174,7 +205,7 @@ class OpeningChatStream(ChatStreamTap):
         return b"" if self.is_cut else event.raw
 
     async def choice(self, chunk: dict[str, Any], choice: Mapping[str, Any]) -> bytes:
-        state = self.choices.setdefault(choice["index"], ShownChoice())
+        state = self.choices.setdefault(choice["index"], ShownChoice(told_only=self._told_only))
         return write_all(state.add({**chunk, "choices": [choice]}, self.version()))
 
     async def finished(self, event: Event, choice: Mapping[str, Any]) -> bytes:

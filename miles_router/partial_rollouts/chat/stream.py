@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from miles_router.asgi.exchange import Message, Send
 from miles_router.asgi.watch import Watch
 from miles_router.engines.answers import UnreadableAnswer, version_runs
 from miles_router.engines.chat_legs import entries_of, finished, joined_usage
 from miles_router.engines.chat_rest import deltas_behind
 from miles_router.engines.events import LAST_EVENT, write_event
+from miles_router.engines.facts import Facts
 from miles_router.engines.parsers import Unparsable
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.rows import ROW_FIELDS
-from miles_router.errors import RouterError
+from miles_router.errors import RouterError, UpstreamBroken
 from miles_router.middlewares.chat import KnownVersions
 from miles_router.partial_rollouts.chat.answer import ChatLegs
 from miles_router.partial_rollouts.chat.following import FollowingChat
@@ -29,9 +31,7 @@ class ResumableChatStream(ChatLegs):
     the finish reason `abort`."""
 
     async def run(self, body: bytes) -> None:
-        self.opening = opening = OpeningChatStream(self.send, self.context, Leg(self.context, self.exchange))
-        with self.in_flight(self.exchange, body):
-            await opening.leg.ask(opening, self.scope, self.receive, body)
+        opening = await self._first_stream(body)
         if not opening.is_cut:
             return
         cut = [index for index, choice in sorted(opening.choices.items()) if choice.cut]
@@ -39,7 +39,7 @@ class ResumableChatStream(ChatLegs):
         self._growing: dict[int, GrowingText] = {}
         self._by_engine = await self._said_by_engine(self.exchange.flight.worker_url, map(opening.choices.get, cut))
         try:
-            generations = [self._begun(index) for index in cut]
+            generations = [await self._begun(index) for index in cut]
             answers = await self.carried_on(generations)
         except (CannotResume, UnreadableAnswer) as error:
             self.give_up(error)
@@ -49,6 +49,41 @@ class ResumableChatStream(ChatLegs):
         await opening.give(self._end(answers))
         await opening.finish(LAST_EVENT)
 
+    async def _first_stream(self, body: bytes) -> OpeningChatStream:
+        """The stream that it begins with; under `resume_lost`, one that had said nothing is asked for again.
+
+        Raises:
+            UpstreamBroken: its worker was lost, and what it said is nothing to go on from.
+        """
+        lost, start = 0, _OneStart(self.send)
+        while True:
+            leg = Leg(self.context, self.exchange)
+            self.opening = opening = OpeningChatStream(start.send, self.context, leg)
+            try:
+                with self.in_flight(self.exchange, body):
+                    await opening.leg.ask(opening, self.scope, self.receive, body)
+                return opening
+            except UpstreamBroken:
+                lost += 1
+                if not self.context.resume_lost or lost > self.context.router.config.max_retries:
+                    raise
+                if opening.choices or opening.passing:
+                    await self._lose(opening)
+                    return opening
+
+    async def _lose(self, opening: OpeningChatStream) -> None:
+        try:
+            if not opening.lose():
+                raise CannotResume("what it said cannot be read")
+            await opening.name_ids(self.turn)
+            if not (self.fields.get("input_ids") or opening.extension.get("input_ids")):
+                opening.extension["input_ids"] = await self.questions().render(self.fields)
+        except (CannotResume, RouterError) as error:
+            self.give_up(error)
+            raise UpstreamBroken(f"the worker was lost: {error}") from error
+        if opening.leg.facts.kind is None:
+            opening.leg.facts = next(iter(await self.context.router.fleet.all_facts()), Facts())
+
     async def _said_by_engine(self, url: str | None, choices: Iterable[ShownChoice | None]) -> bool:
         """Whether the engine itself says that it has the weights that the router noted while it streamed."""
         versions = {run.version for choice in choices if choice is not None for run in choice.versions.runs}
@@ -56,7 +91,7 @@ class ResumableChatStream(ChatLegs):
             url is not None and len(versions) == 1 and await self.context.router.fleet.weight_version(url) in versions
         )
 
-    def _begun(self, index: int) -> ChatGeneration:
+    async def _begun(self, index: int) -> ChatGeneration:
         opening = self.opening
         prompt = self.fields.get("input_ids") or opening.extension.get("input_ids")
         if not prompt:
@@ -85,7 +120,14 @@ class ResumableChatStream(ChatLegs):
             await super().sample(leg, generation, seam, body)
             return
         following = FollowingChat(self.context, leg, generation, self)
-        await leg.ask(following, self.scope, self.receive, body)
+        try:
+            await leg.ask(following, self.scope, self.receive, body)
+        except UpstreamBroken:
+            part = await following.lost_part(self.turn) if self.context.resume_lost else None
+            if part is not None:
+                self._by_engine = False
+                generation.add(part)
+            raise
         meta = generation.add(following.part())
         known = await self._said_by_engine(leg.exchange.flight.worker_url, following.choices.values())
         self._by_engine = self._by_engine and known
@@ -113,6 +155,7 @@ class ResumableChatStream(ChatLegs):
                 del self._growing[index]  # the whole text will tell
         said = [*(entries_of(before) if before is not None else ()), *entries]
         await self.opening.give(self._shown(index, deltas, said))
+        generation.shown_ids = len(choice.entries)
 
     def _shown(self, index: int, deltas: Sequence[Mapping[str, Any]], entries: Sequence[Any]) -> bytes:
         """Show deltas of a choice, and the logprobs that it has now and had not before."""
@@ -176,3 +219,19 @@ class ResumableChatStream(ChatLegs):
     def _chunk(self, index: int, delta: Mapping[str, Any], **fields: Any) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, "matched_stop": None}
         return write_event({**self.opening.envelope, "choices": [{**choice, **fields}]})
+
+
+class _OneStart:
+    """Gives a client the head of the first reply alone."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._started = False
+
+    async def send(self, message: Message) -> None:
+        """One message of a reply."""
+        if message["type"] == "http.response.start":
+            if self._started:
+                return
+            self._started = True
+        await self._send(message)
