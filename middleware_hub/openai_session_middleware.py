@@ -30,6 +30,9 @@ from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
+from middleware_hub.tokenizing.naming import TokenNames
+from miles_router.engines.parsers import Parsers
+from miles_router.errors import ConfigError
 from miles_router.middlewares import ASGIApp, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
 
 NAME = "openai_sessions"
@@ -50,6 +53,9 @@ class OpenAISessionMiddleware:
         default_mask: the masks of a request that names none.
         lora_path: the adapter that answers every turn, by the engine's name for it; whatever an agent asks for.
         chat_template_kwargs: template settings of every turn; an agent's own count more.
+        parsers: what reads an answer that was sampled in parts, its reasoning and its tool calls: `engine`, its own
+            parsers; `local`, those here for the family of `tito_model`; `hybrid`, these where the engine's fail, and to
+            show what comes behind a cut at once.
         whole_answers: whether a streamed chat turn is generated whole, and given as a stream afterwards. Where another
             router stands between, a stream's weight versions are not known.
         max_sessions: sessions held.
@@ -75,6 +81,7 @@ class OpenAISessionMiddleware:
         default_mask: tuple[str, ...] = (),
         lora_path: str = "",
         chat_template_kwargs: dict[str, Any] | None = None,
+        parsers: str = "hybrid",
         whole_answers: bool = False,
         max_sessions: int = 100_000,
         max_turns: int = 2_000,
@@ -93,7 +100,13 @@ class OpenAISessionMiddleware:
         recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time)
         settings = RunSettings(lora_path, chat_template_kwargs or {})
         faces = [face(continuation, equal, settings) for face in FACES]
-        runner = TurnRunner(app, router, recorder, whole_answers=whole_answers)
+        try:
+            known = Parsers.of(parsers, tito_model or None)
+        except ValueError as error:
+            raise ConfigError(f"openai_session_middleware.{error}") from None
+        backend = getattr(router.tokenizer, "backend_tokenizer", None)
+        names = TokenNames(backend, router.model_config.get("vocab_size"))
+        runner = TurnRunner(app, router, recorder, known, names, whole_answers=whole_answers)
         self._door = TurnDoor(app, faces, self.store, recorder, runner, now=time.time)
         selection = Selection(branch_policies, default_branches)
         defaults = checked_defaults("openai_session_middleware", default_build, default_mask)

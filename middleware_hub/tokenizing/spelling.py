@@ -112,6 +112,10 @@ class ByteLevelSpeller(AddedTokens):
         except UnicodeDecodeError:
             return _spell_invalid(parts)
 
+    def bytes_of(self, token: int) -> bytes:
+        """What one token spells."""
+        return self._verbatim[token]
+
     def _bytes(self, token: int) -> bytes:
         if token in self._added:
             return self._added[token].encode()

@@ -141,6 +141,11 @@ class GrowingChoices(ABC, Generic[Growing]):
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", f"a chunk that is none: {error!r}") from error
 
+    @property
+    def versions(self) -> set[str]:
+        """The weight versions that the router saw."""
+        return {str(run.version) for growing in self._growing.values() for run in growing.versions.runs}
+
     def choices(self) -> list[Choice]:
         """What was sampled, in the order of the choices; their versions are those that the router saw.
 

@@ -235,6 +235,14 @@ class Fleet:
         found = await asyncio.gather(*map(self.profile, workers), return_exceptions=True)
         return [each if isinstance(each, Profile) else USUAL for each in found]
 
+    async def weight_version(self, url: str) -> str | None:
+        """The weights that the engine at a worker's URL says it has, asked now; None where it does not say."""
+        worker = self.pool.find(url)
+        try:
+            return (await self._questions.liveness(worker)).weight_version if worker is not None else None
+        except UpstreamError:
+            return None
+
     async def all_facts(self) -> list[Facts]:
         """The facts of each routable worker, for what has to be decided before one of them is chosen."""
         routable = self.pool.routable

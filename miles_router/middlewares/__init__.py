@@ -24,6 +24,7 @@ from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
+from miles_router.middlewares.chat import ChatTurn, KnownVersions
 from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
@@ -49,6 +50,7 @@ __all__ = [
     "TOO_LARGE",
     "UPDATE_VERSION",
     "ASGIApp",
+    "ChatTurn",
     "Collected",
     "Event",
     "Exchange",
@@ -61,6 +63,7 @@ __all__ = [
     "HasMetrics",
     "HasRoutes",
     "Kind",
+    "KnownVersions",
     "Message",
     "Pace",
     "RawHeaders",

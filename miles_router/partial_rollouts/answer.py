@@ -52,7 +52,7 @@ class ResumableAnswer(ResumableRequest):
         """One more piece."""
         reply = _FollowingAnswer(leg)
         await leg.ask(reply, self.scope, self.receive, body)
-        meta = generation.add(reply.read())
+        meta = generation.add(self.read_leg(reply.read()))
         try:
             with Watch(self.receive, 0):
                 joined, stopped = await seam.mend(finished=True)
@@ -66,6 +66,14 @@ class ResumableAnswer(ResumableRequest):
             await self.note_end(leg, generation, meta.get("finish_reason"))
         if generation.done:
             self.answers[generation.index] = joined
+
+    def read_leg(self, answer: Any) -> Any:
+        """The answer to a request that carries one generation on, in the form of `/generate`.
+
+        Raises:
+            UnreadableAnswer: it is none.
+        """
+        return answer
 
     async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
         """It is part of the answer; one that was never carried on stays as the engine gave it."""

@@ -24,8 +24,6 @@ ALSO_STATEFUL = (
     "return_entropy",
     "return_flat_raw_output_top_logprobs",
 )
-#: Fields about the prompt, which the first leg has answered.
-OF_THE_PROMPT = ("text", "logprob_start_len")
 
 
 async def continuation(generation: ResumableGeneration, questions: EngineQuestions) -> bytes:
@@ -35,24 +33,24 @@ async def continuation(generation: ResumableGeneration, questions: EngineQuestio
         CannotResume: not exactly.
     """
     answer = generation.answer
-    if answer is None or not answer["output_ids"]:  # it had only queued
-        return orjson.dumps(dict(generation.request))
-    sampled, params = answer["output_ids"], {**generation.params}
+    if answer is not None and answer["output_ids"]:  # else it had only queued
+        check_stateless(generation)
+        await learn_prompt(generation, questions)
+    return orjson.dumps(generation.next_request())
+
+
+def check_stateless(generation: ResumableGeneration) -> None:
+    """See that what is sampled depends on the tokens alone.
+
+    Raises:
+        CannotResume: it depends on which of them are output, too.
+    """
+    params = generation.params
     stateful = [name for name in STATEFUL if params.get(name)]
     stateful += [name for name, neutral in PENALTIES.items() if params.get(name) not in (None, neutral)]
     stateful += [name for name in ALSO_STATEFUL if generation.request.get(name)]
     if stateful:
         raise CannotResume(f"{stateful[0]} depends on the output so far")
-    await learn_prompt(generation, questions)
-    if generation.budget is not None:  # null: as much as fits
-        params["max_new_tokens"] = generation.budget - len(sampled)
-    if params.get("min_new_tokens"):
-        params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(sampled))
-    request = {name: value for name, value in generation.request.items() if name not in OF_THE_PROMPT}
-    request |= {"input_ids": [*generation.prompt, *sampled], "sampling_params": params}
-    for fields in generation.wanted_rows:
-        request |= fields.request(generation.rows_from[fields.kind])
-    return orjson.dumps(request)
 
 
 async def learn_prompt(generation: ResumableGeneration, questions: EngineQuestions) -> None:

@@ -19,6 +19,8 @@ from miles_router.trajectory.rows import RowKind
 
 #: Fields of `meta_info` that joining needs beside those of the tokens, and their types where they are there.
 META_TYPES: Mapping[str, type] = {"finish_reason": dict, "prompt_tokens": int, **dict.fromkeys(ROWS, str)}
+#: Fields about the prompt, which the first leg has answered.
+OF_THE_PROMPT = ("text", "logprob_start_len")
 
 
 class CannotResume(Exception):
@@ -39,6 +41,7 @@ class ResumableGeneration:
         done: it has ended.
         opaque: its stream has said something that cannot be read; the rest passes as it comes.
         abort: the `finish_reason` that a pause made.
+        given_up: it was cut, and could not be carried on.
         prompt: the ids of the prompt, once they are known.
         shown_ids, shown_text: how much of a stream its client has.
         held_back: the ids that came may say more than the text.
@@ -56,6 +59,7 @@ class ResumableGeneration:
     done: bool = False
     opaque: bool = False
     abort: dict[str, Any] | None = None
+    given_up: bool = False
     prompt: list[int] = field(default_factory=list)
     shown_ids: int = 0
     shown_text: int = 0
@@ -81,6 +85,21 @@ class ResumableGeneration:
     def params(self) -> Mapping[str, Any]:
         """Its sampling parameters."""
         return {**(self.defaults or {}), **self.request[PARAMS]}
+
+    def next_request(self) -> dict[str, Any]:
+        """The request for what is left of it; the whole of it where nothing was sampled."""
+        if self.answer is None or not self.answer["output_ids"]:
+            return dict(self.request)
+        sampled, params = self.answer["output_ids"], {**self.params}
+        if self.budget is not None:  # null: as much as fits
+            params["max_new_tokens"] = self.budget - len(sampled)
+        if params.get("min_new_tokens"):
+            params["min_new_tokens"] = max(0, params["min_new_tokens"] - len(sampled))
+        request = {name: value for name, value in self.request.items() if name not in OF_THE_PROMPT}
+        request |= {"input_ids": [*self.prompt, *sampled], "sampling_params": params}
+        for fields in self.wanted_rows:
+            request |= fields.request(self.rows_from[fields.kind])
+        return request
 
     @property
     def budget(self) -> int | None:

@@ -7,12 +7,14 @@ from collections.abc import Awaitable, Callable
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay
 from miles_router.asgi.replies import Tap
 from miles_router.engines.generate import GenerateRequest, UnknownShape
-from miles_router.engines.paths import GENERATE
+from miles_router.engines.paths import CHAT, GENERATE
 from miles_router.errors import BadRequest
 from miles_router.fleet.inflight import InFlight
+from miles_router.middlewares.chat import ChatTurn
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts.answer import ResumableAnswer
+from miles_router.partial_rollouts.chat import resumable_chat
 from miles_router.partial_rollouts.generation import generations_of
 from miles_router.partial_rollouts.leg import LAYER, ResumeContext
 from miles_router.partial_rollouts.stream import ResumableStream
@@ -42,11 +44,18 @@ class PartialRollouts:
         router.statistics["partial_rollouts"] = lambda: {"resumed": context.resumed, "returned": context.returned}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run one request; anything but a `/generate` that can be read passes."""
-        if scope["type"] != "http" or scope["path"] != GENERATE or scope["method"] not in ("POST", "PUT"):
+        """Run one request; anything but a `/generate` that can be read, and turns of chat, passes."""
+        if scope["type"] != "http" or scope["path"] not in (GENERATE, CHAT) or scope["method"] not in ("POST", "PUT"):
             await self.app(scope, receive, send)
             return
         exchange = Exchange.of(scope)
+        if scope["path"] == CHAT:
+            turn = ChatTurn.of(exchange)
+            if turn is None:
+                await self.app(scope, receive, send)
+            else:
+                await resumable_chat(self.context, scope, receive, send, turn)
+            return
         body = await exchange.read(receive)
         try:
             request = GenerateRequest.read(exchange.loads(body))

@@ -86,6 +86,11 @@ class EngineQuestions:
         except NotAnswered:
             return list(self._own_tokenizer(TOKENIZE)(text)["input_ids"])
 
+    async def render(self, chat: Mapping[str, Any]) -> list[int]:
+        """The prompt that the engine's template makes of a chat request."""
+        fields = {name: value for name, value in chat.items() if name not in ("stream", "stream_options")}
+        return await self._list("/v1/tokenize", fields, "tokens", int)
+
     async def detokenize(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """The text of each, as `/generate` shows it. Ids behind the tokenizer's last, which a model with a padded
         vocabulary samples, it shows as id 0 (SGLang 0.5.23, `DetokenizerManager._clamp_decode_ids`);
@@ -99,6 +104,26 @@ class EngineQuestions:
     async def spell(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """The text of each as the engine looks for stop strings in it: with special tokens."""
         return await self._texts(ids, skip_special_tokens=False)
+
+    # Parsers
+
+    async def separate_reasoning(self, text: str, parser: str) -> tuple[str, str]:
+        """The reasoning in a whole answer, and the rest of it."""
+        answer = await self._ask("/separate_reasoning", {"text": text, "reasoning_parser": parser})
+        reasoning, rest = answer.get("reasoning_text"), answer.get("text")
+        if not isinstance(reasoning, (str, type(None))) or not isinstance(rest, (str, type(None))):
+            raise CannotResume("/separate_reasoning answered without a text")
+        return reasoning or "", rest or ""
+
+    async def parse_calls(self, text: str, tools: Sequence[Any], parser: str) -> tuple[str, list[Any]]:
+        """A whole answer without its tool calls, and those: `name`, `parameters` and `tool_index` of each."""
+        answer = await self._ask(
+            "/parse_function_call", {"text": text, "tools": list(tools), "tool_call_parser": parser}
+        )
+        rest, calls = answer.get("normal_text"), answer.get("calls")
+        if not isinstance(rest, str) or not isinstance(calls, list) or not all(map(_is_call, calls)):
+            raise CannotResume("/parse_function_call answered without a text and calls")
+        return rest, calls
 
     async def _learn_bounds(self, ids: Iterable[int]) -> VocabularyBounds:
         """Know which of these are the tokenizer's: those that spell something, and those before them."""
@@ -245,6 +270,10 @@ class EngineQuestions:
             if forwarded.worker.url != self._url:
                 self.ask(forwarded.worker.url, await self._router.fleet.facts(forwarded.worker.url))
             return forwarded.reply.status, await forwarded.reply.read_all(MAX_ANSWER)
+
+
+def _is_call(call: object) -> bool:
+    return isinstance(call, Mapping) and isinstance(call.get("name"), str) and isinstance(call.get("parameters"), str)
 
 
 def _object(path: str, status: int, data: bytes) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class ResumableRequest(ABC):
         self.exchange = Exchange.of(scope)
         self.generations = generations
         #: Whether its answers come as a list, or as events that have an `index`.
-        self.indexed = generations[0].client_request.indexed
+        self.indexed = bool(generations) and generations[0].client_request.indexed
 
     @abstractmethod
     async def run(self, body: bytes) -> None:
@@ -76,6 +76,10 @@ class ResumableRequest(ABC):
             generation.abort, generation.facts = finish, leg.facts
         else:
             generation.done = True
+
+    def questions(self) -> EngineQuestions:
+        """For what belongs to no one generation."""
+        return EngineQuestions(self.context.router, self.exchange, self.scope["headers"])
 
     def give_up(self, error: Exception) -> None:
         """Say that a generation is returned as it is."""
@@ -127,6 +131,7 @@ class ResumableRequest(ABC):
                 raise
             except (CannotResume, UnreadableAnswer, RouterError) as error:
                 if not exchange.flight.aborted:
+                    generation.given_up = True
                     self.give_up(error)
                 break
             context.resumed += 1

@@ -354,4 +354,7 @@ async def test_a_turn_that_a_pause_cuts_has_the_rows_of_what_became_of_it(stage:
             trial.worker.engine.token_latency_s = 0
             await trial.post("/continue_generation", {})
             assert (await turn).status == 200
-        assert len(await trial.exact(session)) == 1
+        (sample,) = await trial.exact(session)
+        _, cut, rest = trial.generations(CHAT)
+        assert sample["tokens"] == tokens_of(rest)
+        assert rest.input_ids == tokens_of(cut)

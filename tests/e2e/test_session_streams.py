@@ -145,7 +145,7 @@ async def test_a_stream_of_a_real_engine_is_recorded_exactly(stage: Stage) -> No
         samples = await trial.samples(session)
         exactly(samples[0], second)
         exactly(samples[2], first, third)
-        assert [record["versions"] for record in await trial.records(session)] == ["router"] * 4
+        assert [record["versions"] for record in await trial.records(session)] == ["engine"] * 4
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -183,11 +183,27 @@ async def test_a_weight_update_under_a_stream_is_seen_by_the_router(
     trial.router.worker(worker).weight_version = "2"
     gate.set()
     await client.read_body()
+    assert [record["versions"] for record in await trial.records(session)] == ["router"]
     (sample,) = await trial.samples(session)
     assert sample["weight_versions"] == [
         {"version": "1", "start": 3, "end": 4},
         {"version": "2", "start": 4, "end": 6},
     ]
+
+
+@pytest.mark.parametrize(("says", "whose"), [("1", "engine"), ("2", "router"), (None, "router")])
+async def test_the_weights_of_a_stream_are_the_engine_s_word_where_it_says_the_same_behind_the_end(
+    worker: ScriptedWorker, trial: SessionTrial, says: str | None, whose: str
+) -> None:
+    worker.always(streamed(*HELLO))
+    worker.model_info = script(reply(json.dumps({"weight_version": says}).encode(), headers=JSON))
+    trial.router.worker(worker).weight_version = "1"
+    session = await trial.create()
+    await trial.stream(session, HI)
+    (record,) = await trial.records(session)
+    assert record["versions"] == whose
+    (sample,) = await trial.samples(session)
+    assert sample["weight_versions"] == [{"version": "1", "start": 3, "end": 6}]
 
 
 # Streams that cannot be recorded
@@ -344,7 +360,7 @@ async def test_an_engine_that_was_started_anew_is_not_judged_by_the_streams_of_t
     worker.kill()
     await worker.listen()
     assert await asked_for_streams(trial, worker, session)
-    assert [each["versions"] for each in await trial.records(session)] == ["engine", "router"]
+    assert [each["versions"] for each in await trial.records(session)] == ["engine", "engine"]
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from miles_router.testing import MoeShape, SimulatedWorker
-from miles_router.testing.worker.engine import Engine
-from miles_router.testing.worker.generation import Generation
 from miles_router.testing.worker.indexer import IndexerShape, choose
 from miles_router.testing.worker.moe import route
+from tests.support.brake import Brake
 from tests.support.chains import chain, check
 from tests.support.door import Door
 from tests.support.events import events_of
@@ -110,22 +109,6 @@ plans = st.builds(
         max_size=4,
     ),
 )
-
-
-class Brake:
-    """Stops an engine between two tokens until it is paused or the brake is off."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.on = False
-        self._engine = engine
-        self._thaw = engine._thaw
-        engine._thaw = self._held  # type: ignore[method-assign]
-
-    async def _held(self, generation: Generation) -> None:
-        await self._thaw(generation)
-        while self.on and self._engine.paused is None:
-            await asyncio.sleep(0.0002)
-            await self._thaw(generation)
 
 
 @dataclass

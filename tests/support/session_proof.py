@@ -119,7 +119,7 @@ def line_of(sample: Sample, by_rid: Mapping[str, Generation]) -> list[Turn]:
         kept = common_length(generation.sampled, whole[start:])
         assert (told["start"], told["end"]) == (start, start + kept)
         assert told["cached_tokens"] == (generation.cached or (None if generation.streamed else 0))
-        assert told["versions"] == ("router" if generation.streamed else "engine")
+        assert told["versions"] == "engine" or (generation.streamed and told["versions"] == "router")
         found.append(Turn(generation, start, kept, told["turn"] not in untrained))
     return found
 

@@ -225,7 +225,18 @@ def test_a_tool_call_is_put_together_and_its_logprobs_kept() -> None:
     (made,) = generated.message["tool_calls"]
     assert (made["id"], made["function"]) == ("call_1", {"name": "add", "arguments": '{"a": 1}'})
     assert (generated.logprobs, generated.finish) == ([-0.1, -0.2, -0.3], "tool_calls")
-    assert [bool(shown) for shown in reading.live] == [True, False, True, False, True, True, *[False] * 4]
+    assert [bool(shown) for shown in reading.live] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ], "the last piece of a call waits"
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, 10_000])

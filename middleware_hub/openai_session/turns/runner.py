@@ -14,13 +14,17 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
-from miles_router.engines.answers import UnreadableAnswer, is_abort
-from miles_router.engines.choices import Choice, StreamShortfall
+from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished
+from middleware_hub.tokenizing.naming import TokenNames
+from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.choices import MALFORMED, Choice, StreamShortfall
+from miles_router.engines.parsers import Parsers
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.middlewares import (
     LAST_EVENT,
     OK,
     ASGIApp,
+    ChatTurn,
     Collected,
     Event,
     Exchange,
@@ -46,10 +50,21 @@ class TurnReply(Collected):
 class TurnRunner:
     """Runs turns through the layers inside."""
 
-    def __init__(self, app: ASGIApp, router: Router, recorder: TurnRecorder, *, whole_answers: bool = False) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        router: Router,
+        recorder: TurnRecorder,
+        parsers: Parsers,
+        names: TokenNames,
+        *,
+        whole_answers: bool = False,
+    ) -> None:
         self._app = app
         self._router = router
         self._recorder = recorder
+        self._parsers = parsers
+        self._names = names
         self._stream_facts = StreamFacts(router)
         self._whole_answers = whole_answers
 
@@ -91,13 +106,14 @@ class TurnRunner:
     # Streams
 
     async def _streamed(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = face.writer(turn)
-        stream = TurnStream(turn, face.endpoint, writer, self._version_of(scope))
+        writer, exchange, chat_turn = face.writer(turn), Exchange.of(scope), ChatTurn(self._parsers, self._names.ids)
+        stream = TurnStream(turn, face.endpoint, writer, self._version_of(scope), chat_turn)
         tap = TurnTap(
             send, self._router.metrics, stream, writer, lambda: self._end_of_stream(face, turn, stream, scope)
         )
         body = _body(face, turn, stream=True)
-        await tap.call(self._app, _inner(face, scope, body), replay(body, receive))
+        with chat_turn.left_on(exchange):
+            await tap.call(self._app, _inner(face, scope, body), replay(body, receive))
 
     def _version_of(self, scope: Scope) -> Callable[[], str | None]:
         """The weight version of the worker that answers, as the router knows it at that moment."""
@@ -113,6 +129,9 @@ class TurnRunner:
         if not stream.began:
             return  # the engine refused, and says so itself
         exchange = Exchange.of(scope)
+        if len(stream.versions) == 1 and exchange.flight.worker_url is not None:
+            said = await self._router.fleet.weight_version(exchange.flight.worker_url)
+            stream.by_engine = stream.versions == {said}
         try:
             self._record(turn, stream.choices(), scope)
         except UnusableAnswer as error:
@@ -128,13 +147,19 @@ class TurnRunner:
 
     async def _whole(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
         writer = face.writer(turn)
-        collected = await self._collected(_body(face, turn, stream=False), face, scope, receive)
+        body = _body(face, turn, stream=False)
+        collected = TurnReply(self._router.metrics)
+        with ChatTurn(self._parsers).left_on(Exchange.of(scope)):
+            await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
         if collected.status != OK:
             await collected.give_to(send, writer.refusal(collected.body, collected.status))
             return
         answer = _answer(collected)
         try:
+            answer = await self._with_unfinished(answer, turn, Exchange.of(scope))
             choices = face.endpoint.choices(answer)
+        except MALFORMED as error:
+            raise UnusableAnswer(f"the worker's answer cannot be recorded: {error!r}") from None
         except UnreadableAnswer as error:
             raise UnusableAnswer(f"the worker's answer cannot be recorded: {error}") from None
         seen = face.endpoint.as_asked(answer, turn.fields)
@@ -152,18 +177,13 @@ class TurnRunner:
         await send(with_length({"type": "http.response.start", "status": OK, "headers": EVENT_STREAM}, body))
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    async def _collected(self, body: bytes, face: Face, scope: Scope, receive: Receive) -> Collected:
-        """A whole reply. Under `--partial-rollout resume` one that a pause cut off is asked for again: what parsers
-        made of half an answer cannot be joined to the other half."""
-        gate, again = self._router.gate, self._router.config.partial_rollout == "resume"
-        while True:
-            pauses = gate.pauses
-            Exchange.of(scope).flight.caches.clear()
-            collected = TurnReply(self._router.metrics)
-            await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
-            cut = again and gate.pauses != pauses and not Exchange.of(scope).flight.aborted
-            if not cut or not collected.is_json or not _was_aborted(_answer(collected)):
-                return collected
+    async def _with_unfinished(self, answer: dict[str, Any], turn: PendingTurn, exchange: Exchange) -> dict[str, Any]:
+        """The answer with the tool calls that it ends within."""
+        url = exchange.flight.worker_url
+        if url is None or not ends_early(answer, turn.fields):
+            return answer
+        facts = await self._router.fleet.facts(url)
+        return with_unfinished(answer, turn.fields, self._parsers, facts, self._router.tokenizer.decode)
 
     def _record(self, turn: PendingTurn, choices: Sequence[Choice], scope: Scope) -> None:
         exchange = Exchange.of(scope)
@@ -202,11 +222,6 @@ def _answer(collected: Collected) -> dict[str, Any]:
     if not isinstance(answer.get("choices"), list) or not answer["choices"]:
         raise UnusableAnswer("the worker's answer has no choices")
     return answer
-
-
-def _was_aborted(answer: Mapping[str, Any]) -> bool:
-    """Whether some choice was cut off."""
-    return any(isinstance(choice, dict) and is_abort(choice.get("finish_reason")) for choice in answer["choices"])
 
 
 def _as_stream(face: Face, turn: PendingTurn, answer: Mapping[str, Any], writer: ReplyWriter) -> bytes:

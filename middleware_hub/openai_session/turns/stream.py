@@ -7,15 +7,16 @@ recorded: an agent that knows that its turn has ended may ask for the next, or l
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.choices import Choice, OpenAIEndpoint
-from miles_router.middlewares import OK, Event, Kind, Message, Send, Tap, UnreadCounter, is_too_deep
+from miles_router.engines.chat_held import HeldDelta
+from miles_router.engines.choices import MALFORMED, Choice, OpenAIEndpoint
+from miles_router.middlewares import OK, ChatTurn, Event, Kind, Message, Send, Tap, UnreadCounter, is_too_deep
 
 
 class TurnStream:
@@ -23,22 +24,37 @@ class TurnStream:
 
     Args:
         version: tells the weight version of the worker that answers, as the router knows it now; chunks do not say it.
+        carried: what the layers inside tell of choices that they carry on.
     """
 
     def __init__(
-        self, turn: PendingTurn, endpoint: OpenAIEndpoint, writer: ReplyWriter, version: Callable[[], str | None]
+        self,
+        turn: PendingTurn,
+        endpoint: OpenAIEndpoint,
+        writer: ReplyWriter,
+        version: Callable[[], str | None],
+        carried: ChatTurn | None = None,
     ) -> None:
         #: Whether something was generated.
         self.began = False
         self.first_token_at: float | None = None
+        #: Whether the engine itself says that it has the version that was noted throughout.
+        self.by_engine = False
         self._fields = turn.fields
         self._endpoint = endpoint
         self._chunk_events = endpoint.chunk_events
         self._writer = writer
         self._version = version
+        self._carried = carried or ChatTurn()
         self._growing = endpoint.growing()
         self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
+        self._calls: dict[int, HeldDelta] = {}
         self._held_back: list[bytes] = []
+
+    @property
+    def versions(self) -> set[str]:
+        """The weight versions that were noted."""
+        return self._growing.versions
 
     def feed(self, event: Event) -> bytes:
         """What the agent is shown now of one event of the engine's; what ends its answer is kept for `release`."""
@@ -68,7 +84,11 @@ class TurnStream:
             raise self._failure
         choices = self._growing.choices()
         for choice in choices:
-            choice.facts |= {"first_token_at": self.first_token_at, "versions": "router"}
+            known = self._carried.versions.get(choice.index)
+            if known is not None:
+                choice.versions = known.runs
+            source = "engine" if (self.by_engine if known is None else known.by_engine) else "router"
+            choice.facts |= {"first_token_at": self.first_token_at, "versions": source}
         return choices
 
     def _chunk(self, event: Event) -> bytes:
@@ -81,12 +101,35 @@ class TurnStream:
             raise UnreadableAnswer("incomplete", "the stream ended with an error")
         choices = chunk.get("choices") or ()
         self.began = self.began or bool(choices)
+        try:
+            pieces = list(self._pieces(chunk, choices))
+        except MALFORMED as error:
+            raise UnreadableAnswer("incomplete", f"a chunk that is none: {error!r}") from error
+        return b"".join(self._shown(piece, event.name) for piece in pieces)
+
+    def _pieces(self, chunk: dict[str, Any], choices: Sequence[Any]) -> Iterator[dict[str, Any]]:
+        """A chunk, and what waited for it: of a tool call, the last delta waits."""
+        if not self._calls and not any((choice.get("delta") or {}).get("tool_calls") for choice in choices):
+            yield chunk
+            return
+        for choice in choices:
+            held, one = self._calls.setdefault(choice.get("index"), HeldDelta()), {**chunk, "choices": [choice]}
+            finish = choice.get("finish_reason")
+            if choice.get("index") in self._carried.carried:
+                yield from (*held.release(), one)
+            else:
+                yield from held.pieces(one) if finish is None else (*held.at_end(finish), one)
+        if not choices:
+            yield chunk
+
+    def _shown(self, chunk: dict[str, Any], name: bytes) -> bytes:
+        choices = chunk.get("choices") or ()
         if self._growing.add(chunk, self._version()) and self.first_token_at is None:
             self.first_token_at = time.time()
         seen = self._endpoint.chunk_as_asked(chunk, self._fields)
         if seen is None:
             return b""
-        shown = self._writer.chunk(seen, event.name)
+        shown = self._writer.chunk(seen, name)
         if self._ends(choices):
             self._held_back.append(shown)
             return b""

@@ -129,6 +129,8 @@ def _is_forced(body: Mapping[str, Any]) -> bool:
 
 def _sampling_params(body: Mapping[str, Any]) -> dict[str, Any]:
     params = sampling_of(body)
+    if body.get("tools") and body.get("tool_choice") != "none":
+        params["skip_special_tokens"] = False
     params["max_new_tokens"] = body.get("max_completion_tokens") or body.get("max_tokens")
     schema = schema_of(body.get("response_format"))
     if schema is not None:

@@ -106,6 +106,11 @@ async def chat_chunks(visit: Visit, chat: ChatInput) -> AsyncIterator[dict[str, 
 _EMPTY_DELTA = {"role": None, "content": None, "reasoning_content": None}
 
 
+def _lets_go(event: dict[str, Any]) -> bool:
+    """Whether parsers show what they held back: at any end but an abort's."""
+    return bool((event["meta_info"]["finish_reason"] or {"type": "abort"})["type"] != "abort")
+
+
 class _ChunkWriter:
     """Turns the engine's events into chat chunks; knows what each choice has been sent."""
 
@@ -181,13 +186,14 @@ class _ChunkWriter:
         if not self._chat.separates_reasoning:
             return "", delta
         parser = self._reasoning.setdefault(index, ReasoningStream(thinking=self._chat.thinking))
-        return parser.push(delta, last=event["meta_info"]["finish_reason"] is not None)
+        return parser.push(delta, last=_lets_go(event))
 
     def _parts(self, index: int, delta: str, event: dict[str, Any]) -> list[str | dict[str, Any]]:
         if not self._chat.parses_tools:
             return [delta] if delta else []
-        finish = event["meta_info"]["finish_reason"]
-        return self._tools.setdefault(index, ToolCallStream(self._chat.tool_names)).push(delta, last=finish is not None)
+        stream = self._tools.setdefault(index, ToolCallStream(self._chat.tool_names))
+        parts = stream.push(delta, last=_lets_go(event))
+        return parts if event["meta_info"]["finish_reason"] is None else [*parts, *stream.closed()]
 
     def _new_logprobs(self, index: int, event: dict[str, Any]) -> dict[str, Any] | None:
         if not self._chat.asks("logprobs"):

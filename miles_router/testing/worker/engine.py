@@ -60,6 +60,7 @@ class Engine:
         self.cache = PrefixCache()
         self.scripts: deque[list[int]] = deque()
         """What the next generations are to say instead of sampling."""
+        self._rests: dict[int, list[int]] = {}
         self._known_rids: set[str] = set()
         self._replica = mix(replica)
         self._repeats: OrderedDict[int, int] = OrderedDict()
@@ -109,7 +110,10 @@ class Engine:
 
     def begin(self, request: GenerationRequest) -> Generation:
         """Put a generation among the running ones. The caller must `end()` it."""
-        if self.scripts:
+        rest = self._rests.pop(context_hash(request.input_ids), None)
+        if rest is not None:
+            request.script = rest
+        elif self.scripts:
             request.script = self.scripts.popleft()
         generation = Generation(self.model, request)
         key = request.extra_key or ""
@@ -122,8 +126,12 @@ class Engine:
         return generation
 
     def end(self, generation: Generation) -> None:
-        """Take a generation, finished or not, out of the running ones."""
+        """Take a generation, finished or not, out of the running ones. Whoever goes on behind all that a script has
+        said is told the rest of it."""
         self.running.pop(generation.request.rid, None)
+        script, said = generation.request.script, len(generation.output_ids)
+        if script is not None and said < len(script):
+            self._rests[context_hash(sequence_of(generation))] = script[said:]
         # The last id was sampled but never fed back, so its keys and values do not exist.
         self.cache.insert(sequence_of(generation)[:-1], generation.request.extra_key or "", self.weight_version)
         self._pulse()

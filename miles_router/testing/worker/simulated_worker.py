@@ -34,6 +34,7 @@ from miles_router.testing.worker.jax_routes import server_info as jax_server_inf
 from miles_router.testing.worker.messages_routes import messages
 from miles_router.testing.worker.moe import MoeShape
 from miles_router.testing.worker.native_routes import generate
+from miles_router.testing.worker.parsing_routes import PARSING_ROUTES
 from miles_router.testing.worker.reply import Reply, reset
 from miles_router.testing.worker.responses_routes import responses
 from miles_router.testing.worker.schema_routes import openapi
@@ -48,6 +49,7 @@ _Routes = Mapping[tuple[str, str], Route]
 _ROUTES: dict[tuple[str, str], Route] = {
     **CONTROL_ROUTES,
     **INFO_ROUTES,
+    **PARSING_ROUTES,
     ("POST", "/generate"): generate,
     ("PUT", "/generate"): generate,
     ("POST", "/v1/chat/completions"): chat_completions,

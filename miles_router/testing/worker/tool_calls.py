@@ -90,6 +90,12 @@ class ToolCallStream:
             if self._buffer == before:
                 return parts
 
+    def closed(self) -> list[dict[str, Any]]:
+        """What SGLang adds where an answer ends within the arguments of a call: it closes them, though nobody has
+        sampled that."""
+        end = self._arguments.end() if self._inside and self._named else ""
+        return [self._delta(None, None, end)] if end else []
+
     def _outside_call(self, *, last: bool) -> list[str | dict[str, Any]]:
         visible, begin, rest = self._buffer.partition(_BEGIN)
         if begin:
@@ -97,8 +103,11 @@ class ToolCallStream:
             self._arguments = _SpacedArguments()
         else:
             shown = len(visible) if last else len(visible) - overlap(visible, _BEGIN)
+            if self.calls and not visible[:shown].strip():
+                shown = 0
             visible, self._buffer = visible[:shown], visible[shown:]
-        return [visible] if visible else []
+        between = self.calls and not visible.strip()  # calls stand on lines of their own
+        return [visible] if visible and not between else []
 
     def _inside_call(self) -> list[str | dict[str, Any]]:
         """First a delta with the name, then deltas whose arguments join to the call's."""
@@ -136,11 +145,32 @@ class _SpacedArguments:
     """Growing JSON as `spaced` writes the whole of it, but for the spelling of numbers."""
 
     def __init__(self) -> None:
+        self._all = ""
         self._rest = ""  # the beginning of an escape
         self._in_string = False
 
+    def end(self) -> str:
+        """What makes JSON of all that was added; nothing where that is not enough."""
+        opened: list[str] = []
+        for character in _STRING.sub("", self._all):
+            if character in "{[":
+                opened.append("}" if character == "{" else "]")
+            elif character in "}]":
+                opened.pop()
+        end = '"' * self._in_string + "".join(reversed(opened))
+        try:
+            json.loads(self._all + end)
+        except json.JSONDecodeError:
+            return ""
+        return end
+
     def push(self, piece: str) -> str:
         """What is added."""
+        added = self._added(piece)
+        self._all += added
+        return added
+
+    def _added(self, piece: str) -> str:
         text, written, at = self._rest + piece, [], 0
         while match := _JSON_PIECE.match(text, at):
             written.append(self._written(match[0]))
@@ -158,6 +188,7 @@ class _SpacedArguments:
         return "" if piece.isspace() else piece
 
 
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*("|$)', re.DOTALL)
 # A character, or all of an escape; an escape that is not all there is matched by none.
 _JSON_PIECE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\[^u]|[^\\]", re.DOTALL

@@ -1,0 +1,50 @@
+"""Tool calls that a whole answer ends within, by its length or by an abort. The engine leaves them out, with all that
+they say; here an agent sees them as far as they go, as it does in a stream, behind a finish reason that says so."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from miles_router.engines.chat_held import OWN_ENDS
+from miles_router.engines.chat_legs import tools_of
+from miles_router.engines.facts import Facts
+from miles_router.engines.parsers import Parsers, Unparsable
+from miles_router.engines.parsers.local import tools_by_name
+from miles_router.engines.parsers.reading import CallFormat, Tools, tool_calls
+
+
+def ends_early(answer: Mapping[str, Any], fields: Mapping[str, Any]) -> bool:
+    """Whether some choice may end within a call."""
+    return bool(tools_of(fields)) and any(choice.get("finish_reason") not in OWN_ENDS for choice in answer["choices"])
+
+
+def with_unfinished(
+    answer: dict[str, Any],
+    fields: Mapping[str, Any],
+    parsers: Parsers,
+    facts: Facts,
+    decode: Callable[..., str],
+) -> dict[str, Any]:
+    """The answer with the calls that its choices end within; of a family that is not known here it stays as it is."""
+    calls, tools = parsers.calls(facts), tools_by_name(tools_of(fields))
+    if calls is None or not facts.tool_call_parser:
+        return answer
+    return {**answer, "choices": [_finished(choice, calls, tools, decode) for choice in answer["choices"]]}
+
+
+def _finished(choice: Any, calls: CallFormat, tools: Tools, decode: Callable[..., str]) -> Any:
+    if choice["finish_reason"] in OWN_ENDS:
+        return choice
+    ids = [triple[1] for triple in choice["meta_info"]["output_token_logprobs"]]
+    try:
+        call = calls.unfinished(decode(ids, skip_special_tokens=False), tools)
+    except Unparsable:
+        return choice
+    if call is None:
+        return choice
+    before = choice["message"].get("tool_calls") or []
+    (unfinished,) = tool_calls([call], lambda _, __: f"call_{uuid.uuid4().hex[:24]}")
+    message = {**choice["message"], "tool_calls": [*before, {**unfinished, "index": len(before)}]}
+    return {**choice, "message": message}

@@ -1,0 +1,49 @@
+"""Which token spells some bytes: for a stream that tells each token's bytes, and broke off before it told its ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from middleware_hub.tokenizing.spelling import ByteLevelSpeller, speller_for
+from miles_router.middlewares import Pace
+
+STEP = 500  # tokens between which others go on
+
+
+class TokenNames:
+    """The ids of tokens, where only one token spells the bytes; found out at the first use.
+
+    Args:
+        backend: a `tokenizers.Tokenizer`, or None.
+        model_size: ids that the model may sample, if that is known. Those behind the tokenizer's last an engine shows
+            as id 0 (SGLang 0.5.23, `DetokenizerManager._clamp_decode_ids`).
+    """
+
+    def __init__(self, backend: Any, model_size: int | None) -> None:
+        self._backend = backend
+        self._model_size = model_size
+        self._ids: dict[bytes, int | None] | None = None
+
+    async def ids(self, spelled: Sequence[bytes]) -> list[int] | None:
+        """The ids of tokens; None where one of them may be another's."""
+        if self._ids is None:
+            self._ids = await self._all()
+        found = [self._ids.get(each) for each in spelled]
+        return [token for token in found if token is not None] if None not in found else None
+
+    async def _all(self) -> dict[bytes, int | None]:
+        speller = speller_for(self._backend) if self._backend is not None else None
+        if not isinstance(speller, ByteLevelSpeller):
+            return {}  # the text of a token is not all that it is
+        size = self._backend.get_vocab_size(with_added_tokens=True)
+        pace, ids = Pace(), dict[bytes, int | None]()
+        for token in range(size):
+            spelled = speller.bytes_of(token)
+            ids[spelled] = None if spelled in ids else token
+            if token % STEP == 0:
+                await pace.step()
+        if self._model_size is None or self._model_size > size:
+            ids[speller.bytes_of(0)] = None
+        ids[b""] = None
+        return ids

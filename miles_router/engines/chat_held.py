@@ -1,0 +1,106 @@
+"""Tool calls in chat streams that end in the middle (SGLang 0.5.23, `_check_for_unstreamed_tool_args`). Pure.
+
+Where an answer ends by its length or by an abort within the arguments of a call, the engine closes them by itself: a
+client sees a complete call that nobody has sampled. So the last delta of a call waits for what comes behind it, and is
+shown at such an end only if it was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+#: Finish reasons behind which everything that was shown is the model's own.
+OWN_ENDS = frozenset({"stop", "tool_calls"})
+#: What a call ends with in formats whose arguments are no JSON.
+CLOSED = (
+    "</function>",
+    "</tool_call>",
+    "</invoke>",
+    "</minimax:tool_call>",
+    "</｜DSML｜invoke>",
+    "</｜DSML｜function_calls>",
+)
+#: What the text of a special token ends with. A token that ends an answer is shown where the answer is aborted with it.
+SPECIAL_ENDS = (">", "]")
+_VALUE = json.JSONDecoder()
+
+Chunk = dict[str, Any]
+
+
+def may_end(text: str | None) -> bool:
+    """Whether a text may be that of a token which ends an answer."""
+    return bool(text) and str(text).endswith(SPECIAL_ENDS)
+
+
+class HeldDelta:
+    """The last delta of a tool call of one choice.
+
+    Args:
+        texts: a text that may be the token which ends the answer waits too.
+        told_only: a text waits until the logprobs of its tokens have come.
+    """
+
+    def __init__(self, *, texts: bool = False, told_only: bool = False) -> None:
+        self._texts = texts
+        self._told_only = told_only
+        self._held: dict[str, Any] | None = None
+        self._until_told = False  # it waits for logprobs alone
+        self._place: object = None  # of the call
+        self._arguments = ""
+        self._sampled = bytearray()  # since the call was named
+
+    def pieces(self, chunk: Chunk) -> list[Chunk]:
+        """What is shown now of a chunk with this choice alone."""
+        (choice,) = chunk["choices"]
+        delta, logprobs = choice.get("delta") or {}, choice.get("logprobs")
+        shown: list[Chunk] = []
+        calls = delta.get("tool_calls")
+        if any(delta.values()) or (logprobs and self._until_told):
+            shown += self.release()
+        if calls:
+            self._note(calls[-1])
+        for entry in (logprobs or {}).get("content") or ():
+            self._sampled += bytes(entry.get("bytes") or ())
+        texts = [delta.get("content"), delta.get("reasoning_content")]
+        self._until_told = self._told_only and not calls and not logprobs and any(texts)
+        ends = self._texts and any(map(may_end, texts))
+        if not (calls or ends or self._until_told):
+            return [*shown, chunk]
+        self._until_told = self._until_told and not ends
+        self._held = {**chunk, "choices": [{**choice, "logprobs": None}]}
+        return [*shown, {**chunk, "choices": [{**choice, "delta": {}}]}] if logprobs else shown
+
+    def _note(self, call: Mapping[str, Any]) -> None:
+        function = call.get("function") or {}
+        if call.get("index") != self._place or function.get("name"):
+            self._place, self._arguments = call.get("index"), ""
+            self._sampled.clear()
+        self._arguments += function.get("arguments") or ""
+
+    def at_end(self, finish: str) -> list[Chunk]:
+        """What is shown before the chunk with this finish reason."""
+        return self.release() if finish in OWN_ENDS or self._was_sampled() else self.drop()
+
+    def release(self) -> list[Chunk]:
+        """What waits is shown."""
+        held, self._held = self._held, None
+        return [] if held is None else [held]
+
+    def drop(self) -> list[Chunk]:
+        """What waits is not shown."""
+        self._held = None
+        return []
+
+    def _was_sampled(self) -> bool:
+        """Whether the arguments, if they are complete, are so by what was sampled."""
+        try:
+            arguments = json.loads(self._arguments)
+        except json.JSONDecodeError:
+            return True
+        text = self._sampled.decode(errors="replace")
+        try:
+            return bool(_VALUE.raw_decode(text, text.index("{"))[0] == arguments)
+        except ValueError:
+            return text.rstrip().endswith(CLOSED)

@@ -1,0 +1,98 @@
+"""What a stream's client still lacks of a message (SGLang 0.5.23, `serving_chat.py`). Pure.
+
+A stream shows what its parsers are certain of; a whole text is read by other parsers, which trim the text around tool
+calls. So what is left is found by comparing the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miles_router.engines.answers import UnreadableAnswer
+
+EMPTY_DELTA: Mapping[str, Any] = {"role": None, "content": None, "reasoning_content": None}
+
+
+def deltas_behind(shown: Mapping[str, Any], message: Mapping[str, Any], text: str) -> Iterator[dict[str, Any]]:
+    """The deltas that make `message` of the message `shown`; `text` is what content and calls were read from.
+
+    Raises:
+        UnreadableAnswer: something was shown that the message has not.
+    """
+    reasoning = _behind(shown.get("reasoning_content") or "", message.get("reasoning_content") or "", "reasoning")
+    if reasoning:
+        yield {**EMPTY_DELTA, "reasoning_content": reasoning}
+    content = _content_behind(shown.get("content") or "", _as_streamed(message, text))
+    if content:
+        yield {**EMPTY_DELTA, "content": content}
+    calls = message.get("tool_calls") or []
+    begun = shown.get("tool_calls") or []
+    for place, call in enumerate(calls):
+        yield from _of_call(place, begun[place] if place < len(begun) else None, call)
+
+
+def _of_call(place: int, begun: Mapping[str, Any] | None, call: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    function, arguments = call["function"], call["function"]["arguments"]
+    if begun is None:
+        named = {"id": call["id"], "index": place, "type": "function"}
+        yield _call_delta({**named, "function": {"name": function["name"], "arguments": ""}})
+    elif begun["function"]["name"] != function["name"]:
+        raise UnreadableAnswer("tokens_taken_back", "a tool call of another function was shown")
+    else:
+        arguments = arguments_behind(begun["function"]["arguments"], arguments)
+    if arguments:
+        rest = {"name": None, "arguments": arguments}
+        yield _call_delta({"id": None, "index": place, "type": "function", "function": rest})
+
+
+def _call_delta(call: Mapping[str, Any]) -> dict[str, Any]:
+    return {**EMPTY_DELTA, "tool_calls": [call]}
+
+
+def _behind(shown: str, whole: str, what: str) -> str:
+    if not whole.startswith(shown):
+        raise UnreadableAnswer("tokens_taken_back", f"other {what} was shown")
+    return whole[len(shown) :]
+
+
+def _content_behind(shown: str, whole: str) -> str:
+    """What is behind the shown content; whitespace around it does not count."""
+    if whole.startswith(shown):
+        return whole[len(shown) :]
+    if shown.strip() == whole.strip():
+        return ""
+    return _behind(shown.lstrip(), whole.lstrip(), "content")
+
+
+def _as_streamed(message: Mapping[str, Any], text: str) -> str:
+    """A message's content as a stream shows it: with the whitespace around it that is trimmed in front of a call."""
+    content: str = message.get("content") or ""
+    begin = text.find(content) if content else len(text) - len(text.lstrip())
+    if begin < 0:
+        return content
+    head, tail = text[:begin], text[begin + len(content) :]
+    return head[len(head.rstrip()) :] + content + tail[: len(tail) - len(tail.lstrip())]
+
+
+def arguments_behind(shown: str, whole: str) -> str:
+    """What is behind the shown arguments of a call. Parsers may write JSON with other spaces between its parts.
+
+    Raises:
+        UnreadableAnswer: other arguments were shown.
+    """
+    if whole.startswith(shown):
+        return whole[len(shown) :]
+    at, quoted, escaped = 0, False, False
+    for character in shown:
+        if not quoted and character.isspace():
+            continue
+        while not quoted and whole[at : at + 1].isspace():
+            at += 1
+        if whole[at : at + 1] != character:
+            raise UnreadableAnswer("tokens_taken_back", "other arguments were shown")
+        at += 1
+        if character == '"' and not escaped:
+            quoted = not quoted
+        escaped = quoted and character == "\\" and not escaped
+    return whole[at:]

@@ -1,0 +1,118 @@
+"""DeepSeek: JSON between marks until V3.1, tags since V3.2 (SGLang 0.5.23, `deepseekv31_detector.py`,
+`deepseekv32_detector.py`). Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, begun, known, of_json, written
+
+_BEGIN, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+_CALL = re.compile(r"<｜tool▁call▁begin｜>.*?<｜tool▁call▁end｜>", re.DOTALL)
+_PARTS = re.compile(r"<｜tool▁call▁begin｜>(.*)<｜tool▁sep｜>(.*)<｜tool▁call▁end｜>", re.DOTALL)
+_DSML = "｜DSML｜"
+_SECTION = re.compile(r"<｜DSML｜function_calls>(.*?)</｜DSML｜function_calls>", re.DOTALL)
+_INVOKE = re.compile(
+    r'<｜DSML｜invoke\s+name="(?P<name>[^"]+)"\s*(?:(?P<closed>/>)|>(?P<body>.*?)(?P<end>(?:</｜DSML｜invoke>|$)))',
+    re.DOTALL,
+)
+_PARAMETER = re.compile(
+    r'<｜DSML｜parameter\s+name="([^"]+)"\s+string="([^"]+)"\s*>(.*?)</｜DSML｜parameter>', re.DOTALL
+)
+
+
+class DeepSeekMarks:
+    """The format until V3.1."""
+
+    begin = "<｜tool▁calls▁begin｜>"
+    end = "<｜tool▁call▁end｜>"
+
+    def read(self, text: str, tools: Tools) -> ReadCalls:
+        """See `CallFormat`."""
+        content, begin, rest = text.partition(self.begin)
+        if not begin:
+            return ReadCalls(text, [])
+        calls: list[ReadCall] = []
+        try:
+            for block in _CALL.findall(begin + rest):
+                parts = _PARTS.search(block)
+                if parts is None:
+                    return ReadCalls(text, [])
+                calls += of_json({"name": parts[1], "parameters": json.loads(parts[2])}, tools)
+        except json.JSONDecodeError:
+            return ReadCalls(text, [])
+        return ReadCalls(content.strip(), calls)
+
+    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
+        """See `CallFormat`."""
+        block = text.rpartition(_BEGIN)[2] if _BEGIN in text else self.end
+        name, begin, arguments = block.partition(_SEPARATOR)
+        return ReadCall(name, arguments) if begin and self.end not in block and name in tools else None
+
+
+class DeepSeekTags:
+    """The format since V3.2."""
+
+    begin = "<｜DSML｜"
+    end = "</｜DSML｜invoke>"
+
+    def read(self, text: str, tools: Tools) -> ReadCalls:
+        """See `CallFormat`."""
+        at = text.find("<｜DSML｜function_calls>")
+        if at >= 0:
+            sections, content = _SECTION.findall(text), text[:at].removesuffix("\n\n")
+        else:
+            start = text.find("<｜DSML｜invoke")
+            if start < 0:
+                return ReadCalls(text, [])
+            before = text[: text.find(_DSML)]
+            mark = next((mark for mark in ("</", "<") if before.endswith(mark)), "")
+            sections, content = [text[start:]], before.removesuffix(mark).removesuffix("\n\n")
+        calls = [call for section in sections for match in _INVOKE.finditer(section) for call in _invoked(match)]
+        return ReadCalls(content, known(calls, tools))
+
+    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
+        """See `CallFormat`."""
+        found = list(_INVOKE.finditer(text))
+        if not found or found[-1]["closed"] or found[-1]["end"] or found[-1]["name"] not in tools:
+            return None
+        body = found[-1]["body"]
+        if body.lstrip().startswith("{"):
+            return ReadCall(found[-1]["name"], body.strip())
+        return ReadCall(found[-1]["name"], begun(_values(body)))
+
+
+def _invoked(match: re.Match[str]) -> list[ReadCall]:
+    """The call of one tag; none where the engine drops it."""
+    name, body = match["name"].strip(), match["body"] or ""
+    if not (match["closed"] or match["end"]):
+        return []
+    try:
+        if body.strip().startswith("{"):
+            parsed = json.loads(body.strip(), parse_constant=_no_constant)
+            return [ReadCall(name, written(parsed))]
+        rest = _PARAMETER.sub("", body)
+        if _DSML in rest or (not _PARAMETER.search(body) and rest.strip()):
+            return []
+        return [ReadCall(name, written(_values(body)))]
+    except ValueError:
+        return []
+
+
+def _values(body: str) -> dict[str, Any]:
+    return {name: _value(value.strip(), text=kind == "true") for name, kind, value in _PARAMETER.findall(body)}
+
+
+def _value(value: str, *, text: bool) -> Any:
+    if text:
+        return value
+    try:
+        return json.loads(value, parse_constant=_no_constant)
+    except ValueError:
+        return value
+
+
+def _no_constant(value: str) -> Any:
+    raise ValueError(f"{value} is no JSON")

@@ -1,0 +1,80 @@
+"""GLM 4.5 to 4.7: `<arg_key>` and `<arg_value>` in `<tool_call>` (SGLang 0.5.23, `glm47_moe_detector.py`). Pure."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any
+
+from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, begun, known, plain_type, written
+
+_BLOCK = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
+_PARTS = re.compile(r"<tool_call>(.*?)(<arg_key>.*?)?</tool_call>", re.DOTALL)
+_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>(?:\\n|\s)*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+class Glm:
+    """The format."""
+
+    begin = "<tool_call>"
+    end = "</tool_call>"
+
+    def read(self, text: str, tools: Tools) -> ReadCalls:
+        """See `CallFormat`."""
+        if self.begin not in text:
+            return ReadCalls(text, [])
+        parts = [match for block in _BLOCK.findall(text) if (match := _PARTS.search(block)) is not None]
+        calls = [ReadCall(each[1], written(_values(each[1], each[2] or "", tools))) for each in parts]
+        return ReadCalls(_BLOCK.sub("", text).strip(), known(calls, tools))
+
+    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
+        """See `CallFormat`."""
+        block = text.rpartition(self.begin)[2] if self.begin in text else self.end
+        name, begin, rest = block.partition("<arg_key>")
+        if self.end in block or not begin or name not in tools:
+            return None
+        return ReadCall(name, begun(_values(name, begin + rest, tools)))
+
+
+def _values(name: str, arguments: str, tools: Tools) -> dict[str, Any]:
+    schema = tools.get(name) or {}
+    properties = schema.get("properties") or {}
+    values: dict[str, Any] = {}
+    for key, value in _ARGUMENT.findall(arguments):
+        kind = plain_type(properties[key.strip()]) if key.strip() in properties else None
+        parsed = _parsed(value, kind or "string")
+        values[key.strip()] = value if kind == "string" and not isinstance(parsed, str) else parsed
+    return values
+
+
+def _parsed(value: str, kind: str) -> Any:
+    for attempt in (value, _unescaped(value)):
+        try:
+            return _number(json.loads(attempt), kind)
+        except ValueError:
+            continue
+    if kind == "string":
+        quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "\"'"
+        return value[1:-1] if quoted else value
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+
+
+def _unescaped(value: str) -> str:
+    try:
+        found: str = json.loads(f'"{value}"')
+    except ValueError:
+        return ""
+    return found
+
+
+def _number(value: Any, kind: str) -> Any:
+    if not isinstance(value, str) or kind not in ("integer", "number"):
+        return value
+    try:
+        return float(value) if kind == "number" and ("." in value or "e" in value.lower()) else int(value)
+    except ValueError:
+        return value

@@ -1,0 +1,47 @@
+"""Qwen 2.5 and 3: JSON in `<tool_call>` (SGLang 0.5.23, `qwen25_detector.py`). Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, of_json
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL)
+_VALUE = json.JSONDecoder()
+
+
+class Hermes:
+    """The format."""
+
+    begin = "<tool_call>\n"
+    end = "\n</tool_call>"
+
+    def read(self, text: str, tools: Tools) -> ReadCalls:
+        """See `CallFormat`."""
+        content, begin, rest = text.partition(self.begin)
+        if not begin:
+            return ReadCalls(text, [])
+        calls: list[ReadCall] = []
+        for block in re.findall(f"{self.begin}(.*?){self.end}", begin + rest, re.DOTALL):
+            try:
+                calls += of_json(json.loads(block.strip()), tools)
+            except json.JSONDecodeError:
+                continue  # the engine drops it
+        return ReadCalls(content.strip(), calls)
+
+    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
+        """See `CallFormat`."""
+        block = text.rpartition(self.begin)[2] if self.begin in text else ""
+        head = _HEAD.match(block) if self.end not in block else None
+        if head is None or head[1] not in tools:
+            return None
+        return ReadCall(head[1], _sampled(head[2] or ""))
+
+
+def _sampled(arguments: str) -> str:
+    """The arguments, without what is behind them."""
+    try:
+        return arguments[: _VALUE.raw_decode(arguments)[1]]
+    except json.JSONDecodeError:
+        return arguments

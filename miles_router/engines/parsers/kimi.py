@@ -1,0 +1,49 @@
+"""Kimi K2: `functions.name:0` and JSON between marks (SGLang 0.5.23, `kimik2_detector.py`). Pure."""
+
+from __future__ import annotations
+
+import re
+
+from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, Unparsable
+
+_BEGIN, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
+_CALL = re.compile(
+    r"<\|tool_call_begin\|>\s*([^\s<|]+)\s*<\|tool_call_argument_begin\|>\s*(\{.*?\})\s*<\|tool_call_end\|>", re.DOTALL
+)
+_ID = re.compile(r"^(?:functions\.)?([\w.\-]+):\d+$")
+
+
+class Kimi:
+    """The format."""
+
+    begin = "<|tool_calls_section_begin|>"
+    end = "<|tool_call_end|>"
+
+    def read(self, text: str, tools: Tools) -> ReadCalls:
+        """See `CallFormat`."""
+        content, begin, rest = text.partition(self.begin)
+        found = [(_name(call, tools), arguments) for call, arguments in _CALL.findall(begin + rest)]
+        return ReadCalls(content, [ReadCall(name, arguments) for name, arguments in found if name is not None])
+
+    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
+        """See `CallFormat`."""
+        block = text.rpartition(_BEGIN)[2] if _BEGIN in text else self.end
+        call, begin, arguments = block.partition(_ARGUMENTS)
+        name = _name(call.strip(), tools) if begin and self.end not in block else None
+        return None if name is None else ReadCall(name, arguments.lstrip())
+
+
+def _name(call: str, tools: Tools) -> str | None:
+    """The function that a call's name means.
+
+    Raises:
+        Unparsable: it is a number, and the engine would guess.
+    """
+    match = _ID.match(call)
+    if match:
+        return match[1]
+    if not call.isdigit():
+        return None
+    if len(tools) != 1:
+        raise Unparsable("a tool call that names no function")
+    return next(iter(tools))

@@ -1,0 +1,122 @@
+"""The families of models, and which parsers read them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from miles_router.engines.facts import Facts
+from miles_router.engines.parsers.deepseek import DeepSeekMarks, DeepSeekTags
+from miles_router.engines.parsers.glm import Glm
+from miles_router.engines.parsers.hermes import Hermes
+from miles_router.engines.parsers.kimi import Kimi
+from miles_router.engines.parsers.minimax import MiniMax
+from miles_router.engines.parsers.qwen_coder import QwenCoder
+from miles_router.engines.parsers.reading import CallFormat, Tools
+from miles_router.engines.parsers.thinking import Thinking
+
+Mode = Literal["engine", "local", "hybrid"]
+MODES: tuple[str, ...] = get_args(Mode)
+
+_QWEN = Thinking(call="<tool_call>")
+_PLAIN = Thinking()
+
+
+class LocalParser(NamedTuple):
+    """How a family writes reasoning and tool calls."""
+
+    thinking: Thinking
+    calls: CallFormat
+
+
+#: By the names that `tito_model` takes, and those of the library behind it.
+FAMILIES: Mapping[str, LocalParser] = {
+    **dict.fromkeys(("qwen3", "qwen3-next", "qwennext"), LocalParser(_QWEN, Hermes())),
+    **dict.fromkeys(("qwen3.5", "qwen35"), LocalParser(_QWEN, QwenCoder())),
+    **dict.fromkeys(("nemotron", "nemotron3"), LocalParser(_QWEN, QwenCoder())),
+    **dict.fromkeys(("glm-4.7", "glm47"), LocalParser(_QWEN, Glm())),
+    **dict.fromkeys(("kimi", "kimi26", "kimi25"), LocalParser(Thinking(call=Kimi.begin), Kimi())),
+    **dict.fromkeys(("minimax", "minimax_m27", "minimax_m25"), LocalParser(_QWEN, MiniMax())),
+    **dict.fromkeys(("deepseek", "deepseekv32"), LocalParser(_QWEN, DeepSeekTags())),
+    "deepseekv31": LocalParser(_QWEN, DeepSeekMarks()),
+}
+#: By the engine's names for its parsers.
+CALLS: Mapping[str, CallFormat] = {
+    **dict.fromkeys(("qwen", "qwen25"), Hermes()),
+    **dict.fromkeys(("qwen3_coder", "step3p5", "nanbeige"), QwenCoder()),
+    "kimi_k2": Kimi(),
+    "minimax-m2": MiniMax(),
+    "deepseekv31": DeepSeekMarks(),
+    "deepseekv32": DeepSeekTags(),
+    "glm47": Glm(),
+}
+THINKING: Mapping[str, Thinking] = {
+    **dict.fromkeys(("qwen3", "qwen3-thinking", "minimax", "nanbeige", "interns1", "deepseek-v3", "mimo"), _QWEN),
+    **dict.fromkeys(("glm45", "nemotron_3"), _QWEN),
+    "deepseek-r1": _PLAIN,
+    "kimi_k2": Thinking(call=Kimi.begin),
+}
+#: How reasoning begins and ends where the engine's parser is none of these, and not as usual.
+MARKS: Mapping[str, tuple[str, str]] = {
+    "kimi": ("◁think▷", "◁/think▷"),
+    "minimax-m3": ("<mm:think>", "</mm:think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+}
+
+
+def reasoning_marks(parser: str) -> tuple[str, str]:
+    """How reasoning begins and ends for one of the engine's parsers."""
+    return MARKS.get(parser, (_PLAIN.begin, _PLAIN.end))
+
+
+@dataclass(frozen=True)
+class Parsers:
+    """What makes messages of texts.
+
+    Attributes:
+        mode: the engine's own parsers, local ones, or local ones where the engine has none or fails.
+        family: the model's, for the local ones.
+    """
+
+    mode: Mode = "hybrid"
+    family: str | None = None
+
+    @classmethod
+    def of(cls, mode: str, family: str | None) -> Parsers:
+        """Those of a setting.
+
+        Raises:
+            ValueError: no such mode, or no local parser for the family.
+        """
+        if mode not in MODES:
+            raise ValueError(f"parsers: {mode!r} is none of {', '.join(MODES)}")
+        if mode == "local" and family not in FAMILIES:
+            raise ValueError(f"parsers: there is no local parser for {family!r} (tito_model); there are: {_names()}")
+        return cls(mode, family)  # type: ignore[arg-type]
+
+    def calls(self, facts: Facts) -> CallFormat | None:
+        """How calls are read here; None where nobody knows."""
+        if self.mode == "engine":
+            return None
+        family = FAMILIES.get(self.family or "")
+        known = CALLS.get(facts.tool_call_parser or "")
+        return known if known is not None else family.calls if family is not None else None
+
+    def thinking(self, facts: Facts) -> Thinking | None:
+        """How reasoning is read here; None where nobody knows."""
+        if self.mode == "engine":
+            return None
+        family = FAMILIES.get(self.family or "")
+        known = THINKING.get(facts.reasoning_parser or "")
+        return known if known is not None else family.thinking if family is not None else None
+
+
+def _names() -> str:
+    return ", ".join(FAMILIES)
+
+
+def tools_by_name(tools: Sequence[Any]) -> Tools:
+    """The parameters of each tool."""
+    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
+    return {each["name"]: each.get("parameters") for each in functions if isinstance(each, Mapping) and "name" in each}

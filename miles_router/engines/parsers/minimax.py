@@ -1,0 +1,86 @@
+"""MiniMax M2: `<invoke name="...">` in `<minimax:tool_call>` (SGLang 0.5.23, `minimax_m2.py`). Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from miles_router.engines.parsers.reading import (
+    ReadCall,
+    ReadCalls,
+    Tools,
+    begun,
+    known,
+    plain_type,
+    properties_of,
+    written,
+)
+
+_INVOKE = re.compile(r'<invoke name="(.*?)</invoke>|<invoke name="(.*)$', re.DOTALL)
+_PARAMETER = re.compile(r'<parameter name="(.*?)</parameter>|<parameter name="(.*?)$', re.DOTALL)
+_CLOSED = re.compile(r'<parameter name="([^"]*)">(.*?)</parameter>', re.DOTALL)
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+class MiniMax:
+    """The format."""
+
+    begin = "<minimax:tool_call>"
+    end = "</minimax:tool_call>"
+
+    def read(self, text: str, tools: Tools) -> ReadCalls:
+        """See `CallFormat`."""
+        content, calls, cursor = "", list[ReadCall](), 0
+        while (at := text.find(self.begin, cursor)) >= 0 and (end := text.find(self.end, at)) >= 0:
+            content += text[cursor:at]
+            cursor = end + len(self.end)
+            calls += _calls(text[at:cursor], tools)
+        return ReadCalls(content + text[cursor:], known(calls, tools))
+
+    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
+        """See `CallFormat`."""
+        block = text.rpartition(self.begin)[2] if self.begin in text else self.end
+        name, head, body = block.rpartition('<invoke name="')[2].partition('">')
+        if self.end in block or "</invoke>" in body or not head or name not in tools:
+            return None
+        values = {key: _value(value.strip("\n"), key, tools[name]) for key, value in _CLOSED.findall(body)}
+        return ReadCall(name, begun(values))
+
+
+def _calls(block: str, tools: Tools) -> list[ReadCall]:
+    calls = []
+    for first, second in _INVOKE.findall(block):
+        name, head, body = (first or second).partition('">')
+        if not head:
+            continue
+        name = name.strip()
+        pairs = [(one or other).partition('">') for one, other in _PARAMETER.findall(body)]
+        values = {
+            key.strip(): _value(value.strip("\n"), key.strip(), tools.get(name)) for key, at, value in pairs if at
+        }
+        calls.append(ReadCall(name, written(values)))
+    return calls
+
+
+def _value(value: str, key: str, schema: Any) -> Any:
+    properties = properties_of(schema)
+    if value.lower() in ("null", "none", "nil"):
+        return None
+    kind = plain_type(properties[key]) if key in properties else "string"
+    try:
+        if kind in ("integer", "int"):
+            return int(value)
+        if kind in ("number", "float"):
+            number = float(value)
+            return number if number != int(number) else int(number)
+    except (ValueError, OverflowError):
+        pass
+    if kind in ("string", "str", "text"):
+        return value
+    if kind in ("boolean", "bool") and value.lower().strip() in (*_YES, *_NO):
+        return value.lower().strip() in _YES
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value

@@ -1,0 +1,164 @@
+"""The message in the whole text of a choice that was sampled in parts."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from miles_router.engines.chat_legs import separates_reasoning, tools_of
+from miles_router.engines.facts import Facts
+from miles_router.engines.parsers import Parsers, ReadCall, Unparsable, reasoning_marks
+from miles_router.engines.parsers.growing import GrowingText
+from miles_router.engines.parsers.local import tools_by_name
+from miles_router.engines.parsers.reading import tool_calls
+from miles_router.errors import RouterError
+from miles_router.partial_rollouts.generation import CannotResume
+from miles_router.partial_rollouts.questions import EngineQuestions
+
+logger = logging.getLogger(__name__)
+
+
+class ReadMessage(NamedTuple):
+    """A message, and the text that its content and its calls stand in."""
+
+    message: dict[str, Any]
+    text: str
+
+
+class MessageReader:
+    """Reads texts of the answers to one request. They are read whole, never in halves."""
+
+    def __init__(self, parsers: Parsers, fields: Mapping[str, Any]) -> None:
+        self._parsers = parsers
+        self._fields = fields
+        self._tools = tools_of(fields)
+        self._by_name = tools_by_name(self._tools)
+
+    async def read(
+        self,
+        answer: Mapping[str, Any],
+        began: Mapping[str, Any],
+        facts: Facts,
+        questions: EngineQuestions,
+        *,
+        stream: bool = False,
+    ) -> ReadMessage:
+        """The message.
+
+        Args:
+            answer: the whole of it, in the form of `/generate`.
+            began: the message that the engine made of its first part.
+            facts: of that engine.
+            stream: a call that the answer ends within is part of it, as far as it goes.
+
+        Raises:
+            CannotResume: nothing there can read it.
+        """
+        read = await self._read(answer, began, facts, questions)
+        if stream and answer["meta_info"]["finish_reason"]["type"] != "stop":
+            self._add_unfinished(read, facts)
+        return read
+
+    def _add_unfinished(self, read: ReadMessage, facts: Facts) -> None:
+        """Of a stream, whose client has seen it begin: the call that the text ends within."""
+        calls = self._parsers.calls(facts) if facts.tool_call_parser and self._tools else None
+        with suppress(Unparsable):
+            call = calls.unfinished(read.text, self._by_name) if calls is not None else None
+            if call is not None:
+                before = read.message.setdefault("tool_calls", [])
+                (unfinished,) = tool_calls([call], lambda name, _: self._call_id(name, len(before), facts))
+                before.append({**unfinished, "index": len(before)})
+
+    async def _read(
+        self, answer: Mapping[str, Any], began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
+    ) -> ReadMessage:
+        if self._parsers.mode == "local":
+            return self._locally(answer["text"], began, facts)
+        try:
+            return await self._by_engine(answer["text"], began, facts, questions)
+        except (CannotResume, RouterError) as error:
+            if self._parsers.mode != "hybrid":
+                raise
+            logger.warning("parsed_locally", extra={"fields": {"reason": str(error)}})
+            return self._locally(answer["text"], began, facts)
+
+    async def _by_engine(
+        self, text: str, began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
+    ) -> ReadMessage:
+        reasoning = ""
+        if self._thinks(facts):
+            reasoning, text = await _separated(text, began, facts.reasoning_parser or "", questions)
+        if not (facts.tool_call_parser and self._tools):
+            return ReadMessage(self._message(began, reasoning, text, (), facts), text)
+        content, found = await questions.parse_calls(text, self._tools, facts.tool_call_parser)
+        calls = [ReadCall(call["name"], call["parameters"]) for call in found]
+        return ReadMessage(self._message(began, reasoning, content, calls, facts), text)
+
+    def _locally(self, text: str, began: Mapping[str, Any], facts: Facts) -> ReadMessage:
+        thinking, format_, reasoning = self._parsers.thinking(facts), self._parsers.calls(facts), ""
+        if self._thinks(facts):
+            if thinking is None:
+                raise CannotResume(f"no local parser for {facts.reasoning_parser}")
+            within = bool(began.get("reasoning_content")) and not text.startswith(thinking.begin)
+            reasoning, rest = thinking.whole(text, thinking=within)
+            text = rest or ""
+        if not (facts.tool_call_parser and self._tools):
+            return ReadMessage(self._message(began, reasoning, text, (), facts), text)
+        if format_ is None:
+            raise CannotResume(f"no local parser for {facts.tool_call_parser}")
+        try:
+            content, calls = format_.read(text, self._by_name)
+        except Unparsable as error:
+            raise CannotResume(str(error)) from error
+        return ReadMessage(self._message(began, reasoning, content, calls, facts), text)
+
+    def _thinks(self, facts: Facts) -> bool:
+        return bool(facts.reasoning_parser) and separates_reasoning(self._fields)
+
+    def growing(self, began: Mapping[str, Any], facts: Facts) -> GrowingText | None:
+        """Reads the text as it comes on; None where nothing here can."""
+        thinking = self._parsers.thinking(facts) if self._thinks(facts) else None
+        calls = self._parsers.calls(facts) if facts.tool_call_parser and self._tools else None
+        unknown = (thinking is None and self._thinks(facts)) or (
+            calls is None and bool(facts.tool_call_parser and self._tools)
+        )
+        within = bool(began.get("reasoning_content"))
+        if unknown or (thinking is not None and not within and not began.get("content")):
+            return None  # how it began does not show yet
+        names: dict[int, str] = {}
+        return GrowingText(
+            thinking,
+            within,
+            calls,
+            self._by_name,
+            lambda name, place: names.setdefault(place, self._call_id(name, place, facts)),
+        )
+
+    def _message(
+        self, began: Mapping[str, Any], reasoning: str, content: str, calls: Sequence[ReadCall], facts: Facts
+    ) -> dict[str, Any]:
+        message = {**began, "content": content, "reasoning_content": reasoning or None}
+        message.pop("tool_calls", None)
+        named = partial(self._call_id, facts=facts)
+        return {**message, "tool_calls": tool_calls(calls, named)} if calls else message
+
+    def _call_id(self, name: str, place: int, facts: Facts) -> str:
+        """As the engine names a call (SGLang 0.5.23, `_process_tool_call_id`): Kimi K2's template reads the names."""
+        if facts.tool_call_parser != "kimi_k2":
+            return f"call_{uuid.uuid4().hex[:24]}"
+        before = sum(len(message.get("tool_calls") or ()) for message in self._fields["messages"])
+        return f"functions.{name}:{before + place}"
+
+
+async def _separated(text: str, began: Mapping[str, Any], parser: str, questions: EngineQuestions) -> tuple[str, str]:
+    """The reasoning in a text, and the rest. The engine's parser does not know here whether the prompt had opened the
+    reasoning; how the message began tells."""
+    begin, end = reasoning_marks(parser)
+    separated = await questions.separate_reasoning(text, parser)
+    if (began.get("reasoning_content") and not separated[0]) or (end in separated[1] and begin not in text):
+        return await questions.separate_reasoning(begin + text, parser)
+    return separated

@@ -1,0 +1,360 @@
+"""Turns of agents that a pause cuts, that end too early, or that cannot be carried on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from miles_router.errors import ConfigError
+from miles_router.testing.worker.engine import Engine
+from tests.support.brake import Brake
+from tests.support.chat_turns import read_stream
+from tests.support.http import CutReply, request
+from tests.support.session_trial import (
+    ADD,
+    ASK_ADD,
+    CHAT,
+    JSON,
+    SessionTrial,
+    chunks_of,
+    exactly,
+    message_of,
+    qwen3,
+    session_trial,
+    simulated_sessions,
+    user,
+)
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import soon, until
+
+HI: list[Any] = [user("What is 17 + 25?")]
+CALL = qwen3().encode(ASK_ADD)
+
+
+def tokens_up_to(part: str) -> int:
+    """How many tokens of a call are in front of this."""
+    return len(qwen3().encode(ASK_ADD[: ASK_ADD.index(part)]))
+
+
+@pytest.mark.parametrize("parsers", ["hybrid", "engine"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("part", ['"b"', " 25", "}}"])
+async def test_a_call_that_ended_by_length_is_never_shown_as_complete(
+    stage: Stage, stream: bool, part: str, parsers: str
+) -> None:
+    async with simulated_sessions(stage, options={"parsers": parsers}) as trial:
+        trial.worker.say(ASK_ADD)
+        session = await trial.create()
+        budget = tokens_up_to(part)
+        fields: dict[str, Any] = {"tools": [ADD], "max_tokens": budget}
+        if stream:
+            message, finish, _ = read_stream(await trial.stream(session, HI, **fields))
+        else:
+            answer = await trial.chat(session, HI, **fields)
+            message, finish = message_of(answer), answer["choices"][0]["finish_reason"]
+        assert finish == "length"
+        calls = message.get("tool_calls") or []
+        assert len(calls) == (stream or parsers == "hybrid"), "a family that is not known is left out by the engine"
+        for call in calls:
+            assert call["function"]["name"] == "add"
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(call["function"]["arguments"])
+        (record,) = await trial.records(session)
+        assert [call["function"]["arguments"] for call in record["response"].get("tool_calls", ())] == [
+            call["function"]["arguments"] for call in calls
+        ]
+        (sample,) = await trial.samples(session)
+        assert sample["tokens"][-budget:] == CALL[:budget]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_that_was_sampled_to_its_end_is_complete_whatever_ends_the_answer(
+    stage: Stage, stream: bool
+) -> None:
+    async with simulated_sessions(stage) as trial:
+        trial.worker.say(ASK_ADD)
+        session = await trial.create()
+        fields: dict[str, Any] = {"tools": [ADD], "max_tokens": len(CALL)}
+        if stream:
+            message, finish, _ = read_stream(await trial.stream(session, HI, **fields))
+        else:
+            answer = await trial.chat(session, HI, **fields)
+            message, finish = message_of(answer), answer["choices"][0]["finish_reason"]
+        (call,) = message["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": 17, "b": 25}
+        assert finish == "length"
+
+
+@asynccontextmanager
+async def cuttable(
+    stage: Stage, *, options: dict[str, Any] | None = None, settings: dict[str, Any] | None = None, **worker: Any
+) -> AsyncIterator[tuple[SessionTrial, Brake]]:
+    """Sessions before a worker that can be stopped between two tokens."""
+    kind = {"token_latency_s": 0.0002, "reasoning_parser": "qwen3", **worker}
+    resume = {"partial_rollout": "resume", **(settings or {})}
+    async with simulated_sessions(stage, options=options, settings=resume, **kind) as trial:
+        yield trial, Brake(trial.worker.engine)
+
+
+async def reached(trial: SessionTrial, brake: Brake, tokens: int) -> None:
+    """Every generation stands behind so many tokens, or a few more."""
+    await soon(_reached(trial.worker.engine, tokens))
+    brake.on = True
+
+
+async def _reached(engine: Engine, tokens: int) -> None:
+    while min((len(each.output_ids) for each in engine.running.values()), default=-1) < tokens:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def pause(trial: SessionTrial, mode: str = "abort") -> None:
+    assert (await trial.ask("POST", "/pause_generation", {"mode": mode})).status == 200
+
+
+async def go_on(trial: SessionTrial, brake: Brake, version: str | None = None) -> None:
+    brake.on = False
+    if version is not None:
+        body = {"new_version": version, "abort_all_requests": False}
+        assert (await trial.ask("POST", "/update_weight_version", body)).status == 200
+    assert (await trial.ask("POST", "/continue_generation")).status == 200
+
+
+def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        str(each.__dict__["fields"]["reason"])
+        for each in caplog.records
+        if each.getMessage() == "generation_not_resumed"
+    ]
+
+
+BOUND: dict[str, dict[str, Any]] = {
+    "response_format binds": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "it", "schema": {"const": "a text " * 9}}}
+    },
+    "tool_choice binds": {"tools": [ADD], "tool_choice": "required"},
+    "frequency_penalty depends": {"frequency_penalty": 0.5},
+    "regex depends": {"regex": "a{40}"},
+}
+
+
+@pytest.mark.parametrize("reason", BOUND)
+async def test_a_whole_answer_that_only_one_go_can_give_is_asked_for_again(
+    stage: Stage, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cuttable(stage) as (trial, brake):
+        session = await trial.create()
+        with caplog.at_level("WARNING"):
+            async with under_way(trial.turn(session, HI, max_tokens=40, **BOUND[reason])) as turn:
+                await reached(trial, brake, 1)
+                await pause(trial)
+                await go_on(trial, brake, "2")
+                answer = (await turn).json()
+        first, second = trial.door
+        assert json.loads(first.body) == json.loads(second.body), "as it was"
+        assert any(each.startswith(reason) for each in given_up(caplog))
+        (sample,) = await trial.samples(session)
+        exactly(sample, second.generation)
+        assert [run["version"] for run in sample["weight_versions"]] == ["2"]
+        assert answer["choices"][0]["finish_reason"] != "abort"
+
+
+@pytest.mark.parametrize("reason", BOUND)
+async def test_a_stream_that_only_one_go_can_give_ends_with_what_there_is(
+    stage: Stage, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cuttable(stage) as (trial, brake):
+        session = await trial.create()
+        with caplog.at_level("WARNING"):
+            async with under_way(trial.stream(session, HI, max_tokens=40, **BOUND[reason])) as turn:
+                await reached(trial, brake, 5)
+                await pause(trial)
+                await go_on(trial, brake, "2")
+                chunks = await turn
+        assert [each["choices"][0]["finish_reason"] for each in chunks][-1] == "abort"
+        assert any(each.startswith(reason) for each in given_up(caplog))
+        (sample,) = await trial.samples(session)
+        exactly(sample, trial.door[0].generation)
+        assert sample["status"] == "aborted"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_choice_of_a_turn_goes_on(stage: Stage, stream: bool) -> None:
+    async with cuttable(stage, stop_probability=0.0) as (trial, brake):
+        session = await trial.create()
+        fields: dict[str, Any] = {"n": 3, "max_tokens": 30, "logprobs": True, "top_logprobs": 2}
+        async with under_way(trial.turn(session, HI, stream=stream, **fields)) as turn:
+            await reached(trial, brake, 4)
+            await pause(trial)
+            await go_on(trial, brake, "2")
+            answer = await turn
+        begun, *rest = trial.door
+        first = begun.generations
+        samples = await trial.samples(session)
+        assert len(first) == len(rest) == len(samples) == 3
+        parts = {tuple(each.generation.input_ids): each.generation for each in rest}
+        for choice, (sample, begin) in enumerate(zip(samples, first, strict=True)):
+            end = parts[tuple(begin.input_ids + begin.output_ids)]
+            assert sample["tokens"] == [*end.input_ids, *end.output_ids]
+            assert len(begin.output_ids) + len(end.output_ids) == 30
+            assert [run["version"] for run in sample["weight_versions"]] == ["1", "2"]
+            if stream:
+                mine = [
+                    each for chunk in chunks_of(answer.body) for each in chunk["choices"] if each["index"] == choice
+                ]
+                told = [entry for each in mine for entry in (each["logprobs"] or {}).get("content") or ()]
+            else:
+                told = answer.json()["choices"][choice]["logprobs"]["content"]
+            assert [entry["logprob"] for entry in told] == [*begin.logprobs, *end.logprobs]
+            assert {len(entry["top_logprobs"]) for entry in told} == {2}
+
+
+async def test_what_follows_a_cut_is_shown_as_it_comes(stage: Stage) -> None:
+    async with cuttable(stage) as (trial, brake):
+        trial.worker.say(f"<think>\nI think.\n</think>\n\nIt is, I say, forty-two.\n{ASK_ADD}")
+        session = await trial.create()
+        client = await stage.client(trial.router)
+        body = json.dumps({"model": "m", "messages": HI, "stream": True, "max_tokens": 500, "tools": [ADD]}).encode()
+        await client.send(request("POST", f"/sessions/{session}{CHAT}", JSON, body))
+        await client.read_head("POST")
+        await reached(trial, brake, 4)
+        await pause(trial)
+        await go_on(trial, brake, "2")
+        seen = b""
+        for behind, shown in ((8, b'" is"'), (14, b'" forty"')):
+            await reached(trial, brake, behind)
+            while shown not in seen:
+                seen += await client.read_part()
+            assert trial.worker.running == 1, "it has not ended"
+            brake.on = False
+        rest = (await client.read_body()).body
+        message, finish, _ = read_stream(chunks_of(seen + rest))
+        assert (message["content"], finish) == ("\n\nIt is, I say, forty-two.\n", "tool_calls")
+
+
+async def test_an_agent_that_aborts_between_two_parts_has_ended_its_turn(stage: Stage) -> None:
+    async with cuttable(stage) as (trial, brake):
+        trial.worker.say(f"It is\n{ASK_ADD}")
+        session = await trial.create()
+        async with under_way(trial.stream(session, HI, max_tokens=500, tools=[ADD], rid="mine")) as turn:
+            await reached(trial, brake, 12)
+            await pause(trial)
+            await until(lambda: trial.router.app.router.gate.held, "it waits")
+            assert (await trial.ask("POST", "/abort_request", {"rid": "mine"})).status == 200
+            chunks = await turn
+            await go_on(trial, brake)
+        assert [each["choices"][0]["finish_reason"] for each in chunks][-1] == "abort"
+        (sample,) = await trial.samples(session)
+        exactly(sample, trial.door[0].generation)
+        assert len(trial.door) == 1
+
+
+@pytest.mark.parametrize("parsers", ["engine", "hybrid"])
+async def test_where_the_engine_s_parsers_fail_those_here_read_the_turn(
+    stage: Stage, parsers: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cuttable(stage, options={"parsers": parsers}) as (trial, brake):
+        trial.worker.say(f"<think>\nSo.\n</think>\n\nIt is\n{ASK_ADD}")
+        trial.worker.faults.status(500, path="/parse_function_call", times=None)
+        session = await trial.create()
+        with caplog.at_level("WARNING"):
+            async with under_way(trial.stream(session, HI, max_tokens=500, tools=[ADD])) as turn:
+                await reached(trial, brake, 9)
+                await pause(trial)
+                await go_on(trial, brake)
+                chunks = await turn
+        finish = chunks[-1]["choices"][0]["finish_reason"]
+        if parsers == "engine":
+            assert (finish, given_up(caplog)) == ("abort", ["/parse_function_call answered 500"])
+            (sample,) = await trial.samples(session)
+            assert sample["status"] == "aborted"
+        else:
+            message, finish, _ = read_stream(chunks)
+            (call,) = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"a": 17, "b": 25}
+            assert (finish, given_up(caplog)) == ("tool_calls", [])
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"parsers": "mine"}, "parsers: 'mine' is none of engine, local, hybrid"),
+        ({"parsers": "local"}, "there is no local parser for None"),
+        ({"parsers": "local", "tito_model": "gpt-oss"}, "there is no local parser for 'gpt-oss'"),
+    ],
+)
+async def test_parsers_that_there_are_not_are_refused_by_name(
+    stage: Stage, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        await session_trial(stage, await stage.worker(), options=options)
+
+
+LOSABLE = {"resume_on_worker_loss": True, "max_retries": 3}
+
+
+async def lose(trial: SessionTrial, brake: Brake) -> None:
+    """The worker dies where it stands, and comes back without what it had."""
+    await trial.worker.kill()
+    brake.on = False
+    await trial.worker.restart()
+
+
+@pytest.mark.parametrize("root", [True, False])
+@pytest.mark.parametrize("tokens", [[0], [1], [9], [22, 3], [9, 0, 0]])
+async def test_a_stream_whose_worker_was_lost_goes_on(stage: Stage, tokens: list[int], root: bool) -> None:
+    async with cuttable(stage, settings={**LOSABLE, "partial_rollout": "return"}) as (trial, brake):
+        session, history = await trial.create(), HI
+        if not root:
+            message = message_of(await trial.chat(session, HI))
+            history = [*HI, message, user("Go on")]
+        text = f"<think>\nI add < both.\n</think>\n\nIt is 世界\n{ASK_ADD}"
+        trial.worker.say(text)
+        async with under_way(trial.stream(session, history, max_tokens=500, tools=[ADD])) as turn:
+            for count in tokens:
+                await reached(trial, brake, count)
+                await lose(trial, brake)
+            message, finish, _ = read_stream(await turn)
+        assert (message["reasoning_content"], message["content"]) == ("\nI add < both.\n", "\n\nIt is 世界\n")
+        (call,) = message["tool_calls"]
+        assert (json.loads(call["function"]["arguments"]), finish) == ({"a": 17, "b": 25}, "tool_calls")
+        *_, sample = await trial.samples(session)
+        ids = qwen3().encode(text)
+        assert sample["tokens"][-len(ids) - 1 : -1] == ids
+        last = trial.door[-1].generation
+        assert sample["tokens"] == [*last.input_ids, *last.output_ids]
+
+
+async def test_a_whole_answer_whose_worker_was_lost_is_asked_for_again(stage: Stage) -> None:
+    async with cuttable(stage, settings={**LOSABLE, "partial_rollout": "return"}) as (trial, brake):
+        session = await trial.create()
+        async with under_way(trial.chat(session, HI, max_tokens=20, ignore_eos=True)) as turn:
+            await reached(trial, brake, 3)
+            await lose(trial, brake)
+            await turn
+        (sample,) = await trial.samples(session)
+        exactly(sample, trial.door[-1].generation)
+
+
+async def test_a_stream_whose_tokens_are_not_certain_is_broken_off(
+    stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two tokens of Qwen3's vocabulary may spell an exclamation mark: an engine shows those that the tokenizer does not
+    have as the first."""
+    async with cuttable(stage, settings={**LOSABLE, "partial_rollout": "return"}) as (trial, brake):
+        trial.worker.say("No! It is 42, I say, and so it is.")
+        session = await trial.create()
+        with caplog.at_level("WARNING"):
+            turn = asyncio.ensure_future(trial.turn(session, HI, max_tokens=500, stream=True))
+            await reached(trial, brake, 6)
+            await lose(trial, brake)
+            with pytest.raises(CutReply):
+                await soon(turn)
+        (reason,) = given_up(caplog)
+        assert "not certain" in reason
+        assert await trial.records(session) == []

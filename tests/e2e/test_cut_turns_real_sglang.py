@@ -1,0 +1,143 @@
+"""Turns of agents on a real SGLang that says what a script wants: cut by a pause in their text, their reasoning and
+their calls, given new weights, and carried on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_router.settings.config import MiddlewareSpec
+from tests.sglang.environment import ensure
+from tests.sglang_worker import RealWorker
+from tests.support.chat_turns import plain, read_stream
+from tests.support.door import Door
+from tests.support.generations import Generation
+from tests.support.http import ask
+from tests.support.running_router import running_router
+from tests.support.session_trial import ADD, ASK_ADD, IM_END, SESSIONS, SessionTrial, message_of, qwen3, user
+from tests.support.tiers import size
+from tests.support.waiting import soon, until
+
+pytestmark = pytest.mark.sglang
+
+HI = [user("What is 17 + 25?")]
+REASONING = "<think>\nI add < both </ of them.\n</think>\n\n"
+ANSWERS = {
+    "text": "<think>\n\n</think>\n\nI say, naïve 世界 😀, that <tool it is\n\n42.",
+    "reasoning": f"{REASONING}It is 42.",
+    "calls": f"{REASONING}I add.\n{ASK_ADD}\n{ASK_ADD}",
+}
+
+
+class Scene:
+    """A router with sessions before a scripted engine behind a door."""
+
+    def __init__(self, trial: SessionTrial, worker: RealWorker, door: Door, script: Path) -> None:
+        self.trial = trial
+        self.worker = worker
+        self.door = door
+        self.script = script
+        self.version = 0
+
+    async def turn(self, text: str, cut: int | None, **fields: Any) -> tuple[Any, Any, list[Generation]]:
+        """A turn that says this, cut before one of its tokens: its answer, its sample, and how it was generated."""
+        hold, held = self.script.with_name("hold"), self.script.with_name("held")
+        held.unlink(missing_ok=True)
+        self.script.write_text(json.dumps([[*qwen3().encode(text), IM_END]]))
+        if cut is not None:
+            hold.write_text(str(cut))
+        session = await self.trial.create()
+        asking = self.trial.stream if fields.get("stream") else self.trial.chat
+        fields.pop("stream", None)
+        asked = asyncio.ensure_future(asking(session, HI, max_tokens=500, tools=[ADD], **fields))
+        if cut is not None:
+            await self._cut(hold, held)
+        answer = await soon(asked)
+        (sample,) = await self.trial.samples(session)
+        legs = [each for each in self.door.chats(version="default") if each.session == session]
+        return answer, sample, legs
+
+    async def _cut(self, hold: Path, held: Path) -> None:
+        """Pause the engine while it is stopped between two tokens, and give it new weights."""
+        await until(held.exists, "the engine is stopped")
+        pausing = asyncio.ensure_future(self._post("/pause_generation", mode="abort"))
+        ready = 200
+        while ready == 200:
+            ready = (await ask(self.worker.url, "GET", "/ready")).status
+        hold.unlink()  # noqa: ASYNC240 - a file of a few bytes
+        await soon(pausing)
+        self.version += 1
+        await self._post("/update_weight_version", new_version=str(self.version), abort_all_requests=False)
+        await self._post("/continue_generation")
+
+    async def _post(self, path: str, **body: Any) -> None:
+        answer = await self.trial.ask("POST", path, body)
+        assert answer.status == 200, answer.body
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealWorker, Path]]:
+    script = tmp_path_factory.mktemp("scripted") / "script.json"
+    with RealWorker.start("--reasoning-parser", "qwen3", "--script-file", str(script)) as worker:
+        yield worker, script
+
+
+@pytest.fixture
+async def scene(engine: tuple[RealWorker, Path]) -> AsyncIterator[Scene]:
+    worker, script = engine
+    sessions = (MiddlewareSpec(SESSIONS, {}),)
+    async with (
+        Door(worker.url) as door,
+        running_router(
+            door.url, middlewares=sessions, partial_rollout="resume", hf_checkpoint=str(ensure().dense_model)
+        ) as router,
+    ):
+        yield Scene(SessionTrial(router, ()), worker, door, script)
+
+
+def places(text: str) -> list[int]:
+    """Where an answer is cut: everywhere, or in a few places that differ from answer to answer."""
+    count = len(qwen3().encode(text))
+    return size(heavy=list(range(count)), otherwise=list(range(count // 5, count, count // 2)))
+
+
+def check(sample: Any, legs: list[Generation], text: str) -> None:
+    first, second = legs
+    ids = [*qwen3().encode(text), IM_END]
+    assert [*first.sampled, *second.sampled] == ids
+    prompt = len(sample["tokens"]) - len(ids)
+    assert second.given == sample["tokens"][: prompt + len(first.sampled)]
+    assert sample["tokens"][prompt:] == ids
+    assert sample["loss_mask"] == [0] * prompt + [1] * len(ids)
+    assert sample["logprobs"][prompt:] == pytest.approx([*first.logprobs, *second.logprobs], abs=1e-6)
+    before, after = sample["weight_versions"]
+    assert (before["start"], before["end"]) == (prompt, prompt + len(first.sampled))
+    assert (after["start"], after["end"]) == (prompt + len(first.sampled), len(sample["tokens"]))
+    assert before["version"] != after["version"]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_a_whole_answer_goes_on(scene: Scene, name: str) -> None:
+    text = ANSWERS[name]
+    uncut, _, _ = await scene.turn(text, None)
+    for cut in places(text):
+        answer, sample, legs = await scene.turn(text, cut)
+        check(sample, legs, text)
+        assert plain(message_of(answer)) == plain(message_of(uncut)), cut
+        assert answer["choices"][0]["finish_reason"] == uncut["choices"][0]["finish_reason"]
+        assert answer["usage"] == uncut["usage"]
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_a_stream_goes_on(scene: Scene, name: str) -> None:
+    text, fields = ANSWERS[name], {"stream": True, "stream_options": {"include_usage": True}}
+    uncut, _, _ = await scene.turn(text, None, **fields)
+    for cut in places(text):
+        answer, sample, legs = await scene.turn(text, cut, **fields)
+        check(sample, legs, text)
+        assert read_stream(answer) == read_stream(uncut), cut

@@ -1,0 +1,57 @@
+"""Local parsers make of whole answers what SGLang's own parsers make of them, spoilt ones too."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_router.engines.facts import Facts
+from miles_router.engines.parsers import Parsers, Unparsable
+from miles_router.engines.parsers.local import tools_by_name
+from tests.sglang.environment import ensure
+from tests.support.tiers import size
+from tests.support.written_turns import FAMILIES, TOOLS, cases
+
+pytestmark = pytest.mark.sglang
+
+PARSE = Path(__file__).resolve().parents[1] / "sglang" / "parse.py"
+
+
+def by_engine(asked: list[Any]) -> list[Any]:
+    done = subprocess.run(
+        [str(ensure().python), str(PARSE)], input=json.dumps(asked), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return list(json.loads(done.stdout))
+
+
+def here(case: Any) -> Any:
+    facts = Facts(tool_call_parser=case["calls"], reasoning_parser=case["thinking"])
+    thinking, calls = Parsers("local").thinking(facts), Parsers("local").calls(facts)
+    assert thinking is not None
+    assert calls is not None
+    reasoning, rest = thinking.whole(case["text"], thinking=case["force"])
+    content, found = calls.read(rest or "", tools_by_name(case["tools"]))
+    return {"reasoning": reasoning, "content": content, "calls": [list(call) for call in found]}
+
+
+def test_every_family_reads_as_the_engine_does() -> None:
+    asked = [
+        {"text": text, "tools": TOOLS, "calls": family.calls, "thinking": family.thinking, "force": force}
+        for name, family in FAMILIES.items()
+        for text in cases(name, size(heavy=2000, otherwise=150))
+        for force in ({True} if family.thinking == "minimax" else (False, True))
+    ]
+    unknown = 0
+    for case, expected in zip(asked, by_engine(asked), strict=True):
+        try:
+            found = here(case)
+        except Unparsable:
+            unknown += 1
+            continue
+        assert found == expected, case
+    assert unknown < len(asked) / 20

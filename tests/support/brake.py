@@ -1,0 +1,24 @@
+"""A simulated engine that is stopped between two tokens."""
+
+from __future__ import annotations
+
+import asyncio
+
+from miles_router.testing.worker.engine import Engine
+from miles_router.testing.worker.generation import Generation
+
+
+class Brake:
+    """Stops an engine between two tokens until it is paused or the brake is off."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.on = False
+        self._engine = engine
+        self._thaw = engine._thaw
+        engine._thaw = self._held  # type: ignore[method-assign]
+
+    async def _held(self, generation: Generation) -> None:
+        await self._thaw(generation)
+        while self.on and self._engine.paused is None:
+            await asyncio.sleep(0.0002)
+            await self._thaw(generation)
