@@ -17,11 +17,27 @@ def load_model_config(config: RouterConfig) -> Mapping[str, Any]:
     if config.hf_checkpoint is None:
         return {}
     try:
-        found = orjson.loads(Path(config.hf_checkpoint, "config.json").read_bytes())
+        return _read(config.hf_checkpoint, "config.json")
     except FileNotFoundError:
         return _from_hub(config.hf_checkpoint)
+
+
+def load_generation_config(config: RouterConfig) -> Mapping[str, Any]:
+    """`generation_config.json` of `--hf-checkpoint`, where that is a directory: what an engine assumes in chat where a
+    request says nothing (SGLang 0.5.23, `--sampling-defaults model`)."""
+    try:
+        return _read(config.hf_checkpoint, "generation_config.json") if config.hf_checkpoint is not None else {}
+    except FileNotFoundError:
+        return {}
+
+
+def _read(checkpoint: str, name: str) -> Mapping[str, Any]:
+    try:
+        found = orjson.loads(Path(checkpoint, name).read_bytes())
+    except FileNotFoundError:
+        raise
     except (OSError, orjson.JSONDecodeError) as error:
-        raise ConfigError(f"hf_checkpoint: cannot read config.json of {config.hf_checkpoint!r}: {error}") from None
+        raise ConfigError(f"hf_checkpoint: cannot read {name} of {checkpoint!r}: {error}") from None
     return found if isinstance(found, dict) else {}
 
 

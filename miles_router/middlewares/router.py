@@ -23,7 +23,7 @@ from miles_router.fleet.gate import computes, generates
 from miles_router.forwarding.forwarder import Forwarded, Forwarder
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics import Metrics, Statistics
-from miles_router.middlewares.checkpoint import load_model_config, load_tokenizer
+from miles_router.middlewares.checkpoint import load_generation_config, load_model_config, load_tokenizer
 from miles_router.middlewares.rows import RowChannel
 from miles_router.settings.config import RouterConfig
 from miles_router.trajectory.rows import KINDS
@@ -147,6 +147,15 @@ class Router:
             ConfigError: it cannot be read.
         """
         return load_model_config(self.config)
+
+    @functools.cached_property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The model's `generation_config.json`, of `--hf-checkpoint`; empty where that has none, or is not set.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        return load_generation_config(self.config)
 
     @functools.cached_property
     def tokenizer(self) -> Any:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from tests.support.session_trial import (
     user,
 )
 from tests.support.stage import Stage
+from tests.support.tokenizers import tokenizer_directory
 from tests.support.under_way import under_way
 from tests.support.waiting import soon, until
 
@@ -162,6 +165,22 @@ async def test_a_whole_answer_that_only_one_go_can_give_is_asked_for_again(
         exactly(sample, second.generation)
         assert [run["version"] for run in sample["weight_versions"]] == ["2"]
         assert answer["choices"][0]["finish_reason"] != "abort"
+
+
+async def test_a_penalty_of_the_model_s_own_counts_like_one_of_the_agent_s(
+    stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(tokenizer_directory("qwen3"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.05}')
+    async with cuttable(stage, settings={"hf_checkpoint": str(tmp_path)}) as (trial, brake):
+        session = await trial.create()
+        with caplog.at_level("WARNING"):
+            async with under_way(trial.chat(session, HI, max_tokens=20, ignore_eos=True)) as turn:
+                await reached(trial, brake, 3)
+                await pause(trial)
+                await go_on(trial, brake)
+                await turn
+        assert given_up(caplog) == ["repetition_penalty depends on the output so far"]
 
 
 @pytest.mark.parametrize("reason", BOUND)

@@ -56,7 +56,7 @@ class DeepSeekTags:
     """The format since V3.2."""
 
     begin = "<｜DSML｜"
-    end = "</｜DSML｜invoke>"
+    end = "</｜DSML｜function_calls>"
 
     def read(self, text: str, tools: Tools) -> ReadCalls:
         """See `CallFormat`."""

@@ -21,6 +21,8 @@ from miles_router.partial_rollouts.chat.message import MessageReader
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
 from miles_router.partial_rollouts.leg import LAYER, Leg, ResumeContext
 
+#: Of the model's `generation_config.json`, what would not be the same behind a cut.
+ASSUMED = ("repetition_penalty",)
 _ABORTED = b'"%b"' % ABORT.encode()
 
 
@@ -38,7 +40,9 @@ class ChatLegs(ResumableAnswer):
     ) -> None:
         super().__init__(context, scope, receive, send, [])
         self.turn = turn
-        self.fields = fields
+        # What the engine takes from the model's own settings counts like what the agent says.
+        assumed = {name: context.router.generation_config.get(name) for name in ASSUMED if fields.get(name) is None}
+        self.fields = {**fields, **{name: value for name, value in assumed.items() if value is not None}}
         self.reader = MessageReader(turn.parsers, fields)
 
     def read_leg(self, answer: Any) -> Any:

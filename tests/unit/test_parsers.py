@@ -1,0 +1,141 @@
+"""Local parsers: what is certain of a text that grows is never taken back, and the whole of it is what was written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.chat_rest import arguments_behind, deltas_behind
+from miles_router.engines.chat_stream import GrowingMessage
+from miles_router.engines.facts import Facts
+from miles_router.engines.parsers import FAMILIES as KNOWN
+from miles_router.engines.parsers import Parsers, Unparsable
+from miles_router.engines.parsers.growing import GrowingText
+from miles_router.engines.parsers.local import tools_by_name
+from tests.support.written_turns import FAMILIES, TOOLS
+
+BY_NAME = tools_by_name(TOOLS)
+TURNS = [(name, text) for name, family in FAMILIES.items() for text in family.turns]
+
+
+def reader_of(name: str) -> GrowingText:
+    family, names = KNOWN[name], dict[int, str]()
+    return GrowingText(
+        family.thinking, False, family.calls, BY_NAME, lambda _, place: names.setdefault(place, f"call_{place}")
+    )
+
+
+@pytest.mark.parametrize(("name", "text"), TURNS)
+def test_a_growing_text_takes_nothing_back_and_becomes_the_whole(name: str, text: str) -> None:
+    reader, shown = reader_of(name), GrowingMessage()
+    for end in range(len(text) + 1):
+        for delta in deltas_behind(shown.message(), *reader.message(text[:end])):
+            shown.add(delta)
+    family = KNOWN[name]
+    reasoning, rest = family.thinking.whole(text, thinking=False)
+    content, calls = family.calls.read(rest or "", BY_NAME)
+    made = shown.message()
+    assert (made.get("reasoning_content") or "") == reasoning
+    found = [(each["function"]["name"], each["function"]["arguments"]) for each in made.get("tool_calls", ())]
+    assert found == [tuple(call) for call in calls]
+    assert content.strip().startswith(made["content"].strip()), "what is behind a call comes at the end"
+
+
+@pytest.mark.parametrize(("name", "text"), TURNS)
+def test_a_call_that_is_not_complete_is_no_json(name: str, text: str) -> None:
+    calls = KNOWN[name].calls
+    begun = 0
+    for end in range(len(text)):
+        call = calls.unfinished(text[:end], BY_NAME)
+        if call is None:
+            continue
+        begun += 1
+        assert call.name in BY_NAME
+        if call.arguments not in text[:end] or not call.arguments:  # its end alone is not there
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(call.arguments)
+    complete = [call for call in calls.read(text, BY_NAME).calls if call.arguments != "{}"]
+    assert begun or not complete, "each complete call was one that is not"
+
+
+def test_a_schema_that_engines_read_by_rules_of_their_own_is_refused() -> None:
+    tools = {"add": {"properties": {"a": {"anyOf": [{"type": "integer"}, {"type": "string"}]}}}}
+    text = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    with pytest.raises(Unparsable, match="no plain type"):
+        KNOWN["qwen3.5"].calls.read(text, tools)
+
+
+@pytest.mark.parametrize(
+    ("mode", "facts", "known"),
+    [
+        ("engine", Facts(tool_call_parser="qwen25", reasoning_parser="qwen3"), (False, False)),
+        ("hybrid", Facts(tool_call_parser="qwen25", reasoning_parser="qwen3"), (True, True)),
+        ("hybrid", Facts(tool_call_parser="hunyuan", reasoning_parser="hunyuan"), (False, False)),
+        ("local", Facts(tool_call_parser="hunyuan"), (True, True)),
+    ],
+)
+def test_the_engine_s_names_come_before_the_family(mode: str, facts: Facts, known: tuple[bool, bool]) -> None:
+    parsers = Parsers.of(mode, "kimi" if mode == "local" else None)
+    assert (parsers.calls(facts) is not None, parsers.thinking(facts) is not None) == known
+
+
+# What is left of a message
+
+
+def message(content: str = "", reasoning: str | None = None, *arguments: str) -> dict[str, Any]:
+    calls = [
+        {"id": "c", "index": at, "type": "function", "function": {"name": "add", "arguments": each}}
+        for at, each in enumerate(arguments)
+    ]
+    return {"content": content, "reasoning_content": reasoning, **({"tool_calls": calls} if calls else {})}
+
+
+@pytest.mark.parametrize(
+    ("shown", "whole", "rest"),
+    [
+        ('{"a": 1', '{"a": 17, "b": 2}', '7, "b": 2}'),
+        ('{"a":1,"b":', '{"a": 1, "b": 2}', " 2}"),
+        ('{"a": "x y', '{"a": "x yz"}', 'z"}'),
+        ('{"a": "x\\" ', '{"a": "x\\" y"}', 'y"}'),
+        ("", "{}", "{}"),
+    ],
+)
+def test_the_rest_of_arguments_is_found_whatever_their_spaces(shown: str, whole: str, rest: str) -> None:
+    assert arguments_behind(shown, whole) == rest
+
+
+@pytest.mark.parametrize(("shown", "whole"), [('{"a": 2', '{"a": 1}'), ('{"a": "x ', '{"a": "xy"}')])
+def test_other_arguments_are_refused(shown: str, whole: str) -> None:
+    with pytest.raises(UnreadableAnswer, match="other arguments"):
+        arguments_behind(shown, whole)
+
+
+@pytest.mark.parametrize(
+    ("shown", "whole", "text", "deltas"),
+    [
+        (message("It "), message("It is"), "It is", [{"content": "is"}]),
+        (message("\n\nI add.\n"), message("I add.", None, "{}"), "\n\nI add.\n<tool_call>", [{"tool_calls"}]),
+        (message(""), message("I add.", None, "{}"), "\n\nI add.\n<tool_call>", [{"content": "\n\nI add.\n"}]),
+        (message("", "Why"), message("So", "Why?"), "So", [{"reasoning_content": "?"}, {"content": "So"}]),
+    ],
+)
+def test_a_stream_shows_what_its_client_lacks(shown: Any, whole: Any, text: str, deltas: list[Any]) -> None:
+    found = [{name: value for name, value in each.items() if value} for each in deltas_behind(shown, whole, text)]
+    for delta, expected in zip(found, deltas, strict=False):
+        assert delta == expected or set(delta) == expected
+
+
+@pytest.mark.parametrize(
+    ("shown", "whole"),
+    [
+        (message("It was"), message("It is")),
+        (message("", "Why"), message("", "How")),
+        ({"tool_calls": [{"function": {"name": "sub", "arguments": ""}}]}, message("", None, "{}")),
+    ],
+)
+def test_what_was_shown_is_never_another_message(shown: Any, whole: Any) -> None:
+    with pytest.raises(UnreadableAnswer, match="shown"):
+        list(deltas_behind(shown, whole, whole["content"]))
