@@ -139,7 +139,7 @@ class Admin:
         silent = [worker for worker, each in zip(workers, profiles, strict=True) if not each.tells_version]
         if not silent:
             raise BadRequest("no worker is registered that does not say itself which weights it has")
-        self._pool.updated(silent, version)
+        self._pool.name_version(silent, version)
         return Json({"weight_version": version, "workers": [worker.url for worker in silent]})
 
     async def metrics(self, request: Request) -> Response:

@@ -311,6 +311,11 @@ class WorkerPool:
         for worker in workers:
             worker.caches.change(worker.weight_version, number, under_way=under_way)
 
+    def name_version(self, workers: Collection[Worker], version: str) -> None:
+        """Somebody has given new weights to workers that do not say it themselves."""
+        self._change_caches(workers)
+        self.updated(workers, version)
+
     def updated(self, workers: Collection[Worker], version: str) -> None:
         """An update of the weights passed through the router: the fleet's version is now this one, and `workers` have
         it; whoever has not takes no traffic under `same-weights`."""

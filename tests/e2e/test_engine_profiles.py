@@ -203,6 +203,19 @@ async def test_a_whole_answer_during_which_the_version_changed_names_none(stage:
         assert not {"weight_version", "weight_versions"} & (await during).json()["meta_info"].keys()
 
 
+async def test_new_weights_have_caches_of_their_own_where_the_engine_heeds_a_key(stage: Stage) -> None:
+    async with SimulatedWorker(profile=JAX) as worker:
+        router = await stage.router(worker.url)
+        for version in ("7", "8"):
+            await post(router, "/router/weight_version", weight_version=version)
+            assert (await post(router, "/generate", **GENERATE)).status == 200
+            assert (await post(router, "/generate", **{**GENERATE, "input_ids": [[1], [2]]})).status == 200
+        keys = [each.json().get("extra_key") for each in worker.door.at("/generate")]
+        assert keys[1::2] == [None, None], "it would drop them without a word"
+        assert len({*keys[::2]} - {None}) == 2
+        assert router.app.router.metrics.unkeyed_generations == 2
+
+
 async def test_a_version_cannot_be_set_for_engines_that_name_their_own(stage: Stage) -> None:
     async with SimulatedWorker() as worker:
         router = await stage.router(worker.url)
