@@ -251,6 +251,20 @@ async def test_a_stored_response_is_its_turn_written_again(stage: Stage) -> None
         assert third.id != second.id
 
 
+@pytest.mark.parametrize("live", [False, True])
+async def test_usage_tells_what_the_prefix_cache_had(stage: Stage, live: bool) -> None:
+    async with scripted(stage) as trial:
+        session = await trial.create()
+        async with agent(trial, session) as client:
+            first = await asked(client, "Add.", live=live)
+            second = await asked(client, outputs(first), live=live, previous_response_id=first.id)
+        told = [(each.usage.input_tokens, each.usage.input_tokens_details.cached_tokens) for each in (first, second)]
+        records = await trial.records(session)
+        assert told == [(record["prompt_tokens"], record["cached_tokens"] or 0) for record in records]
+        assert told[1][1] > 0
+        assert second.usage.total_tokens == second.usage.input_tokens + second.usage.output_tokens
+
+
 async def test_stored_responses_take_little_beside_their_turns(stage: Stage) -> None:
     steps = ["one", "two", "three", "four"]
     async with scripted(stage, steps) as trial:

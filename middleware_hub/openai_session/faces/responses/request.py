@@ -90,6 +90,7 @@ def read(request: object, responses: Responses, *, system_anywhere: bool) -> Ask
         **{name: request[name] for name in ENGINE if request.get(name) is not None},
         "model": request["model"],
         "messages": messages,
+        "return_cached_tokens_details": True,
         **_sampling(request),
         **_form(settings.fields["text"]),
         **choice_of(request.get("tool_choice"), settings.tools),
@@ -97,7 +98,7 @@ def read(request: object, responses: Responses, *, system_anywhere: bool) -> Ask
     if request.get("parallel_tool_calls") is False and settings.tools.shown:
         fields["parallel_tool_calls"] = False
     if _flag(request, "stream", default=False):
-        fields |= {"stream": True, "stream_options": {"include_usage": True}, "return_cached_tokens_details": True}
+        fields |= {"stream": True, "stream_options": {"include_usage": True}}
     own = {"metadata": _metadata(request), "previous_response_id": request.get("previous_response_id")}
     seals = ENCRYPTED in _included(request)
     return Asked(fields, settings, own, seals, _flag(request, "store", default=True))
