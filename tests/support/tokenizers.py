@@ -52,12 +52,17 @@ def tokenizer_directory(name: str) -> str:
     return str(built(cache_root() / f"tokenizer-{name}-{package.rpartition('@')[2]}", build))
 
 
+_by_directory: dict[str, Any] = {}
+
+
 @functools.cache
 def tokenizer(name: str) -> Any:
     """The same, loaded by transformers."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(tokenizer_directory(name))
+    directory = tokenizer_directory(name)
+    _by_directory[directory] = AutoTokenizer.from_pretrained(directory)
+    return _by_directory[directory]
 
 
 @contextlib.contextmanager
@@ -72,7 +77,8 @@ def loaded_once() -> Iterator[None]:
         files = sorted(Path(config.hf_checkpoint or "").glob("*")) if config.hf_checkpoint else []
         key = (config.hf_checkpoint, config.chat_template_path, *((file, file.stat().st_mtime_ns) for file in files))
         if not files or config.chat_template_path or key not in loaded:
-            loaded[key] = load_tokenizer(config)
+            known = None if config.chat_template_path else _by_directory.get(config.hf_checkpoint or "")
+            loaded[key] = load_tokenizer(config) if known is None else known
         return copy.copy(loaded[key])
 
     def of(tokenizer: Any) -> PackedTokenizer:
