@@ -39,7 +39,9 @@ def python_for(client: Client) -> Path | None:
     for minor in range(client.python[1], NEWEST + 1):
         name = f"python3.{minor}"
         beside = Path(sys.base_prefix).parent.glob(f"3.{minor}.*/bin/{name}")  # as pyenv has them
-        for found in filter(None, (shutil.which(name), *sorted(beside))):
+        for found in (shutil.which(name), *map(str, sorted(beside))):
+            if found is None:
+                continue
             if subprocess.run([found, "--version"], capture_output=True).returncode == 0:  # pyenv's own may refuse
                 return Path(found)
     return None
