@@ -365,8 +365,8 @@ async def test_an_episode_of_which_nothing_was_traced_does_not_look_empty(
     worker.always(script(reply(b"{}")))
     trial = await session_trial(stage, worker)
     session = await trial.create()
-    for path in ("/v1/responses", "/generate"):
-        await trial.ask("POST", f"/sessions/{session}{path}", {})
+    for _ in range(2):
+        await trial.ask("POST", f"/sessions/{session}/generate", {})
     answer = await trial.ask("POST", f"/sessions/{session}/samples", {"format": form})
     assert (answer.status, answer.error_type) == (422, "untraced_episode")
     assert "untraced: 2, the last to /generate: this endpoint is not traced" in answer.json()["error"]["message"]

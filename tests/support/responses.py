@@ -8,14 +8,14 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
-from middleware_hub.openai_session.faces.responses.request import Asked, read
+from middleware_hub.openai_session.faces.responses.request import ResponsesRequest, read
 from middleware_hub.openai_session.faces.responses.stream import ResponsesWriter
 from miles_router.engines.chat_stream import GrowingMessage
 from miles_router.middlewares import LAST_EVENT, Event
 from tests.support.sessions import Scene
 
 
-def asked(scene: Scene, given: Any = "Hi", *, system_anywhere: bool = True, **fields: Any) -> Asked:
+def asked(scene: Scene, given: Any = "Hi", *, system_anywhere: bool = True, **fields: Any) -> ResponsesRequest:
     """A request, read."""
     request = {"model": "m", "input": given, **fields}
     return read(request, Responses.of(scene.session), system_anywhere=system_anywhere)

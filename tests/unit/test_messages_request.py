@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from middleware_hub.openai_session.faces.messages.echo import Echo, signature
-from middleware_hub.openai_session.faces.messages.request import Asked, read
+from middleware_hub.openai_session.faces.messages.request import MessagesRequest, read
 from miles_router.errors import BadRequest
 from tests.support.sessions import Scene, assistant, call, user
 
@@ -28,7 +28,7 @@ EMPTY = {"role": "system", "content": ""}
 HI = {"role": "user", "content": "Hi"}
 
 
-def asked(*messages: Any, echo: Echo | None = None, system_anywhere: bool = True, **fields: Any) -> Asked:
+def asked(*messages: Any, echo: Echo | None = None, system_anywhere: bool = True, **fields: Any) -> MessagesRequest:
     request = {"model": "m", "max_tokens": 9, "messages": list(messages) or [HI], **fields}
     return read(request, echo or Echo(), system_anywhere=system_anywhere)
 

@@ -58,7 +58,12 @@ class HeldMessage:
         """Where messages lead from here."""
         found = [[self]]
         for message in messages:
-            places = [child for place in found[-1] for child in place.children if child._is(message, equal)]
+            places = [
+                child
+                for place in found[-1]
+                for child in place.children
+                if child.message == message or child._is(message, equal)
+            ]
             if not places:
                 break
             found.append(places)
@@ -88,9 +93,7 @@ class HeldMessage:
         return child
 
     def _is(self, sent: Message, equal: Equality) -> bool:
-        """Whether a message is this one. An agent spells it alike each time: the last spelling is remembered."""
-        if self.message is sent or self.message == sent:
-            return True
+        """Whether a message is this one in another spelling. An agent uses the same each time: it is remembered."""
         spelling = hash(orjson.dumps(sent))
         if spelling != self.spelling:
             if not equal(self.message, sent):

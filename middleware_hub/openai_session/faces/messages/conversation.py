@@ -11,7 +11,7 @@ from typing import Any
 
 from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.errors import invalid
-from middleware_hub.openai_session.faces.messages.tools import Tools
+from middleware_hub.openai_session.faces.messages.tools import MessagesTools
 
 #: Begins a block of Claude Code's system prompt that is for Anthropic's accounts, and that its API takes out.
 BILLING = "x-anthropic-billing-header:"
@@ -19,14 +19,14 @@ BILLING = "x-anthropic-billing-header:"
 JOINT = "\n"
 
 
-class Conversation:
+class MessagesConversation:
     """Chat messages as they grow.
 
     Args:
         system_anywhere: whether the template takes a system message behind others; if not, it is the user's words.
     """
 
-    def __init__(self, echo: Echo, tools: Tools, *, system_anywhere: bool) -> None:
+    def __init__(self, echo: Echo, tools: MessagesTools, *, system_anywhere: bool) -> None:
         self._echo = echo
         self._tools = tools
         self._system_anywhere = system_anywhere

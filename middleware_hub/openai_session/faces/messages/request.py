@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from middleware_hub.openai_session.faces.messages.conversation import Conversation
+from middleware_hub.openai_session.faces.messages.conversation import MessagesConversation
 from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.errors import invalid
-from middleware_hub.openai_session.faces.messages.tools import Tools, choice_of
+from middleware_hub.openai_session.faces.messages.tools import MessagesTools, choice_of
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from miles_router.engines.chat import CONTROLS
 from miles_router.errors import BadRequest
@@ -38,7 +38,7 @@ AS_THEY_ARE = {"model": "model", "temperature": "temperature", "top_p": "top_p",
 MAX_CONTEXTS = 1 << 24
 
 
-class Asked(NamedTuple):
+class MessagesRequest(NamedTuple):
     """A request, read.
 
     Attributes:
@@ -47,7 +47,7 @@ class Asked(NamedTuple):
     """
 
     fields: dict[str, Any]
-    tools: Tools
+    tools: MessagesTools
 
     def contexts(self, fields: Mapping[str, Any]) -> tuple[Context, ...]:
         """What the request may be rendered with. A tool that was loaded on the way is not in the context of what stood
@@ -61,7 +61,7 @@ class Asked(NamedTuple):
         return tuple(contexts)
 
 
-def read(request: object, echo: Echo, *, system_anywhere: bool, counts: bool = False) -> Asked:
+def read(request: object, echo: Echo, *, system_anywhere: bool, counts: bool = False) -> MessagesRequest:
     """Read a request; `counts`: one that asks how many tokens it has, and generates nothing.
 
     Raises:
@@ -70,8 +70,8 @@ def read(request: object, echo: Echo, *, system_anywhere: bool, counts: bool = F
     if not isinstance(request, Mapping):
         raise BadRequest("the request body must be a JSON object")
     _refuse(request)
-    tools = Tools(request.get("tools"))
-    conversation = Conversation(echo, tools, system_anywhere=system_anywhere)
+    tools = MessagesTools(request.get("tools"))
+    conversation = MessagesConversation(echo, tools, system_anywhere=system_anywhere)
     messages = conversation.read(request.get("system"), request.get("messages"))
     settings = _thinking(request.get("thinking"))
     fields: dict[str, Any] = {
@@ -93,7 +93,7 @@ def read(request: object, echo: Echo, *, system_anywhere: bool, counts: bool = F
         fields["chat_template_kwargs"] = {**settings, **(own if isinstance(own, Mapping) else {})}
     if conversation.ends_with_prefill:
         fields["continue_final_message"] = True
-    return Asked(fields, tools)
+    return MessagesRequest(fields, tools)
 
 
 def omits_thinking(request: object) -> bool:

@@ -21,7 +21,7 @@ READ = frozenset(
 DIRECT = ["direct"]
 
 
-class Tools:
+class MessagesTools:
     """The tools of one request."""
 
     def __init__(self, given: object) -> None:
@@ -127,7 +127,7 @@ def _function(tool: Mapping[str, Any], name: str, schema: Mapping[str, Any], whe
     return {"type": "function", "function": function}
 
 
-def choice_of(given: object, tools: Tools) -> dict[str, Any]:
+def choice_of(given: object, tools: MessagesTools) -> dict[str, Any]:
     """The chat request's fields for a `tool_choice`.
 
     Raises:

@@ -46,7 +46,7 @@ class Answer:
     calls: list[Message] = field(default_factory=list)
 
 
-class Conversation:
+class ResponsesConversation:
     """Chat messages as they grow.
 
     Args:

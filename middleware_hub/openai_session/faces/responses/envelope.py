@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from middleware_hub.openai_session.faces.responses.items import RESPONSE, ItemWriter, input_items, text_of
-from middleware_hub.openai_session.faces.responses.tools import Tools
+from middleware_hub.openai_session.faces.responses.tools import ResponsesTools
 from middleware_hub.openai_session.sessions.messages import Message, message_bytes
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 
@@ -39,7 +39,7 @@ class Settings:
     """What a request asks for beside its messages, as its response says it again, and its tools."""
 
     fields: Mapping[str, Any]
-    tools: Tools
+    tools: ResponsesTools
 
     @property
     def nbytes(self) -> int:
@@ -143,7 +143,7 @@ class Responses:
         responses: Responses = session.notes.setdefault(NOTE, cls())
         return responses
 
-    def settings(self, fields: Mapping[str, Any], tools: Tools | None = None) -> Settings:
+    def settings(self, fields: Mapping[str, Any], tools: ResponsesTools | None = None) -> Settings:
         """Settings with these fields: those of an earlier response that asked for the same.
 
         Raises:
@@ -152,7 +152,7 @@ class Responses:
         for each in reversed(self._settings):
             if each.fields == fields:
                 return each
-        return Settings(fields, Tools(fields["tools"]) if tools is None else tools)
+        return Settings(fields, ResponsesTools(fields["tools"]) if tools is None else tools)
 
     def keep(self, envelope: Envelope, turn: Turn, *, stored: bool) -> int:
         """Remember a response that was recorded; gives the bytes that this takes."""

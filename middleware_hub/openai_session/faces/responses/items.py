@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from middleware_hub.openai_session.faces.responses.forms import CUSTOM, FUNCTION
-from middleware_hub.openai_session.faces.responses.tools import Tools
+from middleware_hub.openai_session.faces.responses.tools import ResponsesTools
 from middleware_hub.openai_session.sessions.messages import Message
 
 RESPONSE = "resp_"
@@ -50,7 +50,7 @@ class ItemWriter:
         seals: whether an agent asked for reasoning encrypted, beside what it reads.
     """
 
-    def __init__(self, response_id: str, tools: Tools, *, seals: bool) -> None:
+    def __init__(self, response_id: str, tools: ResponsesTools, *, seals: bool) -> None:
         self._response_id = response_id
         self._key = response_id[len(RESPONSE) :]
         self._tools = tools
@@ -118,7 +118,7 @@ def open_arguments(arguments: str) -> str:
     return stripped[:-1] if stripped.endswith("}") else arguments
 
 
-def input_items(key: str, messages: Sequence[Message], tools: Tools) -> Iterator[dict[str, Any]]:
+def input_items(key: str, messages: Sequence[Message], tools: ResponsesTools) -> Iterator[dict[str, Any]]:
     """Chat messages as the items of a response's input; `key` is that of its id."""
     kinds: dict[object, str] = {}
     place = 0
@@ -129,7 +129,7 @@ def input_items(key: str, messages: Sequence[Message], tools: Tools) -> Iterator
             yield item
 
 
-def _items_of(message: Message, tools: Tools, kinds: dict[object, str]) -> Iterator[dict[str, Any]]:
+def _items_of(message: Message, tools: ResponsesTools, kinds: dict[object, str]) -> Iterator[dict[str, Any]]:
     if message["role"] == "assistant":
         writer = ItemWriter(RESPONSE, tools, seals=False)
         for item in writer.answer(message, "completed"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from middleware_hub.openai_session.faces.responses.conversation import Conversation
+from middleware_hub.openai_session.faces.responses.conversation import ResponsesConversation
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, Settings
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
 from middleware_hub.openai_session.faces.responses.tools import choice_of
@@ -52,7 +52,7 @@ INCLUDABLE = frozenset(
 MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
 
 
-class Asked(NamedTuple):
+class ResponsesRequest(NamedTuple):
     """A request, read.
 
     Attributes:
@@ -75,7 +75,7 @@ class Asked(NamedTuple):
         return contexts
 
 
-def read(request: object, responses: Responses, *, system_anywhere: bool) -> Asked:
+def read(request: object, responses: Responses, *, system_anywhere: bool) -> ResponsesRequest:
     """Read a request.
 
     Raises:
@@ -101,7 +101,7 @@ def read(request: object, responses: Responses, *, system_anywhere: bool) -> Ask
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     own = {"metadata": _metadata(request), "previous_response_id": request.get("previous_response_id")}
     seals = ENCRYPTED in _included(request)
-    return Asked(fields, settings, own, seals, _flag(request, "store", default=True))
+    return ResponsesRequest(fields, settings, own, seals, _flag(request, "store", default=True))
 
 
 def _refuse(request: Mapping[str, Any]) -> None:
@@ -158,7 +158,7 @@ def _messages(request: Mapping[str, Any], responses: Responses, *, system_anywhe
                 f"Previous response with id '{str(before_id)[:64]}' not found.",
                 "previous_response_not_found",
             )
-    conversation = Conversation(responses, system_anywhere=system_anywhere)
+    conversation = ResponsesConversation(responses, system_anywhere=system_anywhere)
     history = before.history() if before is not None else ()
     return conversation.read(request.get("instructions"), history, request["input"])
 

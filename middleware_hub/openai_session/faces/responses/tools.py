@@ -24,7 +24,7 @@ class Named(NamedTuple):
     namespace: str | None = None
 
 
-class Tools:
+class ResponsesTools:
     """The tools of a request.
 
     Attributes:
@@ -104,7 +104,7 @@ def shown_name(name: str, namespace: object) -> str:
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
-def choice_of(given: object, tools: Tools) -> dict[str, Any]:
+def choice_of(given: object, tools: ResponsesTools) -> dict[str, Any]:
     """The fields of a chat request for a `tool_choice`, and for the tools that it allows.
 
     Raises:
@@ -122,7 +122,7 @@ def choice_of(given: object, tools: Tools) -> dict[str, Any]:
     return {"tools": tools.shown, "tool_choice": {"type": "function", "function": function}}
 
 
-def _mode(mode: object, tools: Tools, allowed: list[dict[str, Any]]) -> dict[str, Any]:
+def _mode(mode: object, tools: ResponsesTools, allowed: list[dict[str, Any]]) -> dict[str, Any]:
     if mode not in ("auto", "required", "none"):
         raise InvalidParameter(
             "tool_choice",
@@ -133,7 +133,7 @@ def _mode(mode: object, tools: Tools, allowed: list[dict[str, Any]]) -> dict[str
     return {"tools": allowed, "tool_choice": mode} if allowed else {}
 
 
-def _chosen(given: object, tools: Tools) -> str:
+def _chosen(given: object, tools: ResponsesTools) -> str:
     if not isinstance(given, Mapping):
         raise wrong_type("tool_choice", "a string or an object")
     kind = given.get("type")
