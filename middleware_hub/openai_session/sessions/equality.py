@@ -43,7 +43,7 @@ class Difference(NamedTuple):
 class Reading(NamedTuple):
     """What a message says: its reasoning, its content as texts and other parts, its calls."""
 
-    reasoning: Sequence[str]
+    reasoning: Sequence[object]
     content: Sequence[object]
     calls: Sequence[Any]
 
@@ -77,7 +77,7 @@ class Likeness:
         one, other = self._read(held), self._read(sent)
         # Reasoning may be left out: its tokens are held.
         if any(other.reasoning) and not self._same(one.reasoning, other.reasoning, trimmed=self.parts):
-            yield Difference(REASONING[0], "".join(one.reasoning), "".join(other.reasoning))
+            yield Difference(REASONING[0], _shown(one.reasoning), _shown(other.reasoning))
         if not self._same(one.content, other.content, trimmed=self.parts and answers):
             yield Difference("content", _shown(one.content), _shown(other.content))
         yield from self._calls(one.calls, other.calls)
@@ -160,7 +160,7 @@ def _part(part: object) -> object:
 def _without_thinking(message: Message, reasoning: list[str], content: list[object]) -> tuple[list[str], list[object]]:
     """Reasoning and content, with thinking that stands in parts, blocks or tags of the text taken out of it."""
     blocks = message.get("thinking_blocks")
-    thinking = [part for part in (*content, *(blocks or ())) if _is_thinking(part)]
+    thinking = [part for part in (*content, *(blocks if isinstance(blocks, list) else ())) if _is_thinking(part)]
     rest = [part for part in content if not _is_thinking(part)]
     texts = [text for part in thinking if isinstance(text := part.get("thinking") or part.get("text"), str)]
     if rest and isinstance(rest[0], str) and (inline := INLINE_THINKING.match(rest[0])):
