@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
+from middleware_hub.openai_session.sessions.edits import edit_of
 from middleware_hub.openai_session.sessions.equality import (
     ARGUMENTS_AS_JSON,
     EQUALITIES,
     MEANING,
     STRICT,
+    Likeness,
     equality,
+    words_of,
 )
 from middleware_hub.openai_session.sessions.messages import Message
 from miles_router.errors import ConfigError
@@ -264,6 +267,20 @@ def test_parts_and_calls_of_another_form_are_compared_as_they_are() -> None:
     ):
         assert STRICT({"role": "user", **held}, {"role": "user", "name": None, **held})
         assert not STRICT({"role": "user", **held}, {"role": "user", **sent})
+
+
+ODD: list[Any] = [None, 7, 1.5, True, "x", [], [7], {}, {"type": [1]}, [{"type": [1]}], [{"type": "text", "text": [7]}]]
+
+
+@pytest.mark.parametrize("equal", EQUALITIES.values(), ids=EQUALITIES)
+@pytest.mark.parametrize("field", ["content", "reasoning_content", "thinking_blocks", "tool_calls", "name"])
+def test_what_is_no_message_is_compared_all_the_same(equal: Likeness, field: str) -> None:
+    for one in ODD:
+        for other in ODD:
+            held, sent = {**SPOKEN, field: one}, {**SPOKEN, "refusal": 1, field: other}
+            assert equal(held, sent) is (equal.difference(held, sent) is None)
+            edit_of(0, held, sent)
+            words_of(sent)
 
 
 def test_images_are_compared_as_they_are() -> None:

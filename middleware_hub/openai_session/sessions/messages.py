@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 #: What stands for more than its words, in any API's spelling.
-MEDIA_PARTS = frozenset(
+MEDIA_PARTS = tuple(  # of no set: a request may have anything in place of a type
     f"{before}{kind}{behind}"
     for kind in ("image", "audio", "video", "file")
     for before, behind in (("", ""), ("input_", ""), ("", "_url"))
