@@ -159,7 +159,8 @@ async def test_a_whole_answer_that_only_one_go_can_give_is_asked_for_again(
                 await go_on(trial, brake, "2")
                 answer = (await turn).json()
         first, second = trial.door
-        assert json.loads(first.body) == json.loads(second.body), "as it was"
+        again = {name: value for name, value in json.loads(second.body).items() if name != "extra_key"}
+        assert json.loads(first.body) == again, "as it was, but for the cache of the new weights"
         assert any(each.startswith(reason) for each in given_up(caplog))
         (sample,) = await trial.samples(session)
         exactly(sample, second.generation)

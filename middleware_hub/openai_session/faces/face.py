@@ -76,6 +76,8 @@ class Face(ABC):
     path: ClassVar[str]
     #: Where the engine is asked.
     endpoint: ClassVar[OpenAIEndpoint]
+    #: Whether a whole answer shows a call that it ends within, as far as that goes; else it leaves the call out.
+    shows_open_calls: ClassVar[bool] = True
     #: What a stream ends with; any of several.
     last_event: ClassVar[bytes | tuple[bytes, ...]] = LAST_EVENT
 

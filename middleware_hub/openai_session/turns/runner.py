@@ -156,7 +156,8 @@ class TurnRunner:
             return
         answer = _answer(collected)
         try:
-            answer = await self._with_unfinished(answer, turn, Exchange.of(scope))
+            if face.shows_open_calls:
+                answer = await self._with_unfinished(answer, turn, Exchange.of(scope))
             choices = face.endpoint.choices(answer)
         except MALFORMED as error:
             raise UnusableAnswer(f"the worker's answer cannot be recorded: {error!r}") from None

@@ -36,6 +36,7 @@ class MessagesFace(ChatFace):
     """Anthropic's Messages API."""
 
     path = paths.MESSAGES
+    shows_open_calls = False
     last_event = LAST
 
     def __init__(self, continuation: Continuation, equal: Equality, settings: RunSettings | None = None) -> None:

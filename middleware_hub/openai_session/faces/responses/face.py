@@ -30,6 +30,7 @@ class ResponsesFace(ChatFace):
     """OpenAI's Responses API."""
 
     path = paths.RESPONSES
+    shows_open_calls = False
     last_event = LAST
 
     async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:
