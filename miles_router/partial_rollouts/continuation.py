@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import orjson
 
+from miles_router.engines.generate import RID
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
 from miles_router.partial_rollouts.questions import EngineQuestions
 
@@ -36,7 +37,7 @@ async def continuation(generation: ResumableGeneration, questions: EngineQuestio
     """
     answer = generation.answer
     if answer is None or not answer["output_ids"]:  # it had only queued
-        return orjson.dumps(dict(generation.request))
+        return orjson.dumps({**generation.request, RID: generation.leg_rid})
     sampled, params = answer["output_ids"], {**generation.params}
     stateful = [name for name in STATEFUL if params.get(name)]
     stateful += [name for name, neutral in PENALTIES.items() if params.get(name) not in (None, neutral)]
@@ -52,7 +53,7 @@ async def continuation(generation: ResumableGeneration, questions: EngineQuestio
     request |= {"input_ids": [*generation.prompt, *sampled], "sampling_params": params}
     for fields in generation.wanted_rows:
         request |= fields.request(generation.rows_from[fields.kind])
-    return orjson.dumps(request)
+    return orjson.dumps({**request, RID: generation.leg_rid})
 
 
 async def learn_prompt(generation: ResumableGeneration, questions: EngineQuestions) -> None:
