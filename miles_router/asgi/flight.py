@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 _count = itertools.count(1)
@@ -37,8 +37,14 @@ class Flight:
         self.aborted = False
         #: Ids that workers gave its generations (SGLang's `meta_info.id`), where a layer has read them.
         self.rids: set[str] = set()
-        #: What its worker calls generations for which their client has another name, by that.
-        self.inward: Mapping[str, str] = {}
+        #: What generations are called further in, by the name they have further out: the client's, or that of a leg.
+        self.inward: dict[str, str] = {}
+
+    def names_inward(self, name: str) -> Iterator[str]:
+        """The names further in of the generation that has this name with its client; one of them may be old."""
+        while name in self.inward:
+            name = self.inward[name]
+            yield name
 
     @property
     def cache(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from miles_router.asgi.exchange import Exchange
@@ -32,9 +32,18 @@ async def abort(call: Call) -> list[Outcome]:
     return [failed.get(outcome.worker, outcome) for outcome in outcomes]
 
 
-async def _inward(call: Call, worker: Worker, rid: str, concerned: Collection[Exchange]) -> list[Outcome]:
-    """Abort what one worker knows by other names than its client does."""
-    flights = [exchange.flight for exchange in concerned if exchange.flight.worker_url == worker.url]
-    names = [name for each in flights for own, name in each.inward.items() if own.startswith(rid)]
-    outcomes = await asyncio.gather(*(call.tell([worker], call.row, rid=name) for name in names))
-    return [outcome for each in outcomes for outcome in each]
+async def _inward(call: Call, worker: Worker, rid: str, concerned: Mapping[Exchange, Set[str]]) -> list[Outcome]:
+    """Abort what one worker may know by other names than its client does. A worker that does not know `rid` itself
+    aborts nothing that begins with it, so that it is told those names as well."""
+    there = {
+        exchange.flight: names for exchange, names in concerned.items() if exchange.flight.worker_url == worker.url
+    }
+    if not any(flight.inward for flight in there):
+        return []
+    names = {each for flight, own in there.items() for name in own for each in (name, *flight.names_inward(name))}
+    return await asyncio.gather(*(_one(call, worker, name) for name in sorted(names - {rid})))
+
+
+async def _one(call: Call, worker: Worker, rid: str) -> Outcome:
+    (outcome,) = await call.tell([worker], call.row, rid=rid)
+    return outcome

@@ -7,7 +7,7 @@ There may be gigabytes of them, so that it looks in steps.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -53,19 +53,22 @@ class InFlight:
         """The ids of the requests that the worker at this URL has."""
         return {exchange.request_id for exchange in self._bodies if exchange.flight.worker_url == url}
 
-    async def abort(self, rid: str | None) -> list[Exchange]:
-        """Mark the requests that an abort means (all for None), so that nothing carries them on; give them.
+    async def abort(self, rid: str | None) -> dict[Exchange, set[str]]:
+        """Mark the requests that an abort means (all for None), so that nothing carries them on; give them, and their
+        clients' names of the generations that it names.
 
         SGLang aborts every generation whose id begins with `rid`, on workers where one has exactly this id, and so does
         this. One of several generations ends the carrying on of all; a request that no worker has had is ended whole or
         not at all. Those that come while it looks are not meant.
         """
-        found = list(self._bodies) if rid is None else await self._meant(rid)
+        found: dict[Exchange, set[str]] = (
+            {each: set() for each in self._bodies} if rid is None else await self._meant(rid)
+        )
         for exchange in found:
             exchange.flight.aborted = True
         return found
 
-    async def _meant(self, rid: str) -> list[Exchange]:
+    async def _meant(self, rid: str) -> dict[Exchange, set[str]]:
         pace, given = Pace(), {}
         for exchange, body in list(self._bodies.items()):
             given[exchange] = _given(exchange, body) if await _may_name(body, rid, pace) else set()
@@ -73,15 +76,12 @@ class InFlight:
         # From here on nothing waits: where requests are, and what workers called them, is of one moment.
         ids = {exchange: exchange.flight.rids | own for exchange, own in given.items() if exchange in self._bodies}
         where = {exchange.flight.worker_url for exchange, own in ids.items() if rid in own}
-        return [
-            exchange
-            for exchange, own in ids.items()
-            if own and exchange.flight.worker_url in where and _enough(exchange)(each.startswith(rid) for each in own)
-        ]
-
-
-def _enough(exchange: Exchange) -> Callable[[Iterable[bool]], bool]:
-    return all if exchange.flight.worker_url is None else any
+        named = {exchange: {each for each in own if each.startswith(rid)} for exchange, own in ids.items()}
+        return {
+            exchange: names
+            for exchange, names in named.items()
+            if names and exchange.flight.worker_url in where and (exchange.flight.worker_url or names == ids[exchange])
+        }
 
 
 def _given(exchange: Exchange, body: bytes) -> set[str]:

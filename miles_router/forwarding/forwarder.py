@@ -122,8 +122,8 @@ class Forwarder:
                 translation = profile.translate(request.path, request.body, read_json)
             except UnknownShape as error:
                 raise BadRequest(f"the request is none that this engine can be asked: {error.reason}") from None
-        if flight is not None:
-            flight.inward = {} if translation is None else translation.rids
+        if flight is not None and translation is not None:
+            flight.inward |= translation.rids
         version = worker.weight_version
         if request.generates:
             reply = await self._generate(worker, request, translation, flight)

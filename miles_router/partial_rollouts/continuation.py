@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import orjson
 
+from miles_router.engines.generate import RID
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
 from miles_router.partial_rollouts.questions import EngineQuestions
 
@@ -36,7 +37,7 @@ async def continuation(generation: ResumableGeneration, questions: EngineQuestio
     if answer is not None and answer["output_ids"]:  # else it had only queued
         check_stateless(generation)
         await learn_prompt(generation, questions)
-    return orjson.dumps(generation.next_request())
+    return orjson.dumps({**generation.next_request(), RID: generation.leg_rid})
 
 
 def check_stateless(generation: ResumableGeneration) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -48,6 +49,7 @@ class ResumableGeneration:
         halved: the text before the cut may end within a character.
         forming: it may end within a stop string.
         rows_from: of each kind, the first token whose row has not come.
+        leg_rid: what this leg is called by its worker; None for the first, which has the client's name.
     """
 
     client_request: GenerateRequest
@@ -67,6 +69,7 @@ class ResumableGeneration:
     halved: bool = False
     forming: bool = False
     rows_from: dict[RowKind, int] = field(init=False)
+    leg_rid: str | None = None
     _leg: GrowingAnswer = field(default_factory=GrowingAnswer)
     _kept_events: list[tuple[object, bytes]] = field(default_factory=list)  # of this leg, by their weight version
 
@@ -119,6 +122,12 @@ class ResumableGeneration:
         said = [each["meta_info"].get("id") for each in (self.answer, self.current) if each is not None]
         return {each for each in [self.request.get(RID), *said] if isinstance(each, str)}
 
+    @property
+    def rid(self) -> str | None:
+        """What its client knows it by: as the client named it, else as the first worker did."""
+        given = self.request.get(RID)
+        return given if given is not None or self.answer is None else self.answer["meta_info"].get("id")
+
     # What has come
 
     @property
@@ -164,7 +173,8 @@ class ResumableGeneration:
             if not isinstance(meta.get(name), (kind, type(None))):
                 raise UnreadableAnswer("incomplete", f"{name} has another type")
         self._check_prompt(meta)
-        self._leg.add({"text": "", **answer})
+        named = meta if self.leg_rid is None or self.rid is None else {**meta, "id": self.rid}
+        self._leg.add({"text": "", **answer, "meta_info": named})
         # SGLang shows unfinished characters and stop strings in the making only where it ends a running generation,
         # not where it aborts one in its queue. Such a one does not tell its prompt's length either.
         self.held_back = meta.get("finish_reason") is None or "prompt_tokens" not in meta
@@ -227,7 +237,8 @@ class ResumableGeneration:
 
     def next_leg(self) -> None:
         """What has come becomes what was before. Rows that were lost with an answer's end are asked for again: an
-        engine has those of its prompt too.
+        engine has those of its prompt too. The next leg gets a name of its own: SGLang aborts what bears the name of a
+        stream 2 s after that has ended (0.5.23, `TokenizerManager.create_abort_task`).
 
         Raises:
             UnreadableAnswer: it contradicts itself, and cannot be carried on.
@@ -241,7 +252,7 @@ class ResumableGeneration:
             come = [kind for kind, fields in ROW_FIELDS.items() if fields.of(current["meta_info"]) is not None]
             self.rows_from |= dict.fromkeys(come, end)
         self.drop_leg()
-        self.answer = answer
+        self.answer, self.leg_rid = answer, uuid.uuid4().hex
 
     def drop_leg(self) -> None:
         """Forget what this leg has brought."""

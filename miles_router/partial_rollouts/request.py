@@ -119,6 +119,7 @@ class ResumableRequest(ABC):
                     body = await self._next_request(generation, questions, seam)
                 if body is None:
                     break
+                exchange.flight.inward = dict.fromkeys(generation.rids, str(generation.leg_rid))
                 leg = Leg(context, exchange)
                 try:
                     await self.sample(leg, generation, seam, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from miles_router.tasks import cancelled, spawn
 from tests.contract.client import ENDLESS, WorkerClient, covers, unfinished
 from tests.support.waiting import soon
 
+AFTER_A_STREAM = 2  # seconds
 A_WHILE = 0.3  # seconds, in which either worker would long have aborted
 FLUSHED = b"Cache flushed.\n"
 
@@ -69,6 +71,20 @@ async def test_the_rid_of_a_list_does_not_reach_its_prompts(worker: WorkerClient
         await worker.ask("POST", "/abort_request", {"rid": f"group_{number}"})
     answers = await soon(request)
     assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["abort", "abort"]
+
+
+async def test_2_s_after_a_stream_has_ended_what_has_its_rid_is_aborted(worker: WorkerClient) -> None:
+    while True:
+        began = time.monotonic()
+        await worker.generate(text="One", sampling_params={"max_new_tokens": 2}, rid="plain")
+        await worker.events("/generate", text="One", sampling_params={"max_new_tokens": 2}, rid="streamed")
+        async with worker.in_flight("plain") as plain, worker.in_flight("streamed") as streamed:
+            if time.monotonic() - began > AFTER_A_STREAM:
+                continue  # it may have come too late
+            assert (await soon(streamed))["meta_info"]["finish_reason"]["type"] == "abort"
+            assert time.monotonic() - began > AFTER_A_STREAM
+            assert await unfinished(plain, A_WHILE), "an answer in one piece leaves nothing behind"
+            return
 
 
 async def test_a_rid_in_flight_is_refused(worker: WorkerClient) -> None:

@@ -331,7 +331,7 @@ async def paused_while_it_runs(stage: Stage, first: bytes, second: bytes, **body
 async def test_a_request_that_had_only_queued_is_asked_again_as_it_was(stage: Stage) -> None:
     body = {"text": "Hi", "sampling_params": {"regex": "a+", "max_new_tokens": 2}}
     answer, asked = await paused_while_it_runs(stage, cut([]), whole([7, 8], prompt=5), **body)
-    assert asked == [body, body]
+    assert asked == [body, body | {"rid": asked[1]["rid"]}], "under a name of its own"
     assert answer["output_ids"] == [7, 8]
     assert answer["meta_info"] == {
         **orjson.loads(whole([7, 8], prompt=5))["meta_info"],
@@ -344,7 +344,7 @@ async def test_a_budget_without_bound_stays_without(stage: Stage) -> None:
     body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": None, "ignore_eos": True}}
     first = cut([5], prompt_tokens=2, completion_tokens=1)
     answer, asked = await paused_while_it_runs(stage, first, whole([6], prompt=3), **body)
-    assert asked[1] == {**body, "input_ids": [1, 2, 5]}
+    assert asked[1] == {**body, "input_ids": [1, 2, 5], "rid": asked[1]["rid"]}
     assert answer["output_ids"] == [5, 6]
     assert answer["meta_info"]["prompt_tokens"] == 2
 

@@ -137,6 +137,12 @@ async def test_a_client_that_leaves_waits_no_longer_and_reaches_no_worker(
     assert router.app.router.metrics.client_disconnects == 1
 
 
+async def sampling(worker: SimulatedWorker, count: int) -> None:
+    """Until as many generations have sampled something."""
+    running = worker.engine.running
+    await until(lambda: sum(bool(each.output_ids) for each in running.values()) == count, "they sample")
+
+
 async def cut(stage: Stage, router: RunningRouter, worker: SimulatedWorker, **fields: Any) -> Client:
     """A client whose generation has begun and was cut by a pause."""
     client = await stage.client(router)
@@ -146,7 +152,7 @@ async def cut(stage: Stage, router: RunningRouter, worker: SimulatedWorker, **fi
     if fields.get("stream"):
         await client.read_head()
         await client.read_part()
-    await until(lambda: any(each.output_ids for each in worker.engine.running.values()), "it has begun")
+    await sampling(worker, 1)
     await post(router, "/pause_generation", mode="abort")
     await held(router, before + 1)
     return client
@@ -314,6 +320,71 @@ async def test_an_abort_by_rid_leaves_the_other_cut_generations_to_be_carried_on
         await post(router, "/continue_generation")
         finishes = {rid: (await each).json()["meta_info"]["finish_reason"]["type"] for rid, each in tasks.items()}
         assert finishes == {"r1": "abort", "r10": "abort", "r2": "length"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("given", [{"rid": "me"}, {}], ids=["named", "by the worker"])
+async def test_an_abort_reaches_a_generation_that_was_carried_on_where_it_runs_now(
+    stage: Stage, given: dict[str, str], stream: bool
+) -> None:
+    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
+        router = await stage.router(worker.url, partial_rollout="resume")
+        client = await cut(stage, router, worker, **given, stream=stream)
+        name = worker.door.at("/generate")[0].generations[0].rid
+        await post(router, "/continue_generation")
+        await sampling(worker, 1)
+        await post(router, "/pause_generation")
+        await held(router, 1)
+        await post(router, "/continue_generation")
+        await sampling(worker, 1)
+        await post(router, "/abort_request", rid=name)
+        answer = await (client.read_body() if stream else client.read("POST"))
+        said = answers(answer) if stream else [answer.json()]
+        assert said[-1]["meta_info"]["finish_reason"]["type"] == "abort"
+        assert {each["meta_info"]["id"] for each in said} == {name}
+
+
+async def test_an_abort_reaches_all_ids_that_begin_alike_whether_carried_on_or_not(stage: Stage) -> None:
+    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
+        router = await stage.router(worker.url, partial_rollout="resume")
+        older = {rid: posting(router, text="Hi", rid=rid, sampling_params=ENDLESS) for rid in ("r1", "r2")}
+        await until(lambda: worker.running == 2, "they run")
+        await post(router, "/pause_generation")
+        await held(router, 2)
+        await post(router, "/continue_generation")
+        await sampling(worker, 2)
+        tasks = older | {"r10": posting(router, text="Hi", rid="r10", sampling_params=ENDLESS)}
+        await until(lambda: worker.running == 3, "one more runs")
+        await post(router, "/abort_request", rid="r1")
+        await until(lambda: worker.running == 1, "two were aborted")
+        worker.engine.token_latency_s = 0
+        said = {rid: (await each).json()["meta_info"] for rid, each in tasks.items()}
+        assert {rid: each["id"] for rid, each in said.items()} == {"r1": "r1", "r10": "r10", "r2": "r2"}
+        finishes = {rid: each["finish_reason"]["type"] for rid, each in said.items()}
+        assert finishes == {"r1": "abort", "r10": "abort", "r2": "length"}
+
+
+@pytest.mark.parametrize("batch", [False, True])
+async def test_what_goes_on_has_another_name_than_the_stream_that_was_cut(stage: Stage, batch: bool) -> None:
+    async with SimulatedWorker(token_latency_s=0.002, stop_probability=0) as worker:
+        router = await stage.router(worker.url, partial_rollout="resume")
+        prompts: dict[str, Any] = {"text": ["Hi", "Ho"] if batch else "Hi", "rid": "me", "stream": True}
+        count = 1 + batch
+        client = await stage.client(router)
+        body = orjson.dumps({**prompts, "sampling_params": ENDLESS})
+        await client.send(request("POST", "/generate", JSON, body))
+        await client.read_head()
+        for _ in range(3):
+            await sampling(worker, count)
+            worker.engine.abort_ended_streams()
+            await post(router, "/pause_generation")
+            await held(router, count)
+            await post(router, "/continue_generation")
+        worker.engine.token_latency_s = 0
+        said = answers(await client.read_body())
+        assert {each["meta_info"]["id"] for each in said} == ({"me_0", "me_1"} if batch else {"me"})
+        ends = [each["meta_info"]["finish_reason"] for each in said if each["meta_info"]["finish_reason"]]
+        assert ends == [{"type": "length", "length": 4000}] * count
 
 
 @pytest.mark.parametrize(("rid", "aborted"), [("r", []), ("r_0", [0]), ("r_1", [1]), ("r_2", [])])

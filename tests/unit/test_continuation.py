@@ -34,7 +34,10 @@ def cut(body: dict[str, Any], sampled: Sequence[int], **meta: Any) -> ResumableG
 
 
 async def asked(generation: ResumableGeneration) -> dict[str, Any]:
+    """Without the name of its own that it has."""
+    generation.leg_rid = "leg"
     found: dict[str, Any] = orjson.loads(await continuation(generation, Tokenizing()))
+    assert found.pop("rid") == "leg"
     return found
 
 
@@ -61,8 +64,8 @@ async def test_what_was_sampled_is_prompt_now_and_the_budget_less(given: dict[st
 
 
 async def test_what_is_said_of_the_prompt_is_not_asked_again_and_everything_else_is() -> None:
-    kept = {"rid": "r", "stream": True, "return_logprob": True, "top_logprobs_num": 2, "lora_path": "l", "other": {}}
-    generation = cut({"text": "ab", "logprob_start_len": 0, **kept}, [7])
+    kept = {"stream": True, "return_logprob": True, "top_logprobs_num": 2, "lora_path": "l", "other": {}}
+    generation = cut({"text": "ab", "logprob_start_len": 0, "rid": "r", **kept}, [7])
     assert await asked(generation) == {"input_ids": [97, 98, 7], "sampling_params": {"max_new_tokens": 127}, **kept}
 
 

@@ -42,8 +42,10 @@ class Engine:
         token_latency_s: float = 0.0,
         replica: int = 0,
         enable_lora: bool = False,
+        stream_abort_s: float = 2.0,
     ) -> None:
         self.model = model
+        self.stream_abort_s = stream_abort_s
         self.weight_version = weight_version
         self.token_latency_s = token_latency_s
         self.enable_lora = enable_lora
@@ -62,6 +64,7 @@ class Engine:
         """What the next generations are to say instead of sampling."""
         self._rests: dict[int, list[int]] = {}
         self._known_rids: set[str] = set()
+        self._ended_streams: list[list[str]] = []
         self._replica = mix(replica)
         self._repeats: OrderedDict[int, int] = OrderedDict()
         self._changed = asyncio.Event()
@@ -97,6 +100,25 @@ class Engine:
 
     def unreserve(self, rids: list[str]) -> None:
         self._known_rids.difference_update(rids)
+
+    def end_stream(self, rids: list[str]) -> None:
+        """A stream has ended: what bears its rids `stream_abort_s` later is aborted (SGLang 0.5.23,
+        `TokenizerManager.create_abort_task`), whoever asked for it."""
+        self._ended_streams.append(rids)
+        asyncio.get_running_loop().call_later(self.stream_abort_s, self._abort_ended, rids)
+
+    def abort_ended_streams(self) -> None:
+        """That time is over now for all streams that have ended."""
+        for rids in list(self._ended_streams):
+            self._abort_ended(rids)
+
+    def _abort_ended(self, rids: list[str]) -> None:
+        for index, each in enumerate(self._ended_streams):
+            if each is rids:
+                del self._ended_streams[index]
+                for rid in rids:
+                    self.abort(rid)
+                return
 
     async def admission(self) -> None:
         """Wait while the worker is paused. Held requests are out of abort's reach, as in SGLang."""

@@ -58,6 +58,8 @@ async def admitted(visit: Visit, given: GenerateInput) -> AsyncIterator[None]:
         yield
     finally:
         visit.engine.unreserve(rids)
+        if given.stream:
+            visit.engine.end_stream(rids)
 
 
 async def all_answers(visit: Visit, given: GenerateInput) -> list[dict[str, Any]]:

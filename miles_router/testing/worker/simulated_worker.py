@@ -73,7 +73,8 @@ class SimulatedWorker:
     what requests without a `rid` draw. `profile` is the engine whose API it speaks, mistakes included; with
     `spaced_json` it writes spaces between the parts of its JSON. `tokenizer` is a directory with `tokenizer.json`, any
     `Tokenizer`, or None for the toy vocabulary. With `router_url` the worker registers itself there, as often as it
-    takes. `script` is what it answers to agents: a `Script`, or the steps of one.
+    takes. `script` is what it answers to agents: a `Script`, or the steps of one. `stream_abort_s` after a stream has
+    ended it aborts what bears the stream's `rid` then.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class SimulatedWorker:
         door_limit: int = 10_000,
         profile: ProfileName = "sglang",
         spaced_json: bool = False,
+        stream_abort_s: float = 2.0,
     ) -> None:
         self.host = host
         self.port = port
@@ -118,6 +120,7 @@ class SimulatedWorker:
             token_latency_s=token_latency_s,
             replica=replica,
             enable_lora=enable_lora,
+            stream_abort_s=stream_abort_s,
         )
         self.door = Door(door_limit)
         self.faults = Faults()
