@@ -25,6 +25,7 @@ from tests.support.waiting import soon, until
 
 pytestmark = pytest.mark.sglang
 
+FIRST_VERSION = "default"
 HI = [user("What is 17 + 25?")]
 REASONING = "<think>\nI add < both </ of them.\n</think>\n\n"
 ANSWERS = {
@@ -59,7 +60,7 @@ class Scene:
             await self._cut(hold, held)
         answer = await soon(asked)
         (sample,) = await self.trial.samples(session)
-        legs = [each for each in self.door.chats(version="default") if each.session == session]
+        legs = [each for each in self.door.chats(version=FIRST_VERSION) if each.session == session]
         return answer, sample, legs
 
     async def _cut(self, hold: Path, held: Path) -> None:
@@ -72,8 +73,11 @@ class Scene:
         hold.unlink()  # noqa: ASYNC240 - a file of a few bytes
         await soon(pausing)
         self.version += 1
-        await self._post("/update_weight_version", new_version=str(self.version), abort_all_requests=False)
+        await self.new_version(str(self.version))
         await self._post("/continue_generation")
+
+    async def new_version(self, version: str) -> None:
+        await self._post("/update_weight_version", new_version=version, abort_all_requests=False)
 
     async def _post(self, path: str, **body: Any) -> None:
         answer = await self.trial.ask("POST", path, body)
@@ -97,7 +101,9 @@ async def scene(engine: tuple[RealWorker, Path]) -> AsyncIterator[Scene]:
             door.url, middlewares=sessions, partial_rollout="resume", hf_checkpoint=str(ensure().dense_model)
         ) as router,
     ):
-        yield Scene(SessionTrial(router, ()), worker, door, script)
+        made = Scene(SessionTrial(router, ()), worker, door, script)
+        yield made
+        await made.new_version(FIRST_VERSION)  # of the next scene
 
 
 def places(text: str) -> list[int]:

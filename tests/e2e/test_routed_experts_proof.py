@@ -88,6 +88,11 @@ class Stage:
         await self.ask("POST", "/update_weight_version", order)
         await self.ask("POST", "/continue_generation", {})
 
+    async def cut(self) -> None:
+        """A pause alone: what goes on finds in the prefix cache what it has computed."""
+        await self.ask("POST", "/pause_generation", {"mode": "abort"})
+        await self.ask("POST", "/continue_generation", {})
+
     def streamed(self) -> int:
         """Tokens of streams that went through the doors by now."""
         return sum(len(go.sampled) for door in self.doors for go in door.begun if go.body.get("stream"))
@@ -177,7 +182,7 @@ async def _greedy_rollout(made: Stage, text: str, *, stream: bool) -> tuple[str,
         asking = asyncio.ensure_future(generate(made.http, body, "greedy"))
         if turns[0] == LONG:
             await until(partial(_under_way, made.doors[0], arrived, stream=stream), "it generates")
-            await made.update("abort", FIRST_VERSION)
+            await made.cut()
         (answer,) = await asking
         resumed = answer["meta_info"].get("resumed", 0)
         assert resumed <= (turns[0] == LONG)
@@ -388,7 +393,8 @@ async def test_a_worker_that_tells_no_experts_is_named_at_the_first_request(sgla
             async with made.http.post(path, json={**body, "stream": True}) as reply:
                 events = (await reply.read()).split(b"\n\n")
             _names(_error_of(events), urls)
-        assert (await made.ask("POST", f"/sessions/{session}/samples", {}))["samples"] == []
+        refused = (await made.ask("POST", f"/sessions/{session}/samples", {}, status=422))["error"]
+        assert refused["type"] == "untraced_episode", "a part of the stream has passed, and no sample has it"
 
 
 def _error_of(events: Sequence[bytes]) -> Any:
