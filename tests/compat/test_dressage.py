@@ -136,12 +136,13 @@ async def test_its_trainer_updates_the_engines_between_pause_and_resume(
     stage: Stage, http: aiohttp.ClientSession
 ) -> None:
     """It updates them behind the router, one after the other, and names no version to it."""
-    async with simulated_sessions(stage, token_latency_s=0.005, settings={"health_check_interval": 600}) as trial:
+    async with simulated_sessions(stage, token_latency_s=0.02, settings={"health_check_interval": 600}) as trial:
         client = DressageClient(http, trial.router.url)
         asking = client.chat(body([user("Hi")], max_tokens=60, ignore_eos=True), session_id="s", instance_id=GROUP)
         async with under_way(asking) as turn:
             await until(lambda: any(each.output_ids for each in trial.worker.engine.running.values()), "it samples")
             assert (await client.pause())["paused"]
+            trial.worker.engine.token_latency_s = 0
             updated = await ask(
                 trial.worker.url,
                 "POST",

@@ -189,7 +189,7 @@ async def test_what_a_wholly_silent_worker_had_is_lost_too(stage: Stage) -> None
     silent.always(script(HANG))
     answers = [posting(router) for _ in range(2)]
     await until(lambda: silent.busy == 1, "one waits")
-    silent.model_info = silent.health = script(HANG)
+    silent.model_info = silent.health = silent.standing["/health_generate"] = script(HANG)
     assert [(await each).status for each in answers] == [200, 200]
     assert await stalls(router) == 1
 
@@ -203,7 +203,7 @@ async def test_requests_that_the_engine_does_not_work_on_are_left_alone(stage: S
     tasks = [posting(router, "/update_weights_from_tensor", weights="x") for _ in range(2)]
     await until(lambda: sick.busy == well.busy == 1, "one on each")
     well.always(script(reply()))
-    sick.standing = {"/server_info": script(HANG), "/get_server_info": script(HANG)}
+    sick.standing = dict.fromkeys(("/server_info", "/get_server_info", "/health_generate"), script(HANG))
     tasks.append(posting(router))
     await until(lambda: sick.busy == 2 or tasks[-1].done(), "a generation")
     assert (await tasks[-1]).status == 200
