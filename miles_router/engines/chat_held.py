@@ -35,7 +35,7 @@ def may_end(text: str | None) -> bool:
 
 
 class HeldDelta:
-    """The last delta of a tool call of one choice, and the chunks behind it that show nothing: their order stays.
+    """The last delta of a tool call of one choice.
 
     Args:
         texts: a text that may be the token which ends the answer waits too.
@@ -45,7 +45,7 @@ class HeldDelta:
     def __init__(self, *, texts: bool = False, told_only: bool = False) -> None:
         self._texts = texts
         self._told_only = told_only
-        self._waiting: list[Chunk] = []  # the delta, and what is behind it
+        self._held: dict[str, Any] | None = None
         self._until_told = False  # it waits for logprobs alone
         self._place: object = None  # of the call
         self._arguments = ""
@@ -55,22 +55,22 @@ class HeldDelta:
         """What is shown now of a chunk with this choice alone."""
         (choice,) = chunk["choices"]
         delta, logprobs = choice.get("delta") or {}, choice.get("logprobs")
-        calls, texts = delta.get("tool_calls"), [delta.get("content"), delta.get("reasoning_content")]
-        says = any(delta.values())
-        shown = self.release() if says or (logprobs and self._until_told) else []
+        shown: list[Chunk] = []
+        calls = delta.get("tool_calls")
+        if any(delta.values()) or (logprobs and self._until_told):
+            shown += self.release()
         if calls:
             self._note(calls[-1])
         for entry in (logprobs or {}).get("content") or ():
             self._sampled += bytes(entry.get("bytes") or ())
+        texts = [delta.get("content"), delta.get("reasoning_content")]
+        self._until_told = self._told_only and not calls and not logprobs and any(texts)
         ends = self._texts and any(map(may_end, texts))
-        until_told = self._told_only and not calls and not logprobs and any(texts)
-        if calls or ends or until_told:
-            self._waiting, self._until_told = [chunk], until_told and not ends
-            return shown
-        if self._waiting:
-            self._waiting.append(chunk)
-            return shown
-        return [*shown, chunk]
+        if not (calls or ends or self._until_told):
+            return [*shown, chunk]
+        self._until_told = self._until_told and not ends
+        self._held = {**chunk, "choices": [{**choice, "logprobs": None}]}
+        return [*shown, {**chunk, "choices": [{**choice, "delta": {}}]}] if logprobs else shown
 
     def _note(self, call: Mapping[str, Any]) -> None:
         function = call.get("function") or {}
@@ -85,17 +85,13 @@ class HeldDelta:
 
     def release(self) -> list[Chunk]:
         """What waits is shown."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
+        held, self._held = self._held, None
+        return [] if held is None else [held]
 
     def drop(self) -> list[Chunk]:
-        """The delta that waits is not shown, but its logprobs, and what is behind it."""
-        waiting = self.release()
-        if not waiting:
-            return []
-        (choice,) = waiting[0]["choices"]
-        bare = [{**waiting[0], "choices": [{**choice, "delta": {}}]}] if choice.get("logprobs") else []
-        return [*bare, *waiting[1:]]
+        """What waits is not shown."""
+        self._held = None
+        return []
 
     def _was_sampled(self) -> bool:
         """Whether the arguments, if they are complete, are so by what was sampled."""

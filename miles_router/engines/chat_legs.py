@@ -65,8 +65,7 @@ def constraint_of(fields: Mapping[str, Any], facts: Facts) -> str | None:
         return None
     if fields.get("tool_choice") not in (None, "auto"):
         return "tool_choice"
-    functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
-    if any(isinstance(each, Mapping) and each.get("strict") for each in functions):
+    if any((tool.get("function") or {}).get("strict") for tool in tools if isinstance(tool, Mapping)):
         return "a strict tool"
     return "the engine's parser of tool calls" if facts.tool_call_parser in CONSTRAINED else None
 

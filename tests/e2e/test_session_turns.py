@@ -142,9 +142,16 @@ async def test_an_agent_is_given_the_worker_s_stream_and_nothing_it_did_not_ask_
 
 
 def in_order(chunks: list[Any]) -> list[Any]:
-    """By choice: those of one request interleave as they come."""
-    first = [chunk["choices"][0]["index"] if chunk["choices"] else 99 for chunk in chunks]
-    return [steady(chunk) for _, chunk in sorted(zip(first, chunks, strict=True), key=lambda pair: pair[0])]
+    """By choice, and what tells logprobs apart: choices of one request interleave as they come, and a piece of a call
+    waits until it is known that the answer does not end there."""
+    return [steady(chunk) for chunk in sorted(chunks, key=_place)]
+
+
+def _place(chunk: Any) -> tuple[int, bool]:
+    if not chunk["choices"]:
+        return 99, False
+    choice = chunk["choices"][0]
+    return choice["index"], choice.get("logprobs") is not None
 
 
 async def test_what_an_agent_asks_for_reaches_the_worker_as_it_is(trial: SessionTrial) -> None:

@@ -119,5 +119,8 @@ def _names() -> str:
 def tools_by_name(tools: Sequence[Any]) -> Tools:
     """The parameters of each tool."""
     functions = [tool.get("function") for tool in tools if isinstance(tool, Mapping)]
-    named = [each for each in functions if isinstance(each, Mapping) and isinstance(each.get("name"), str)]
-    return {each["name"]: each.get("parameters") for each in named}
+    return {
+        each["name"]: each.get("parameters")
+        for each in functions
+        if isinstance(each, Mapping) and isinstance(each.get("name"), str)
+    }

@@ -52,10 +52,10 @@ class FollowingChat(ChatStreamTap):
     def opaque(self, event: Event) -> bytes:
         raise CannotResume("the worker's stream says something that is no chunk")
 
-    async def choice(self, chunk: dict[str, Any], raw: bytes) -> bytes:
+    async def choice(self, chunk: dict[str, Any], choice: Mapping[str, Any]) -> bytes:
         state = self.choices.setdefault(0, ShownChoice())
-        state.add(chunk, self.version())
-        new = (chunk["choices"][0].get("delta") or {}).get("content") or ""
+        state.add({**chunk, "choices": [choice]}, self.version())
+        new = (choice.get("delta") or {}).get("content") or ""
         self._text.append(new)
         shown = self._text[:-1] if may_end(new) else self._text
         await self._watcher.more(self._generation, "".join(shown), state.entries)

@@ -70,9 +70,8 @@ class ChatStreamTap(Tap):
         self._pool = context.router.pool
 
     @abstractmethod
-    async def choice(self, chunk: dict[str, Any], raw: bytes) -> bytes:
-        """A chunk of one choice; gives what is shown of it. `raw`: the event that it is, or nothing where it is part of
-        one."""
+    async def choice(self, chunk: dict[str, Any], choice: Mapping[str, Any]) -> bytes:
+        """One choice of a chunk; gives what is shown of it."""
 
     @abstractmethod
     async def finished(self, event: Event, choice: Mapping[str, Any]) -> bytes:
@@ -101,9 +100,7 @@ class ChatStreamTap(Tap):
                 self.usage = chunk.get("usage") or self.usage
                 return self.told(event)
             self.envelope = {name: value for name, value in chunk.items() if name not in ("choices", "usage", "sglext")}
-            if len(choices) == 1:
-                return await self.choice(chunk, event.raw)
-            return b"".join([await self.choice({**chunk, "choices": [choice]}, b"") for choice in choices])
+            return b"".join([await self.choice(chunk, choice) for choice in choices])
         except MALFORMED:
             return self.opaque(event)
 
@@ -118,8 +115,11 @@ class ChatStreamTap(Tap):
         Raises:
             CannotResume: they may be those of other tokens.
         """
-        places = range(max(self.choices) + 1)
-        self.extension["output_ids"] = [await self._named(self.choices.get(place), turn) for place in places]
+        indices = sorted(self.choices)
+        named = [await self._named(self.choices[index], turn) for index in indices]
+        self.extension["output_ids"] = [
+            named[indices.index(at)] if at in indices else [] for at in range(max(indices) + 1)
+        ]
 
     async def _named(self, choice: ShownChoice | None, turn: ChatTurn) -> list[int]:
         spelled = [bytes(entry.get("bytes") or ()) for entry in choice.entries] if choice is not None else []
@@ -174,17 +174,14 @@ class OpeningChatStream(ChatStreamTap):
         self.leg.note_engine()
         return super().passes(start) or self.kind is not Kind.EVENTS
 
-    def lose(self) -> bytes:
-        """The worker was lost; gives what is shown of what had waited.
-
-        Raises:
-            CannotResume: what it has not said cannot be asked of another.
-        """
+    def lose(self) -> bool:
+        """The worker was lost; gives whether what it has not said can be asked of another."""
         if self.passing or self._opaque or not self.choices:
-            raise CannotResume("what the worker said cannot be read")
+            return False
         for choice in self.choices.values():
             choice.cut = choice.finish is None
-        return b"".join(write_all(choice.show(choice.held.drop())) for choice in self.choices.values())
+            choice.held.drop()
+        return True
 
     async def event(self, event: Event) -> bytes:
         if event.is_last:
@@ -207,13 +204,9 @@ class OpeningChatStream(ChatStreamTap):
     def told(self, event: Event) -> bytes:
         return b"" if self.is_cut else event.raw
 
-    async def choice(self, chunk: dict[str, Any], raw: bytes) -> bytes:
-        index = chunk["choices"][0]["index"]
-        state = self.choices.get(index)
-        if state is None:
-            state = self.choices[index] = ShownChoice(told_only=self._told_only)
-        shown = state.add(chunk, self.version())
-        return raw if raw and len(shown) == 1 and shown[0] is chunk else write_all(shown)
+    async def choice(self, chunk: dict[str, Any], choice: Mapping[str, Any]) -> bytes:
+        state = self.choices.setdefault(choice["index"], ShownChoice(told_only=self._told_only))
+        return write_all(state.add({**chunk, "choices": [choice]}, self.version()))
 
     async def finished(self, event: Event, choice: Mapping[str, Any]) -> bytes:
         state = self.choices.setdefault(choice["index"], ShownChoice())
@@ -221,7 +214,8 @@ class OpeningChatStream(ChatStreamTap):
         if is_abort(state.finish) and await self.leg.was_cut(state.finish):
             await self.leg.learn_engine()
             state.cut = True
-            return write_all(state.show(state.held.drop()))
+            state.held.drop()
+            return b""
         return write_all(state.show(state.held.release())) + event.raw
 
     def _release(self) -> bytes:

@@ -73,7 +73,8 @@ class ResumableChatStream(ChatLegs):
 
     async def _lose(self, opening: OpeningChatStream) -> None:
         try:
-            await opening.give(opening.lose())
+            if not opening.lose():
+                raise CannotResume("what it said cannot be read")
             await opening.name_ids(self.turn)
             if not (self.fields.get("input_ids") or opening.extension.get("input_ids")):
                 opening.extension["input_ids"] = await self.questions().render(self.fields)
