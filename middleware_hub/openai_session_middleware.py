@@ -27,6 +27,7 @@ from middleware_hub.openai_session.sessions.address import PREFIX, addressed
 from middleware_hub.openai_session.sessions.messages import equality
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
+from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
@@ -87,7 +88,8 @@ class OpenAISessionMiddleware:
         settings = RunSettings(lora_path, chat_template_kwargs or {})
         faces = [face(continuation, equal, settings) for face in FACES]
         runner = TurnRunner(app, router, recorder, whole_answers=whole_answers)
-        self._door = TurnDoor(app, faces, self.store, recorder, runner, now=time.time)
+        keeper = EpisodeKeeper(router, self.store, clock=time.monotonic)
+        self._door = TurnDoor(app, faces, self.store, recorder, runner, keeper, now=time.time)
         maker = SampleMaker(Selection(branch_policies, default_branches), router.tokenizer.decode, router.rows)
         self._sessions = SessionRoutes(self.store, maker, router.base_url)
         longest, skip = router.config.max_text_chars, self.store.statistics.count_uncompared

@@ -5,6 +5,9 @@ BadRequest
 ├── SessionExists       409 session_exists
 ├── SessionFinalized    409 session_finalized: it takes no further turns
 ├── SessionFull         400 session_full: more turns or bytes than one session may have
+├── ContextOverflow      400 context_length_exceeded: nothing is left of what its contract allows
+├── StaleWeights         400 stale_weights: older weights would take part than its contract allows
+├── OutsideContract      400 outside_contract: it cannot be held to its contract
 └── UnusableSample       422 invalid_sample: it would break an invariant, and is not given
 TooManySessions         503 too_many_sessions, with Retry-After
 UnusableAnswer          502 unusable_answer: the worker's answer cannot be recorded exactly
@@ -13,7 +16,7 @@ UnusableAnswer          502 unusable_answer: the worker's answer cannot be recor
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from miles_router.errors import BadRequest, NotFound, RouterError, UpstreamError
 
@@ -35,6 +38,41 @@ class SessionFull(BadRequest):
     """The session has as many turns, or bytes, as one may have."""
 
     type = "session_full"
+
+
+class ContextOverflow(BadRequest):
+    """Nothing is left of what the session's contract allows a turn. Agents' harnesses know what to do about a context
+    window that is full, whatever the reason: they compact their history, or end.
+
+    Attributes:
+        reason: what is used up, as in the session's `end_reason`.
+        prompt, limit: how many tokens there are, and how many there may be, where that is known.
+    """
+
+    type = "context_length_exceeded"
+
+    def __init__(self, reason: str, message: str, *, prompt: int | None = None, limit: int | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.prompt = prompt
+        self.limit = limit
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        """In OpenAI's words."""
+        about = {"type": "invalid_request_error", "code": self.type, "param": "messages", "reason": self.reason}
+        return {"error": {"message": str(self), **about, "request_id": request_id}}
+
+
+class StaleWeights(BadRequest):
+    """A turn in which older weights would take part than the session's contract allows."""
+
+    type = "stale_weights"
+
+
+class OutsideContract(BadRequest):
+    """A request that cannot be held to the session's contract: it is not traced, or its length is not known."""
+
+    type = "outside_contract"
 
 
 class UnusableSample(BadRequest):

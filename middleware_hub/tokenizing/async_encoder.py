@@ -101,6 +101,11 @@ class AsyncEncoder:
         encoding: Encoding = await self._run(len(text), methodcaller("encode_whole", text))
         return encoding
 
+    async def encode_rendered(self, text: str) -> Tokens:
+        """See `TextEncoder`."""
+        ids: Tokens = await self._run(len(text), methodcaller("encode_rendered", text))
+        return ids
+
     async def encode_rest(self, text: str) -> Encoding:
         """See `TextEncoder`."""
         encoding: Encoding = await self._run(len(text), methodcaller("encode_rest", text))

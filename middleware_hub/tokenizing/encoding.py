@@ -65,6 +65,10 @@ class TextEncoder:
         first = int(self._bos is not None and encoding.ids[:2] == [self._bos, self._bos])
         return self._encoding(encoding, first, 0, text)
 
+    def encode_rendered(self, text: str) -> Tokens:
+        """The ids of a text from its beginning that a chat template has written: no special tokens are added."""
+        return np.array(self._encode(text, special=False).ids, dtype=np.int32)
+
     def encode_rest(self, text: str) -> Encoding:
         """A text that continues other tokens: no special tokens added, nothing put in front.
 

@@ -40,6 +40,7 @@ class ChatEndpoint:
 
     path = paths.CHAT
     rows_missing: str | None = None
+    tokens_by_default: int | None = None
     chunk_events = frozenset({b"", FRAMED})
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Tokens | None = None) -> bytes:

@@ -19,7 +19,7 @@ from miles_router.asgi.headers import RawHeaders, first
 from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, readable, with_length
 from miles_router.asgi.watch import Watch
 from miles_router.control.row import Row
-from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
+from miles_router.control.table import ABORT, CONTINUE, PAUSE, UPDATE_VERSION
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
@@ -41,6 +41,7 @@ from miles_router.middlewares.rows import (
 from miles_router.tasks import Pace
 
 __all__ = [
+    "ABORT",
     "CONTINUE",
     "LAST_EVENT",
     "NO_ROWS",

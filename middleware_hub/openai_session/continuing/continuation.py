@@ -21,6 +21,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from middleware_hub.openai_session.continuing.endings import AnswerShape, Ending, NotAppendOnly, behind, shared
 from middleware_hub.openai_session.continuing.families import for_family
 from middleware_hub.openai_session.continuing.probes import shape_of
@@ -31,6 +33,7 @@ from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import Context
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.encoding import InexactTokenizer
+from miles_router.trajectory.pieces import Tokens
 
 __all__ = ["Continuation", "Extension", "HeldEnd", "NotAppendOnly", "build"]
 
@@ -63,13 +66,48 @@ class Extension(NamedTuple):
 class Continuation:
     """The ids behind held turns, for one model."""
 
-    def __init__(self, renderer: Renderer, proof: Proof, encoder: AsyncEncoder) -> None:
+    def __init__(
+        self, renderer: Renderer, proof: Proof, encoder: AsyncEncoder, beginning: Renderer | None = None
+    ) -> None:
         self.proof = proof
+        self._beginning = beginning or renderer
         self.is_special = renderer.is_special
         self.renderer = renderer
         self._encoder = encoder
         self._endings = proof.endings
         self._kept_ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._endings.measure)
+
+    async def beginning(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None,
+        template_kwargs: Mapping[str, Any],
+        *,
+        goes_on: bool = False,
+    ) -> Tokens:
+        """The ids that the engine makes of a conversation that continues nothing; `goes_on`: the answer goes on from
+        the last message.
+
+        Raises:
+            CannotRender: it refuses these messages.
+            TextTooLong: they are too long.
+        """
+        renderer = self._beginning
+        before = messages[:-1] if goes_on else renderer.as_taken(messages)
+        text = renderer.render(before, tools, generation_prompt=True, template_kwargs=template_kwargs)
+        ids = await self._encoder.encode_rendered(text)
+        if not goes_on:
+            return ids
+        begun = await self._encoder.encode_rendered(str(messages[-1].get("content") or ""))
+        return np.concatenate([ids, begun])
+
+    async def text_tokens(self, text: str) -> int:
+        """How many ids the engine makes of a text.
+
+        Raises:
+            TextTooLong: it is too long.
+        """
+        return len((await self._encoder.encode_whole(text)).ids)
 
     async def after(
         self,
@@ -160,4 +198,5 @@ def build(tokenizer: Any, tito_model: str | None, encoder: AsyncEncoder | None =
     if known is None:
         file.write(list(proof.refusals.values()))
     logger.info("continuation_proved", extra={"fields": {**proof.describe(), "before": known is not None}})
-    return Continuation(renderer, proof, encoder or AsyncEncoder(tokenizer, longest=sys.maxsize))
+    beginning = from_tokenizer(tokenizer) if tito_model and tokenizer.chat_template else renderer
+    return Continuation(renderer, proof, encoder or AsyncEncoder(tokenizer, longest=sys.maxsize), beginning)

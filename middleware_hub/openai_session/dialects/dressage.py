@@ -26,6 +26,7 @@ from middleware_hub.openai_session.dialects.dialect import TakesTurn
 from middleware_hub.openai_session.dialects.dressage_segments import VIEW, segments_of
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
 from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest
+from middleware_hub.openai_session.sessions.contract import FINALIZED
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines import paths
 from miles_router.errors import BadRequest
@@ -112,6 +113,7 @@ class DressageDialect:
         if instance is not None:
             session.metadata["instance_id"] = instance
         session.finalized = carried
+        self._sessions.store.end(session, FINALIZED)
         return as_response(
             {
                 "success": True,

@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.export.records import metadata_of, summary, written
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
+from middleware_hub.openai_session.sessions.contract import Contract
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest
@@ -66,10 +67,12 @@ class SessionRoutes:
             raise BadRequest("session_id must be a string")
         if metadata is not None and not isinstance(metadata, dict):
             raise BadRequest("metadata must be an object")
+        contract = Contract.read(parsed.get("contract"))
         address = self._base_url(request.scope)
-        session = self.store.create(session_id, metadata)
+        session = self.store.create(session_id, metadata, contract)
         base_url = f"{address}/sessions/{session.id}/v1"
-        return as_response({"session_id": session.id, "base_url": base_url})
+        key = {} if session.episode.key is None else {"api_key": session.episode.key}
+        return as_response({"session_id": session.id, "base_url": base_url, **key})
 
     async def _list(self, request: Request) -> Response:
         self.store.expire()

@@ -18,8 +18,14 @@ from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, F
 
 #: Where a sample's metadata says why it has no rows of a kind.
 NOTES = {kind: f"{kind.name}_missing" for kind in KINDS}
+#: What it says there of the session's episode, where there is something to say.
+EPISODE = ("contract", "end_reason")
 #: What we say of a sample in its metadata.
-FACTS = ("session_id", "leaf", "reason", "turns", "untrained_turns", "untraced", "unrecorded_history", *NOTES.values())
+FACTS = (
+    *("session_id", "leaf", "reason", "turns", "untrained_turns", "untraced", "unrecorded_history"),
+    *EPISODE,
+    *NOTES.values(),
+)
 FIELDS = frozenset({"format", "max_seq_len", "branches", "reward", "label", "metadata"})
 
 
@@ -89,6 +95,7 @@ class SampleMaker:
             "untraced": list(session.untraced),
         }
         plans = list(zip(leaves, trained_elsewhere(leaves), strict=True))
+        facts |= session.episode.about()
         return SamplePlan(self, request, plans, dict(session.metadata), facts)
 
 
@@ -160,6 +167,7 @@ class SamplePlan:
             "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
             "untraced": len(self.facts["untraced"]),
             "unrecorded_history": any(turn.unrecorded_history for turn in line),
+            **{name: self.facts[name] for name in EPISODE if name in self.facts},
         }
 
 

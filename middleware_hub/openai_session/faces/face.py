@@ -94,6 +94,10 @@ class Face(ABC):
             BadRequest: it is none, or a text in it is too long.
         """
 
+    async def prompt_tokens(self, turn: PendingTurn) -> int | None:
+        """How many tokens the longest prompt of a turn has; None where only the engine can tell."""
+        return turn.prompt.length if turn.prompt is not None else None
+
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """What the reply is written with."""
         return ReplyWriter()

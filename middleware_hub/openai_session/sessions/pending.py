@@ -27,6 +27,11 @@ class TokenPrompt(NamedTuple):
     given: Piece
     dropped: int = 0
 
+    @property
+    def length(self) -> int:
+        """How many they are."""
+        return len(self.held) + len(self.given)
+
     def ids(self) -> Tokens:
         """All of them."""
         return np.concatenate([self.held, self.given.tokens])
@@ -47,6 +52,9 @@ class PendingTurn:
         handovers: of the rows that are captured.
         cache: the prefix cache that it was sampled with, once that is known.
         recorded: whether its answer is held.
+        cut_by: which part of the contract has made it shorter than its agent wanted, as an `end_reason`.
+        asked_for: what its agent wanted where the contract has something else.
+        reservation: what the ledger of its episode knows it by.
     """
 
     session: Session
@@ -60,6 +68,9 @@ class PendingTurn:
     handovers: Handovers = field(default_factory=Handovers)
     cache: int | None = None
     recorded: bool = False
+    cut_by: str | None = None
+    asked_for: Mapping[str, Any] = field(default_factory=dict)
+    reservation: object = None
 
     @property
     def stream(self) -> bool:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 MAX_UNTRACED = 1000  # of one session; the log has the rest
 UNTRACED_BYTES = 1024  # of each of them, about
+LENGTH = "length"  # how an answer ends that may not be longer
 TURN_BYTES = 2048  # what a turn takes beside its arrays and messages, about
 
 
@@ -66,6 +67,9 @@ class TurnRecorder:
             self.statistics.unrecorded_history += turn.unrecorded_history
             self.statistics.sampled_tokens += sum(map(len, sampled))
             nbytes += Trajectory(sampled).nbytes + message_bytes(turn.answer) + TURN_BYTES
+        session.episode.settle(pending.reservation, sum(len(piece) for _, _, sampled in parts for piece in sampled))
+        if pending.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
+            self._store.end(session, pending.cut_by)
         self._store.account(session, nbytes)
         self.statistics.given_tokens += prompts.tokens
         self.statistics.reused_tokens += len(pending.prompt.held) if pending.prompt is not None else 0
@@ -102,6 +106,7 @@ class TurnRecorder:
                 "answered_at": self._now(),
                 "turn_id": pending.turn_id,
                 "streamed": pending.stream,
+                **({"asked_for": pending.asked_for} if pending.asked_for else {}),
             },
         )
 
