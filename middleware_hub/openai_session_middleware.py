@@ -91,7 +91,7 @@ class OpenAISessionMiddleware:
         keeper = EpisodeKeeper(router, self.store, clock=time.monotonic)
         self._door = TurnDoor(app, faces, self.store, recorder, runner, keeper, now=time.time)
         maker = SampleMaker(Selection(branch_policies, default_branches), router.tokenizer.decode, router.rows)
-        self._sessions = SessionRoutes(self.store, maker, router.base_url)
+        self._sessions = SessionRoutes(self.store, maker, router.base_url, keeper.stop)
         longest, skip = router.config.max_text_chars, self.store.statistics.count_uncompared
         comparison = Comparison(continuation.renderer, longest=longest, skip=skip)
         self._sessions.forms += [form(self._sessions, comparison, router.args) for form in FORMS]

@@ -38,7 +38,7 @@ from miles_router.middlewares.rows import (
     TrajectoryRows,
     first_prefix,
 )
-from miles_router.tasks import Pace
+from miles_router.tasks import Pace, spawn
 
 __all__ = [
     "ABORT",
@@ -90,6 +90,7 @@ __all__ = [
     "nests_too_deep",
     "readable",
     "replay",
+    "spawn",
     "with_body",
     "with_length",
     "write_event",

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from miles_router.testing import SimulatedWorker
 from tests.support.http import RawReply
-from tests.support.session_trial import JSON, SessionTrial, exactly, message_of, session_trial, simulated_sessions, user
+from tests.support.session_trial import SessionTrial, exactly, message_of, simulated_sessions, user
 from tests.support.stage import Stage
 
 HI = [user("Hi")]
 COMPLETIONS = "/v1/completions"
-LONG = {"ignore_eos": True, "max_tokens": 1000}
+LONG: Any = {"ignore_eos": True, "max_tokens": 1000}
 
 
 @pytest.fixture

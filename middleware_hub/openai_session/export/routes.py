@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.export.records import metadata_of, summary, written
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
-from middleware_hub.openai_session.sessions.contract import Contract
+from middleware_hub.openai_session.sessions.contract import DELETED, Contract
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest
@@ -40,12 +40,19 @@ class SampleForm(Protocol):
 
 
 class SessionRoutes:
-    """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`."""
+    """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`. `stop` ends what runs in a session."""
 
-    def __init__(self, store: SessionStore, maker: SampleMaker, base_url: Callable[[Scope], str]) -> None:
+    def __init__(
+        self,
+        store: SessionStore,
+        maker: SampleMaker,
+        base_url: Callable[[Scope], str],
+        stop: Callable[[Session, str], None],
+    ) -> None:
         self.store = store
         self.maker = maker
         self._base_url = base_url
+        self._stop = stop
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         #: Looked through for each request for samples, in order, before our own.
         self.forms: list[SampleForm] = []
@@ -89,7 +96,13 @@ class SessionRoutes:
         return Response(await self.beside(request, write), media_type=JSON)
 
     async def _delete(self, request: Request) -> Response:
-        self.store.delete(self._session(request))
+        """`abort`: what runs in it ends at once; else it finishes."""
+        session, abort = self._session(request), request.query_params.get("abort", "false")
+        if abort not in ("true", "false"):
+            raise BadRequest("abort must be true or false")
+        if abort == "true":
+            self._stop(session, DELETED)
+        self.store.delete(session)
         return Response(status_code=204)
 
     async def _samples(self, request: Request) -> Response:

@@ -18,7 +18,7 @@ class Stoppable(Protocol):
         ...
 
 
-class Episode:
+class EpisodeState:
     """One session's contract, and how far it has come."""
 
     def __init__(self, contract: Contract, began: float) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.contract import NO_CONTRACT, Contract
-from middleware_hub.openai_session.sessions.episode import Episode
+from middleware_hub.openai_session.sessions.episode import EpisodeState
 from middleware_hub.openai_session.sessions.messages import Equality, Message, message_bytes, says
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
@@ -144,7 +144,7 @@ class Session:
         contract: Contract = NO_CONTRACT,
     ) -> None:
         self.id = session_id
-        self.episode = Episode(contract, clock)
+        self.episode = EpisodeState(contract, clock)
         self.created_at = now
         self.used_at = now
         self.idle_since = clock  # by a clock that never jumps

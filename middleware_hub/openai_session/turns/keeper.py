@@ -38,8 +38,7 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.errors import RouterError
-from miles_router.middlewares import ABORT, Exchange, Router
-from miles_router.tasks import spawn
+from miles_router.middlewares import ABORT, Exchange, Pace, Router, spawn
 
 #: Seconds in which an engine ends a generation that it was told to abort, and after which it is told again: it may not
 #: have had it yet.
@@ -104,6 +103,7 @@ class EpisodeKeeper:
         self._router = router
         self._store = store
         self._clock = clock
+        router.control.group_listeners.append(self._end_group)
 
     @contextmanager
     def running(self, session: Session, exchange: Exchange) -> Iterator[RunningTurn]:
@@ -136,12 +136,21 @@ class EpisodeKeeper:
             if timer is not None:
                 timer.cancel()
 
-    def stop(self, session: Session, reason: str, *, keep: bool = True) -> None:
-        """End an episode, and what runs in it; `keep`: what was sampled until now stays."""
+    def stop(self, session: Session, reason: str) -> None:
+        """End an episode, and what runs in it. What was sampled until now stays, unless the session is deleted."""
         self._store.end(session, reason)
         session.episode.closed = reason
         for running in tuple(session.episode.running):
-            running.stop(reason, keep=keep)
+            running.stop(reason, keep=reason != DELETED)
+
+    async def _end_group(self, group: object) -> None:
+        """End every episode of a group that is aborted, whether something runs in it or not."""
+        pace = Pace()
+        for session in self._store:
+            named = session.episode.group(session.metadata)
+            if named is not None and str(named) == str(group):
+                self.stop(session, ABORTED)
+            await pace.step()
 
     def refuse_untraced(self, session: Session, why: str) -> None:
         """What is not traced cannot be held to a contract.
