@@ -23,7 +23,7 @@ from middleware_hub.openai_session.export.samples import SampleMaker
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.face import RunSettings
-from middleware_hub.openai_session.sessions.address import PREFIX, addressed
+from middleware_hub.openai_session.sessions.address import PREFIX, addressed, key_of
 from middleware_hub.openai_session.sessions.messages import equality
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
@@ -31,7 +31,7 @@ from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
-from miles_router.middlewares import ASGIApp, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
+from miles_router.middlewares import ASGIApp, HasKeys, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
 
 NAME = "openai_sessions"
 GIB = 1024**3
@@ -113,6 +113,10 @@ class OpenAISessionMiddleware:
         """What agents ask for within their sessions."""
         return [PREFIX]
 
+    def key_of(self, path: str) -> str | None:
+        """The key of a session, for what its agent asks."""
+        return key_of(self.store, path)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Trace what belongs to a session; everything else passes."""
         if scope["type"] != "http":
@@ -129,3 +133,4 @@ class OpenAISessionMiddleware:
 
 _lifespan: type[HasLifespan] = OpenAISessionMiddleware
 _routes: type[HasRoutes] = OpenAISessionMiddleware
+_keys: type[HasKeys] = OpenAISessionMiddleware

@@ -98,7 +98,7 @@ class RouterApp:
         """
         scope["path"] = path = decoded(scope["raw_path"])
         door = self.doors.of(path)
-        scope["headers"] = self.doors.keys.enter(door.key, scope["headers"])
+        scope["headers"] = self.doors.enter(door, path, scope["headers"])
         if door.foreign is not None and not door.key.required:
             refuse_foreign(scope, door.foreign, self._public_url)
         scope[SCOPE_KEY].flight.group = first(scope["headers"], GROUP)

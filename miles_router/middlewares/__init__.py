@@ -24,7 +24,7 @@ from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
-from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasLifespan, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
     NO_ROWS,
@@ -58,6 +58,7 @@ __all__ = [
     "Handover",
     "Handovers",
     "HasDataPaths",
+    "HasKeys",
     "HasLifespan",
     "HasMetrics",
     "HasRoutes",
