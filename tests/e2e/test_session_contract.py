@@ -105,7 +105,8 @@ async def test_every_choice_of_an_answer_is_paid_for(trial: SessionTrial) -> Non
 
 async def test_completions_have_the_same_budget(trial: SessionTrial) -> None:
     session = await trial.create(contract={"budget": {"max_tokens": 20}})
-    ask = {"model": "m", "prompt": "Once", "ignore_eos": True}
+    # What chat reads is no field of theirs, and does not get around the budget.
+    ask = {"model": "m", "prompt": "Once", "ignore_eos": True, "max_completion_tokens": 1}
     for tokens in (16, 4):  # they give 16 where nobody says how many
         answer = await trial.ask("POST", f"/sessions/{session}{COMPLETIONS}", ask)
         assert answer.json()["usage"]["completion_tokens"] == tokens
@@ -195,3 +196,89 @@ async def test_a_prompt_that_cannot_be_counted_is_refused_under_a_bound_on_the_c
     answer = await trial.turn(session, [{"role": "user", "content": [image]}])
     assert (answer.status, answer.error_type) == (400, "outside_contract")
     assert trial.door == []
+
+
+# What the agent cannot change
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_contract_fixes_counts_and_what_was_asked_is_noted(trial: SessionTrial, stream: bool) -> None:
+    fixed = {"temperature": 0.25, "top_p": 0.5, "stop": ["zzz"], "presence_penalty": 0.5, "logit_bias": {"7": -1.0}}
+    session = await trial.create(contract={"sampling": fixed})
+    asked = {"temperature": 2.0, "top_p": 0.5, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
+    assert (await trial.turn(session, HI, stream=stream, seed=5, **asked)).status == 200
+    sent = trial.door[0].json()
+    assert {name: sent.get(name) for name in (*fixed, "stop_token_ids", "seed")} == {
+        **fixed,
+        "stop_token_ids": None,
+        "seed": 5,
+    }
+    (record,) = await trial.records(session)
+    assert record["asked_for"] == {"temperature": 2.0, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
+
+
+async def test_an_agent_sees_the_model_of_its_contract_and_the_engine_its_adapter(stage: Stage) -> None:
+    async with simulated_sessions(stage, enable_lora=True) as trial:
+        for name in ("mine", "other"):
+            await trial.ask("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": f"/{name}"})
+        session = await trial.create(contract={"model": {"name": "student", "lora": "mine"}})
+        for asked in ({"model": "gpt"}, {"model": "base:other"}, {"model": "gpt", "lora_path": "other"}):
+            assert (await trial.chat(session, HI, **asked))["model"] == "student"
+            assert (trial.door[-1].json()["model"], trial.door[-1].json()["lora_path"]) == ("student", "mine")
+        assert (await trial.records(session))[1]["asked_for"] == {"model": "base:other"}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_an_adapter_that_is_not_there_is_never_the_base_model(stage: Stage, enabled: bool) -> None:
+    async with simulated_sessions(stage, enable_lora=enabled) as trial:
+        session = await trial.create(contract={"model": {"lora": "mine"}})
+        answer = await trial.turn(session, HI)
+        assert (answer.status, b"mine" in answer.body) == (400, True)
+        assert await trial.records(session) == []
+
+
+async def test_no_name_of_a_model_gets_around_the_adapter_of_the_run(stage: Stage) -> None:
+    async with simulated_sessions(stage, options={"lora_path": "mine"}, enable_lora=True) as trial:
+        await trial.ask("POST", "/load_lora_adapter", {"lora_name": "mine", "lora_path": "/mine"})
+        session = await trial.create()
+        await trial.chat(session, HI, model="base:other")
+        assert (trial.door[0].json()["model"], trial.door[0].json()["lora_path"]) == ("base", "mine")
+
+
+# How old the weights may be
+
+
+async def new_weights(trial: SessionTrial, version: str) -> None:
+    """The fleet has weights of this version."""
+    fields = {"model_path": "/new", "weight_version": version, "flush_cache": True}
+    answer = await trial.ask("POST", "/update_weights_from_disk", fields)
+    assert answer.status == 200, answer.body
+
+
+async def test_a_turn_in_which_stale_weights_would_take_part_is_refused_by_name(trial: SessionTrial) -> None:
+    old = await trial.create(contract={"freshness": {"oldest_version": 2}})
+    early = await trial.turn(old, HI)
+    assert (early.status, early.error_type) == (400, "stale_weights")
+    assert (trial.door, await end_reason(trial, old)) == ([], "stale")
+    session = await trial.create(contract={"freshness": {"oldest_version": 1}})
+    answer = await trial.chat(session, HI)
+    assert (await trial.samples(session))[0]["metadata"]["stale"] is False
+    await new_weights(trial, "2")
+    assert (await ask_again(trial, session, answer)).status == 200, "old enough"
+    assert (await trial.turn(old, HI)).status == 200, "the fleet has come so far"
+
+
+async def test_a_history_of_stale_weights_is_not_continued(trial: SessionTrial) -> None:
+    free = await trial.create(contract={"freshness": {"oldest_version": 2, "otherwise": "mark"}})
+    answer = await trial.chat(free, HI)
+    await new_weights(trial, "2")
+    assert (await ask_again(trial, free, answer)).status == 200, "it is marked, not refused"
+    assert (await trial.turn(free, [user("Anew")])).status == 200
+    marked = [sample["metadata"]["stale"] for sample in await trial.samples(free)]
+    assert marked == [True, False]
+
+
+async def test_a_version_that_is_no_number_is_stale(stage: Stage) -> None:
+    async with simulated_sessions(stage, weight_version="default") as trial:
+        session = await trial.create(contract={"freshness": {"oldest_version": 0}})
+        assert (await trial.turn(session, HI)).error_type == "stale_weights"

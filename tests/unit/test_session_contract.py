@@ -22,6 +22,7 @@ from middleware_hub.openai_session.sessions.contract import (
 )
 from miles_router.errors import BadRequest
 
+LENGTHS = ("max_completion_tokens", "max_tokens")
 WHOLE = {
     "budget": {"max_tokens": 512, "max_context": 4096, "max_turns": 3, "deadline_s": 60.5},
     "sampling": {"temperature": 0.7, "stop": ["a"], "logit_bias": {"7": -1}},
@@ -169,21 +170,21 @@ def test_a_turn_may_have_what_there_is_least_of(
     ],
 )
 def test_how_much_is_asked_for_is_read_as_the_engine_reads_it(request_: Any, default: int | None, asked: Any) -> None:
-    assert asked_tokens(request_, default) == asked
+    assert asked_tokens(request_, LENGTHS, default) == asked
 
 
 @pytest.mark.parametrize("value", [0, -1, "9", 9.0, True])
 def test_what_an_engine_might_read_otherwise_is_refused(value: Any) -> None:
     with pytest.raises(BadRequest, match="max_tokens"):
-        asked_tokens({"max_tokens": value}, None)
+        asked_tokens({"max_tokens": value}, LENGTHS, None)
     with pytest.raises(BadRequest, match="n must be"):
         choices_of({"n": value}, 1)
 
 
 def test_a_request_is_cut_where_it_says_how_long_it_may_be() -> None:
-    assert cut({}, 3) == {"max_tokens": 3}
-    assert cut({"max_completion_tokens": 9}, 3) == {"max_completion_tokens": 3}
-    assert cut({"max_completion_tokens": 9, "max_tokens": 8, "min_tokens": 5}, 3) == {
+    assert cut({}, LENGTHS, 3) == {"max_tokens": 3}
+    assert cut({"max_completion_tokens": 9}, LENGTHS, 3) == {"max_completion_tokens": 3}
+    assert cut({"max_completion_tokens": 9, "max_tokens": 8, "min_tokens": 5}, LENGTHS, 3) == {
         "max_completion_tokens": 3,
         "max_tokens": 3,
         "min_tokens": 3,

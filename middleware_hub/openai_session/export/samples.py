@@ -9,6 +9,7 @@ from typing import Any
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.records import turn_span
 from middleware_hub.openai_session.export.selection import Selection, trained_elsewhere
+from middleware_hub.openai_session.sessions.contract import Freshness
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest
 from miles_router.middlewares import RowChannel
@@ -19,7 +20,7 @@ from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, F
 #: Where a sample's metadata says why it has no rows of a kind.
 NOTES = {kind: f"{kind.name}_missing" for kind in KINDS}
 #: What it says there of the session's episode, where there is something to say.
-EPISODE = ("contract", "end_reason")
+EPISODE = ("contract", "end_reason", "stale")
 #: What we say of a sample in its metadata.
 FACTS = (
     *("session_id", "leaf", "reason", "turns", "untrained_turns", "untraced", "unrecorded_history"),
@@ -96,7 +97,8 @@ class SampleMaker:
         }
         plans = list(zip(leaves, trained_elsewhere(leaves), strict=True))
         facts |= session.episode.about()
-        return SamplePlan(self, request, plans, dict(session.metadata), facts)
+        freshness = session.episode.contract.freshness
+        return SamplePlan(self, request, plans, dict(session.metadata), facts, freshness)
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class SamplePlan:
         leaves: each with how many tokens of the turns of its line an earlier sample trains.
         metadata: the session's.
         facts: what stands beside it in the answer.
+        freshness: which weights are too old for its contract.
     """
 
     maker: SampleMaker
@@ -114,6 +117,7 @@ class SamplePlan:
     leaves: Sequence[tuple[Turn, Mapping[Turn, int]]]
     metadata: Mapping[str, Any]
     facts: Mapping[str, Any]
+    freshness: Freshness = field(default_factory=Freshness)
 
     def make(self) -> list[Sample]:
         """The samples.
@@ -137,6 +141,8 @@ class SamplePlan:
             raise UnusableSample("has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens")
         rows, missing = _rows(leaf, len(trajectory), self.maker.channels.values())
         own = self._facts(line, elsewhere, len(trajectory))
+        if self.freshness.oldest_version is not None:
+            own["stale"] = any(self.freshness.is_stale(run.version) for run in trajectory.weight_versions)
         try:
             sample = Sample(
                 tokens=trajectory.tokens,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from middleware_hub.openai_session.continuing.continuation import Continuation
+from middleware_hub.openai_session.sessions.contract import base_model
 from middleware_hub.openai_session.sessions.messages import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
@@ -59,7 +60,7 @@ class RunSettings:
 
     def of_any(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """A request with what belongs into one of any API."""
-        return {**request, "lora_path": self.lora_path} if self.lora_path else request
+        return {**request, **base_model(request), "lora_path": self.lora_path} if self.lora_path else request
 
     def of_chat(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """A chat request with all of it. Template settings that are none are left for the engine to refuse."""

@@ -132,8 +132,8 @@ class Contract:
             fixed["lora_path"] = self.model.lora
         if self.model.name is not None:
             fixed["model"] = self.model.name
-        elif self.model.lora is not None and isinstance(request.get("model"), str):
-            fixed["model"] = request["model"].partition(":")[0]  # behind it, SGLang reads the name of an adapter
+        elif self.model.lora is not None:
+            fixed |= base_model(request)
         if not fixed:
             return request, {}
         instead = [other for name in fixed for other in ALSO.get(name, ())]
@@ -144,6 +144,13 @@ class Contract:
         }
         kept = {name: value for name, value in request.items() if name not in instead}
         return {**kept, **fixed}, asked
+
+
+def base_model(request: Mapping[str, Any]) -> dict[str, str]:
+    """The model that a request names, without an adapter: SGLang reads one behind a colon, and it would count more than
+    `lora_path`."""
+    model = request.get("model")
+    return {"model": model.partition(":")[0]} if isinstance(model, str) and ":" in model else {}
 
 
 class Ledger:
@@ -212,25 +219,28 @@ def allowance(
     return Allowance(*min(bounds, key=lambda bound: bound[0])) if bounds else Allowance(None)
 
 
-def asked_tokens(request: Mapping[str, Any], default: int | None) -> int | None:
-    """How many tokens a request asks for each choice, as SGLang reads it; None: as many as fit. `default`: of a
-    request that does not say.
+def asked_tokens(request: Mapping[str, Any], lengths: Sequence[str], default: int | None) -> int | None:
+    """How many tokens a request asks for each choice; None: as many as fit.
+
+    Args:
+        lengths: the fields that say it; what stands first counts.
+        default: of a request that does not say.
 
     Raises:
         BadRequest: nobody can tell.
     """
-    given = [name for name in LENGTHS if request.get(name) is not None]
+    given = [name for name in lengths if request.get(name) is not None]
     for name in given:
         if type(request[name]) is not int or request[name] < 1:
             raise BadRequest(f"{name} must be a whole number from 1: the session has a contract")
     if given:
         return int(request[given[0]])
-    return None if any(name in request for name in LENGTHS) else default
+    return None if any(name in request for name in lengths) else default
 
 
-def cut(request: Mapping[str, Any], tokens: int) -> Mapping[str, Any]:
+def cut(request: Mapping[str, Any], lengths: Sequence[str], tokens: int) -> Mapping[str, Any]:
     """A request for at most so many tokens."""
-    names = [name for name in LENGTHS if request.get(name) is not None] or ["max_tokens"]
+    names = [name for name in lengths if request.get(name) is not None] or lengths[-1:]
     least = request.get("min_tokens")
     shorter = {"min_tokens": tokens} if isinstance(least, int) and least > tokens else {}
     return {**request, **dict.fromkeys(names, tokens), **shorter}
@@ -256,8 +266,6 @@ def is_group(value: object) -> bool:
 # What a contract may have
 
 Check = Callable[[Any], bool]
-#: Where a request says how long its answer may be; SGLang looks into the first first.
-LENGTHS = ("max_completion_tokens", "max_tokens")
 
 
 def _count(value: Any) -> bool:

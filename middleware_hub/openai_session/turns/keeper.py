@@ -186,8 +186,9 @@ class EpisodeKeeper:
         them."""
         episode, budget = turn.session.episode, turn.session.episode.contract.budget
         ledger, prompt, window = episode.ledger, None, None
+        lengths = face.endpoint.length_fields
         choices = choices_of(turn.fields, len(turn.places))
-        asked = asked_tokens(turn.fields, face.endpoint.tokens_by_default)
+        asked = asked_tokens(turn.fields, lengths, face.endpoint.tokens_by_default)
         if budget.measures:
             prompt, window = await face.prompt_tokens(turn), await self._window()
         if prompt is None and budget.max_context is not None:
@@ -209,7 +210,7 @@ class EpisodeKeeper:
             turn.cut_by = left.reason
             # What only the engine's window bounds is not told to the engine: it has the same bound by itself.
             if asked is not None or left.limit != window:
-                turn.fields = cut(turn.fields, left.tokens)
+                turn.fields = cut(turn.fields, lengths, left.tokens)
         ledger.reserve(running, (left.tokens if short else asked or 0) * choices if left.tokens is not None else 0)
         turn.reservation = running
 
