@@ -40,7 +40,7 @@ class ChatEndpoint:
 
     path = paths.CHAT
     rows_missing: str | None = None
-    length_fields = ("max_completion_tokens", "max_tokens")
+    length_fields: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
     tokens_by_default: int | None = None
     chunk_events = frozenset({b"", FRAMED})
 

@@ -205,7 +205,7 @@ async def test_a_prompt_that_cannot_be_counted_is_refused_under_a_bound_on_the_c
 async def test_what_the_contract_fixes_counts_and_what_was_asked_is_noted(trial: SessionTrial, stream: bool) -> None:
     fixed = {"temperature": 0.25, "top_p": 0.5, "stop": ["zzz"], "presence_penalty": 0.5, "logit_bias": {"7": -1.0}}
     session = await trial.create(contract={"sampling": fixed})
-    asked = {"temperature": 2.0, "top_p": 0.5, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
+    asked: Any = {"temperature": 2.0, "top_p": 0.5, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
     assert (await trial.turn(session, HI, stream=stream, seed=5, **asked)).status == 200
     sent = trial.door[0].json()
     assert {name: sent.get(name) for name in (*fixed, "stop_token_ids", "seed")} == {
@@ -222,7 +222,8 @@ async def test_an_agent_sees_the_model_of_its_contract_and_the_engine_its_adapte
         for name in ("mine", "other"):
             await trial.ask("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": f"/{name}"})
         session = await trial.create(contract={"model": {"name": "student", "lora": "mine"}})
-        for asked in ({"model": "gpt"}, {"model": "base:other"}, {"model": "gpt", "lora_path": "other"}):
+        wanted: Any = ({"model": "gpt"}, {"model": "base:other"}, {"model": "gpt", "lora_path": "other"})
+        for asked in wanted:
             assert (await trial.chat(session, HI, **asked))["model"] == "student"
             assert (trial.door[-1].json()["model"], trial.door[-1].json()["lora_path"]) == ("student", "mine")
         assert (await trial.records(session))[1]["asked_for"] == {"model": "base:other"}
