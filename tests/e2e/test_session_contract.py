@@ -11,6 +11,8 @@ import pytest
 from tests.support.http import RawReply
 from tests.support.session_trial import SessionTrial, exactly, message_of, simulated_sessions, user
 from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
 
 HI = [user("Hi")]
 COMPLETIONS = "/v1/completions"
@@ -119,6 +121,21 @@ async def test_turns_at_the_same_time_share_a_budget_to_the_token(trial: Session
     answers = await asyncio.gather(*turns)
     assert sorted(answer.status for answer in answers) == [200, 200, 200, 400]
     assert sorted(record["completion_tokens"] for record in await trial.records(session)) == [10, 20, 20]
+
+
+async def test_a_turn_waits_for_what_others_may_leave_of_the_budget(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"budget": {"max_tokens": 40}})
+    trial.worker.say("Short.")
+    trial.worker.say("Short.")
+    trial.worker.stop_scheduler()
+    async with under_way(trial.turn(session, HI, max_tokens=None)) as first:
+        await until(lambda: trial.worker.running == 1, "the first runs, and may take all")
+        async with under_way(trial.turn(session, [user("And I?")], max_tokens=None)) as second:
+            while (await trial.read(session))["metadata"]["in_flight"] < 2:
+                await asyncio.sleep(0)
+            trial.worker.continue_scheduler()
+            assert [(await first).status, (await second).status] == [200, 200]
+    assert len(trial.door) == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
