@@ -131,8 +131,8 @@ async def test_a_turn_waits_for_what_others_may_leave_of_the_budget(trial: Sessi
     async with under_way(trial.turn(session, HI, max_tokens=None)) as first:
         await until(lambda: trial.worker.running == 1, "the first runs, and may take all")
         async with under_way(trial.turn(session, [user("And I?")], max_tokens=None)) as second:
-            while (await trial.read(session))["metadata"]["in_flight"] < 2:
-                await asyncio.sleep(0)
+            while not second.done() and (await trial.read(session))["metadata"]["in_flight"] < 2:
+                pass
             trial.worker.continue_scheduler()
             assert [(await first).status, (await second).status] == [200, 200]
     assert len(trial.door) == 2
