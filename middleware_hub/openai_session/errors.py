@@ -42,7 +42,8 @@ class SessionFull(BadRequest):
 
 class ContextOverflow(BadRequest):
     """Nothing is left of what the session's contract allows a turn. Agents' harnesses know what to do about a context
-    window that is full, whatever the reason: they compact their history, or end.
+    window that is full, whatever the reason: they compact their history, or end. They look for the words of the API
+    that they speak (OpenAI's begin it, Anthropic's end it), so that both are in the message.
 
     Attributes:
         reason: what is used up, as in the session's `end_reason`.
@@ -52,7 +53,8 @@ class ContextOverflow(BadRequest):
     type = "context_length_exceeded"
 
     def __init__(self, reason: str, message: str, *, prompt: int | None = None, limit: int | None = None) -> None:
-        super().__init__(message)
+        numbers = "" if prompt is None or limit is None else f": {prompt} tokens > {limit} maximum"
+        super().__init__(f"This model's maximum context length is {message} (prompt is too long{numbers})")
         self.reason = reason
         self.prompt = prompt
         self.limit = limit

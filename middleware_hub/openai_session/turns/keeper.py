@@ -43,8 +43,6 @@ from miles_router.middlewares import ABORT, Exchange, Pace, Router, spawn
 #: Seconds in which an engine ends a generation that it was told to abort, and after which it is told again: it may not
 #: have had it yet.
 GRACE, AGAIN = 5.0, 0.2
-#: What an agent is told; harnesses look for the beginning.
-FULL = "This model's maximum context length is"
 
 
 class RunningTurn:
@@ -243,12 +241,12 @@ def stopped(session: Session, reason: str) -> RouterError:
     }
     if reason == DELETED:
         return SessionNotFound(f"session {session.id!r} was deleted")
-    return ContextOverflow(reason, f"{FULL} reached: the session is over, {words[reason]}")
+    return ContextOverflow(reason, f"reached: the session is over, {words[reason]}")
 
 
 def _overflow(left: Allowance, prompt: int | None, used: int) -> ContextOverflow:
     if left.reason == CONTEXT:
-        message = f"{FULL} {left.limit} tokens. However, your messages resulted in {prompt} tokens."
+        message = f"{left.limit} tokens. However, your messages resulted in {prompt} tokens."
         return ContextOverflow(CONTEXT, message, prompt=prompt, limit=left.limit)
-    message = f"{FULL} reached: {used} of the {left.limit} tokens that the session's contract allows are sampled"
-    return ContextOverflow(left.reason, message, prompt=used, limit=left.limit)
+    message = f"reached: {used} of the {left.limit} tokens that the session's contract allows are sampled"
+    return ContextOverflow(left.reason, message)
