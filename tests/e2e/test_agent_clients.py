@@ -3,8 +3,6 @@ docs/agents.md says, and every sampled token in one trained place, equal to what
 
 from __future__ import annotations
 
-import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,10 @@ import pytest
 
 from tests.clients.environments import program, python_for
 from tests.clients.table import CLIENTS, Client
+from tests.support.agent_process import run_agent
 from tests.support.session_trial import SessionTrial, exactly, simulated_sessions
 from tests.support.stage import Stage
 from tests.support.tiers import size
-from tests.support.waiting import PATIENCE
 
 #: Those whose environment is quickly made, and that are quickly done.
 QUICK = ("Vercel AI SDK",)
@@ -31,23 +29,9 @@ QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "AIDER_ANALYTICS": "false", "AN
 async def driven(client: Client, mode: str, base_url: str, directory: Path) -> str:
     """What an agent says in the end; it reaches nobody but the router."""
     command = [*map(str, program(client)), base_url, mode]
-    environment = {"PATH": os.environ["PATH"], "HOME": str(directory), "NO_PROXY": "*", **QUIET}
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        cwd=directory,
-        env=environment,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        said, complained = await asyncio.wait_for(process.communicate(), 10 * PATIENCE)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, complained.decode()[-4000:] + said.decode()[-4000:]
-    return said.decode().strip()
+    run = await run_agent(command, directory, directory, {"NO_PROXY": "*", **QUIET})
+    assert run.code == 0, run.complained[-4000:] + run.said[-4000:]
+    return run.said.strip()
 
 
 async def check_exact(trial: SessionTrial, session: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ from tests.support import tiers
 from tests.support.claude_code import COUNTING, claude_code, edits
 from tests.support.door import Door
 from tests.support.running_router import running_router
-from tests.support.session_trial import IM_END, SESSIONS, SessionTrial, qwen3
+from tests.support.session_trial import IM_END, SESSIONS, SessionTrial, exactly_through, qwen3
 
 pytestmark = pytest.mark.sglang
 
@@ -56,23 +55,11 @@ async def test_it_edits_a_file_exactly(tmp_path: Path) -> None:
             ]
             samples = {sample["metadata"]["turns"][-1]["turn"]: sample for sample in await trial.samples(session)}
             assert samples.keys() == {beside, main[-1]}
-            exact(samples[main[-1]], [generations[place] for place in main])
-            exact(samples[beside], [generations[beside]])
+            exactly_through(samples[main[-1]], [generations[place] for place in main])
+            exactly_through(samples[beside], [generations[beside]])
 
 
 def parents(main: list[int], beside: int) -> list[int | None]:
     """What each turn extends: the one before it on the main line."""
     behind: dict[int, int | None] = {main[0]: None, beside: None, **dict(zip(main[1:], main, strict=False))}
     return [behind[place] for place in sorted(behind)]
-
-
-def exact(sample: Any, generations: list[Any]) -> None:
-    """A sample is what the engine was given and has sampled, each position once."""
-    tokens: list[int] = []
-    mask: list[int] = []
-    for each in generations:
-        assert each.prompt[: len(tokens)] == tokens
-        given = each.prompt[len(tokens) :]
-        tokens += [*given, *each.sampled]
-        mask += [0] * len(given) + [1] * len(each.sampled)
-    assert (sample["tokens"], sample["loss_mask"]) == (tokens, mask)

@@ -16,7 +16,7 @@ from tests.support import tiers
 from tests.support.codex import KNOWN_MODEL, codex, edits
 from tests.support.door import Door
 from tests.support.running_router import running_router
-from tests.support.session_trial import IM_END, SESSIONS, SessionTrial, qwen3
+from tests.support.session_trial import IM_END, SESSIONS, SessionTrial, exactly_through, qwen3
 
 pytestmark = pytest.mark.sglang
 
@@ -48,11 +48,4 @@ async def test_it_edits_a_file_exactly(tmp_path: Path) -> None:
             sampled = [[*qwen3().encode(text), IM_END] for text in texts]
             assert [generation.sampled for generation in generations] == sampled
             (sample,) = await trial.samples(session)
-            tokens: list[int] = []
-            mask: list[int] = []
-            for each in generations:
-                assert each.prompt[: len(tokens)] == tokens
-                given = each.prompt[len(tokens) :]
-                tokens += [*given, *each.sampled]
-                mask += [0] * len(given) + [1] * len(each.sampled)
-            assert (sample["tokens"], sample["loss_mask"]) == (tokens, mask)
+            exactly_through(sample, generations)

@@ -6,16 +6,11 @@ run.said
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import os
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.sglang.environment import built, cache_root
-from tests.support.waiting import PATIENCE
+from tests.support.agent_process import Run, home_beside, npm_program, run_agent
 
 PACKAGE = "@anthropic-ai/claude-code"
 VERSION = "2.1.330"
@@ -33,51 +28,14 @@ COUNTING = 4
 @functools.cache
 def program() -> Path:
     """The program for this machine."""
-
-    def build(directory: Path) -> None:
-        directory.mkdir(parents=True)
-        command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", "."]
-        subprocess.run([*command, f"{PACKAGE}@{VERSION}"], cwd=directory, check=True, stdout=subprocess.DEVNULL)
-
-    directory = built(cache_root() / f"claude-code-{VERSION}", build)
-    (found,) = directory.glob(f"node_modules/{PACKAGE}-*/claude")
-    return found
-
-
-@dataclass(frozen=True)
-class Run:
-    """How a run ended."""
-
-    code: int | None
-    said: str
-    complained: str
+    return npm_program("claude-code", PACKAGE, VERSION, "claude")
 
 
 async def claude_code(base_url: str, prompt: str, directory: Path, *options: str, **environment: str) -> Run:
     """One task in a directory, with a home of its own beside it."""
-    home = directory.with_name(f"{directory.name}.home")
-    home.mkdir(exist_ok=True)
-    process = await asyncio.create_subprocess_exec(
-        *(str(program()), "-p", prompt, "--dangerously-skip-permissions", *options),
-        cwd=directory,
-        env={
-            "PATH": os.environ["PATH"],
-            "HOME": str(home),
-            **ENVIRONMENT,
-            "ANTHROPIC_BASE_URL": base_url,
-            **environment,
-        },
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        said, complained = await asyncio.wait_for(process.communicate(), 10 * PATIENCE)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return Run(process.returncode, said.decode(), complained.decode())
+    command = [str(program()), "-p", prompt, "--dangerously-skip-permissions", *options]
+    settings = {**ENVIRONMENT, "ANTHROPIC_BASE_URL": base_url, **environment}
+    return await run_agent(command, directory, home_beside(directory), settings)
 
 
 def edits(file: Path) -> list[Any]:

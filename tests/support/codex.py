@@ -6,16 +6,11 @@ run.said
 
 from __future__ import annotations
 
-import asyncio
 import functools
-import os
-import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.sglang.environment import built, cache_root
-from tests.support.waiting import PATIENCE
+from tests.support.agent_process import Run, home_beside, npm_program, run_agent
 
 PACKAGE = "@openai/codex"
 VERSION = "0.169.0"
@@ -41,46 +36,14 @@ stream_max_retries = 0
 @functools.cache
 def program() -> Path:
     """The program for this machine."""
-
-    def build(directory: Path) -> None:
-        directory.mkdir(parents=True)
-        command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", "."]
-        subprocess.run([*command, f"{PACKAGE}@{VERSION}"], cwd=directory, check=True, stdout=subprocess.DEVNULL)
-
-    directory = built(cache_root() / f"codex-{VERSION}", build)
-    (found,) = directory.glob(f"node_modules/{PACKAGE}-*/vendor/*/bin/codex")
-    return found
-
-
-@dataclass(frozen=True)
-class Run:
-    """How a run ended."""
-
-    code: int | None
-    said: str
-    complained: str
+    return npm_program("codex", PACKAGE, VERSION, "vendor/*/bin/codex")
 
 
 async def codex(base_url: str, prompt: str, directory: Path, *options: str, model: str = UNKNOWN_MODEL) -> Run:
     """One task in a directory, with a home of its own beside it."""
-    home = directory.with_name(f"{directory.name}.home")
-    home.mkdir(exist_ok=True)
+    home = home_beside(directory)
     (home / "config.toml").write_text(CONFIG.format(model=model, base_url=base_url), encoding="utf-8")
-    process = await asyncio.create_subprocess_exec(
-        *(str(program()), *OPTIONS, *options, prompt),
-        cwd=directory,
-        env={"PATH": os.environ["PATH"], "HOME": str(home), "CODEX_HOME": str(home)},
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        said, complained = await asyncio.wait_for(process.communicate(), 10 * PATIENCE)
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return Run(process.returncode, said.decode(), complained.decode())
+    return await run_agent([str(program()), *OPTIONS, *options, prompt], directory, home, {"CODEX_HOME": str(home)})
 
 
 def edits(model: str) -> list[Any]:

@@ -17,6 +17,7 @@ from miles_router.testing.worker.door import Exchange, GenerationRecord
 from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
 from tests.support.cache_trial import checkpoint
 from tests.support.events import events_of
+from tests.support.generations import Generation
 from tests.support.http import Pairs, RawReply
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import ScriptedWorker
@@ -178,15 +179,26 @@ def said(text: str) -> Message:
 def exactly(sample: Any, *turns: GenerationRecord, elsewhere: int = 0) -> None:
     """A sample is what the worker was given and has sampled in these generations of its door, one behind the other,
     each position once. What the first `elsewhere` of them sampled is trained in another sample."""
+    _exactly(sample, [(turn.input_ids, turn.output_ids, turn.logprobs) for turn in turns], elsewhere)
+
+
+def exactly_through(sample: Any, generations: Sequence[Generation]) -> None:
+    """The same of what went through the door in front of a real engine."""
+    _exactly(sample, [(each.prompt, each.sampled, each.logprobs) for each in generations], 0)
+
+
+def _exactly(
+    sample: Any, turns: Iterable[tuple[Sequence[int], Sequence[int], Sequence[float]]], elsewhere: int
+) -> None:
     tokens: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
-    for number, turn in enumerate(turns):
-        assert turn.input_ids[: len(tokens)] == tokens, "what was held has been given again as it was"
-        new = turn.input_ids[len(tokens) :]
-        tokens += [*new, *turn.output_ids]
-        mask += [0] * len(new) + [int(number >= elsewhere)] * len(turn.output_ids)
-        logprobs += [0.0] * len(new) + list(turn.logprobs)
+    for number, (given, sampled, told) in enumerate(turns):
+        assert list(given[: len(tokens)]) == tokens, "what was held has been given again as it was"
+        new = given[len(tokens) :]
+        tokens += [*new, *sampled]
+        mask += [0] * len(new) + [int(number >= elsewhere)] * len(sampled)
+        logprobs += [0.0] * len(new) + list(told)
     assert sample["tokens"] == tokens
     assert sample["loss_mask"] == mask
     assert np.array_equal(np.array(sample["logprobs"], np.float32), np.array(logprobs, np.float32))
