@@ -13,10 +13,10 @@ from miles_router.engines.chat_held import HeldDelta
 from miles_router.engines.chat_stream import GrowingMessage
 from miles_router.engines.choices import MALFORMED, VersionTrack
 from miles_router.engines.events import Event, write_event
-from miles_router.engines.rows import ROW_FIELDS
 from miles_router.errors import UpstreamBroken
 from miles_router.middlewares.chat import ChatTurn
 from miles_router.partial_rollouts.generation import CannotResume
+from miles_router.partial_rollouts.joining import ROWS
 from miles_router.partial_rollouts.leg import LAYER, Leg, ResumeContext
 
 
@@ -152,8 +152,7 @@ class ChatStreamTap(Tap):
         }
         if runs:
             meta[VERSIONS] = [{"version": run.version, "start": run.start, "end": run.end} for run in runs]
-        rows = {each.rows.name for each in ROW_FIELDS.values()}
-        meta |= {name: value for name, value in self.extension.items() if name in rows}
+        meta |= {name: value for name, value in self.extension.items() if name in ROWS}
         return {"text": "", "output_ids": list(ids), "meta_info": meta}
 
 
