@@ -106,8 +106,7 @@ class ChatStreamTap(Tap):
 
     def version(self) -> str | None:
         """The weight version of the worker that answers, as the router knows it now."""
-        worker = self._pool.find(self.leg.exchange.flight.worker_url or "")
-        return worker.weight_version if worker is not None else None
+        return self._pool.version_of(self.leg.exchange.flight.worker_url)
 
     async def name_ids(self, turn: ChatTurn) -> None:
         """Know the ids of a stream that has told none, by the bytes of its tokens.
