@@ -12,8 +12,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_router.engines.answers import LOGPROBS, VERSION, VERSIONS, UnreadableAnswer
-from miles_router.engines.choices import MALFORMED
+from miles_router.engines.answers import LOGPROBS, MALFORMED, VERSION, VERSIONS, UnreadableAnswer
 from miles_router.engines.facts import Facts
 
 #: What asks for the text as it was sampled.
