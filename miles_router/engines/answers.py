@@ -30,6 +30,8 @@ VERSION, VERSIONS = "weight_version", "weight_versions"
 FINISH_REASON, INDEX, VERSION_NAMED = Field("finish_reason"), Field("index"), Field(VERSION)
 ABORT = "abort"
 _ABORT_QUOTED = b'"abort"'
+#: What reading JSON of another form raises.
+MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
 
 Unreadable = Literal[
     "incomplete",

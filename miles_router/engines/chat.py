@@ -13,9 +13,9 @@ from typing import Any
 import orjson
 
 from miles_router.engines import paths
-from miles_router.engines.answers import UnreadableAnswer, version_runs, without_logprobs
+from miles_router.engines.answers import MALFORMED, UnreadableAnswer, version_runs, without_logprobs
 from miles_router.engines.chat_stream import GrowingChat, chunks_of, named_calls
-from miles_router.engines.choices import MALFORMED, Choice, Chunks
+from miles_router.engines.choices import Choice, Chunks
 from miles_router.engines.facts import Facts
 from miles_router.trajectory.pieces import Tokens
 

@@ -8,11 +8,11 @@ there are: then its text is what the engine's own text would go on with. In betw
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_router.engines.answers import LOGPROBS, VERSION, VERSIONS, UnreadableAnswer
-from miles_router.engines.choices import MALFORMED
+from miles_router.engines.answers import LOGPROBS, MALFORMED, VERSION, VERSIONS, UnreadableAnswer
 from miles_router.engines.facts import Facts
 
 #: What asks for the text as it was sampled.
@@ -54,6 +54,14 @@ def keeps_special(fields: Mapping[str, Any], facts: Facts) -> bool:
     return (
         bool(tools_of(fields)) or facts.reasoning_parser in KEEP_SPECIAL or fields.get("skip_special_tokens") is False
     )
+
+
+def call_id(name: str, place: int, fields: Mapping[str, Any], facts: Facts) -> str:
+    """As the engine names a call (SGLang 0.5.23, `_process_tool_call_id`): Kimi K2's template reads the names."""
+    if facts.tool_call_parser != "kimi_k2":
+        return f"call_{uuid.uuid4().hex[:24]}"
+    before = sum(len(message.get("tool_calls") or ()) for message in fields["messages"])
+    return f"functions.{name}:{before + place}"
 
 
 def constraint_of(fields: Mapping[str, Any], facts: Facts) -> str | None:

@@ -100,9 +100,8 @@ class GrowingChat(GrowingChoices[_GrowingChatChoice]):
         if extra.get("output_ids"):
             self._ids = [list(ids) for ids in extra["output_ids"]]
         self._prompt = extra.get("input_ids") or self._prompt
-        details = extra.get("cached_tokens_details")
-        if details:
-            self._cached_tokens = sum(count for count in details.values() if isinstance(count, int))
+        if (cached := cached_tokens(extra)) is not None:
+            self._cached_tokens = cached
 
     def _choices(self) -> list[Choice]:
         growing = sorted(self._growing.items())
@@ -130,6 +129,15 @@ class GrowingChat(GrowingChoices[_GrowingChatChoice]):
             prompt=self._prompt,
             facts={"rid": choice.rid, "cached_tokens": self._cached_tokens},
         )
+
+
+def cached_tokens(extra: object) -> int | None:
+    """How many tokens of the prompt came from a prefix cache, as the extension `sglext` says it; None where it does
+    not."""
+    details = extra.get("cached_tokens_details") if isinstance(extra, Mapping) else None
+    if not isinstance(details, Mapping) or not details:
+        return None
+    return sum(count for count in details.values() if isinstance(count, int))
 
 
 def chunks_of(answer: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

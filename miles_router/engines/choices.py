@@ -9,13 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from miles_router.engines.answers import UnreadableAnswer, check_runs
+from miles_router.engines.answers import MALFORMED, UnreadableAnswer, check_runs
 from miles_router.engines.facts import Facts
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens, VersionRun
-
-#: What reading JSON of another form raises.
-MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
 
 
 class StreamShortfall(UnreadableAnswer):

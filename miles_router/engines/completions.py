@@ -13,8 +13,8 @@ from typing import Any
 import orjson
 
 from miles_router.engines import paths
-from miles_router.engines.answers import VERSION, VERSIONS, UnreadableAnswer, version_runs
-from miles_router.engines.choices import MALFORMED, Choice, GrowingChoice, GrowingChoices
+from miles_router.engines.answers import MALFORMED, VERSION, VERSIONS, UnreadableAnswer, version_runs
+from miles_router.engines.choices import Choice, GrowingChoice, GrowingChoices
 from miles_router.engines.facts import Facts
 from miles_router.trajectory.pieces import Tokens, VersionRun
 

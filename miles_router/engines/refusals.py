@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import orjson
 
 #: The longest message that is given on.
 MAX_MESSAGE = 2000
@@ -31,6 +33,14 @@ class Overflow(NamedTuple):
     prompt: int
     limit: int
     asked: int | None = None
+
+
+def parsed_refusal(body: bytes) -> Any:
+    """An error's body, parsed; as a text where it is no JSON."""
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body.decode("utf-8", "replace")
 
 
 def refusal_of(parsed: object) -> EngineRefusal:

@@ -17,13 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from miles_router.engines.answers import UnreadableAnswer, goes_on, is_abort, says_abort
+from miles_router.engines.answers import MALFORMED, UnreadableAnswer, goes_on, is_abort, says_abort
 from miles_router.engines.events import Event
 from miles_router.engines.scan import Field
 from miles_router.engines.writing import extended
 from miles_router.trajectory.rows import INDEXER_TOPK, ROUTED_EXPERTS, RowKind
-
-_MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -165,7 +163,7 @@ class RowAnswer(NamedTuple):
             meta = answer["meta_info"]
             finish = meta.get("finish_reason")
             return cls(answer.get("index", 0) if place is None else place, meta, finish is not None, is_abort(finish))
-        except _MALFORMED as error:
+        except MALFORMED as error:
             raise UnreadableAnswer("incomplete", repr(error)) from error
 
 
@@ -223,7 +221,7 @@ class ChatRows:
                 aborted = is_abort(choices[0].get("finish_reason"))
                 return [RowAnswer(0, parsed.get("sglext") or {}, ended=True, aborted=aborted)]
             return [RowAnswer.read(choice, choice["index"]) for choice in choices]
-        except _MALFORMED as error:
+        except MALFORMED as error:
             raise UnreadableAnswer("incomplete", repr(error)) from error
 
     def event(self, event: Event, *, has_rows: bool) -> RowAnswer | None:

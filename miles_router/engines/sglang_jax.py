@@ -19,6 +19,7 @@ from miles_router.engines import paths
 from miles_router.engines.answers import (
     LOGPROB_FIELDS,
     LOGPROBS,
+    MALFORMED,
     OUTPUT_LISTS,
     VERSION,
     VERSIONS,
@@ -35,7 +36,6 @@ NAME = "sglang-jax"
 MARK = "precompile_token_paddings"
 WANTED, TOP, START_LEN, WITH_TEXT = "return_logprob", "top_logprobs_num", "logprob_start_len", "return_text_in_logprobs"
 TOP_LISTS = ("input_top_logprobs", "output_top_logprobs")
-MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
 
 #: Fields of `/generate` that it does not know and answers without, and of its sampling parameters.
 IGNORED = (

@@ -143,6 +143,11 @@ class WorkerPool:
         """The worker at a normal URL, one that was removed and still finishes requests included."""
         return self._workers.get(url) or self._leaving.get(url)
 
+    def version_of(self, url: str | None) -> str | None:
+        """The weight version of the worker at a normal URL, as the router knows it now; None where there is none."""
+        worker = self.find(url or "")
+        return worker.weight_version if worker is not None else None
+
     # Registration
 
     def add(

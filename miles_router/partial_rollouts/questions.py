@@ -89,7 +89,7 @@ class EngineQuestions:
     async def render(self, chat: Mapping[str, Any]) -> list[int]:
         """The prompt that the engine's template makes of a chat request."""
         fields = {name: value for name, value in chat.items() if name not in ("stream", "stream_options")}
-        return await self._list("/v1/tokenize", fields, "tokens", int)
+        return await self._list(TOKENIZE, fields, "tokens", int)
 
     async def detokenize(self, ids: Sequence[Sequence[int]], *, skip_special_tokens: bool) -> list[str]:
         """The text of each, as `/generate` shows it. Ids behind the tokenizer's last, which a model with a padded

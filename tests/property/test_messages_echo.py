@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
-from middleware_hub.openai_session.faces.messages.echo import Echo, forgiving
+from middleware_hub.openai_session.faces.messages.echo import Echo, forgiving, input_of, same_input
 from middleware_hub.openai_session.faces.messages.request import read
 from middleware_hub.openai_session.faces.messages.stream import MessagesWriter
 from middleware_hub.openai_session.sessions.equality import STRICT
@@ -151,3 +151,8 @@ def test_what_is_changed_is_an_edit(answer: Message, other: dict[str, Any], plac
     calls = [block for block in blocks if block["type"] == "tool_use"]
     if calls:
         assert not EQUAL(answer, returned(answer, [block for block in blocks if block is not calls[-1]]))
+
+
+def test_a_call_sampled_deeper_than_any_request_is_another() -> None:
+    held = input_of(f'{{"a":{"[" * 900}{"]" * 900}}}')
+    assert not same_input(held, {"a": []}, {})

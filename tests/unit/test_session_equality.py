@@ -130,6 +130,22 @@ def test_arguments_written_anew_are_the_same_only_as_json(spelled: object) -> No
     assert ARGUMENTS_AS_JSON(HELD, sent)
 
 
+@pytest.mark.parametrize(("held", "sent"), [("true", "1"), ("[0]", "[false]"), ('{"b": 1}', '{"b":true}')])
+@pytest.mark.parametrize("equal", EQUALITIES.values(), ids=EQUALITIES)
+def test_a_truth_value_is_no_number(equal: Likeness, held: str, sent: str) -> None:
+    one, other = ({**HELD, "tool_calls": [call("add", f'{{"a": {value}}}')]} for value in (held, sent))
+    difference = equal.difference(one, other)
+    assert difference is not None
+    assert difference.field == "tool_calls[0].function.arguments"
+
+
+def test_arguments_too_deep_to_be_compared_are_the_same_only_as_text() -> None:
+    deep = "[" * 900 + "]" * 900
+    one, other = ({**HELD, "tool_calls": [call("add", f'{{"a":{space}{deep}}}')]} for space in ("", " "))
+    assert MEANING(one, {**one})
+    assert not MEANING(one, other)
+
+
 def test_an_agent_may_name_itself_in_its_answers_and_nobody_else_elsewhere() -> None:
     assert MEANING(SPOKEN, {**SPOKEN, "name": "bob"})
     assert not STRICT(SPOKEN, {**SPOKEN, "name": "bob"})

@@ -122,6 +122,7 @@ def said(scene: Scene, text: str, **answer: Any) -> Turn:
     [
         ("<think>\nhm\n</think>\n\nyes", {"content": "yes", "reasoning_content": "\nhm\n"}, "\n\nyes."),
         ("hm\n</think>yes", {"content": "yes", "reasoning_content": "hm\n"}, "yes."),
+        ("<mm:think>hm</mm:think>yes", {"content": "yes", "reasoning_content": "hm"}, "yes."),
         ("<think>hm</think><tool_call>", {"reasoning_content": "hm", "tool_calls": []}, "<tool_call>."),
         ("hm\n\nyes", {"content": "yes", "reasoning": "hm"}, "\n\nyes."),
         ("<think>hm</think>yes", {"content": "<think>hm</think>yes"}, "yes."),

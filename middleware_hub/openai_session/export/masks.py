@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.sessions.tree import Turn
+from miles_router.engines.parsers.local import MARKS, USUAL_MARKS
 from miles_router.errors import BadRequest
 from miles_router.trajectory import Trajectory
 
@@ -23,8 +24,9 @@ from miles_router.trajectory import Trajectory
 Decode = Callable[[Sequence[int]], str]
 Kept = npt.NDArray[np.uint8]
 
+OPENER, CLOSER = USUAL_MARKS
 #: What ends reasoning, in the spellings of model families.
-OPENER, CLOSERS = "<think>", ("</think>", "◁/think▷", "[/THINK]", "<|end|>")
+CLOSERS = (CLOSER, *(end for _, end in MARKS.values()), "<|end|>")
 
 
 def of_last_turn(line: Sequence[Turn], trajectory: Trajectory, decode: Decode) -> Kept:
@@ -102,8 +104,8 @@ def _reasoning_end(turn: Turn, text: str) -> int:
     found = turn.answer.get("reasoning_content") or turn.answer.get("reasoning")
     if not found:  # an engine without a parser leaves it in the text
         opened = text.lstrip().startswith(OPENER)
-        at = text.find(CLOSERS[0]) if opened else -1
-        return at + len(CLOSERS[0]) if at >= 0 else len(text) * opened
+        at = text.find(CLOSER) if opened else -1
+        return at + len(CLOSER) if at >= 0 else len(text) * opened
     reasoning = str(found).strip()
     at = text.find(reasoning)
     if at < 0:

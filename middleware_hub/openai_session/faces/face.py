@@ -15,13 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import orjson
+
 from middleware_hub.openai_session.continuing.continuation import Continuation
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines.choices import OpenAIEndpoint
 from miles_router.errors import RouterError
-from miles_router.middlewares import LAST_EVENT, ASGIApp, Event, Receive, Scope, Send, write_event
+from miles_router.middlewares import LAST_EVENT, OK, ASGIApp, Event, Receive, Scope, Send, with_length, write_event
 
 
 class ReplyWriter:
@@ -114,3 +116,11 @@ class Face(ABC):
         """Answer a request within a session that is no turn, such as one that counts tokens; `app` asks a worker. False
         for one that is none of this API's."""
         return False
+
+
+async def give_json(send: Send, content: object) -> None:
+    """Answer what is asked beside turns."""
+    body = orjson.dumps(content)
+    headers = [(b"content-type", b"application/json")]
+    await send(with_length({"type": "http.response.start", "status": OK, "headers": headers}, body))
+    await send({"type": "http.response.body", "body": body, "more_body": False})

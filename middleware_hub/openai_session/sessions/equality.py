@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message, function_of, load_function
+from miles_router.middlewares import is_too_deep
 
 #: `(held, sent)`: whether the message sent is the one held.
 Equality = Callable[[Message, Message], bool]
@@ -113,7 +114,7 @@ class Likeness:
             if of_one.get("name") != of_other.get("name"):
                 yield Difference(f"{where}.function.name", of_one.get("name"), of_other.get("name"))
             arguments = of_one.get("arguments"), of_other.get("arguments")
-            if arguments[0] != arguments[1] and not (self.json and _value(arguments[0]) == _value(arguments[1])):
+            if arguments[0] != arguments[1] and not (self.json and same_json(*map(_value, arguments))):
                 yield Difference(f"{where}.function.arguments", *arguments)
 
 
@@ -134,6 +135,17 @@ def equality(name: str) -> Equality:
     """
     known = EQUALITIES.get(name)
     return known if known is not None else load_function(name, "message_equality", EQUALITIES)
+
+
+def same_json(one: Any, other: Any) -> bool:
+    """Whether two values are the same JSON: unlike in Python, `true` is not `1`."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_json(value, other[name]) for name, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(same_json, one, other))
+    return bool(one == other)
 
 
 def words_of(message: Message) -> str:
@@ -208,10 +220,12 @@ def _shown(content: Sequence[object]) -> object:
 
 
 def _value(arguments: object) -> object:
-    """The JSON that arguments spell; what is none differs from all that is."""
+    """The JSON that arguments spell; what is none, or is nested too deep to be compared, differs from all that is."""
     if not isinstance(arguments, str):
         return arguments
+    text = arguments.encode("utf-8", "surrogatepass")
     try:
-        return orjson.loads(arguments or b"{}")
+        parsed = orjson.loads(text or b"{}")
     except orjson.JSONDecodeError:
         return ("not JSON", arguments)
+    return ("too deep", arguments) if is_too_deep(text, parsed) else parsed

@@ -16,8 +16,8 @@ from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished
 from middleware_hub.tokenizing.naming import TokenNames
-from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.choices import MALFORMED, Choice, StreamShortfall
+from miles_router.engines.answers import MALFORMED, UnreadableAnswer
+from miles_router.engines.choices import Choice, StreamShortfall
 from miles_router.engines.parsers import Parsers
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.middlewares import (
@@ -118,12 +118,7 @@ class TurnRunner:
     def _version_of(self, scope: Scope) -> Callable[[], str | None]:
         """The weight version of the worker that answers, as the router knows it at that moment."""
         flight, pool = Exchange.of(scope).flight, self._router.pool
-
-        def version() -> str | None:
-            worker = pool.find(flight.worker_url or "")
-            return worker.weight_version if worker is not None else None
-
-        return version
+        return lambda: pool.version_of(flight.worker_url)
 
     async def _end_of_stream(self, face: Face, turn: PendingTurn, stream: TurnStream, scope: Scope) -> None:
         if not stream.began:

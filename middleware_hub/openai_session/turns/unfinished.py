@@ -3,12 +3,12 @@ they say; here an agent sees them as far as they go, as it does in a stream, beh
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from miles_router.engines.chat_held import OWN_ENDS
-from miles_router.engines.chat_legs import tools_of
+from miles_router.engines.chat_legs import call_id, tools_of
 from miles_router.engines.facts import Facts
 from miles_router.engines.parsers import Parsers, Unparsable
 from miles_router.engines.parsers.local import tools_by_name
@@ -31,10 +31,13 @@ def with_unfinished(
     calls, tools = parsers.calls(facts), tools_by_name(tools_of(fields))
     if calls is None or not facts.tool_call_parser:
         return answer
-    return {**answer, "choices": [_finished(choice, calls, tools, decode) for choice in answer["choices"]]}
+    named = partial(call_id, fields=fields, facts=facts)
+    return {**answer, "choices": [_finished(choice, calls, tools, named, decode) for choice in answer["choices"]]}
 
 
-def _finished(choice: Any, calls: CallFormat, tools: Tools, decode: Callable[..., str]) -> Any:
+def _finished(
+    choice: Any, calls: CallFormat, tools: Tools, named: Callable[[str, int], str], decode: Callable[..., str]
+) -> Any:
     if choice["finish_reason"] in OWN_ENDS:
         return choice
     ids = [triple[1] for triple in choice["meta_info"]["output_token_logprobs"]]
@@ -45,6 +48,6 @@ def _finished(choice: Any, calls: CallFormat, tools: Tools, decode: Callable[...
     if call is None:
         return choice
     before = choice["message"].get("tool_calls") or []
-    (unfinished,) = tool_calls([call], lambda _, __: f"call_{uuid.uuid4().hex[:24]}")
-    message = {**choice["message"], "tool_calls": [*before, {**unfinished, "index": len(before)}]}
+    unfinished = tool_calls([call], named, begin=len(before))
+    message = {**choice["message"], "tool_calls": [*before, *unfinished]}
     return {**choice, "message": message}

@@ -57,7 +57,8 @@ THINKING: Mapping[str, Thinking] = {
     "deepseek-r1": _PLAIN,
     "kimi_k2": Thinking(call=Kimi.begin),
 }
-#: How reasoning begins and ends where the engine's parser is none of these, and not as usual.
+#: How reasoning begins and ends; and how where the engine's parser is none of these, and not as usual.
+USUAL_MARKS = (_PLAIN.begin, _PLAIN.end)
 MARKS: Mapping[str, tuple[str, str]] = {
     "kimi": ("◁think▷", "◁/think▷"),
     "minimax-m3": ("<mm:think>", "</mm:think>"),
@@ -67,7 +68,7 @@ MARKS: Mapping[str, tuple[str, str]] = {
 
 def reasoning_marks(parser: str) -> tuple[str, str]:
     """How reasoning begins and ends for one of the engine's parsers."""
-    return MARKS.get(parser, (_PLAIN.begin, _PLAIN.end))
+    return MARKS.get(parser, USUAL_MARKS)
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ class CallFormat(Protocol):
         ...
 
 
-def tool_calls(calls: Sequence[ReadCall], name: Callable[[str, int], str]) -> list[dict[str, Any]]:
-    """Calls as a message has them; `name` names one, of a function and in its place."""
+def tool_calls(calls: Sequence[ReadCall], name: Callable[[str, int], str], *, begin: int = 0) -> list[dict[str, Any]]:
+    """Calls as a message has them, from the place `begin` on; `name` names one, of a function and in its place."""
     return [
         {
             "id": name(call.name, place),
@@ -57,7 +57,7 @@ def tool_calls(calls: Sequence[ReadCall], name: Callable[[str, int], str]) -> li
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
-        for place, call in enumerate(calls)
+        for place, call in enumerate(calls, begin)
     ]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from miles_router.engines.chat_legs import separates_reasoning, tools_of
+from miles_router.engines.chat_legs import call_id, separates_reasoning, tools_of
 from miles_router.engines.facts import Facts
 from miles_router.engines.parsers import Parsers, ReadCall, Unparsable, reasoning_marks
 from miles_router.engines.parsers.growing import GrowingText
@@ -65,13 +64,12 @@ class MessageReader:
 
     def _add_unfinished(self, read: ReadMessage, facts: Facts) -> None:
         """Of a stream, whose client has seen it begin: the call that the text ends within."""
-        calls = self._parsers.calls(facts) if facts.tool_call_parser and self._tools else None
+        calls = self._parsers.calls(facts) if self._has_calls(facts) else None
         with suppress(Unparsable):
             call = calls.unfinished(read.text, self._by_name) if calls is not None else None
             if call is not None:
                 before = read.message.setdefault("tool_calls", [])
-                (unfinished,) = tool_calls([call], lambda name, _: self._call_id(name, len(before), facts))
-                before.append({**unfinished, "index": len(before)})
+                before += tool_calls([call], self._names(facts), begin=len(before))
 
     async def _read(
         self, answer: Mapping[str, Any], began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
@@ -92,9 +90,9 @@ class MessageReader:
         reasoning = ""
         if self._thinks(facts):
             reasoning, text = await _separated(text, began, facts.reasoning_parser or "", questions)
-        if not (facts.tool_call_parser and self._tools):
+        if not self._has_calls(facts):
             return ReadMessage(self._message(began, reasoning, text, (), facts), text)
-        content, found = await questions.parse_calls(text, self._tools, facts.tool_call_parser)
+        content, found = await questions.parse_calls(text, self._tools, facts.tool_call_parser or "")
         calls = [ReadCall(call["name"], call["parameters"]) for call in found]
         return ReadMessage(self._message(began, reasoning, content, calls, facts), text)
 
@@ -106,7 +104,7 @@ class MessageReader:
             within = bool(began.get("reasoning_content")) and not text.startswith(thinking.begin)
             reasoning, rest = thinking.whole(text, thinking=within)
             text = rest or ""
-        if not (facts.tool_call_parser and self._tools):
+        if not self._has_calls(facts):
             return ReadMessage(self._message(began, reasoning, text, (), facts), text)
         if format_ is None:
             raise CannotResume(f"no local parser for {facts.tool_call_parser}")
@@ -122,10 +120,8 @@ class MessageReader:
     def growing(self, began: Mapping[str, Any], facts: Facts) -> GrowingText | None:
         """Reads the text as it comes on; None where nothing here can."""
         thinking = self._parsers.thinking(facts) if self._thinks(facts) else None
-        calls = self._parsers.calls(facts) if facts.tool_call_parser and self._tools else None
-        unknown = (thinking is None and self._thinks(facts)) or (
-            calls is None and bool(facts.tool_call_parser and self._tools)
-        )
+        calls = self._parsers.calls(facts) if self._has_calls(facts) else None
+        unknown = (thinking is None and self._thinks(facts)) or (calls is None and self._has_calls(facts))
         within = bool(began.get("reasoning_content"))
         if unknown or (thinking is not None and not within and not began.get("content")):
             return None  # how it began does not show yet
@@ -135,7 +131,7 @@ class MessageReader:
             within,
             calls,
             self._by_name,
-            lambda name, place: names.setdefault(place, self._call_id(name, place, facts)),
+            lambda name, place: names.setdefault(place, call_id(name, place, self._fields, facts)),
         )
 
     def _message(
@@ -143,15 +139,13 @@ class MessageReader:
     ) -> dict[str, Any]:
         message = {**began, "content": content, "reasoning_content": reasoning or None}
         message.pop("tool_calls", None)
-        named = partial(self._call_id, facts=facts)
-        return {**message, "tool_calls": tool_calls(calls, named)} if calls else message
+        return {**message, "tool_calls": tool_calls(calls, self._names(facts))} if calls else message
 
-    def _call_id(self, name: str, place: int, facts: Facts) -> str:
-        """As the engine names a call (SGLang 0.5.23, `_process_tool_call_id`): Kimi K2's template reads the names."""
-        if facts.tool_call_parser != "kimi_k2":
-            return f"call_{uuid.uuid4().hex[:24]}"
-        before = sum(len(message.get("tool_calls") or ()) for message in self._fields["messages"])
-        return f"functions.{name}:{before + place}"
+    def _names(self, facts: Facts) -> Callable[[str, int], str]:
+        return partial(call_id, fields=self._fields, facts=facts)
+
+    def _has_calls(self, facts: Facts) -> bool:
+        return bool(facts.tool_call_parser and self._tools)
 
 
 async def _separated(text: str, began: Mapping[str, Any], parser: str, questions: EngineQuestions) -> tuple[str, str]:

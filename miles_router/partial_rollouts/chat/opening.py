@@ -8,15 +8,15 @@ from typing import Any
 
 from miles_router.asgi.exchange import Send
 from miles_router.asgi.replies import TOO_LARGE, Kind, Tap
-from miles_router.engines.answers import LOGPROBS, VERSIONS, is_abort
+from miles_router.engines.answers import LOGPROBS, MALFORMED, VERSIONS, is_abort
 from miles_router.engines.chat_held import HeldDelta
 from miles_router.engines.chat_stream import GrowingMessage
-from miles_router.engines.choices import MALFORMED, VersionTrack
+from miles_router.engines.choices import VersionTrack
 from miles_router.engines.events import Event, write_event
-from miles_router.engines.rows import ROW_FIELDS
 from miles_router.errors import UpstreamBroken
 from miles_router.middlewares.chat import ChatTurn
 from miles_router.partial_rollouts.generation import CannotResume
+from miles_router.partial_rollouts.joining import ROWS
 from miles_router.partial_rollouts.leg import LAYER, Leg, ResumeContext
 
 
@@ -106,8 +106,7 @@ class ChatStreamTap(Tap):
 
     def version(self) -> str | None:
         """The weight version of the worker that answers, as the router knows it now."""
-        worker = self._pool.find(self.leg.exchange.flight.worker_url or "")
-        return worker.weight_version if worker is not None else None
+        return self._pool.version_of(self.leg.exchange.flight.worker_url)
 
     async def name_ids(self, turn: ChatTurn) -> None:
         """Know the ids of a stream that has told none, by the bytes of its tokens.
@@ -152,8 +151,7 @@ class ChatStreamTap(Tap):
         }
         if runs:
             meta[VERSIONS] = [{"version": run.version, "start": run.start, "end": run.end} for run in runs]
-        rows = {each.rows.name for each in ROW_FIELDS.values()}
-        meta |= {name: value for name, value in self.extension.items() if name in rows}
+        meta |= {name: value for name, value in self.extension.items() if name in ROWS}
         return {"text": "", "output_ids": list(ids), "meta_info": meta}
 
 

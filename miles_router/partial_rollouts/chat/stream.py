@@ -14,7 +14,6 @@ from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.facts import Facts
 from miles_router.engines.parsers import Unparsable
 from miles_router.engines.parsers.growing import GrowingText
-from miles_router.engines.rows import ROW_FIELDS
 from miles_router.errors import RouterError, UpstreamBroken
 from miles_router.middlewares.chat import KnownVersions
 from miles_router.partial_rollouts.chat.answer import ChatLegs
@@ -22,6 +21,7 @@ from miles_router.partial_rollouts.chat.following import FollowingChat
 from miles_router.partial_rollouts.chat.generation import ChatGeneration
 from miles_router.partial_rollouts.chat.opening import OpeningChatStream, ShownChoice
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
+from miles_router.partial_rollouts.joining import ROWS
 from miles_router.partial_rollouts.leg import Leg
 from miles_router.partial_rollouts.seam import Seam
 
@@ -199,7 +199,7 @@ class ResumableChatStream(ChatLegs):
                 answers[index]["output_ids"] if index in answers else ids
                 for index, ids in enumerate(extension["output_ids"])
             ]
-        for name in (each.rows.name for each in ROW_FIELDS.values()):
+        for name in ROWS:
             rows = [each["meta_info"][name] for each in answers.values() if each["meta_info"].get(name)]
             extension |= {name: rows[0]} if rows else {}
         if extension:

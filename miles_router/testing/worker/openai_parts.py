@@ -8,8 +8,6 @@ from aiohttp import web
 from miles_router.testing.worker.visit import Visit, error_object, invalid_body
 from miles_router.testing.worker.vocabulary import Tokenizer
 
-DEFAULT_MODEL = "default"
-
 
 def require_json(visit: Visit) -> None:
     """Refusal with 400 unless the body says that it is JSON."""

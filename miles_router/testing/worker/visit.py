@@ -59,10 +59,6 @@ class Visit:
             raise invalid_body(problem)
         return value
 
-    def optional_json(self) -> dict[str, Any]:
-        """Like `json()`, but no body is an empty object."""
-        return self.json() if self.body else {}
-
     def _parsed(self) -> Any:
         try:
             return orjson.loads(self.body)

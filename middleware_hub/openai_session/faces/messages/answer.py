@@ -7,6 +7,7 @@ from typing import Any
 
 from middleware_hub.openai_session.errors import AnswerCut
 from middleware_hub.openai_session.faces.messages.echo import input_of, signature
+from miles_router.engines.chat_stream import cached_tokens
 
 #: Why an answer ended. `abort` is no end: it is an error, as it is nowhere else in this API.
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "content_filter": "refusal"}
@@ -40,10 +41,8 @@ class AnswerEnd:
             details = usage.get("prompt_tokens_details")
             if isinstance(details, Mapping):
                 self._cached = details.get("cached_tokens")
-        extra = part.get("sglext")
-        details = extra.get("cached_tokens_details") if isinstance(extra, Mapping) else None
-        if isinstance(details, Mapping):
-            self._cached = sum(count for count in details.values() if isinstance(count, int))
+        if (cached := cached_tokens(part.get("sglext"))) is not None:
+            self._cached = cached
 
     def end(self, choice: Mapping[str, Any]) -> None:
         """What a choice says of its end."""

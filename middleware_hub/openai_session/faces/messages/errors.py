@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines.refusals import Overflow, overflow_of, refusal_of
+from miles_router.engines.refusals import Overflow, overflow_of, parsed_refusal, refusal_of
 from miles_router.errors import BadRequest, RouterError
 
 API_ERROR, OVERLOADED, INVALID = "api_error", "overloaded_error", "invalid_request_error"
@@ -63,11 +63,7 @@ def of_engine(parsed: object, status: int) -> dict[str, Any]:
 
 def refusal_body(body: bytes, status: int) -> bytes:
     """The same, for a body that may be no JSON."""
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        parsed = body.decode("utf-8", "replace")
-    return orjson.dumps(of_engine(parsed, status))
+    return orjson.dumps(of_engine(parsed_refusal(body), status))
 
 
 def too_long(overflow: Overflow) -> str:

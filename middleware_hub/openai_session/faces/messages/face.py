@@ -10,7 +10,7 @@ import orjson
 from middleware_hub.openai_session.continuing.continuation import Continuation
 from middleware_hub.openai_session.continuing.templates import CannotRender
 from middleware_hub.openai_session.faces.chat import ChatFace
-from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings
+from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings, give_json
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
 from middleware_hub.openai_session.faces.messages.echo import Echo, forgiving
@@ -23,11 +23,10 @@ from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
-from miles_router.middlewares import OK, ASGIApp, Collected, Exchange, Receive, Scope, Send, Watch, first, with_length
+from miles_router.middlewares import OK, ASGIApp, Collected, Exchange, Receive, Scope, Send, Watch, first
 
 #: The header that every client of this API sends.
 VERSION = b"anthropic-version"
-JSON = [(b"content-type", b"application/json")]
 #: Asked for a stream whose prompt's length only the engine knows, so that its first event can say it.
 USAGE_FROM_THE_START = {"include_usage": True, "continuous_usage_stats": True}
 
@@ -97,7 +96,7 @@ class MessagesFace(ChatFace):
         with Watch(receive):
             turn = await self._turn(session, request, 0.0, counts=True)
             length = turn.prompt.length if turn.prompt is not None else await self._length(turn.fields)
-        await _answer(send, {"input_tokens": length})
+        await give_json(send, {"input_tokens": length})
 
     async def _length(self, fields: Mapping[str, Any]) -> int:
         context, *_ = contexts_of(fields)
@@ -125,9 +124,3 @@ async def _models(scope: Scope, receive: Receive, send: Send, app: ASGIApp) -> N
         await collected.give_to(send, errors.refusal_body(collected.body, collected.status))
     else:
         await collected.give_to(send)
-
-
-async def _answer(send: Send, content: object) -> None:
-    body = orjson.dumps(content)
-    await send(with_length({"type": "http.response.start", "status": OK, "headers": JSON}, body))
-    await send({"type": "http.response.body", "body": body, "more_body": False})

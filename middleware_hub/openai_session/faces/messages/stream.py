@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import CUT, AnswerEnd, message, whole
@@ -177,8 +175,7 @@ class MessagesWriter(ReplyWriter):
     # Events
 
     def _emit(self, kind: str, **fields: Any) -> None:
-        data = orjson.dumps({"type": kind, **fields})
-        self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode("ascii"), data))
+        self._events.append(write_event({"type": kind, **fields}, kind.encode("ascii")))
 
     def _taken(self) -> bytes:
         events, self._events = self._events, []

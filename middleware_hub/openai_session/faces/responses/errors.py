@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines.refusals import Overflow, overflow_of, refusal_of
+from miles_router.engines.refusals import Overflow, overflow_of, parsed_refusal, refusal_of
 from miles_router.errors import BadRequest, NotFound, RouterError
 
 INVALID, SERVER_ERROR = "invalid_request_error", "server_error"
@@ -70,11 +70,7 @@ def of_engine(parsed: object, status: int) -> dict[str, Any]:
 
 def refusal_body(body: bytes, status: int) -> bytes:
     """The body for an answer of the engine's that is none; it may be no JSON."""
-    try:
-        parsed = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        parsed = body.decode("utf-8", "replace")
-    return orjson.dumps({"error": of_engine(parsed, status)})
+    return orjson.dumps({"error": of_engine(parsed_refusal(body), status)})
 
 
 def too_long(overflow: Overflow) -> str:

@@ -6,10 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
 
-import orjson
-
 from middleware_hub.openai_session.faces.chat import ChatFace
-from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.faces.face import ReplyWriter, give_json
 from middleware_hub.openai_session.faces.responses import errors
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, ResponseNotFound
@@ -19,9 +17,8 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.engines import paths
 from miles_router.errors import RouterError
-from miles_router.middlewares import OK, ASGIApp, Receive, Scope, Send, with_length
+from miles_router.middlewares import ASGIApp, Receive, Scope, Send
 
-JSON = [(b"content-type", b"application/json")]
 #: Items of a page of input items, as the API bounds it.
 PAGE, MAX_PAGE = 20, 100
 
@@ -86,13 +83,13 @@ class ResponsesFace(ChatFace):
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
         if method == "DELETE":
             responses.forget(response_id)
-            await _answer(send, {"id": response_id, "object": "response", "deleted": True})
+            await give_json(send, {"id": response_id, "object": "response", "deleted": True})
         elif rest:
-            await _answer(send, page(envelope.input(), query))
+            await give_json(send, page(envelope.input(), query))
         elif query.get("stream") == "true":
             raise errors.unavailable("stream", "A stream of a response that has ended")
         else:
-            await _answer(send, envelope.written())
+            await give_json(send, envelope.written())
         return True
 
 
@@ -117,9 +114,3 @@ def page(items: Iterable[Mapping[str, Any]], query: Mapping[str, str]) -> dict[s
     shown = every[: int(limit)]
     ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
     return {"object": "list", "data": shown, **ends, "has_more": len(every) > len(shown)}
-
-
-async def _answer(send: Send, content: object) -> None:
-    body = orjson.dumps(content)
-    await send(with_length({"type": "http.response.start", "status": OK, "headers": JSON}, body))
-    await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -8,10 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from middleware_hub.openai_session.faces.responses.forms import CUSTOM, FUNCTION, input_of
 from middleware_hub.openai_session.faces.responses.items import PREFIXES, ItemWriter, open_arguments, output_text
+from miles_router.middlewares import write_event
 
 #: How the arguments of a custom tool begin; and how many characters are looked at for that.
 INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
@@ -32,9 +31,9 @@ class Emitter:
 
     def emit(self, kind: str, **fields: Any) -> None:
         """One event."""
-        data = orjson.dumps({**fields, "sequence_number": self._number, "type": kind})
+        content = {**fields, "sequence_number": self._number, "type": kind}
         self._number += 1
-        self._events.append(b"event: %b\ndata: %b\n\n" % (kind.encode("ascii"), data))
+        self._events.append(write_event(content, kind.encode("ascii")))
 
     def taken(self) -> bytes:
         """Those that were not taken yet."""

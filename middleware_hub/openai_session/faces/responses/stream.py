@@ -15,6 +15,7 @@ from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.faces.responses import errors
 from middleware_hub.openai_session.faces.responses.envelope import CUT, STATUS, Envelope
 from middleware_hub.openai_session.faces.responses.open_items import Emitter, OpenCall, OpenText
+from miles_router.engines.chat_stream import cached_tokens
 from miles_router.middlewares import Event
 
 #: What a stream ends with: see `Emitter.emit`, which writes an event's type last.
@@ -105,10 +106,9 @@ class ResponsesWriter(ReplyWriter):
 
     def _read(self, part: Mapping[str, Any]) -> None:
         """What an answer, or a chunk of one, says of its tokens."""
-        usage, extra = part.get("usage"), part.get("sglext")
-        details = extra.get("cached_tokens_details") if isinstance(extra, Mapping) else None
-        if isinstance(details, Mapping):
-            self._cached = sum(count for count in details.values() if isinstance(count, int))
+        usage, told = part.get("usage"), cached_tokens(part.get("sglext"))
+        if told is not None:
+            self._cached = told
         elif self._envelope.turn is not None:
             self._cached = self._envelope.turn.facts.get("cached_tokens")
         if isinstance(usage, Mapping):
