@@ -99,8 +99,10 @@ class HeldDelta:
             arguments = json.loads(self._arguments)
         except json.JSONDecodeError:
             return True
+        except (ValueError, RecursionError):  # too many digits, or nested too deep, to know
+            return False
         text = self._sampled.decode(errors="replace")
         try:
             return bool(_VALUE.raw_decode(text, text.index("{"))[0] == arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text.rstrip().endswith(CLOSED)

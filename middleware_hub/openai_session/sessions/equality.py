@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import orjson
-
-from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message, function_of, load_function
+from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message, function_of, load_function, parse_text
 
 #: `(held, sent)`: whether the message sent is the one held.
 Equality = Callable[[Message, Message], bool]
@@ -212,6 +210,6 @@ def _value(arguments: object) -> object:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return orjson.loads(arguments or b"{}")
-    except orjson.JSONDecodeError:
+        return parse_text(arguments or "{}")
+    except ValueError:
         return ("not JSON", arguments)

@@ -12,7 +12,7 @@ from miles_router.engines.chat_legs import entries_of, finished, joined_usage
 from miles_router.engines.chat_rest import deltas_behind
 from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.facts import Facts
-from miles_router.engines.parsers import Unparsable
+from miles_router.engines.parsers import UNREAD
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.errors import RouterError, UpstreamBroken
@@ -151,7 +151,7 @@ class ResumableChatStream(ChatLegs):
             try:
                 message = growing.message((before["text"] if before is not None else "") + text)
                 deltas = list(deltas_behind(choice.message.message(), *message))
-            except (UnreadableAnswer, Unparsable):
+            except (UnreadableAnswer, *UNREAD):
                 del self._growing[index]  # the whole text will tell
         said = [*(entries_of(before) if before is not None else ()), *entries]
         await self.opening.give(self._shown(index, deltas, said))
