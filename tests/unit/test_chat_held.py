@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from miles_router.engines.chat_held import HeldDelta
+from miles_router.engines.choices import MALFORMED
 
 
 def chunk(delta: Any, told: str | None = None) -> dict[str, Any]:
@@ -50,6 +51,14 @@ def test_at_an_early_end_a_call_is_complete_only_if_it_was_sampled(
     held = HeldDelta()
     seen = [piece for each in chunks for piece in held.pieces(each)]
     assert shown([*seen, *held.at_end(finish)]) == expected
+
+
+@pytest.mark.parametrize("told", [1 << 40, [256], [-1], [True], ["a"], "a", {"a": 1}], ids=repr)
+def test_bytes_of_a_token_that_are_none_make_no_chunk(told: Any) -> None:
+    """A number of them would be as much memory."""
+    held, entry = HeldDelta(), {"logprob": -0.5, "bytes": told}
+    with pytest.raises(MALFORMED):
+        held.pieces({"choices": [{"index": 0, "delta": {}, "logprobs": {"content": [entry]}}]})
 
 
 def test_logprobs_do_not_wait() -> None:

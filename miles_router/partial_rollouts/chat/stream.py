@@ -58,7 +58,7 @@ class ResumableChatStream(ChatLegs):
         lost, start = 0, _OneStart(self.send)
         while True:
             leg = Leg(self.context, self.exchange)
-            self.opening = opening = OpeningChatStream(start.send, self.context, leg)
+            self.opening = opening = OpeningChatStream(start.send, self.context, leg, self.fields.get("n") or 1)
             try:
                 with self.in_flight(self.exchange, body):
                     await opening.leg.ask(opening, self.scope, self.receive, body)
