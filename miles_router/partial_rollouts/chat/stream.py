@@ -25,6 +25,9 @@ from miles_router.partial_rollouts.generation import CannotResume, ResumableGene
 from miles_router.partial_rollouts.leg import Leg
 from miles_router.partial_rollouts.seam import Seam
 
+#: A text is read anew, all of it, once it has grown by this part: read with every token, it would cost its square.
+FINENESS = 256
+
 
 class ResumableChatStream(ChatLegs):
     """A turn whose answer comes chunk by chunk. What its client has seen stays: one that cannot be carried on ends with
@@ -37,6 +40,7 @@ class ResumableChatStream(ChatLegs):
         cut = [index for index, choice in sorted(opening.choices.items()) if choice.cut]
         self.turn.carried.update(cut)
         self._growing: dict[int, GrowingText] = {}
+        self._read: dict[int, int] = {}
         self._by_engine = await self._said_by_engine(self.exchange.flight.worker_url, map(opening.choices.get, cut))
         try:
             generations = [await self._begun(index) for index in cut]
@@ -147,9 +151,11 @@ class ResumableChatStream(ChatLegs):
         index, before = generation.index, generation.answer
         choice, growing = self.opening.choices[index], self._growing.get(index)
         deltas: list[Mapping[str, Any]] = []
-        if growing is not None:
+        whole = (before["text"] if before is not None else "") + text
+        if growing is not None and len(whole) - self._read.get(index, 0) > len(whole) // FINENESS:
+            self._read[index] = len(whole)
             try:
-                message = growing.message((before["text"] if before is not None else "") + text)
+                message = growing.message(whole)
                 deltas = list(deltas_behind(choice.message.message(), *message))
             except (UnreadableAnswer, *UNREAD):
                 del self._growing[index]  # the whole text will tell
