@@ -161,6 +161,7 @@ def test_a_call_that_repeats_itself_without_an_end_is_read_in_time_that_grows_wi
     """Quadratic, it would take minutes, and more than cubic for ever."""
     calls, text = KNOWN[name].calls, begin + again * 40_000
     assert calls.unfinished(text, {"f": {}}) == ("f", "")
+    assert not calls.read(calls.begin * 40_000, {"f": {}}).calls
     if calls.end == "</tool_call>":
         calls.read(text + calls.end, {"f": {}})
 

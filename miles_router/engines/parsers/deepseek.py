@@ -37,7 +37,7 @@ class DeepSeekMarks:
             return ReadCalls(text, [])
         calls: list[ReadCall] = []
         try:
-            for block in _CALL.findall(begin + rest):
+            for block in _CALL.findall(up_to_last(begin + rest, self.end)):
                 parts = _PARTS.search(block)
                 if parts is None:
                     return ReadCalls(text, [])
@@ -63,7 +63,7 @@ class DeepSeekTags:
         """See `CallFormat`."""
         at = text.find("<｜DSML｜function_calls>")
         if at >= 0:
-            sections, content = _SECTION.findall(text), text[:at].removesuffix("\n\n")
+            sections, content = _SECTION.findall(up_to_last(text, self.end)), text[:at].removesuffix("\n\n")
         else:
             start = text.find("<｜DSML｜invoke")
             if start < 0:

@@ -8,7 +8,16 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, begun, known, plain_type, written
+from miles_router.engines.parsers.reading import (
+    ReadCall,
+    ReadCalls,
+    Tools,
+    begun,
+    known,
+    plain_type,
+    up_to_last,
+    written,
+)
 
 _BLOCK = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 _PARTS = re.compile(r"<tool_call>(.*?)(<arg_key>.*?)?</tool_call>", re.DOTALL)
@@ -26,9 +35,10 @@ class Glm:
         """See `CallFormat`."""
         if self.begin not in text:
             return ReadCalls(text, [])
-        parts = [match for block in _BLOCK.findall(text) if (match := _PARTS.search(block)) is not None]
+        closed = up_to_last(text, self.end)
+        parts = [match for block in _BLOCK.findall(closed) if (match := _PARTS.search(block)) is not None]
         calls = [ReadCall(each[1], written(_values(each[1], each[2] or "", tools))) for each in parts]
-        return ReadCalls(_BLOCK.sub("", text).strip(), known(calls, tools))
+        return ReadCalls((_BLOCK.sub("", closed) + text[len(closed) :]).strip(), known(calls, tools))
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
         """See `CallFormat`."""

@@ -41,7 +41,7 @@ class QwenCoder:
         """See `CallFormat`."""
         if self.begin not in text:
             return ReadCalls(text, [])
-        blocks = _BLOCK.findall(text) or ([text] if "<function=" in text else [])
+        blocks = _BLOCK.findall(up_to_last(text, self.end)) or ([text] if "<function=" in text else [])
         bodies = [first or second for block in blocks for first, second in _FUNCTION.findall(block)]
         calls = [_call(body, tools) for body in bodies if ">" in body]
         return ReadCalls(text[: text.index(self.begin)], calls)
