@@ -34,6 +34,14 @@ def may_end(text: str | None) -> bool:
     return bool(text) and str(text).endswith(SPECIAL_ENDS)
 
 
+def token_bytes(entry: Mapping[str, Any]) -> bytes:
+    """The bytes of a token, from its logprob's entry. Raises one of `MALFORMED` where they are none."""
+    told = entry.get("bytes") or []
+    if not isinstance(told, list) or not all(type(each) is int and 0 <= each < 256 for each in told):
+        raise TypeError("a token's bytes that are none")
+    return bytes(told)
+
+
 class HeldDelta:
     """The last delta of a tool call of one choice.
 
@@ -62,7 +70,7 @@ class HeldDelta:
         if calls:
             self._note(calls[-1])
         for entry in (logprobs or {}).get("content") or ():
-            self._sampled += bytes(entry.get("bytes") or ())
+            self._sampled += token_bytes(entry)
         texts = [delta.get("content"), delta.get("reasoning_content")]
         self._until_told = self._told_only and not calls and not logprobs and any(texts)
         ends = self._texts and any(map(may_end, texts))
@@ -99,8 +107,10 @@ class HeldDelta:
             arguments = json.loads(self._arguments)
         except json.JSONDecodeError:
             return True
+        except (ValueError, RecursionError):  # too many digits, or nested too deep, to know
+            return False
         text = self._sampled.decode(errors="replace")
         try:
             return bool(_VALUE.raw_decode(text, text.index("{"))[0] == arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text.rstrip().endswith(CLOSED)

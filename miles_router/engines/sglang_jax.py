@@ -10,7 +10,8 @@ A name that is used twice gets what the first one left in the detokenizer: each 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -134,8 +135,9 @@ class GenerateTranslation:
         answers = parsed if isinstance(parsed, list) else [parsed]
         if len(answers) != self._request.generations or isinstance(parsed, list) != self._request.indexed:
             raise UnreadableAnswer("incomplete", f"{len(answers)} answers to {self._request.generations} generations")
-        read = [self._translated(place, each, version) for place, each in enumerate(answers)]
-        return orjson.dumps(read if self._request.indexed else read[0])
+        with _readable():
+            read = [self._translated(place, each, version) for place, each in enumerate(answers)]
+            return orjson.dumps(read if self._request.indexed else read[0])
 
     def event(self, event: Event, version: str | None) -> bytes:
         if event.is_last or event.is_error:
@@ -144,13 +146,11 @@ class GenerateTranslation:
         place = answer.get("index", 0) if isinstance(answer, dict) else None
         if type(place) is not int or not 0 <= place < self._request.generations:
             raise UnreadableAnswer("incomplete", "an event of no generation")
-        return write_event(self._translated(place, answer, version), event.name)
+        with _readable():
+            return write_event(self._translated(place, answer, version), event.name)
 
     def _translated(self, place: int, answer: Any, version: str | None) -> dict[str, Any]:
-        try:
-            return self._as_asked(place, self._exact(place, answer), version)
-        except MALFORMED as error:
-            raise UnreadableAnswer("incomplete", repr(error)) from error
+        return self._as_asked(place, self._exact(place, answer), version)
 
     def _exact(self, place: int, answer: Any) -> dict[str, Any]:
         """An answer with the ids that were sampled, and with as many of everything."""
@@ -191,6 +191,17 @@ class GenerateTranslation:
             if meta["finish_reason"] is not None and not self._request.stream:
                 meta[VERSIONS] = [{"version": version, "start": 0, "end": len(ids)}]
         return {**answer, "meta_info": meta}
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """Raises UnreadableAnswer where an answer is of another form, or nested too deep to be written again."""
+    try:
+        yield
+    except UnreadableAnswer:
+        raise
+    except (*MALFORMED, ValueError) as error:
+        raise UnreadableAnswer("incomplete", repr(error)) from error
 
 
 def _check_generate(request: GenerateRequest) -> None:

@@ -67,6 +67,14 @@ class Scripted:
 
     def _stop_before(self, token: int) -> None:
         hold = self._script.with_name("hold")
-        while hold.exists() and hold.read_text() == str(token):
+        while _text(hold) == str(token):
             self._script.with_name("held").touch()
             time.sleep(STEP)
+
+
+def _text(path: Path) -> str:
+    """What stands in a file; nothing, if it is taken away, at whatever instant."""
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return ""

@@ -14,12 +14,13 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from tests.compat.dressage_client import read_segments
 from tests.fuzz.mutations import mutate
 from tests.fuzz.session_bodies import BODIES, FIELDS, ODD
 from tests.fuzz.target import expand
 from tests.soak.oracle import Oracle
 from tests.support.events import answers_of, events_of
-from tests.support.experts_trial import MOE, array_of
+from tests.support.experts_trial import MOE, array_of, experts_of
 from tests.support.http import Client, CutReply, RawReply, request
 
 CHAT = "/v1/chat/completions"
@@ -143,7 +144,7 @@ class Clients:
         samples = json.loads(await self.post(f"/sessions/{session}/samples", {}))["samples"]
         assert samples
         for sample in samples:
-            self.oracle.sample(sample)
+            self.oracle.sample(sample, experts_of(sample))
         self.counts["samples"] += len(samples)
         await self._delete(session)
 
@@ -156,11 +157,12 @@ class Clients:
         session = self.name()
         await self._turns(CHAT, {"X-Session-Id": session, "X-Instance-Id": "soak"})
         await self.post("/session/finalize", {"session_id": session, "reward": 1.0})
-        data = json.loads(await self.post("/trajectory/read", {"session_id": session, "drain": True}))["data"]
-        assert data
-        for sample in data:
-            self.oracle.sample(sample)
-        self.counts["samples"] += len(data)
+        read = json.loads(await self.post("/trajectory/read", {"session_id": session, "drain": True}))
+        rows = [sample.experts for sample in read_segments(read, layers=MOE.layers, top_k=MOE.top_k)]
+        assert rows
+        for segment, experts in zip(read["data"], rows, strict=True):
+            self.oracle.sample(segment, experts)
+        self.counts["samples"] += len(rows)
 
     async def expert_client(self) -> None:
         """Asks for the rows itself, and gets every one in the answer."""

@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from miles_router.testing.worker.generation import Model
 from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
 from miles_router.testing.worker.sampling import context_hash
 from tests.support.cache_trial import checkpoint
-from tests.support.experts_trial import experts_of, truth
+from tests.support.experts_trial import truth
 
 CONTEXT, STOP_PROBABILITY = 32768, 1 / 256
 
@@ -68,8 +69,8 @@ class Oracle:
         assert np.array_equal(rows, expected), "experts of other tokens"
         self.rows += len(expected)
 
-    def sample(self, sample: Mapping[str, Any]) -> None:
-        """A sample of a session, with its rows."""
+    def sample(self, sample: Mapping[str, Any], experts: npt.NDArray[Any]) -> None:
+        """A sample of a session, and its rows."""
         self.check(sample["tokens"], sample["loss_mask"], sample["logprobs"])
         assert "routed_experts_missing" not in sample["metadata"], sample["metadata"]
-        self.experts(sample["tokens"], experts_of(sample))
+        self.experts(sample["tokens"], experts)

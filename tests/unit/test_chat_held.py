@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from miles_router.engines.answers import MALFORMED
 from miles_router.engines.chat_held import HeldDelta
 
 
@@ -36,6 +37,8 @@ ENDED: dict[str, tuple[list[Any], str, str]] = {
     "sampled with other spaces": ([NAMED, chunk({}, '{"a":1}}'), COMPLETE], "abort", SHOWN),
     "in tags": ([NAMED, chunk({}, "<parameter=a>1</parameter></function>"), COMPLETE], "length", SHOWN),
     "in tags, closed": ([NAMED, chunk({}, "<parameter=a>1"), COMPLETE], "length", "add"),
+    "nested too deep": ([NAMED, chunk(call('{"a": ' + "[" * 100_000))], "length", "add"),
+    "of too many digits": ([NAMED, chunk(call('{"a": 1' + "1" * 5000))], "length", "add"),
     "not complete": ([NAMED, chunk(call('{"a'))], "length", 'add{"a'),
     "the model's own end": ([NAMED, COMPLETE], "tool_calls", SHOWN),
 }
@@ -48,6 +51,14 @@ def test_at_an_early_end_a_call_is_complete_only_if_it_was_sampled(
     held = HeldDelta()
     seen = [piece for each in chunks for piece in held.pieces(each)]
     assert shown([*seen, *held.at_end(finish)]) == expected
+
+
+@pytest.mark.parametrize("told", [1 << 40, [256], [-1], [True], ["a"], "a", {"a": 1}], ids=repr)
+def test_bytes_of_a_token_that_are_none_make_no_chunk(told: Any) -> None:
+    """A number of them would be as much memory."""
+    held, entry = HeldDelta(), {"logprob": -0.5, "bytes": told}
+    with pytest.raises(MALFORMED):
+        held.pieces({"choices": [{"index": 0, "delta": {}, "logprobs": {"content": [entry]}}]})
 
 
 def test_logprobs_do_not_wait() -> None:

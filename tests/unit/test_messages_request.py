@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
 import pytest
 
-from middleware_hub.openai_session.faces.messages.echo import Echo, signature
+from middleware_hub.openai_session.faces.messages.echo import Echo, input_of, signature
 from middleware_hub.openai_session.faces.messages.request import MessagesRequest, read
+from middleware_hub.openai_session.faces.responses.forms import FORMS
+from middleware_hub.openai_session.sessions.equality import MEANING
 from miles_router.errors import BadRequest
 from tests.support.sessions import Scene, assistant, call, user
 
@@ -225,6 +228,20 @@ def test_calls_without_arguments_and_with_what_is_no_json_come_back() -> None:
     echo = recorded(empty, broken)
     assert echo.call("c1", "edit", {}, None) is empty
     assert echo.call("c2", "edit", {"INVALID_JSON": '{"a'}, None) is broken
+
+
+def test_calls_nested_deeper_than_can_be_written_are_texts() -> None:
+    deep, wide = "[" * 1000 + "1" + "]" * 1000, "[" * 1000 + " 1" + "]" * 1000
+    sampled = call("edit", f'{{"a": {deep}}}', "c1")
+    shown = input_of(sampled["function"]["arguments"])
+    assert orjson.loads(orjson.dumps(shown)) == {"INVALID_JSON": sampled["function"]["arguments"]}
+    assert recorded(sampled).call("c1", "edit", shown, None) is sampled
+    assert recorded(sampled).call("c1", "edit", {"a": 1}, None) is not sampled
+    lists = {"properties": {"a": {"type": "array"}}}
+    assert recorded(call("edit", orjson.dumps({"a": deep}).decode(), "c1")).call("c1", "edit", {"a": wide}, lists)
+    assert not MEANING(assistant("", tool_calls=[call("edit", deep)]), assistant("", tool_calls=[call("edit", wide)]))
+    form = FORMS["shell"]
+    assert form.fields(f'{{"commands": ["ls"], "a": {deep}}}') is None
 
 
 def test_reasoning_comes_back_as_text_or_by_its_signature() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 import pytest
 
@@ -15,6 +16,9 @@ from miles_router.engines.parsers import FAMILIES as KNOWN
 from miles_router.engines.parsers import Parsers, Unparsable
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.parsers.local import tools_by_name
+from miles_router.partial_rollouts.chat.message import MessageReader
+from miles_router.partial_rollouts.generation import CannotResume
+from miles_router.partial_rollouts.questions import EngineQuestions
 from tests.support.written_turns import FAMILIES, TOOLS
 
 BY_NAME = tools_by_name(TOOLS)
@@ -139,3 +143,47 @@ def test_a_stream_shows_what_its_client_lacks(shown: Any, whole: Any, text: str,
 def test_what_was_shown_is_never_another_message(shown: Any, whole: Any) -> None:
     with pytest.raises(UnreadableAnswer, match="shown"):
         list(deltas_behind(shown, whole, whole["content"]))
+
+
+#: What a model writes that samples the same again and again, by the family: a call's beginning, and what is repeated.
+REPEATED = [
+    ("glm47", "<tool_call>f", "<arg_key></arg_key><arg_value>"),
+    ("deepseek", '<｜DSML｜invoke name="f">', '<｜DSML｜parameter name="a" string="false">'),
+    ("qwen35", "<tool_call><function=f>", "<parameter=a>"),
+    ("minimax", '<minimax:tool_call><invoke name="f">', '<parameter name="a">'),
+]
+
+
+@pytest.mark.parametrize(("name", "begin", "again"), REPEATED)
+def test_a_call_that_repeats_itself_without_an_end_is_read_in_time_that_grows_with_it_alone(
+    name: str, begin: str, again: str
+) -> None:
+    """Quadratic, it would take minutes, and more than cubic for ever."""
+    calls, text = KNOWN[name].calls, begin + again * 40_000
+    assert calls.unfinished(text, {"f": {}}) == ("f", "")
+    assert not calls.read(calls.begin * 40_000, {"f": {}}).calls
+    if calls.end == "</tool_call>":
+        calls.read(text + calls.end, {"f": {}})
+
+
+BEYOND = [f'{{"a": {"[" * 100_000}', f'{{"a": {"1" * 5000}', "{1, 2}", "{[]: 1}"]
+WRITTEN = {
+    "qwen3": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
+    "qwen35": "<tool_call><function=f><parameter=a>%s</parameter></function></tool_call>",
+    "glm47": "<tool_call>f<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>",
+    "minimax": '<minimax:tool_call><invoke name="f"><parameter name="a">%s</parameter></invoke></minimax:tool_call>',
+    "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>%s<｜tool▁call▁end｜>",
+}
+
+
+@pytest.mark.parametrize("arguments", BEYOND, ids=["deep", "digits", "a set", "an unhashable key"])
+@pytest.mark.parametrize("name", WRITTEN)
+async def test_a_call_beyond_what_can_be_read_ends_no_answer_with_another_error(name: str, arguments: str) -> None:
+    function = {"name": "f", "parameters": {"properties": {"a": {"type": "array"}}}}
+    fields = {"messages": [], "tools": [{"type": "function", "function": function}]}
+    reader, facts = MessageReader(Parsers("local", name), fields), Facts(tool_call_parser="any")
+    text, nobody = WRITTEN[name] % arguments, cast(EngineQuestions, None)
+    for each in (text, text[: -len(KNOWN[name].calls.end)]):
+        answer = {"text": each, "meta_info": {"finish_reason": {"type": "length"}}}
+        with suppress(CannotResume):
+            await reader.read(answer, {"role": "assistant"}, facts, nobody, stream=True)

@@ -142,6 +142,11 @@ def test_a_choice_of_a_tool_is_that_of_its_function(choice: Any, sent: Any) -> N
         ({"truncation": "middle"}, "truncation"),
         ({"metadata": {str(key): "" for key in range(17)}}, "metadata"),
         ({"include": "all"}, "include"),
+        ({"include": [{}]}, "include"),
+        ({"tools": [{"type": {}}]}, "tools[0].type"),
+        ({"tools": [{"type": ["function"]}]}, "tools[0].type"),
+        ({"tools": [FUNCTION], "tool_choice": {"type": "allowed_tools", "tools": 1}}, "tool_choice.tools"),
+        ({"given": [{"type": ["message"]}]}, "input[0].type"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ],
 )

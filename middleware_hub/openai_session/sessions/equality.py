@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-import orjson
-
-from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message, function_of, load_function
-from miles_router.middlewares import is_too_deep
+from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message, function_of, load_function, parse_text
 
 #: `(held, sent)`: whether the message sent is the one held.
 Equality = Callable[[Message, Message], bool]
@@ -223,9 +220,7 @@ def _value(arguments: object) -> object:
     """The JSON that arguments spell; what is none, or is nested too deep to be compared, differs from all that is."""
     if not isinstance(arguments, str):
         return arguments
-    text = arguments.encode("utf-8", "surrogatepass")
     try:
-        parsed = orjson.loads(text or b"{}")
-    except orjson.JSONDecodeError:
+        return parse_text(arguments or "{}")
+    except ValueError:
         return ("not JSON", arguments)
-    return ("too deep", arguments) if is_too_deep(text, parsed) else parsed

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import orjson
+
 from miles_router.errors import BadRequest, ConfigError
+from miles_router.middlewares import is_too_deep
 
 Message = Mapping[str, Any]
 
@@ -56,6 +59,19 @@ def only_text(messages: Sequence[Message]) -> bool:
         if isinstance(message.get("content"), list)
         for part in message["content"]
     )
+
+
+def parse_text(text: str) -> Any:
+    """The JSON that a text in a message spells, such as the arguments of a call.
+
+    Raises:
+        ValueError: it spells none, or is nested deeper than anything that is compared, or written again.
+    """
+    data = text.encode("utf-8", "surrogatepass")
+    parsed = orjson.loads(data)
+    if is_too_deep(data, parsed):
+        raise ValueError("nested too deep")
+    return parsed
 
 
 def message_bytes(message: object) -> int:

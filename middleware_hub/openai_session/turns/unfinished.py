@@ -10,7 +10,7 @@ from typing import Any
 from miles_router.engines.chat_held import OWN_ENDS
 from miles_router.engines.chat_legs import call_id, tools_of
 from miles_router.engines.facts import Facts
-from miles_router.engines.parsers import Parsers, Unparsable
+from miles_router.engines.parsers import UNREAD, Parsers
 from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import CallFormat, Tools, tool_calls
 
@@ -43,7 +43,7 @@ def _finished(
     ids = [triple[1] for triple in choice["meta_info"]["output_token_logprobs"]]
     try:
         call = calls.unfinished(decode(ids, skip_special_tokens=False), tools)
-    except Unparsable:
+    except UNREAD:
         return choice
     if call is None:
         return choice

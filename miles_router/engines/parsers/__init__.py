@@ -5,6 +5,6 @@ read a text is not certain, it says so (`Unparsable`).
 """
 
 from miles_router.engines.parsers.local import FAMILIES, LocalParser, Parsers, reasoning_marks
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Unparsable
+from miles_router.engines.parsers.reading import UNREAD, ReadCall, ReadCalls, Unparsable
 
-__all__ = ["FAMILIES", "LocalParser", "Parsers", "ReadCall", "ReadCalls", "Unparsable", "reasoning_marks"]
+__all__ = ["FAMILIES", "UNREAD", "LocalParser", "Parsers", "ReadCall", "ReadCalls", "Unparsable", "reasoning_marks"]

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, begun, known, of_json, written
+from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, begun, known, of_json, up_to_last, written
 
 _BEGIN, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _CALL = re.compile(r"<｜tool▁call▁begin｜>.*?<｜tool▁call▁end｜>", re.DOTALL)
@@ -21,6 +21,7 @@ _INVOKE = re.compile(
 _PARAMETER = re.compile(
     r'<｜DSML｜parameter\s+name="([^"]+)"\s+string="([^"]+)"\s*>(.*?)</｜DSML｜parameter>', re.DOTALL
 )
+_PARAMETER_END = "</｜DSML｜parameter>"
 
 
 class DeepSeekMarks:
@@ -36,7 +37,7 @@ class DeepSeekMarks:
             return ReadCalls(text, [])
         calls: list[ReadCall] = []
         try:
-            for block in _CALL.findall(begin + rest):
+            for block in _CALL.findall(up_to_last(begin + rest, self.end)):
                 parts = _PARTS.search(block)
                 if parts is None:
                     return ReadCalls(text, [])
@@ -62,7 +63,7 @@ class DeepSeekTags:
         """See `CallFormat`."""
         at = text.find("<｜DSML｜function_calls>")
         if at >= 0:
-            sections, content = _SECTION.findall(text), text[:at].removesuffix("\n\n")
+            sections, content = _SECTION.findall(up_to_last(text, self.end)), text[:at].removesuffix("\n\n")
         else:
             start = text.find("<｜DSML｜invoke")
             if start < 0:
@@ -93,8 +94,9 @@ def _invoked(match: re.Match[str]) -> list[ReadCall]:
         if body.strip().startswith("{"):
             parsed = json.loads(body.strip(), parse_constant=_no_constant)
             return [ReadCall(name, written(parsed))]
-        rest = _PARAMETER.sub("", body)
-        if _DSML in rest or (not _PARAMETER.search(body) and rest.strip()):
+        closed = up_to_last(body, _PARAMETER_END)
+        rest = _PARAMETER.sub("", closed) + body[len(closed) :]
+        if _DSML in rest or (not _PARAMETER.search(closed) and rest.strip()):
             return []
         return [ReadCall(name, written(_values(body)))]
     except ValueError:
@@ -102,7 +104,10 @@ def _invoked(match: re.Match[str]) -> list[ReadCall]:
 
 
 def _values(body: str) -> dict[str, Any]:
-    return {name: _value(value.strip(), text=kind == "true") for name, kind, value in _PARAMETER.findall(body)}
+    return {
+        name: _value(value.strip(), text=kind == "true")
+        for name, kind, value in _PARAMETER.findall(up_to_last(body, _PARAMETER_END))
+    }
 
 
 def _value(value: str, *, text: bool) -> Any:

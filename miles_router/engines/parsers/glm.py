@@ -5,13 +5,24 @@ from __future__ import annotations
 import ast
 import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, begun, known, plain_type, written
+from miles_router.engines.parsers.reading import (
+    ReadCall,
+    ReadCalls,
+    Tools,
+    begun,
+    known,
+    plain_type,
+    up_to_last,
+    written,
+)
 
 _BLOCK = re.compile(r"<tool_call>.*?</tool_call>", re.DOTALL)
 _PARTS = re.compile(r"<tool_call>(.*?)(<arg_key>.*?)?</tool_call>", re.DOTALL)
-_ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>(?:\\n|\s)*<arg_value>(.*?)</arg_value>", re.DOTALL)
+_KEY, _VALUE_END = "<arg_key>", "</arg_value>"
+_BETWEEN = re.compile(r"</arg_key>(?:\\n|\s)*<arg_value>")
 
 
 class Glm:
@@ -24,9 +35,10 @@ class Glm:
         """See `CallFormat`."""
         if self.begin not in text:
             return ReadCalls(text, [])
-        parts = [match for block in _BLOCK.findall(text) if (match := _PARTS.search(block)) is not None]
+        closed = up_to_last(text, self.end)
+        parts = [match for block in _BLOCK.findall(closed) if (match := _PARTS.search(block)) is not None]
         calls = [ReadCall(each[1], written(_values(each[1], each[2] or "", tools))) for each in parts]
-        return ReadCalls(_BLOCK.sub("", text).strip(), known(calls, tools))
+        return ReadCalls((_BLOCK.sub("", closed) + text[len(closed) :]).strip(), known(calls, tools))
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
         """See `CallFormat`."""
@@ -41,11 +53,23 @@ def _values(name: str, arguments: str, tools: Tools) -> dict[str, Any]:
     schema = tools.get(name) or {}
     properties = schema.get("properties") or {}
     values: dict[str, Any] = {}
-    for key, value in _ARGUMENT.findall(arguments):
+    for key, value in _pairs(arguments):
         kind = plain_type(properties[key.strip()]) if key.strip() in properties else None
         parsed = _parsed(value, kind or "string")
         values[key.strip()] = value if kind == "string" and not isinstance(parsed, str) else parsed
     return values
+
+
+def _pairs(arguments: str) -> Iterator[tuple[str, str]]:
+    """Each key with its value. One expression for both would look for each end again from each beginning."""
+    at = 0
+    while (begin := arguments.find(_KEY, at)) >= 0:
+        between = _BETWEEN.search(arguments, begin + len(_KEY))
+        end = arguments.find(_VALUE_END, between.end()) if between is not None else -1
+        if between is None or end < 0:
+            return
+        yield arguments[begin + len(_KEY) : between.start()], arguments[between.end() : end]
+        at = end + len(_VALUE_END)
 
 
 def _parsed(value: str, kind: str) -> Any:

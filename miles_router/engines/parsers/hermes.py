@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, of_json
+from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, of_json, up_to_last
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL)
 _VALUE = json.JSONDecoder()
@@ -23,7 +23,7 @@ class Hermes:
         if not begin:
             return ReadCalls(text, [])
         calls: list[ReadCall] = []
-        for block in re.findall(f"{self.begin}(.*?){self.end}", begin + rest, re.DOTALL):
+        for block in re.findall(f"{self.begin}(.*?){self.end}", up_to_last(begin + rest, self.end), re.DOTALL):
             try:
                 calls += of_json(json.loads(block.strip()), tools)
             except json.JSONDecodeError:

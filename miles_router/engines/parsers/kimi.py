@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, Unparsable
+from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, Unparsable, up_to_last
 
 _BEGIN, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 _CALL = re.compile(
@@ -22,7 +22,9 @@ class Kimi:
     def read(self, text: str, tools: Tools) -> ReadCalls:
         """See `CallFormat`."""
         content, begin, rest = text.partition(self.begin)
-        found = [(_name(call, tools), arguments) for call, arguments in _CALL.findall(begin + rest)]
+        found = [
+            (_name(call, tools), arguments) for call, arguments in _CALL.findall(up_to_last(begin + rest, self.end))
+        ]
         return ReadCalls(content, [ReadCall(name, arguments) for name, arguments in found if name is not None])
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:

@@ -14,6 +14,7 @@ from miles_router.engines.parsers.reading import (
     known,
     plain_type,
     properties_of,
+    up_to_last,
     written,
 )
 
@@ -44,7 +45,8 @@ class MiniMax:
         name, head, body = block.rpartition('<invoke name="')[2].partition('">')
         if self.end in block or "</invoke>" in body or not head or name not in tools:
             return None
-        values = {key: _value(value.strip("\n"), key, tools[name]) for key, value in _CLOSED.findall(body)}
+        closed = up_to_last(body, "</parameter>")
+        values = {key: _value(value.strip("\n"), key, tools[name]) for key, value in _CLOSED.findall(closed)}
         return ReadCall(name, begun(values))
 
 

@@ -9,12 +9,22 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, begun, plain_type, properties_of, written
+from miles_router.engines.parsers.reading import (
+    ReadCall,
+    ReadCalls,
+    Tools,
+    begun,
+    plain_type,
+    properties_of,
+    up_to_last,
+    written,
+)
 
 _BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FUNCTION = re.compile(r"<function=(.*?)</function>|<function=(.*)$", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=(.*?)(?:</parameter>|(?=<parameter=)|(?=</function>)|$)", re.DOTALL)
 _CLOSED = re.compile(r"<parameter=([^>]*)>(.*?)</parameter>", re.DOTALL)
+_PARAMETER_END = "</parameter>"
 _TEXTS = ("string", "str", "text", "varchar", "char", "enum")
 _INTEGERS = ("int", "uint", "long", "short", "unsigned")
 _NUMBERS = ("num", "float")
@@ -31,7 +41,7 @@ class QwenCoder:
         """See `CallFormat`."""
         if self.begin not in text:
             return ReadCalls(text, [])
-        blocks = _BLOCK.findall(text) or ([text] if "<function=" in text else [])
+        blocks = _BLOCK.findall(up_to_last(text, self.end)) or ([text] if "<function=" in text else [])
         bodies = [first or second for block in blocks for first, second in _FUNCTION.findall(block)]
         calls = [_call(body, tools) for body in bodies if ">" in body]
         return ReadCalls(text[: text.index(self.begin)], calls)
@@ -42,7 +52,7 @@ class QwenCoder:
         name, head, body = block.partition("<function=")[2].partition(">")
         if self.end in block or not head:
             return None
-        return ReadCall(name, begun(_values(name, _CLOSED.findall(body), tools)))
+        return ReadCall(name, begun(_values(name, _CLOSED.findall(up_to_last(body, _PARAMETER_END)), tools)))
 
 
 def _call(body: str, tools: Tools) -> ReadCall:

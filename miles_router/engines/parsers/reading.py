@@ -14,6 +14,11 @@ class Unparsable(ValueError):
     """A text that a local parser cannot read as the engine's would; says why."""
 
 
+#: What reading calls raises where a text, or a tool's schema, is beyond it: arguments nested too deep, numbers of too
+#: many digits, literals that are no JSON, schemas that are none. The engine's parsers fail at them, too.
+UNREAD = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+
+
 class ReadCall(NamedTuple):
     """A tool call: the function's name, and its arguments as JSON."""
 
@@ -40,6 +45,7 @@ class CallFormat(Protocol):
 
         Raises:
             Unparsable: how the engine would is not known.
+            UNREAD: one of them, where it is beyond what can be read. So with `unfinished`.
         """
         ...
 
@@ -75,6 +81,12 @@ def overlap(text: str, mark: str) -> int:
     """How much of a mark a text ends with, short of all of it."""
     longest = min(len(mark) - 1, len(text))
     return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def up_to_last(text: str, end: str) -> str:
+    """A text up to the last of these marks: behind it nothing can be closed, and nobody need look for it again and
+    again."""
+    return text[: text.rfind(end) + len(end)] if end in text else ""
 
 
 def known(calls: Sequence[ReadCall], tools: Tools) -> list[ReadCall]:

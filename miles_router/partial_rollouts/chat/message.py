@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from miles_router.engines.chat_legs import call_id, separates_reasoning, tools_of
 from miles_router.engines.facts import Facts
-from miles_router.engines.parsers import Parsers, ReadCall, Unparsable, reasoning_marks
+from miles_router.engines.parsers import UNREAD, Parsers, ReadCall, reasoning_marks
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import tool_calls
@@ -65,7 +65,7 @@ class MessageReader:
     def _add_unfinished(self, read: ReadMessage, facts: Facts) -> None:
         """Of a stream, whose client has seen it begin: the call that the text ends within."""
         calls = self._parsers.calls(facts) if self._has_calls(facts) else None
-        with suppress(Unparsable):
+        with suppress(*UNREAD):
             call = calls.unfinished(read.text, self._by_name) if calls is not None else None
             if call is not None:
                 before = read.message.setdefault("tool_calls", [])
@@ -110,8 +110,8 @@ class MessageReader:
             raise CannotResume(f"no local parser for {facts.tool_call_parser}")
         try:
             content, calls = format_.read(text, self._by_name)
-        except Unparsable as error:
-            raise CannotResume(str(error)) from error
+        except UNREAD as error:
+            raise CannotResume(f"no local parser can read it: {error}") from error
         return ReadMessage(self._message(began, reasoning, content, calls, facts), text)
 
     def _thinks(self, facts: Facts) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from miles_router.asgi.exchange import Send
 from miles_router.asgi.replies import TOO_LARGE, Kind, Tap
 from miles_router.engines.answers import LOGPROBS, MALFORMED, VERSIONS, is_abort
-from miles_router.engines.chat_held import HeldDelta
+from miles_router.engines.chat_held import HeldDelta, token_bytes
 from miles_router.engines.chat_stream import GrowingMessage
 from miles_router.engines.choices import VersionTrack
 from miles_router.engines.events import Event, write_event
@@ -51,6 +52,18 @@ class ShownChoice:
 def write_all(chunks: Iterable[Mapping[str, Any]]) -> bytes:
     """Chunks as events."""
     return b"".join(map(write_event, chunks))
+
+
+def _told_of_all(chunk: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a chunk tells of all choices, beside their usage. Raises one of `MALFORMED` where it is no such chunk."""
+    told, usage = chunk.get("sglext") or {}, chunk.get("usage") or {}
+    lists = [told.get("input_ids") or [], *(told.get("output_ids") or [])]
+    counts = [usage.get("prompt_tokens") or 0]
+    if not all(isinstance(ids, list) for ids in lists) or not all(
+        type(each) is int for each in [*counts, *chain(*lists)]
+    ):
+        raise TypeError("ids or counts that are none")
+    return told
 
 
 class ChatStreamTap(Tap):
@@ -95,7 +108,7 @@ class ChatStreamTap(Tap):
                 if choice.get("finish_reason") is not None:
                     return await self.finished(event, choice)
             if not choices:
-                told = chunk.get("sglext") or {}
+                told = _told_of_all(chunk)
                 self.extension |= {name: value for name, value in told.items() if value is not None}
                 self.usage = chunk.get("usage") or self.usage
                 return self.told(event)
@@ -121,7 +134,7 @@ class ChatStreamTap(Tap):
         ]
 
     async def _named(self, choice: ShownChoice | None, turn: ChatTurn) -> list[int]:
-        spelled = [bytes(entry.get("bytes") or ()) for entry in choice.entries] if choice is not None else []
+        spelled = [token_bytes(entry) for entry in choice.entries] if choice is not None else []
         ids = await turn.ids(spelled) if turn.ids is not None else None
         if ids is None:
             raise CannotResume("the ids of a stream that did not end are not certain by the bytes of its tokens")
@@ -140,7 +153,10 @@ class ChatStreamTap(Tap):
         ids = told[index] if index < len(told) else None
         if ids is None or len(ids) != len(choice.entries):
             raise CannotResume("the worker's stream did not tell the ids and logprobs of what it sampled")
-        triples = [[entry["logprob"], token, entry] for token, entry in zip(ids, choice.entries, strict=True)]
+        try:
+            triples = [[entry["logprob"], token, entry] for token, entry in zip(ids, choice.entries, strict=True)]
+        except MALFORMED as error:
+            raise CannotResume(f"a logprob that is none: {error!r}") from error
         runs = choice.versions.runs
         meta = {
             "id": self.envelope.get("id"),
@@ -156,10 +172,11 @@ class ChatStreamTap(Tap):
 
 
 class OpeningChatStream(ChatStreamTap):
-    """The stream that a turn began with. What a cut brought is held back."""
+    """The stream that a turn began with. What a cut brought is held back. `most`: how many choices it may have."""
 
-    def __init__(self, send: Send, context: ResumeContext, leg: Leg) -> None:
+    def __init__(self, send: Send, context: ResumeContext, leg: Leg, most: int) -> None:
         super().__init__(send, context, leg)
+        self._most = most
         self._opaque = False  # it has said something that cannot be read
         self._told_only = context.resume_lost
 
@@ -203,11 +220,16 @@ class OpeningChatStream(ChatStreamTap):
         return b"" if self.is_cut else event.raw
 
     async def choice(self, chunk: dict[str, Any], choice: Mapping[str, Any]) -> bytes:
-        state = self.choices.setdefault(choice["index"], ShownChoice(told_only=self._told_only))
+        state = self._state(choice["index"], ShownChoice(told_only=self._told_only))
         return write_all(state.add({**chunk, "choices": [choice]}, self.version()))
 
+    def _state(self, index: Any, new: ShownChoice) -> ShownChoice:
+        if type(index) is not int or not 0 <= index < self._most:
+            raise TypeError("a choice that was not asked for")
+        return self.choices.setdefault(index, new)
+
     async def finished(self, event: Event, choice: Mapping[str, Any]) -> bytes:
-        state = self.choices.setdefault(choice["index"], ShownChoice())
+        state = self._state(choice["index"], ShownChoice())
         state.finish = choice["finish_reason"]
         if is_abort(state.finish) and await self.leg.was_cut(state.finish):
             await self.leg.learn_engine()

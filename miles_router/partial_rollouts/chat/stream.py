@@ -12,7 +12,7 @@ from miles_router.engines.chat_legs import entries_of, finished, joined_usage
 from miles_router.engines.chat_rest import deltas_behind
 from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.facts import Facts
-from miles_router.engines.parsers import Unparsable
+from miles_router.engines.parsers import UNREAD
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.errors import RouterError, UpstreamBroken
 from miles_router.middlewares.chat import KnownVersions
@@ -24,6 +24,9 @@ from miles_router.partial_rollouts.generation import CannotResume, ResumableGene
 from miles_router.partial_rollouts.joining import ROWS
 from miles_router.partial_rollouts.leg import Leg
 from miles_router.partial_rollouts.seam import Seam
+
+#: A text is read anew, all of it, once it has grown by this part: read with every token, it would cost its square.
+FINENESS = 256
 
 
 class ResumableChatStream(ChatLegs):
@@ -37,6 +40,7 @@ class ResumableChatStream(ChatLegs):
         cut = [index for index, choice in sorted(opening.choices.items()) if choice.cut]
         self.turn.carried.update(cut)
         self._growing: dict[int, GrowingText] = {}
+        self._read: dict[int, int] = {}
         self._by_engine = await self._said_by_engine(self.exchange.flight.worker_url, map(opening.choices.get, cut))
         try:
             generations = [await self._begun(index) for index in cut]
@@ -58,7 +62,7 @@ class ResumableChatStream(ChatLegs):
         lost, start = 0, _OneStart(self.send)
         while True:
             leg = Leg(self.context, self.exchange)
-            self.opening = opening = OpeningChatStream(start.send, self.context, leg)
+            self.opening = opening = OpeningChatStream(start.send, self.context, leg, self.fields.get("n") or 1)
             try:
                 with self.in_flight(self.exchange, body):
                     await opening.leg.ask(opening, self.scope, self.receive, body)
@@ -147,11 +151,13 @@ class ResumableChatStream(ChatLegs):
         index, before = generation.index, generation.answer
         choice, growing = self.opening.choices[index], self._growing.get(index)
         deltas: list[Mapping[str, Any]] = []
-        if growing is not None:
+        whole = (before["text"] if before is not None else "") + text
+        if growing is not None and len(whole) - self._read.get(index, 0) > len(whole) // FINENESS:
+            self._read[index] = len(whole)
             try:
-                message = growing.message((before["text"] if before is not None else "") + text)
+                message = growing.message(whole)
                 deltas = list(deltas_behind(choice.message.message(), *message))
-            except (UnreadableAnswer, Unparsable):
+            except (UnreadableAnswer, *UNREAD):
                 del self._growing[index]  # the whole text will tell
         said = [*(entries_of(before) if before is not None else ()), *entries]
         await self.opening.give(self._shown(index, deltas, said))

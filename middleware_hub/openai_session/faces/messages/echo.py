@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.equality import Equality, same_json
-from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.messages import Message, parse_text
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.middlewares import nests_too_deep
 
@@ -41,8 +41,8 @@ def input_of(arguments: object) -> dict[str, Any]:
     if not isinstance(arguments, str) or not arguments.strip():
         return {}
     try:
-        parsed = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        parsed = parse_text(arguments)
+    except ValueError:
         parsed = None
     return parsed if isinstance(parsed, dict) else {INVALID_JSON: arguments}
 
@@ -145,8 +145,8 @@ def _has_default(schema: object) -> bool:
 def _plain_text(text: str, schema: Mapping[str, Any], name: str) -> Any:
     if schema.get("type") in NO_TEXTS:
         try:
-            return orjson.loads(text)
-        except orjson.JSONDecodeError:
+            return parse_text(text)
+        except ValueError:
             return text
     if name == "command":
         text = CHANGES_DIRECTORY.sub("", text).replace("\\\\;", "\\;")

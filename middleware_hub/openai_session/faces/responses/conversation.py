@@ -117,6 +117,8 @@ class ResponsesConversation:
             self._message(item, where)
         elif kind == "reasoning":
             self._reasoning(item, where)
+        elif not isinstance(kind, str):
+            raise wrong_type(f"{where}.type", "a string")
         elif kind in CALLS:
             form, name = CALLS[kind]
             self._call(item, form, name, where)

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
-from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.messages import Message, parse_text
 
 TEXT: Mapping[str, Any] = {"type": "string"}
 TEXTS: Mapping[str, Any] = {"type": "array", "items": TEXT}
@@ -208,8 +208,8 @@ def _object(properties: Mapping[str, Any], *required: str) -> dict[str, Any]:
 
 def _parsed(arguments: str) -> dict[str, Any] | None:
     try:
-        parsed = orjson.loads(arguments)
-    except orjson.JSONDecodeError:
+        parsed = parse_text(arguments)
+    except ValueError:
         return None
     return parsed if isinstance(parsed, dict) else None
 

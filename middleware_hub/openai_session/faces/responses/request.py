@@ -199,7 +199,7 @@ def _included(request: Mapping[str, Any]) -> list[Any]:
     if not isinstance(included, list):
         raise wrong_type("include", "an array")
     for each in included:
-        if each not in INCLUDABLE:
+        if not isinstance(each, str) or each not in INCLUDABLE:
             raise unavailable("include", f"'{str(each)[:64]}'")
     return included
 

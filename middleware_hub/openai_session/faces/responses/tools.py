@@ -73,6 +73,8 @@ class ResponsesTools:
         if not isinstance(tool, Mapping):
             raise wrong_type(where, "an object")
         kind = tool.get("type")
+        if kind is not None and not isinstance(kind, str):
+            raise wrong_type(f"{where}.type", "a string")
         if kind == "namespace" and space is None:
             for each, at in _members(tool, where):
                 self._add(each, at, tool)
@@ -115,7 +117,10 @@ def choice_of(given: object, tools: ResponsesTools) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise wrong_type("tool_choice", "a string or an object")
     if given.get("type") == "allowed_tools":
-        names = {_chosen(each, tools) for each in given.get("tools") or ()}
+        chosen = given.get("tools") or []
+        if not isinstance(chosen, list):
+            raise wrong_type("tool_choice.tools", "an array")
+        names = {_chosen(each, tools) for each in chosen}
         allowed = [tool for tool in tools.shown if tool["function"]["name"] in names]
         return _mode(given.get("mode"), tools, allowed)
     function = {"name": _chosen(given, tools)}
