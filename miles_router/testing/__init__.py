@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from miles_router.testing.worker.engine import Engine, PauseMode
     from miles_router.testing.worker.faults import Faults
     from miles_router.testing.worker.in_thread import worker_in_thread
-    from miles_router.testing.worker.indexer import IndexerShape
-    from miles_router.testing.worker.moe import MoeShape
+    from miles_router.testing.worker.model.indexer import IndexerShape
+    from miles_router.testing.worker.model.moe import MoeShape
+    from miles_router.testing.worker.model.vocabulary import Tokenizer, ToyTokenizer
     from miles_router.testing.worker.simulated_worker import SimulatedWorker
-    from miles_router.testing.worker.vocabulary import Tokenizer, ToyTokenizer
 
 __all__ = [
     "Door",
@@ -35,12 +35,12 @@ _MODULES = {
     "Exchange": "worker.door",
     "Faults": "worker.faults",
     "GenerationRecord": "worker.door",
-    "IndexerShape": "worker.indexer",
-    "MoeShape": "worker.moe",
+    "IndexerShape": "worker.model.indexer",
+    "MoeShape": "worker.model.moe",
     "PauseMode": "worker.engine",
     "SimulatedWorker": "worker.simulated_worker",
-    "Tokenizer": "worker.vocabulary",
-    "ToyTokenizer": "worker.vocabulary",
+    "Tokenizer": "worker.model.vocabulary",
+    "ToyTokenizer": "worker.model.vocabulary",
     "check_middleware": "middleware_contract",
     "worker_in_thread": "worker.in_thread",
 }

@@ -20,11 +20,11 @@ from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Place, Session
 from middleware_hub.openai_session.turns.stream import TurnStream
-from miles_router.engines.chat import ChatEndpoint
-from miles_router.engines.chat_rest import deltas_behind
-from miles_router.engines.chat_stream import GrowingMessage
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.growing import GrowingAnswer
+from miles_router.engines.openai.chat import ChatEndpoint
+from miles_router.engines.openai.chat_stream import GrowingMessage
+from miles_router.engines.openai.rest import deltas_behind
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.parsers.local import FAMILIES, tools_by_name
 from tests.support.session_trial import ADD, ASK_ADD, qwen3

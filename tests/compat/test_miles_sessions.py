@@ -16,7 +16,7 @@ from middleware_hub.openai_session.dialects.miles import AT_ONCE
 from miles_router.client import RouterClient
 from miles_router.compat import POSITIONS
 from miles_router.testing import IndexerShape
-from miles_router.testing.worker.indexer import choose
+from miles_router.testing.worker.model.indexer import choose
 from tests.compat.miles_client import GetSessionResponse, MilesSample, MilesSession, decode
 from tests.support.experts_trial import simulated_experts, truth
 from tests.support.http import request

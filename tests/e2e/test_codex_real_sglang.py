@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from miles_router.settings.config import MiddlewareSpec
-from miles_router.testing.worker.script import Step
+from miles_router.testing.worker.model.script import Step
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support import tiers

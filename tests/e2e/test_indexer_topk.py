@@ -11,8 +11,8 @@ import pytest
 from miles_router.client import RouterClient
 from miles_router.client.errors import NotFound
 from miles_router.testing import IndexerShape
-from miles_router.testing.worker.indexer import choose
-from miles_router.testing.worker.moe import encode_routes
+from miles_router.testing.worker.model.indexer import choose
+from miles_router.testing.worker.model.moe import encode_routes
 from tests.support.cache_trial import CACHE
 from tests.support.experts_trial import (
     SHORT,

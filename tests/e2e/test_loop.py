@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_router.testing.worker.moe import encode_routes
+from miles_router.testing.worker.model.moe import encode_routes
 from tests.support.cache_trial import CACHE
 from tests.support.experts_trial import EXPERTS, compact, generated
 from tests.support.http import ask

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load
 
-from miles_router.testing.worker.moe import MoeShape, encode_routes
+from miles_router.testing.worker.model.moe import MoeShape, encode_routes
 from tests.support.cache_trial import CACHE
 from tests.support.experts_trial import (
     ASKED,

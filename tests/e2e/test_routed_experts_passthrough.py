@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_router.testing.worker.moe import encode_routes
+from miles_router.testing.worker.model.moe import encode_routes
 from tests.support.experts_trial import ASKED, ExpertsTrial, compact, event_of, experts_trial, generated
 from tests.support.http import RawReply
 from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, PROMPT

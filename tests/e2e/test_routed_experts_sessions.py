@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load
 
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.moe import encode_routes
+from miles_router.testing.worker.model.moe import encode_routes
 from tests.support.cache_trial import CACHE, checkpoint, events
 from tests.support.experts_trial import (
     HI,

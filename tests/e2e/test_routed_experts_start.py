@@ -13,7 +13,7 @@ import pytest
 from miles_router.errors import ConfigError
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing.tiny_tokenizer import build
-from miles_router.testing.worker.moe import MoeShape, encode_routes
+from miles_router.testing.worker.model.moe import MoeShape, encode_routes
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.experts_trial import (
     ASKED,

@@ -13,8 +13,8 @@ import pytest
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
 from openai import AsyncOpenAI
 
-from miles_router.testing.worker.constrained import spelled
 from miles_router.testing.worker.door import GenerationRecord
+from miles_router.testing.worker.model.constrained import spelled
 from tests.support.session_trial import ADD, IM_END, Message, SessionTrial, exactly, qwen3, simulated_sessions
 from tests.support.stage import Stage, staged
 

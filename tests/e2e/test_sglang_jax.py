@@ -23,7 +23,7 @@ import pytest
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.moe import MoeShape
+from miles_router.testing.worker.model.moe import MoeShape
 from miles_router.testing.worker.settings import JAX
 from tests.contract.client import WorkerClient
 from tests.sglang_jax_worker import SOURCE, JaxWorker, jax_workers, model

@@ -20,7 +20,7 @@ import aiohttp
 import pytest
 
 from miles_router.fleet.workers import Transition
-from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
+from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.chains import Piece, chain, check, check_experts, spread

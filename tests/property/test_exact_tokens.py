@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
+from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from tests.support.door import Door
 from tests.support.exactness import compare_all
 from tests.support.oracle import Ledger, Visible

@@ -19,8 +19,8 @@ from middleware_hub.openai_session.faces.messages.request import read
 from middleware_hub.openai_session.faces.messages.stream import MessagesWriter
 from middleware_hub.openai_session.sessions.equality import STRICT
 from middleware_hub.openai_session.sessions.messages import Message
-from miles_router.engines.chat_stream import GrowingMessage
 from miles_router.engines.events import LAST_EVENT, Event
+from miles_router.engines.openai.chat_stream import GrowingMessage
 from tests.support.sessions import Scene, user
 from tests.support.tiers import examples
 

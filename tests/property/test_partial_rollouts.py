@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
 from miles_router.testing import MoeShape, SimulatedWorker
-from miles_router.testing.worker.indexer import IndexerShape, choose
-from miles_router.testing.worker.moe import route
+from miles_router.testing.worker.model.indexer import IndexerShape, choose
+from miles_router.testing.worker.model.moe import route
 from tests.support.brake import Brake
 from tests.support.chains import chain, check
 from tests.support.door import Door

@@ -9,7 +9,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.engines.chat_stream import GrowingMessage
+from miles_router.engines.openai.chat_stream import GrowingMessage
 from tests.support.responses import Written, messages
 from tests.support.sessions import Scene
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import MoeShape, SimulatedWorker, Tokenizer
 from miles_router.testing.worker.door import Exchange, GenerationRecord
-from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
-from miles_router.testing.worker.moe import route
+from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
+from miles_router.testing.worker.model.moe import route
 from miles_router.trajectory.safetensors import unpack
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.events import answers_of

@@ -1,8 +1,8 @@
 """What the simulated model must have sampled, from the tokens alone.
 
 A logprob of the simulated model belongs to a token behind all tokens before it, and a row of experts to a token at its
-place (`miles_router.testing.worker.sampling` and `moe`). So a trajectory that holds one wrong token, or one in a wrong
-place, has a logprob or a row that does not fit.
+place (`miles_router.testing.worker.model.sampling` and `moe`). So a trajectory that holds one wrong token, or one in a
+wrong place, has a logprob or a row that does not fit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from miles_router.testing.worker.generation import Model
-from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
-from miles_router.testing.worker.sampling import context_hash
+from miles_router.testing.worker.model.generation import Model
+from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
+from miles_router.testing.worker.model.sampling import context_hash
 from tests.support.cache_trial import checkpoint
 from tests.support.experts_trial import truth
 

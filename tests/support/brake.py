@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from miles_router.testing.worker.engine import Engine
-from miles_router.testing.worker.generation import Generation
+from miles_router.testing.worker.model.generation import Generation
 
 
 class Brake:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.door import Exchange, GenerationRecord
-from miles_router.testing.worker.moe import MoeShape, encode_routes, route
+from miles_router.testing.worker.model.moe import MoeShape, encode_routes, route
 from tests.support.cache_trial import checkpoint
 from tests.support.http import RawReply
 from tests.support.scripted_chat import JSON, PROMPT

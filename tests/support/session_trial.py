@@ -14,7 +14,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker, Tokenizer
 from miles_router.testing.worker.door import Exchange, GenerationRecord
-from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
+from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 from tests.support.cache_trial import checkpoint
 from tests.support.events import events_of
 from tests.support.generations import Generation

@@ -13,7 +13,7 @@ from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.sessions.tree import Turn
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
-from miles_router.engines.choices import Choice
+from miles_router.engines.openai.choices import Choice
 from miles_router.engines.paths import CHAT
 from miles_router.trajectory import Piece, VersionRun
 

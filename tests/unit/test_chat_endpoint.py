@@ -13,10 +13,10 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.chat import ChatEndpoint
-from miles_router.engines.chat_stream import GrowingMessage
-from miles_router.engines.choices import Choice, StreamShortfall
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat import ChatEndpoint
+from miles_router.engines.openai.chat_stream import GrowingMessage
+from miles_router.engines.openai.choices import Choice, StreamShortfall
 from tests.support.sessions import call
 
 CHAT = ChatEndpoint()

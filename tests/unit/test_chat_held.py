@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miles_router.engines.answers import MALFORMED
-from miles_router.engines.chat_held import HeldDelta
+from miles_router.engines.openai.held_deltas import HeldDelta
 
 
 def chunk(delta: Any, told: str | None = None) -> dict[str, Any]:

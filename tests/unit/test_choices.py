@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.choices import Choice, VersionTrack
+from miles_router.engines.openai.choices import Choice, VersionTrack
 from miles_router.trajectory import InvalidTrajectory, VersionRun
 
 Runs = Sequence[tuple[str, int, int]]

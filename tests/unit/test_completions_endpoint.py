@@ -10,9 +10,9 @@ import orjson
 import pytest
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.choices import Choice
-from miles_router.engines.completions import CompletionsEndpoint
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.choices import Choice
+from miles_router.engines.openai.completions import CompletionsEndpoint
 
 COMPLETIONS = CompletionsEndpoint()
 

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.chat_rest import arguments_behind, deltas_behind
-from miles_router.engines.chat_stream import GrowingMessage
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat_stream import GrowingMessage
+from miles_router.engines.openai.rest import arguments_behind, deltas_behind
 from miles_router.engines.parsers import FAMILIES as KNOWN
 from miles_router.engines.parsers import Parsers, Unparsable
 from miles_router.engines.parsers.growing import GrowingText

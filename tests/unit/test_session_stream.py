@@ -11,10 +11,10 @@ import pytest
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.turns.stream import TurnStream
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.chat import ChatEndpoint
-from miles_router.engines.choices import OpenAIEndpoint, StreamShortfall
-from miles_router.engines.completions import CompletionsEndpoint
 from miles_router.engines.events import DATA, END, LAST_EVENT, Event, EventReader
+from miles_router.engines.openai.chat import ChatEndpoint
+from miles_router.engines.openai.choices import OpenAIEndpoint, StreamShortfall
+from miles_router.engines.openai.completions import CompletionsEndpoint
 from tests.support.sessions import SYSTEM, Scene, user
 
 MESSAGES = [SYSTEM, user("Add.")]

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_router.testing.worker.detokenizer import IncrementalDetokenizer, printable_prefix
 from miles_router.testing.worker.engine import Engine
-from miles_router.testing.worker.generation import Generation, GenerationRequest, Model
-from miles_router.testing.worker.moe import MoeShape, route
-from miles_router.testing.worker.prefix_cache import PrefixCache
-from miles_router.testing.worker.sampling_params import SamplingParams
-from miles_router.testing.worker.vocabulary import ToyTokenizer
+from miles_router.testing.worker.model.detokenizer import IncrementalDetokenizer, printable_prefix
+from miles_router.testing.worker.model.generation import Generation, GenerationRequest, Model
+from miles_router.testing.worker.model.moe import MoeShape, route
+from miles_router.testing.worker.model.prefix_cache import PrefixCache
+from miles_router.testing.worker.model.vocabulary import ToyTokenizer
+from miles_router.testing.worker.wire.sampling_params import SamplingParams
 from tests.support.waiting import soon
 
 TOY = ToyTokenizer()
@@ -56,7 +56,7 @@ def test_greedy_goes_on_the_same_way_from_its_own_partial_output() -> None:
 
 
 def test_scoring_a_sampled_sequence_gives_its_logprobs_again() -> None:
-    from miles_router.testing.worker.sampling import context_hash
+    from miles_router.testing.worker.model.sampling import context_hash
 
     shared = model()
     done = run(Generation(shared, request()))

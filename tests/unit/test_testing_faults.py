@@ -7,8 +7,8 @@ import orjson
 import pytest
 
 from miles_router.testing.worker.faults import Faults
-from miles_router.testing.worker.tool_calls import ToolCallStream, parse_calls, required_call
-from miles_router.testing.worker.vocabulary import ToyTokenizer
+from miles_router.testing.worker.model.tool_calls import ToolCallStream, parse_calls, required_call
+from miles_router.testing.worker.model.vocabulary import ToyTokenizer
 
 
 def test_a_fault_is_used_as_often_as_planned() -> None:

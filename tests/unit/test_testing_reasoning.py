@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from miles_router.testing.worker.reasoning import ReasoningStream, separated
+from miles_router.testing.worker.model.reasoning import ReasoningStream, separated
 
 CASES = [
     ("<think>\nwhy\n</think>\n\nbecause", True, "\nwhy\n", "\n\nbecause"),

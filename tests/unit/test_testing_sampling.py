@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from miles_router.testing.worker.constrained import instance_of, script_for, spelled, text_matching
-from miles_router.testing.worker.sampling import Sampler, context_hash, key_of
-from miles_router.testing.worker.sampling_params import SamplingParams, WrongType
-from miles_router.testing.worker.vocabulary import ToyTokenizer
+from miles_router.testing.worker.model.constrained import instance_of, script_for, spelled, text_matching
+from miles_router.testing.worker.model.sampling import Sampler, context_hash, key_of
+from miles_router.testing.worker.model.vocabulary import ToyTokenizer
+from miles_router.testing.worker.wire.sampling_params import SamplingParams, WrongType
 
 STOP_IDS = {7, 8}
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from miles_router.testing import ToyTokenizer
-from miles_router.testing.worker.script import Script
-from miles_router.testing.worker.tool_calls import ToolCallStream, parse_calls
+from miles_router.testing.worker.model.script import Script
+from miles_router.testing.worker.model.tool_calls import ToolCallStream, parse_calls
 
 TOOLS = [{"type": "function", "function": {"name": "read"}}, {"type": "function", "function": {"name": "write"}}]
 ASKED: dict[str, Any] = {"role": "user", "content": "Go"}

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from miles_router.testing.worker.chat_template import render_chatml
-from miles_router.testing.worker.vocabulary import SPECIAL_TOKENS, Tokenizer, ToyTokenizer
+from miles_router.testing.worker.model.chat_template import render_chatml
+from miles_router.testing.worker.model.vocabulary import SPECIAL_TOKENS, Tokenizer, ToyTokenizer
 
 TEXTS = [
     "",

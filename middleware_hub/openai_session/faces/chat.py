@@ -15,7 +15,7 @@ from middleware_hub.openai_session.sessions.messages import checked, media_in, o
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
-from miles_router.engines.chat import ChatEndpoint, ids_obstacle
+from miles_router.engines.openai.chat import ChatEndpoint, ids_obstacle
 from miles_router.trajectory import Piece
 
 

@@ -16,7 +16,7 @@ from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
-from miles_router.engines.completions import CompletionsEndpoint
+from miles_router.engines.openai.completions import CompletionsEndpoint
 from miles_router.errors import BadRequest
 from miles_router.trajectory import InvalidTrajectory, Piece
 from miles_router.trajectory.pieces import Tokens

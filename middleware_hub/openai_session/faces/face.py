@@ -21,7 +21,7 @@ from middleware_hub.openai_session.continuing.continuation import Continuation
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router.engines.choices import OpenAIEndpoint
+from miles_router.engines.openai.choices import OpenAIEndpoint
 from miles_router.errors import RouterError
 from miles_router.middlewares import LAST_EVENT, OK, ASGIApp, Event, Receive, Scope, Send, with_length, write_event
 

@@ -15,7 +15,7 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.choices import Choice
+from miles_router.engines.openai.choices import Choice
 from miles_router.middlewares import nests_too_deep
 from miles_router.trajectory import InvalidTrajectory, Piece, Trajectory
 

@@ -17,7 +17,7 @@ from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer
-from miles_router.engines.choices import Choice, StreamShortfall
+from miles_router.engines.openai.choices import Choice, StreamShortfall
 from miles_router.engines.parsers import Parsers
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.middlewares import (

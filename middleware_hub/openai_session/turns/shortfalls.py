@@ -6,8 +6,8 @@ import logging
 from collections.abc import Sequence
 
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from miles_router.engines.choices import OpenAIEndpoint
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.choices import OpenAIEndpoint
 from miles_router.middlewares import Router
 
 logger = logging.getLogger(__name__)

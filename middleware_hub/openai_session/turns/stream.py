@@ -14,8 +14,8 @@ from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer
-from miles_router.engines.chat_held import HeldDelta
-from miles_router.engines.choices import Choice, OpenAIEndpoint
+from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
+from miles_router.engines.openai.held_deltas import HeldDelta
 from miles_router.middlewares import OK, ChatTurn, Event, Kind, Message, Send, Tap, UnreadCounter, is_too_deep
 
 

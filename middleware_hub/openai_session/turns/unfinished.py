@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from miles_router.engines.chat_held import OWN_ENDS
-from miles_router.engines.chat_legs import call_id, tools_of
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.held_deltas import OWN_ENDS
+from miles_router.engines.openai.legs import call_id, tools_of
 from miles_router.engines.parsers import UNREAD, Parsers
 from miles_router.engines.parsers.local import tools_by_name
 from miles_router.engines.parsers.reading import CallFormat, Tools, tool_calls

@@ -10,7 +10,7 @@ import orjson
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.replies import Tap
 from miles_router.engines.answers import ABORT, MALFORMED, UnreadableAnswer, finish_of
-from miles_router.engines.chat_legs import joined_answer, joined_choice, leg_of, rest_of, with_reasoning_tokens
+from miles_router.engines.openai.legs import joined_answer, joined_choice, leg_of, rest_of, with_reasoning_tokens
 from miles_router.engines.parsers import reasoning_marks
 from miles_router.errors import RouterError, UpstreamBroken
 from miles_router.middlewares.chat import ChatTurn

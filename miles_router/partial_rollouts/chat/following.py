@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from miles_router.asgi.replies import OK, Kind, drop
 from miles_router.engines.answers import is_abort
-from miles_router.engines.chat_held import may_end
 from miles_router.engines.events import Event
+from miles_router.engines.openai.held_deltas import may_end
 from miles_router.middlewares.chat import ChatTurn
 from miles_router.partial_rollouts.chat.generation import ChatGeneration
 from miles_router.partial_rollouts.chat.opening import ChatStreamTap, ShownChoice

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from miles_router.engines.chat_legs import as_generation, constraint_of, rest_request
 from miles_router.engines.facts import Facts
 from miles_router.engines.generate import GenerateRequest
+from miles_router.engines.openai.legs import as_generation, constraint_of, rest_request
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
 
 

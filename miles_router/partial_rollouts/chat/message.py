@@ -8,8 +8,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from miles_router.engines.chat_legs import call_id, separates_reasoning, tools_of
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.legs import call_id, separates_reasoning, tools_of
 from miles_router.engines.parsers import UNREAD, Parsers, ReadCall, reasoning_marks
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.parsers.local import tools_by_name

@@ -10,10 +10,10 @@ from typing import Any
 from miles_router.asgi.exchange import Send
 from miles_router.asgi.replies import TOO_LARGE, Kind, Tap
 from miles_router.engines.answers import LOGPROBS, MALFORMED, VERSIONS, is_abort
-from miles_router.engines.chat_held import HeldDelta, token_bytes
-from miles_router.engines.chat_stream import GrowingMessage
-from miles_router.engines.choices import VersionTrack
 from miles_router.engines.events import Event, write_event
+from miles_router.engines.openai.chat_stream import GrowingMessage
+from miles_router.engines.openai.choices import VersionTrack
+from miles_router.engines.openai.held_deltas import HeldDelta, token_bytes
 from miles_router.errors import UpstreamBroken
 from miles_router.middlewares.chat import ChatTurn
 from miles_router.partial_rollouts.generation import CannotResume

@@ -8,10 +8,10 @@ from typing import Any
 from miles_router.asgi.exchange import Message, Send
 from miles_router.asgi.watch import Watch
 from miles_router.engines.answers import UnreadableAnswer, version_runs
-from miles_router.engines.chat_legs import entries_of, finished, joined_usage
-from miles_router.engines.chat_rest import deltas_behind
 from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.legs import entries_of, finished, joined_usage
+from miles_router.engines.openai.rest import deltas_behind
 from miles_router.engines.parsers import UNREAD
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.errors import RouterError, UpstreamBroken

@@ -72,9 +72,9 @@ async def _serve(args: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
     # Imported only now, so that --help is quick.
-    from miles_router.testing.worker.indexer import IndexerShape
-    from miles_router.testing.worker.moe import MoeShape
-    from miles_router.testing.worker.script import Script
+    from miles_router.testing.worker.model.indexer import IndexerShape
+    from miles_router.testing.worker.model.moe import MoeShape
+    from miles_router.testing.worker.model.script import Script
     from miles_router.testing.worker.simulated_worker import SimulatedWorker, load_tokenizer
 
     tokenizer = load_tokenizer(args.tokenizer)

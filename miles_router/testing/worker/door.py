@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.testing.worker.generation import Generation, VersionSpan
+from miles_router.testing.worker.model.generation import Generation, VersionSpan
 
 
 @dataclass(slots=True)

@@ -6,14 +6,14 @@ from collections.abc import AsyncIterator, Callable
 from enum import Enum
 from typing import Any
 
-from miles_router.testing.worker.generation import (
+from miles_router.testing.worker.model.generation import (
     Generation,
     GenerationRequest,
     Model,
     sequence_of,
 )
-from miles_router.testing.worker.prefix_cache import PrefixCache
-from miles_router.testing.worker.sampling import context_hash, key_of, mix
+from miles_router.testing.worker.model.prefix_cache import PrefixCache
+from miles_router.testing.worker.model.sampling import context_hash, key_of, mix
 
 # With no simulated latency, this many tokens are sampled before other requests get their turn.
 _BURST = 32

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from miles_router.testing.worker.indexer import IndexerShape
-from miles_router.testing.worker.moe import MoeShape
-from miles_router.testing.worker.script import Script
+from miles_router.testing.worker.model.indexer import IndexerShape
+from miles_router.testing.worker.model.moe import MoeShape
+from miles_router.testing.worker.model.script import Script
 
 #: Whose API a worker speaks, mistakes included.
 ProfileName = Literal["sglang", "sglang-jax"]

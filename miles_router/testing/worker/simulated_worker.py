@@ -18,30 +18,30 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("the simulated worker needs aiohttp: pip install 'miles-router[testing]'") from error
 
-from miles_router.testing.worker.chat_routes import chat_completions
-from miles_router.testing.worker.completions_routes import completions
-from miles_router.testing.worker.constrained import stop_id
-from miles_router.testing.worker.control_routes import CONTROL_ROUTES, Route
 from miles_router.testing.worker.door import Door, Exchange
 from miles_router.testing.worker.engine import Engine
 from miles_router.testing.worker.faults import Faults
-from miles_router.testing.worker.generate_input import LethalPrompt
-from miles_router.testing.worker.generation import Model
-from miles_router.testing.worker.indexer import IndexerShape
-from miles_router.testing.worker.info_routes import INFO_ROUTES, model, server_info
-from miles_router.testing.worker.jax_routes import JAX_ROUTES
-from miles_router.testing.worker.jax_routes import server_info as jax_server_info
-from miles_router.testing.worker.messages_routes import messages
-from miles_router.testing.worker.moe import MoeShape
-from miles_router.testing.worker.native_routes import generate
-from miles_router.testing.worker.parsing_routes import PARSING_ROUTES
+from miles_router.testing.worker.model.constrained import stop_id
+from miles_router.testing.worker.model.generation import Model
+from miles_router.testing.worker.model.indexer import IndexerShape
+from miles_router.testing.worker.model.moe import MoeShape
+from miles_router.testing.worker.model.script import Script
+from miles_router.testing.worker.model.vocabulary import Tokenizer, ToyTokenizer
 from miles_router.testing.worker.reply import Reply, reset
-from miles_router.testing.worker.responses_routes import responses
-from miles_router.testing.worker.schema_routes import openapi
-from miles_router.testing.worker.script import Script
+from miles_router.testing.worker.routes.chat import chat_completions
+from miles_router.testing.worker.routes.completions import completions
+from miles_router.testing.worker.routes.control import CONTROL_ROUTES, Route
+from miles_router.testing.worker.routes.info import INFO_ROUTES, model, server_info
+from miles_router.testing.worker.routes.jax import JAX_ROUTES
+from miles_router.testing.worker.routes.jax import server_info as jax_server_info
+from miles_router.testing.worker.routes.messages import messages
+from miles_router.testing.worker.routes.native import generate
+from miles_router.testing.worker.routes.parsing import PARSING_ROUTES
+from miles_router.testing.worker.routes.responses import responses
+from miles_router.testing.worker.routes.schema import openapi
 from miles_router.testing.worker.settings import JAX, ProfileName, Settings
 from miles_router.testing.worker.visit import InternalError, Refusal, Visit
-from miles_router.testing.worker.vocabulary import Tokenizer, ToyTokenizer
+from miles_router.testing.worker.wire.generate_input import LethalPrompt
 
 logger = logging.getLogger("miles_router.testing.worker")
 
@@ -349,7 +349,7 @@ def load_tokenizer(given: str | Tokenizer | None) -> Tokenizer:
         return ToyTokenizer()
     if not isinstance(given, str):
         return given
-    from miles_router.testing.worker.hf_vocabulary import DirectoryTokenizer
+    from miles_router.testing.worker.model.hf_vocabulary import DirectoryTokenizer
 
     return DirectoryTokenizer(given)
 

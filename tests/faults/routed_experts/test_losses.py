@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_router.testing.worker.moe import encode_routes
+from miles_router.testing.worker.model.moe import encode_routes
 from tests.faults.routed_experts.scenes import (
     FIELD,
     GOOD,

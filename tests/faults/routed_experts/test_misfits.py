@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.moe import MoeShape, encode_routes
+from miles_router.testing.worker.model.moe import MoeShape, encode_routes
 from tests.faults.routed_experts.scenes import (
     FIELD,
     GOOD,

@@ -7,7 +7,7 @@ from typing import Any
 
 from middleware_hub.openai_session.errors import AnswerCut
 from middleware_hub.openai_session.faces.messages.echo import input_of, signature
-from miles_router.engines.chat_stream import cached_tokens
+from miles_router.engines.openai.chat_stream import cached_tokens
 
 #: Why an answer ended. `abort` is no end: it is an error, as it is nowhere else in this API.
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens", "content_filter": "refusal"}

@@ -12,7 +12,7 @@ from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.errors import invalid
 from middleware_hub.openai_session.faces.messages.tools import MessagesTools, choice_of
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
-from miles_router.engines.chat import CONTROLS
+from miles_router.engines.openai.chat import CONTROLS
 from miles_router.errors import BadRequest
 
 #: What is translated.

@@ -12,7 +12,7 @@ from middleware_hub.openai_session.faces.responses.envelope import Envelope, Res
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
 from middleware_hub.openai_session.faces.responses.tools import choice_of
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
-from miles_router.engines.chat import CONTROLS
+from miles_router.engines.openai.chat import CONTROLS
 from miles_router.errors import BadRequest
 
 #: What is translated.

@@ -7,9 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
-from miles_router.testing.worker.chat_messages import chat_prompt_ids
-from miles_router.testing.worker.control_routes import Route
+from miles_router.testing.worker.routes.control import Route
 from miles_router.testing.worker.visit import Visit, invalid_body
+from miles_router.testing.worker.wire.chat_messages import chat_prompt_ids
 
 SGLANG_VERSION = "0.5.23"
 

@@ -6,11 +6,11 @@ from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 
-from miles_router.testing.worker.generate_input import GenerateInput
-from miles_router.testing.worker.native_routes import DONE, admitted
-from miles_router.testing.worker.openai_parts import refuse, require_json
-from miles_router.testing.worker.sampling_params import WrongType
+from miles_router.testing.worker.routes.native import DONE, admitted
 from miles_router.testing.worker.visit import Visit
+from miles_router.testing.worker.wire.generate_input import GenerateInput
+from miles_router.testing.worker.wire.openai_parts import refuse, require_json
+from miles_router.testing.worker.wire.sampling_params import WrongType
 
 #: Fields of a body that are sampling parameters under the same name.
 SAMPLING_FIELDS = (

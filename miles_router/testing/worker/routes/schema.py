@@ -4,9 +4,9 @@ from collections.abc import Iterable
 
 from aiohttp import web
 
-from miles_router.testing.worker.chat_request import CHAT_FIELDS
-from miles_router.testing.worker.control_routes import Route
+from miles_router.testing.worker.routes.control import Route
 from miles_router.testing.worker.visit import Visit
+from miles_router.testing.worker.wire.chat_request import CHAT_FIELDS
 
 
 def openapi(routes: Iterable[tuple[str, str]], chat_fields: Iterable[str] = CHAT_FIELDS) -> Route:

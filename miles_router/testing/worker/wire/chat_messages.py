@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.testing.worker.vocabulary import Tokenizer
+from miles_router.testing.worker.model.vocabulary import Tokenizer
 
 
 def chat_prompt_ids(body: Mapping[str, Any], tokenizer: Tokenizer) -> list[int]:

@@ -14,9 +14,9 @@ import orjson
 
 from miles_router.engines import paths
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer, version_runs, without_logprobs
-from miles_router.engines.chat_stream import GrowingChat, chunks_of, named_calls
-from miles_router.engines.choices import Choice, Chunks
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat_stream import GrowingChat, chunks_of, named_calls
+from miles_router.engines.openai.choices import Choice, Chunks
 from miles_router.trajectory.pieces import Tokens
 
 #: What a whole answer is asked for, and what a stream; a client gets those that it asked for itself.

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from miles_router.testing.worker.vocabulary import Tokenizer
+from miles_router.testing.worker.model.vocabulary import Tokenizer
 
 # SGLang decodes the new ids behind this many prompt ids, so that a character begun in the prompt joins up.
 PROMPT_TAIL = 5

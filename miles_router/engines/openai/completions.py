@@ -14,8 +14,8 @@ import orjson
 
 from miles_router.engines import paths
 from miles_router.engines.answers import MALFORMED, VERSION, VERSIONS, UnreadableAnswer, version_runs
-from miles_router.engines.choices import Choice, GrowingChoice, GrowingChoices
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices
 from miles_router.trajectory.pieces import Tokens, VersionRun
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import orjson
 
-from miles_router.testing.worker.chat_messages import chat_prompt_ids
-from miles_router.testing.worker.generate_input import GenerateInput, parse_generate
-from miles_router.testing.worker.openai_route import SAMPLING_FIELDS, conversion, sampling_of
-from miles_router.testing.worker.tool_calls import required_call
+from miles_router.testing.worker.model.tool_calls import required_call
+from miles_router.testing.worker.model.vocabulary import Tokenizer
+from miles_router.testing.worker.routes.openai import SAMPLING_FIELDS, conversion, sampling_of
 from miles_router.testing.worker.visit import Visit, invalid_body
-from miles_router.testing.worker.vocabulary import Tokenizer
+from miles_router.testing.worker.wire.chat_messages import chat_prompt_ids
+from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
 
 #: What a request may have; anything else is ignored.
 CHAT_FIELDS = (

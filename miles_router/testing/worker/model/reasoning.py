@@ -1,6 +1,6 @@
 """Reasoning in generated text, as SGLang's `qwen3` parser separates it: up to `</think>`, or up to a tool call."""
 
-from miles_router.testing.worker.tool_calls import overlap
+from miles_router.testing.worker.model.tool_calls import overlap
 
 _BEGIN, _END, _CALL = "<think>", "</think>", "<tool_call>"
 _MARKERS = (_BEGIN, _END, _CALL)

@@ -2,9 +2,9 @@
 
 from aiohttp import web
 
-from miles_router.testing.worker.control_routes import Route
-from miles_router.testing.worker.reasoning import separated
-from miles_router.testing.worker.tool_calls import parse_calls
+from miles_router.testing.worker.model.reasoning import separated
+from miles_router.testing.worker.model.tool_calls import parse_calls
+from miles_router.testing.worker.routes.control import Route
 from miles_router.testing.worker.visit import InternalError, Visit
 
 _REASONING, _CALLS = ("qwen3", "qwen3-thinking"), ("qwen", "qwen25")

@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from miles_router.testing.worker.chat_request import ChatInput, parse_chat
-from miles_router.testing.worker.chat_routes import chat_answer, chat_chunks
-from miles_router.testing.worker.native_routes import admitted
+from miles_router.testing.worker.routes.chat import chat_answer, chat_chunks
+from miles_router.testing.worker.routes.native import admitted
 from miles_router.testing.worker.visit import Visit
+from miles_router.testing.worker.wire.chat_request import ChatInput, parse_chat
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -8,13 +8,13 @@ from typing import Any
 from aiohttp import web
 
 from miles_router.testing.worker.door import GenerationRecord
-from miles_router.testing.worker.generate_input import GenerateInput, parse_generate
-from miles_router.testing.worker.generate_output import OutputBuilder
-from miles_router.testing.worker.generation import Generation, GenerationRequest
-from miles_router.testing.worker.jax_output import JaxOutputBuilder
-from miles_router.testing.worker.sampling_params import WrongType
+from miles_router.testing.worker.model.generation import Generation, GenerationRequest
 from miles_router.testing.worker.settings import JAX
 from miles_router.testing.worker.visit import Visit
+from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
+from miles_router.testing.worker.wire.generate_output import OutputBuilder
+from miles_router.testing.worker.wire.jax_output import JaxOutputBuilder
+from miles_router.testing.worker.wire.sampling_params import WrongType
 
 DONE = b"data: [DONE]\n\n"
 

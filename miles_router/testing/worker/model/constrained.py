@@ -8,8 +8,8 @@ from typing import Any
 
 import orjson
 
-from miles_router.testing.worker.sampling_params import SamplingParams
-from miles_router.testing.worker.vocabulary import Tokenizer
+from miles_router.testing.worker.model.vocabulary import Tokenizer
+from miles_router.testing.worker.wire.sampling_params import SamplingParams
 
 _WORDS = ("alpha", "Paris", "naïve", "世界", "42", "x_1", "a b")
 _MOST_REPEATS = 8

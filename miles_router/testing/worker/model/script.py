@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_router.testing.worker.constrained import stop_id
-from miles_router.testing.worker.tool_calls import written_call
-from miles_router.testing.worker.vocabulary import Tokenizer
+from miles_router.testing.worker.model.constrained import stop_id
+from miles_router.testing.worker.model.tool_calls import written_call
+from miles_router.testing.worker.model.vocabulary import Tokenizer
 
 FIELDS = frozenset({"text", "reasoning", "calls", "when"})
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from aiohttp import web
 
-from miles_router.testing.worker.chat_request import schema_of
-from miles_router.testing.worker.generate_input import GenerateInput, parse_generate
-from miles_router.testing.worker.native_routes import all_answers, all_events
-from miles_router.testing.worker.openai_parts import completion_logprobs, metadata_of, usage_of
-from miles_router.testing.worker.openai_route import conversion, sampling_of, serve
+from miles_router.testing.worker.routes.native import all_answers, all_events
+from miles_router.testing.worker.routes.openai import conversion, sampling_of, serve
 from miles_router.testing.worker.visit import Visit, invalid_body
+from miles_router.testing.worker.wire.chat_request import schema_of
+from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
+from miles_router.testing.worker.wire.openai_parts import completion_logprobs, metadata_of, usage_of
 
 
 @dataclass(slots=True)

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from miles_router.testing.worker.generation import Generation, Model
-from miles_router.testing.worker.sampling import context_hash
+from miles_router.testing.worker.model.generation import Generation, Model
+from miles_router.testing.worker.model.sampling import context_hash
 
 # `[logprob, id, text or null]`, the shape of every logprob in SGLang's native answers.
 Triple = list[Any]

@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from miles_router.testing.worker.chat_request import ChatInput, parse_chat
-from miles_router.testing.worker.chat_routes import chat_answer, chat_chunks
-from miles_router.testing.worker.native_routes import admitted
-from miles_router.testing.worker.openai_parts import require_json
+from miles_router.testing.worker.routes.chat import chat_answer, chat_chunks
+from miles_router.testing.worker.routes.native import admitted
 from miles_router.testing.worker.visit import Refusal, Visit
+from miles_router.testing.worker.wire.chat_request import ChatInput, parse_chat
+from miles_router.testing.worker.wire.openai_parts import require_json
 
 _NO_STORE = (
     "Response store is disabled. Stateful Responses require --enable-response-store on a standalone server; response "

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from miles_router.testing.worker.detokenizer import IncrementalDetokenizer
-from miles_router.testing.worker.sampling import Sampler, context_hash, key_of
-from miles_router.testing.worker.sampling_params import SamplingParams
-from miles_router.testing.worker.vocabulary import Tokenizer
+from miles_router.testing.worker.model.detokenizer import IncrementalDetokenizer
+from miles_router.testing.worker.model.sampling import Sampler, context_hash, key_of
+from miles_router.testing.worker.model.vocabulary import Tokenizer
+from miles_router.testing.worker.wire.sampling_params import SamplingParams
 
 ABORTED: dict[str, Any] = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 ABORTED_WAITING: dict[str, Any] = {"type": "abort", "message": "Abort in waiting queue"}

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Protocol, runtime_checkable
 
-from miles_router.testing.worker.chat_template import render_chatml
+from miles_router.testing.worker.model.chat_template import render_chatml
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",

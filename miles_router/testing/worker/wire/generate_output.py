@@ -4,11 +4,11 @@ import time
 from typing import Any
 
 from miles_router.testing.worker.engine import Engine
-from miles_router.testing.worker.generation import ABORTED_WAITING, Generation, VersionSpan, sequence_of
-from miles_router.testing.worker.indexer import choose
-from miles_router.testing.worker.logprob_fields import logprob_fields
-from miles_router.testing.worker.moe import encode_routes, route
+from miles_router.testing.worker.model.generation import ABORTED_WAITING, Generation, VersionSpan, sequence_of
+from miles_router.testing.worker.model.indexer import choose
+from miles_router.testing.worker.model.moe import encode_routes, route
 from miles_router.testing.worker.settings import Settings
+from miles_router.testing.worker.wire.logprob_fields import logprob_fields
 
 _INCREMENTAL_FIELDS = {"output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs"}
 _ABSENT_WHEN_ABORTED_WAITING = (

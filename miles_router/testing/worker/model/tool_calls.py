@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from miles_router.testing.worker.constrained import instance_of, spelled, stop_id
-from miles_router.testing.worker.vocabulary import Tokenizer
+from miles_router.testing.worker.model.constrained import instance_of, spelled, stop_id
+from miles_router.testing.worker.model.vocabulary import Tokenizer
 
 _BEGIN = "<tool_call>\n"
 _END = "\n</tool_call>"

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from miles_router.testing.worker.generate_output import OutputBuilder
-from miles_router.testing.worker.generation import ABORTED_WAITING, Generation
+from miles_router.testing.worker.model.generation import ABORTED_WAITING, Generation
+from miles_router.testing.worker.wire.generate_output import OutputBuilder
 
 ABORTED_BEFORE_PREFILL = {"type": "abort", "message": "Abort before prefill"}
 _UNKNOWN = (

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.choices import Choice, GrowingChoice, GrowingChoices, StreamShortfall
+from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices, StreamShortfall
 
 OF_THE_ANSWER = ("id", "created", "model")
 

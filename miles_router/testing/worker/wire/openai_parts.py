@@ -5,8 +5,8 @@ from typing import Any
 
 from aiohttp import web
 
+from miles_router.testing.worker.model.vocabulary import Tokenizer
 from miles_router.testing.worker.visit import Visit, error_object, invalid_body
-from miles_router.testing.worker.vocabulary import Tokenizer
 
 
 def require_json(visit: Visit) -> None:

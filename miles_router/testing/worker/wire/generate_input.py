@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from miles_router.testing.worker.constrained import script_for
 from miles_router.testing.worker.engine import Engine
-from miles_router.testing.worker.generation import GenerationRequest
-from miles_router.testing.worker.sampling_params import SamplingParams
+from miles_router.testing.worker.model.constrained import script_for
+from miles_router.testing.worker.model.generation import GenerationRequest
 from miles_router.testing.worker.visit import InternalError, invalid_body
+from miles_router.testing.worker.wire.sampling_params import SamplingParams
 
 
 class LethalPrompt(Exception):

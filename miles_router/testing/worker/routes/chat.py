@@ -6,13 +6,13 @@ from typing import Any
 
 from aiohttp import web
 
-from miles_router.testing.worker.chat_request import ChatInput, parse_chat
-from miles_router.testing.worker.native_routes import all_answers, all_events
-from miles_router.testing.worker.openai_parts import chat_logprobs, metadata_of, usage_of
-from miles_router.testing.worker.openai_route import serve
-from miles_router.testing.worker.reasoning import ReasoningStream, separated
-from miles_router.testing.worker.tool_calls import ToolCallStream, parse_calls
+from miles_router.testing.worker.model.reasoning import ReasoningStream, separated
+from miles_router.testing.worker.model.tool_calls import ToolCallStream, parse_calls
+from miles_router.testing.worker.routes.native import all_answers, all_events
+from miles_router.testing.worker.routes.openai import serve
 from miles_router.testing.worker.visit import Visit
+from miles_router.testing.worker.wire.chat_request import ChatInput, parse_chat
+from miles_router.testing.worker.wire.openai_parts import chat_logprobs, metadata_of, usage_of
 
 
 async def chat_completions(visit: Visit) -> web.StreamResponse:

@@ -7,9 +7,10 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from miles_router.testing.worker.chat_routes import chat_completions
-from miles_router.testing.worker.completions_routes import completions
-from miles_router.testing.worker.control_routes import (
+from miles_router.testing.worker.engine import PauseMode
+from miles_router.testing.worker.routes.chat import chat_completions
+from miles_router.testing.worker.routes.completions import completions
+from miles_router.testing.worker.routes.control import (
     Route,
     abort_request,
     answer_empty,
@@ -17,12 +18,11 @@ from miles_router.testing.worker.control_routes import (
     flush_cache,
     pause_generation,
 )
-from miles_router.testing.worker.engine import PauseMode
-from miles_router.testing.worker.generate_input import LethalPrompt
-from miles_router.testing.worker.info_routes import health, models
-from miles_router.testing.worker.native_routes import generate
-from miles_router.testing.worker.schema_routes import openapi
+from miles_router.testing.worker.routes.info import health, models
+from miles_router.testing.worker.routes.native import generate
+from miles_router.testing.worker.routes.schema import openapi
 from miles_router.testing.worker.visit import Visit
+from miles_router.testing.worker.wire.generate_input import LethalPrompt
 
 JAX_VERSION = "0.0.0.dev0"
 _CHAT_FIELDS = (

@@ -1,0 +1,1 @@
+"""The simulated model: its vocabulary, and what it samples. No I/O."""

@@ -1,0 +1,1 @@
+"""The worker's HTTP API, a file for each kind of request."""
