@@ -12,6 +12,7 @@ import random
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -29,10 +30,13 @@ from tests.support.generations import CHAT, GENERATE, Generation
 from tests.support.oracle import common_length
 from tests.support.rollouts import generate, request_body
 from tests.support.session_proof import Sample, line_of
+from tests.support.session_trial import IM_END
 from tests.support.waiting import PATIENCE
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2  # of the real MoE model
 DELIVER = "/routed_experts"
+#: Qwen3's, which may be sampled where `ignore_eos` is asked for, and are never in a text.
+END_TOKENS = frozenset({151643, IM_END})
 
 #: Expert ids, [rows, LAYERS, TOP_K].
 Rows = npt.NDArray[Any]
@@ -213,19 +217,29 @@ class Book:
 
     def straight(self) -> int:
         """Rollouts without siblings whose turns each went on from the whole one before have brought each of their rows
-        once. Says how many these are."""
+        once, but for end tokens behind an answer's text. Says how many these are."""
         rollouts: dict[str, list[Line]] = {}
         for line in self.lines.values():
             rollouts.setdefault(line.turn.request_id.split(".")[0], []).append(line)
         found = [lines for lines in rollouts.values() if all(line.turn.whole and line.alone for line in lines)]
         for lines in found:
-            assert sum(len(line.own) for line in lines) == max(len(line.tokens) for line in lines) - 1
+            lines.sort(key=lambda line: line.arrived)
+            again = sum(_rows_again(line, after) for line, after in pairwise(lines))
+            assert sum(len(line.own) for line in lines) == len(lines[-1].tokens) - 1 + again
         return len(found)
 
     @property
     def rows(self) -> int:
         """Those of all generations, as if each had brought all of its own."""
         return sum(len(line.tokens) - 1 for line in self.lines.values())
+
+
+def _rows_again(line: Line, after: Line) -> int:
+    """How many rows of a line come once more with the one that goes on from its whole text: those of end tokens at an
+    answer's end, which are no part of that text."""
+    kept = common_length(line.tokens, after.given)
+    assert END_TOKENS.issuperset(line.tokens[kept:]), "a whole text goes on from all its tokens"
+    return max(0, len(line.tokens) - kept - 1)
 
 
 def book(doors: Sequence[Door], turns: Sequence[Turn]) -> Book:
