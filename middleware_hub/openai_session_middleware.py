@@ -51,6 +51,8 @@ class OpenAISessionMiddleware:
         default_branches: the branches of a request that names none: by default all, and the last one in miles' form.
         default_build: how samples are built for a request that does not say: `concat` or `last_step`.
         default_mask: the masks of a request that names none.
+        default_side_calls: whether the side calls of a harness (titles, probes, sub-agents) are samples too, for a
+            request that does not say.
         lora_path: the adapter that answers every turn, by the engine's name for it; whatever an agent asks for.
         chat_template_kwargs: template settings of every turn; an agent's own count more.
         parsers: what reads an answer that was sampled in parts, its reasoning and its tool calls: `engine`, its own
@@ -79,6 +81,7 @@ class OpenAISessionMiddleware:
         default_branches: str = "",
         default_build: str = CONCAT,
         default_mask: tuple[str, ...] = (),
+        default_side_calls: bool = True,
         lora_path: str = "",
         chat_template_kwargs: dict[str, Any] | None = None,
         parsers: str = "hybrid",
@@ -110,7 +113,7 @@ class OpenAISessionMiddleware:
         self._door = TurnDoor(app, faces, self.store, recorder, runner, now=time.time)
         selection = Selection(branch_policies, default_branches)
         defaults = checked_defaults("openai_session_middleware", default_build, default_mask)
-        maker = SampleMaker(selection, router.tokenizer.decode, router.rows, *defaults)
+        maker = SampleMaker(selection, router.tokenizer.decode, router.rows, *defaults, default_side_calls)
         self._sessions = SessionRoutes(self.store, maker, router.base_url)
         longest, skip = router.config.max_text_chars, self.store.statistics.count_uncompared
         comparison = Comparison(continuation.renderer, longest=longest, skip=skip)

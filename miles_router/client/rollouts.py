@@ -112,6 +112,7 @@ async def agentic(
     branches: str | None = None,
     build: str | None = None,
     mask: str | Sequence[str] | None = None,
+    side_calls: bool | None = None,
     reward: Judge | None = None,
     label: Any = None,
     metadata: Mapping[str, Any] | None = None,
@@ -124,7 +125,7 @@ async def agentic(
         samples = await agentic(client, agent, reward=lambda outcome: float(outcome == "42"))
 
     Args:
-        max_seq_len, branches, build, mask: as of `Session.collect`.
+        max_seq_len, branches, build, mask, side_calls: as of `Session.collect`.
         reward: makes the reward of all of them of what the agent returned; may be a coroutine function.
 
     Raises:
@@ -141,6 +142,7 @@ async def agentic(
             branches=branches,
             build=build,
             mask=mask,
+            side_calls=side_calls,
             reward=earned,
             label=label,
             metadata=metadata,

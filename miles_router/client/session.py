@@ -114,6 +114,7 @@ class Session:
         branches: str | None = None,
         build: str | None = None,
         mask: str | Sequence[str] | None = None,
+        side_calls: bool | None = None,
         reward: Reward = None,
         label: Any = None,
         metadata: Mapping[str, Any] | None = None,
@@ -128,6 +129,8 @@ class Session:
             build: `concat`: the turns of a branch in a row; or `last_step`: its last answer with the whole prompt.
             mask: which of the sampled tokens are in the loss: `all`, `last_turn`, `newest_weights`, `no_reasoning`, or
                 a list of them, which leaves what all of them leave.
+            side_calls: whether what a harness asks beside its main line (titles, probes, sub-agents) gives samples too;
+                by default as the router's operator says, or else true.
             reward, label, metadata: carried by every sample.
 
         Raises:
@@ -140,6 +143,7 @@ class Session:
             "branches": branches or (None if build == "last_step" else "all"),
             "build": build,
             "mask": mask,
+            "side_calls": side_calls,
             "reward": reward,
             "label": label,
             "metadata": metadata,

@@ -26,7 +26,8 @@ import numpy as np
 from miles_router.settings.config import MiddlewareSpec
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker, real_workers
-from tests.support.agents import AGENTS, TURNS, Agents, Asked, Message
+from tests.support.agent_apis import Message
+from tests.support.agents import AGENTS, TURNS, Agents, Asked
 from tests.support.door import Door, chats_of
 from tests.support.generations import Generation
 from tests.support.oracle import common_length

@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tests.support import claude_code, codex
+
 WHOLE, STREAMED = "whole", "streamed"
 BOTH = (WHOLE, STREAMED)
 #: Of every client that is driven here.
@@ -70,7 +72,7 @@ class Client:
         packages: with their versions, pinned in `requirements`.
         api: what it speaks to the session.
         segments: how many roots a session has of it, in each mode.
-        why: what it does to its history, where that is more than one.
+        why: what it does to its history, where that is more than one; or what else it asks.
         driver: its program in `drivers/`; none where `test` has its own.
         python: the oldest that it runs on.
         said: what it says in the end.
@@ -99,7 +101,27 @@ def final_answer() -> Sequence[Any]:
     return [*CALCULATION[:-1], {"reasoning": "Done.", "calls": [call("final_answer", answer="It is 42.")]}]
 
 
+CLAUDE_CODE = Client(
+    "Claude Code",
+    f"{claude_code.PACKAGE} {claude_code.VERSION}",
+    "Messages",
+    1,
+    modes=(STREAMED,),
+    why="its main line; each sub-agent is a side call with one of its own",
+    test="tests/e2e/test_claude_code.py",
+)
+CODEX = Client(
+    "Codex",
+    f"{codex.PACKAGE} {codex.VERSION}",
+    "Responses",
+    1,
+    modes=(STREAMED,),
+    test="tests/e2e/test_codex.py",
+)
+
 CLIENTS: Sequence[Client] = (
+    CLAUDE_CODE,
+    CODEX,
     Client(
         "LangGraph",
         "langgraph 1.2.22, langchain-openai 1.7.3",

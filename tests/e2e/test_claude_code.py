@@ -6,9 +6,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.support.claude_code import claude_code, edits
+from tests.clients.table import CLAUDE_CODE
+from tests.support.claude_code import COUNTING, claude_code, edits
+from tests.support.cuts import check_cut, update_within
 from tests.support.session_trial import exactly, simulated_sessions
 from tests.support.stage import Stage
+from tests.support.under_way import under_way
 
 #: It asks for 128,000 tokens behind some 12,000.
 CONTEXT = 200_000
@@ -32,11 +35,30 @@ async def test_it_edits_a_file_and_leaves_one_exact_segment_and_that_of_its_sub_
         main = [place for place in range(len(records)) if place != beside]
         assert [records[place]["parent"] for place in main] == [None, *main[:-1]]
         generations = [exchange.generation for exchange in trial.door]
-        samples = {sample["metadata"]["turns"][-1]["turn"]: sample for sample in await trial.samples(session)}
-        assert samples.keys() == {beside, main[-1]}
-        exactly(samples[main[-1]], *(generations[place] for place in main))
-        exactly(samples[beside], generations[beside])
+        samples = {sample["metadata"]["side_call"]: sample for sample in await trial.samples(session)}
+        assert samples.keys() == {True, False}
+        exactly(samples[False], *(generations[place] for place in main))
+        exactly(samples[True], generations[beside])
+        assert await trial.samples(session, side_calls=False) == [samples[False]] * CLAUDE_CODE.segments
         assert (await trial.read(session))["metadata"]["untraced"] == []
+
+
+async def test_it_notices_nothing_of_new_weights_in_the_middle_of_a_call(stage: Stage, tmp_path: Path) -> None:
+    file = tmp_path / "work" / "a.txt"
+    file.parent.mkdir()
+    file.write_text("hello\n", encoding="utf-8")
+    steps = edits(file)
+    del steps[COUNTING]
+    kind: dict[str, Any] = {"script": steps, "reasoning_parser": "qwen3", "context_len": CONTEXT}
+    async with simulated_sessions(stage, settings={"partial_rollout": "resume"}, **kind) as trial:
+        session = await trial.create()
+        url = f"{trial.router.url}/sessions/{session}"
+        async with under_way(claude_code(url, "Replace hello by goodbye", file.parent)) as running:
+            await update_within(trial, '"new_string": "good', "2")
+            run = await running
+        assert (run.code, run.said.strip()) == (0, "Replaced it."), run
+        assert file.read_text(encoding="utf-8") == "goodbye\n"
+        await check_cut(trial, session, turns=len(steps))
 
 
 async def test_it_asks_for_less_where_the_context_window_is_small(stage: Stage, tmp_path: Path) -> None:

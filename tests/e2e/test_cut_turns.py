@@ -16,6 +16,7 @@ from miles_router.errors import ConfigError
 from miles_router.testing.worker.engine import Engine
 from tests.support.brake import Brake
 from tests.support.chat_turns import read_stream
+from tests.support.cuts import continue_, pause
 from tests.support.http import CutReply, request
 from tests.support.session_trial import (
     ADD,
@@ -116,16 +117,9 @@ async def _reached(engine: Engine, tokens: int) -> None:
         await asyncio.sleep(0)
 
 
-async def pause(trial: SessionTrial, mode: str = "abort") -> None:
-    assert (await trial.ask("POST", "/pause_generation", {"mode": mode})).status == 200
-
-
 async def go_on(trial: SessionTrial, brake: Brake, version: str | None = None) -> None:
     brake.on = False
-    if version is not None:
-        body = {"new_version": version, "abort_all_requests": False}
-        assert (await trial.ask("POST", "/update_weight_version", body)).status == 200
-    assert (await trial.ask("POST", "/continue_generation")).status == 200
+    await continue_(trial, version)
 
 
 def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -15,13 +15,13 @@ from miles_router.settings.config import MiddlewareSpec
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.chat_turns import plain, read_stream
+from tests.support.cuts import ScriptedCut, new_version
 from tests.support.door import Door
 from tests.support.generations import Generation
-from tests.support.http import ask
 from tests.support.running_router import running_router
 from tests.support.session_trial import ADD, ASK_ADD, IM_END, SESSIONS, SessionTrial, message_of, qwen3, user
 from tests.support.tiers import size
-from tests.support.waiting import soon, until
+from tests.support.waiting import soon
 
 pytestmark = pytest.mark.sglang
 
@@ -40,48 +40,27 @@ class Scene:
 
     def __init__(self, trial: SessionTrial, worker: RealWorker, door: Door, script: Path) -> None:
         self.trial = trial
-        self.worker = worker
         self.door = door
         self.script = script
+        self.cut = ScriptedCut(trial, worker, script)
         self.version = 0
 
     async def turn(self, text: str, cut: int | None, **fields: Any) -> tuple[Any, Any, list[Generation]]:
         """A turn that says this, cut before one of its tokens: its answer, its sample, and how it was generated."""
-        hold, held = self.script.with_name("hold"), self.script.with_name("held")
-        held.unlink(missing_ok=True)
         self.script.write_text(json.dumps([[*qwen3().encode(text), IM_END]]))
         if cut is not None:
-            hold.write_text(str(cut))
+            self.cut.before(cut)
         session = await self.trial.create()
         asking = self.trial.stream if fields.get("stream") else self.trial.chat
         fields.pop("stream", None)
         asked = asyncio.ensure_future(asking(session, HI, max_tokens=500, tools=[ADD], **fields))
         if cut is not None:
-            await self._cut(hold, held)
+            self.version += 1
+            await self.cut.update(str(self.version))
         answer = await soon(asked)
         (sample,) = await self.trial.samples(session)
         legs = [each for each in self.door.chats(version=FIRST_VERSION) if each.session == session]
         return answer, sample, legs
-
-    async def _cut(self, hold: Path, held: Path) -> None:
-        """Pause the engine while it is stopped between two tokens, and give it new weights."""
-        await until(held.exists, "the engine is stopped")
-        pausing = asyncio.ensure_future(self._post("/pause_generation", mode="abort"))
-        ready = 200
-        while ready == 200:
-            ready = (await ask(self.worker.url, "GET", "/ready")).status
-        hold.unlink()  # noqa: ASYNC240 - a file of a few bytes
-        await soon(pausing)
-        self.version += 1
-        await self.new_version(str(self.version))
-        await self._post("/continue_generation")
-
-    async def new_version(self, version: str) -> None:
-        await self._post("/update_weight_version", new_version=version, abort_all_requests=False)
-
-    async def _post(self, path: str, **body: Any) -> None:
-        answer = await self.trial.ask("POST", path, body)
-        assert answer.status == 200, answer.body
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +82,7 @@ async def scene(engine: tuple[RealWorker, Path]) -> AsyncIterator[Scene]:
     ):
         made = Scene(SessionTrial(router, ()), worker, door, script)
         yield made
-        await made.new_version(FIRST_VERSION)  # of the next scene
+        await new_version(made.trial, FIRST_VERSION)  # of the next scene
 
 
 def places(text: str) -> list[int]:

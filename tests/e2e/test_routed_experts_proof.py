@@ -303,7 +303,7 @@ async def test_agents_samples_have_the_rows_that_their_workers_gave(
         print(f"\n{len(agents.sessions)} agents, {len(went.generations)} turns, {samples} samples, {tokens} tokens")
         print(f"{rows} rows compared; {transferred} of {whole} transferred, {1 - transferred / whole:.1%} saved")
         print(f"equal to one uninterrupted request: {remembered} remembered, {fresh} computed anew")
-        print(f"{statistics}; {replies} replies; {agents.log.broken_off} broken off")
+        print(f"{statistics}; {replies} replies; {len(agents.log.left)} broken off")
         print(f"{ran - begun:.1f} s of agents, {time.monotonic() - ran:.1f} s of comparison")
     assert rows == tokens - samples
     assert transferred == statistics["transferred_rows"]

@@ -143,6 +143,19 @@ async def test_a_sub_agent_has_a_tree_of_its_own(trial: SessionTrial) -> None:
     assert await parents(trial, session) == [None, None, 1, 0]
     assert await trial.reasons(session) == [None, "sub_agent", None, None]
     await all_exact(trial, session, [1, 2], [0, 3])
+    assert [sample["metadata"]["side_call"] for sample in await trial.samples(session)] == [True, False]
+    (main,) = await trial.samples(session, side_calls=False)
+    assert [turn["turn"] for turn in main["metadata"]["turns"]] == [0, 3]
+
+
+@pytest.mark.parametrize(("value", "aside"), [("collab_spawn", True), ("review", True), ("compact", False)])
+async def test_what_a_harness_calls_a_sub_agent_is_a_side_call(trial: SessionTrial, value: str, aside: bool) -> None:
+    session = await trial.create()
+    path, body = f"/sessions/{session}/v1/responses", {"model": "m", "input": "Hi", "max_output_tokens": 8}
+    for headers in ([], [("x-openai-subagent", value)]):
+        assert (await trial.ask("POST", path, body, headers)).status == 200
+    labels = [sample["metadata"]["side_call"] for sample in await trial.samples(session)]
+    assert labels == [False, aside], "although it begins as the main line does"
 
 
 async def test_a_question_that_is_asked_again_is_a_retry(trial: SessionTrial) -> None:

@@ -259,7 +259,8 @@ async def test_a_finalized_session_is_built_as_its_client_says(
     first = await good(await turn(trial, named("s")))
     await turn(trial, named("s"), [*HI, message_of(first), user("Go on")])
     await turn(trial, named("other"), [*HI, user("Go on")])
-    await post(trial, "/session/finalize", {"session_id": "s", **mode})
+    await turn(trial, named("s"), [said("A title?")])
+    await post(trial, "/session/finalize", {"session_id": "s", "side_calls": False, **mode})
     (segment,) = (await post(trial, "/trajectory/read", {"session_id": "s"}))["data"]
     one, two = (each.generation for each in trial.door[:2])
     assert segment["tokens"] == [*two.input_ids, *two.output_ids]
@@ -269,7 +270,7 @@ async def test_a_finalized_session_is_built_as_its_client_says(
 async def test_a_last_step_is_one_segment_of_a_rewritten_session(trial: SessionTrial) -> None:
     await turn(trial, named("s"))
     await turn(trial, named("s"), [*HI, said("I take that back."), user("Go on")])
-    for bad in ({"token_build_mode": "whole"}, {"token_build_mode": 1}, {"mask": "none"}):
+    for bad in ({"token_build_mode": "whole"}, {"token_build_mode": 1}, {"mask": "none"}, {"side_calls": 1}):
         refused = await trial.ask("POST", "/session/finalize", {"session_id": "s", **bad})
         assert (refused.status, refused.error_type) == (400, "invalid_request")
     await post(trial, "/session/finalize", {"session_id": "s", "token_build_mode": "last_step"})

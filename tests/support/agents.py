@@ -1,7 +1,8 @@
-"""Tool agents over the official `openai` client that know a `base_url` and nothing else, in all the ways in which
-agents treat a conversation: they retry, take back, compact, call sub-agents, change their tools, leave in the middle.
+"""Tool agents over the official clients that know a `base_url` and nothing else, in all the ways in which agents treat
+a conversation: they retry, take back, compact, call sub-agents, change their tools, leave in the middle.
 
-Constrained sampling makes random weights call tools in the family's own format, in whatever tokens.
+On a real engine constrained sampling makes random weights call tools in the family's own format, in whatever tokens. A
+simulated worker has a script for that (`Improvised`): what is constrained cannot be carried on.
 
     agents = Agents(router.url)
     await agents.run()
@@ -19,21 +20,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from openai import AsyncOpenAI
 
+from miles_router.testing import Tokenizer
+from miles_router.testing.worker.model.constrained import spelled, stop_id, text_matching
+from miles_router.testing.worker.model.script import Script
+from tests.support.agent_apis import APIS, AgentApi, Message
 from tests.support.tiers import size
 from tests.support.tokenizers import tokenizer
-from tests.support.waiting import PATIENCE
 
 AGENTS, TURNS = size(heavy=(32, 20), otherwise=(8, 10))
 EVENTS_AT = size(heavy=(5, 10, 15), otherwise=(3, 5, 8))  # turns at which something happens
 SUB_AGENT_TURNS = 3
 
-Message = Mapping[str, Any]
 #: Qwen3 ids: <|endoftext|>, <|im_start|>, <|im_end|>, <think>.
 END_OF_TEXT, *_ = MARKERS = (151643, 151644, 151645, 151667)
 LIKELY = 9.5  # a bias that makes each of them come up once in some fifteen tokens
-ENDLESS = {"max_tokens": 4000, "extra_body": {"ignore_eos": True}}
+LONG, ENDLESS = ({"max_tokens": most, "extra_body": {"ignore_eos": True}} for most in (200, 4000))
 
 
 def tool(name: str) -> dict[str, Any]:
@@ -86,8 +88,8 @@ class Log:
     reasons: Counter[tuple[str, str | None]] = field(default_factory=Counter)  # of each session's turns
     requests: int = 0
     turns: int = 0  # without what happens beside them
-    broken_off: int = 0
-    repeated: int = 0  # answers that came from the router, since the turn had been answered
+    left: set[str] = field(default_factory=set)  # ids of requests whose agent left in the middle
+    repeated: int = 0  # requests without an answer of their own: the turn had been answered, or was asked for again
 
 
 @functools.cache
@@ -99,25 +101,72 @@ def usual_tokens() -> dict[str, float]:
 
 def arguments_for(kind: str) -> Mapping[str, Any]:
     """The arguments of `create` that make an answer of a kind."""
+    if kind == "long":
+        return LONG
     return TEXTS[kind] if kind in TEXTS else {"extra_body": {"regex": CALLS[kind]}, "logit_bias": usual_tokens()}
 
 
+class Improvised(Script):
+    """What a simulated worker says that is asked for kinds of answers, by the name of a model: each time something
+    else, in tokens that encoding it would not give."""
+
+    PATTERNS: Mapping[str, str] = {
+        "words": "[a-zé]{2}[a-zé ]{3,20}",
+        "thought": r"<think>\n[a-z]{2}[a-z ]{3,8}\n</think>\n\n[a-z]{2}[a-z ]{3,8}",
+        "cut by length": "[a-z]{60}",
+        "stop string": "[a-z]{3,8}#[a-z]{9}",
+        "stop token of its own": "[a-z]{3,8}",
+        "special tokens": "[a-z]{3,8}",
+        **CALLS,
+    }
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self._dice = random.Random(0)
+
+    def play(
+        self, request: Mapping[str, Any], input_ids: Sequence[int], tokenizer: Tokenizer, *, thinks: bool = False
+    ) -> list[int] | None:
+        """An answer of the kind that is named; a long one, where none is."""
+        kind = request["model"]
+        text = text_matching(self.PATTERNS[kind], self._dice) if kind in self.PATTERNS else "word " * 4000
+        nothing = "<think></think>" if thinks and not text.startswith("<think>") else ""
+        ids = spelled(nothing + text, tokenizer, self._dice)
+        if kind == "special tokens":
+            ids += [self._dice.choice(MARKERS[1:2]), *tokenizer.encode("b")]
+        return [*ids, END_OF_TEXT if kind == "stop token of its own" else stop_id(tokenizer)]
+
+
+def improvised_for(kind: str) -> Mapping[str, Any]:
+    """The same of a worker that improvises."""
+    if kind == "long":
+        return LONG
+    asked = dict(TEXTS.get(kind, {}))
+    own = {name: value for name, value in asked.pop("extra_body", {}).items() if name != "regex"}
+    asked.pop("logit_bias", None)
+    return {**asked, "model": kind, **({"extra_body": own} if own else {})}
+
+
 class Agent:
-    """One episode. `streaming`: always, never, or (None) now and then."""
+    """One episode. `streaming`: always, never, or (None) now and then. It speaks the first of its APIs, its sub-agents
+    the next one."""
 
     def __init__(
         self,
-        client: AsyncOpenAI,
+        apis: Sequence[AgentApi],
         session: str,
         dice: random.Random,
         log: Log,
         *,
         streaming: bool | None,
+        arguments: Callable[[str], Mapping[str, Any]],
         role: str = "an agent",
         tools: list[Any] | None = TOOLS,
         reason: str | None = None,
     ) -> None:
-        self._client = client
+        self._apis = apis
+        self._api = apis[0]
+        self._arguments_for = arguments
         self._session = session
         self._dice = dice
         self._log = log
@@ -134,7 +183,8 @@ class Agent:
     async def run(self, turns: int, events: Mapping[int, str]) -> None:
         """The whole episode."""
         for turn in range(turns):
-            answer = await EVENTS[events[turn]](self, self._kind()) if turn in events else await self._ask(self._kind())
+            event = EVENTS[events[turn]] if turn in events else Agent._ask
+            answer = await event(self, self._kind())
             self._log.turns += 1
             self._sent.append(len(self._history))
             self._history += [answer, *self._replies(answer)]
@@ -142,7 +192,7 @@ class Agent:
     def _kind(self) -> str:
         if self._tools and self._dice.random() < 0.4:
             return self._dice.choice(["call", "call", *CALLS])
-        return self._dice.choice([*TEXTS])
+        return self._dice.choice([kind for kind in TEXTS if kind not in self._api.lacks])
 
     def _replies(self, answer: Message) -> list[Message]:
         """What the agent says behind an answer: results of the tools it called, or a question. Never twice the same."""
@@ -205,11 +255,12 @@ class Agent:
 
     async def sub_agent(self, kind: str) -> Message:
         critic = Agent(
-            self._client,
+            [*self._apis[1:], self._api],
             self._session,
             self._dice,
             self._log,
             streaming=self._streaming,
+            arguments=self._arguments_for,
             role="a critic",
             tools=None,
             reason="sub_agent",
@@ -224,12 +275,22 @@ class Agent:
     async def broken_off(self, kind: str) -> Message:
         """The agent leaves in the middle of an answer and asks again."""
         asked = self._arguments(ENDLESS, self._history, turn_id=None)
-        async with await self._client.chat.completions.create(**asked, stream=True) as stream:
-            async for chunk in stream:
-                if chunk.choices[0].delta.content:
-                    break
-        self._log.broken_off += 1
+        self._log.left.add(asked["extra_headers"]["X-Request-Id"])
+        await self._api.leave(asked)
         return await self._ask(kind)
+
+    async def dropped_connection(self, kind: str) -> Message:
+        """The connection is lost in the middle of an answer, and the agent asks again for the same turn: it may have
+        been recorded, or not."""
+        turn_id = f"turn-{self._count}"
+        asked = self._arguments(LONG, self._history, turn_id)
+        request_id = asked["extra_headers"]["X-Request-Id"]
+        self._log.left.add(request_id)
+        await self._api.leave(asked)
+        (answer,) = await self._answers("long", reasons=(None,), turn_id=turn_id, stream=True)
+        self._log.asked[request_id] = Asked(kind, tuple(self._history), self._tools, (answer,))
+        self._log.repeated += 1
+        return answer
 
     async def two_choices(self, kind: str) -> Message:
         return self._dice.choice(await self._answers(kind, reasons=(None, "choice"), n=2))
@@ -269,29 +330,13 @@ class Agent:
     ) -> list[Message]:
         """The answers to one request, one a choice; `reasons` are those of the turns that it makes."""
         sent = tuple(self._history if messages is None else messages)
-        read = self._streamed if (self._streams() if stream is None else stream) else self._whole
-        asked = self._arguments(arguments_for(kind), sent, turn_id) | ({"n": n} if n > 1 else {})
-        answers = await read(asked)
+        asked = self._arguments(self._arguments_for(kind), sent, turn_id) | ({"n": n} if n > 1 else {})
+        answers = await self._api.answers(asked, stream=self._streams() if stream is None else stream)
         assert len(answers) == n
         request_id = asked["extra_headers"]["X-Request-Id"]
         self._log.asked[request_id] = Asked(kind, sent, self._tools, tuple(answers))
         self._log.reasons.update((self._session, reason) for reason in reasons)
         return answers
-
-    async def _whole(self, asked: Mapping[str, Any]) -> list[Message]:
-        answer = await self._client.chat.completions.create(**asked)
-        return [choice.message.model_dump(exclude_none=True) for choice in answer.choices]
-
-    async def _streamed(self, asked: Mapping[str, Any]) -> list[Message]:
-        messages: dict[int, dict[str, Any]] = {}
-        async with await self._client.chat.completions.create(**asked, stream=True) as stream:
-            async for chunk in stream:
-                for choice in chunk.choices:
-                    message = messages.setdefault(choice.index, {"role": "assistant", "content": ""})
-                    message["content"] += choice.delta.content or ""
-                    for piece in choice.delta.tool_calls or ():
-                        _take_call(message.setdefault("tool_calls", []), piece)
-        return [message for _, message in sorted(messages.items())]
 
 
 #: What happens at a turn, in place of an ordinary question.
@@ -305,25 +350,31 @@ EVENTS: Mapping[str, Callable[[Agent, str], Awaitable[Message]]] = {
     "sub-agent": Agent.sub_agent,
     "changed tools": Agent.changed_tools,
     "broken off": Agent.broken_off,
+    "dropped connection": Agent.dropped_connection,
     "two choices": Agent.two_choices,
     "parallel": Agent.parallel,
 }
 
 
-def _take_call(calls: list[dict[str, Any]], piece: Any) -> None:
-    if piece.index == len(calls):
-        calls.append({"id": piece.id, "type": "function", "function": {"name": piece.function.name, "arguments": ""}})
-    calls[piece.index]["function"]["arguments"] += piece.function.arguments or ""
-
-
 @dataclass
 class Agents:
-    """`await Agents(url).run()`: all of them at once, each in a session of its own."""
+    """`await Agents(url).run()`: all of them at once, each in a session of its own.
+
+    Attributes:
+        events_at: turns at which something happens.
+        without: names of `EVENTS` that do not happen.
+        apis: names of `APIS`; an agent speaks one, the next agent the next.
+        arguments: of `create`, for a kind of answer.
+    """
 
     url: str
     count: int = AGENTS
     turns: int = TURNS
     seed: int = 0
+    events_at: Sequence[int] = EVENTS_AT
+    without: frozenset[str] = frozenset()
+    apis: Sequence[str] = ("chat",)
+    arguments: Callable[[str], Mapping[str, Any]] = arguments_for
     log: Log = field(default_factory=Log)
     sessions: list[str] = field(default_factory=list)
 
@@ -337,11 +388,16 @@ class Agents:
             http.post("/sessions", json={"session_id": session}) as reply,
         ):
             assert reply.status == 200
-            base_url = (await reply.json())["base_url"]
+            address = (await reply.json())["anthropic_base_url"]
         dice = random.Random(f"{self.seed}/{number}")
         streaming = {0: True, 1: False}.get(number % 4)
-        async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=10 * PATIENCE) as client:
-            agent = Agent(client, session, dice, self.log, streaming=streaming)
-            names = [*EVENTS]
-            events = {turn: names[(number + 4 * place) % len(names)] for place, turn in enumerate(EVENTS_AT)}
+        first = number % len(self.apis)
+        apis = [APIS[name](address) for name in (*self.apis[first:], *self.apis[:first])]
+        try:
+            agent = Agent(apis, session, dice, self.log, streaming=streaming, arguments=self.arguments)
+            names = [name for name in EVENTS if name not in apis[0].lacks | self.without]
+            events = {turn: names[(number + 4 * place) % len(names)] for place, turn in enumerate(self.events_at)}
             await agent.run(self.turns, events)
+        finally:
+            for api in apis:
+                await api.close()

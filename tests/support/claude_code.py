@@ -21,8 +21,8 @@ ENVIRONMENT = {
     "DISABLE_AUTOUPDATER": "1",
     "ANTHROPIC_API_KEY": "none",
 }
-#: Which of the steps of `edits` has a sub-agent count the files.
-COUNTING = 4
+#: Which of the steps of `edits` replaces, and which has a sub-agent count the files.
+EDITING, COUNTING = 2, 4
 
 
 @functools.cache

@@ -18,6 +18,8 @@ VERSION = "0.169.0"
 UNKNOWN_MODEL = "simulated-model"
 #: One that it knows: it is told of `apply_patch` as a custom tool, and of a search for tools.
 KNOWN_MODEL = "gpt-5.5"
+#: Which of the steps of `edits` replaces.
+EDITING = 1
 #: Of a user who allows everything. It knows the session's address and nothing else of the router.
 OPTIONS = ("exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check")
 CONFIG = """

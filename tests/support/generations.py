@@ -41,6 +41,7 @@ class Generation:
     cached: int = 0
     experts: str = ""  # the rows of routed experts it came with, in base64
     answered: float = float("inf")  # when its end came out of the engine
+    legs: int = 1  # requests that it took
 
     @property
     def prompt(self) -> list[int]:
@@ -140,6 +141,26 @@ def _take(generation: Generation, answer: dict[str, Any], *, more: bool) -> None
 
 
 # Chat
+
+
+def joined(legs: Iterable[Generation]) -> list[Generation]:
+    """Each generation once, of which some were cut and carried on as another request with what was there."""
+    whole: list[Generation] = []
+    for leg in legs:
+        begun = next((each for each in whole if each.request_id == leg.request_id and _goes_on(each, leg)), None)
+        if begun is None:
+            whole.append(leg)
+        else:
+            begun.sampled = begun.sampled + leg.sampled
+            begun.logprobs = begun.logprobs + leg.logprobs
+            begun.versions = begun.versions + leg.versions
+            begun.finish = leg.finish
+            begun.legs += 1
+    return whole
+
+
+def _goes_on(begun: Generation, leg: Generation) -> bool:
+    return begun.end["type"] == "abort" and leg.given == [*begun.prompt, *begun.sampled]
 
 
 @dataclass

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from itertools import groupby, pairwise
 from typing import Any
 
+import aiohttp
 import numpy as np
 
-from tests.support.agents import Asked, Message
+from tests.support.agent_apis import Message
+from tests.support.agents import Agents, Asked
+from tests.support.door import Chats
 from tests.support.generations import Generation
 from tests.support.oracle import Arrays, common_length, given_arrays, same
 
@@ -44,6 +47,7 @@ class Proved:
     trained: int = 0
     turns: int = 0
     streamed: int = 0
+    carried_on: int = 0  # turns that were cut
     continued: int = 0  # turns that were sent as ids
     dropped: int = 0  # stop tokens that the engine was not given again
     prompts: int = 0  # tokens of the prompts of continued turns
@@ -55,13 +59,40 @@ class Proved:
 
     def __str__(self) -> str:
         return (
-            f"{self.sessions} sessions, {self.turns} turns, {self.streamed} of them streamed; new weights in the "
-            f"middle of {dict(self.new_versions)}; {self.samples} samples: {self.positions} positions compared, "
-            f"{self.trained} trained, {self.dropped} stop tokens dropped\n"
+            f"{self.sessions} sessions, {self.turns} turns, {self.streamed} of them streamed, {self.carried_on} "
+            f"carried on; new weights in the middle of {dict(self.new_versions)}; {self.samples} samples: "
+            f"{self.positions} positions compared, {self.trained} trained, {self.dropped} stop tokens dropped\n"
             f"branches {dict(self.reasons)}, ends {dict(self.finishes)}\n"
             f"{self.continued} turns continued, {self.prompts} prompt tokens: {self.held / self.prompts:.2%} held, "
             f"{self.cached / self.prompts:.2%} in the engine's prefix cache"
         )
+
+
+async def check_sessions(http: aiohttp.ClientSession, agents: Agents, went: Chats, plain: Any) -> Proved:
+    """Every session of agents, with its reasons: what they did to their history begins a branch, and nothing else does.
+
+    Raises:
+        AssertionError: a position differs from what went through the doors, or a turn has another reason.
+    """
+    proved, kept, left = Proved(), set[str](), 0
+    for session in agents.sessions:
+        async with http.post(f"/sessions/{session}/samples", json={}) as reply:
+            assert reply.status == 200, await reply.text()
+            samples = (await reply.json())["samples"]
+        recorded = {turn["rid"] for sample in samples for turn in sample["metadata"]["turns"]}
+        passed = [each for each in went.of(session) if each.rid in recorded or each.request_id not in agents.log.left]
+        kept |= {each.request_id for each in passed}
+        left += len(went.of(session)) - len(passed)
+        check_session(proved, samples, passed, agents.log.asked, plain)
+        async with http.get(f"/sessions/{session}") as reply:
+            found = await reply.json()
+        assert found["metadata"]["untraced"] == []
+        assert "abort" not in {record["finish_reason"] for record in found["records"]}, "what was cut goes on"
+        reasons = Counter(record["reason"] for record in found["records"])
+        assert reasons == {reason: n for (of, reason), n in agents.log.reasons.items() if of == session}
+    assert proved.turns + left == len(went.generations), "each belongs to one of the sessions"
+    assert len(agents.log.asked) - len(kept) == agents.log.repeated
+    return proved
 
 
 def check_session(
@@ -101,6 +132,7 @@ def check_session(
 def _count(proved: Proved, passed: Sequence[Generation]) -> None:
     proved.turns += len(passed)
     proved.streamed += sum(each.streamed for each in passed)
+    proved.carried_on += sum(each.legs > 1 for each in passed)
     proved.finishes.update(each.end["type"] for each in passed)
     changed = (each for each in passed if len(set().union(*each.versions)) > 1)
     proved.new_versions.update("streamed" if each.streamed else "whole" for each in changed)

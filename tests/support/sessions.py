@@ -24,6 +24,10 @@ STOP = SPECIAL + 1
 SYSTEM: Message = {"role": "system", "content": "Be brief."}
 
 
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
 def user(text: str) -> Message:
     return {"role": "user", "content": text}
 
@@ -61,6 +65,7 @@ class Scene:
         given: int = 2,
         dropped: int = 0,
         segment: str | None = None,
+        side_call: bool = False,
         **fields: Any,
     ) -> PendingTurn:
         """A request on its way; behind a held turn it gives `given` new ids, and drops the last `dropped` held ones."""
@@ -70,7 +75,9 @@ class Scene:
         if place.parent is not None:
             held = place.parent.trajectory().tokens
             prompt = TokenPrompt(held[: len(held) - dropped], Piece.given(self.ids(given)), dropped)
-        return PendingTurn(self.session, CHAT, parsed, (place,), self.time, prompt, segment=segment)
+        return PendingTurn(
+            self.session, CHAT, parsed, (place,), self.time, prompt, segment=segment, side_call=side_call
+        )
 
     def generated(
         self,

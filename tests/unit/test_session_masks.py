@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,6 +156,8 @@ def test_reasoning_that_is_not_in_the_tokens_is_refused_by_name() -> None:
         ({"mask": ["last_turn", "x"]}, "mask must be"),
         ({"mask": None}, "mask must be"),
         ({"mask": [["last_turn"]]}, "mask must be"),
+        ({"side_calls": "no"}, "side_calls must be true or false"),
+        ({"side_calls": 0}, "side_calls must be true or false"),
     ],
 )
 def test_a_build_or_mask_that_there_is_not_is_refused(request_: dict[str, Any], reason: str) -> None:
@@ -166,9 +169,13 @@ def test_an_operator_may_name_what_requests_that_say_nothing_get() -> None:
     scene = Scene()
     three_turns(scene)
     maker = SampleMaker(Selection(()), decode, {}, *checked_defaults("m", "last_step", ["last_turn"]))
+    scene.turn([user("Title?")])
+    maker = replace(maker, side_calls=False)
     (sample,) = collected(scene, maker)
     assert (masks([sample]), sample.prompt_length) == (["000000000000011"], 13)
     assert masks(collected(scene, maker, build="concat", mask="all")) == ["000111001111011"]
+    both = collected(scene, maker, build="concat", branches="all", side_calls=True)
+    assert [each.metadata["side_call"] for each in both] == [False, True]
     for build, mask in (("x", []), ("concat", ["x"])):
         with pytest.raises(ConfigError, match=r"m\.default_"):
             checked_defaults("m", build, mask)

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from middleware_hub.openai_session.errors import UnusableSample
-from middleware_hub.openai_session.export.selection import Selection, trained_elsewhere
+from middleware_hub.openai_session.export.selection import Selection, side_calls, trained_elsewhere
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.errors import BadRequest, ConfigError
-from tests.support.sessions import SYSTEM, Scene, user
+from tests.support.sessions import SYSTEM, Scene, system, user
 
 START = [SYSTEM, user("Add.")]
+TITLE = [system("Write a title."), user("Add.")]
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
 HERE = __name__
 
 
@@ -20,12 +22,17 @@ def first_root(session: Session) -> Sequence[Turn]:
     return session.roots[:1]
 
 
+def everything(session: Session) -> Sequence[Turn]:
+    return session.turns
+
+
 def of_another_session(session: Session) -> Sequence[Turn]:
     return [Scene().turn(START)]
 
 
-def selected(scene: Scene, policy: object = "all", allowed: Sequence[str] = ()) -> list[int]:
-    return [leaf.number for leaf in Selection(allowed).leaves(scene.session, policy)]
+def selected(scene: Scene, policy: object = "all", allowed: Sequence[str] = (), *, aside: bool = True) -> list[int]:
+    without = () if aside else side_calls(scene.session)
+    return [leaf.number for leaf in Selection(allowed).leaves(scene.session, policy, without=without)]
 
 
 def test_every_leaf_the_last_and_those_that_no_retry_superseded() -> None:
@@ -82,6 +89,94 @@ def test_the_operator_s_own_policy_is_named_by_its_path() -> None:
     scene = Scene()
     scene.follow(scene.turn(START), user("b"))
     assert selected(scene, f"{HERE}.first_root", [f"{HERE}.first_root"]) == [0]
+
+
+# The main line and side calls
+
+
+def main_line(scene: Scene) -> list[int]:
+    return selected(scene, aside=False)
+
+
+def test_what_has_another_first_message_is_a_side_call() -> None:
+    scene = Scene()
+    first = scene.turn(START)
+    scene.turn(TITLE)
+    scene.follow(first, user("more"))
+    assert selected(scene) == [1, 2]
+    assert main_line(scene) == [2]
+
+
+def test_a_side_call_that_comes_first_is_one_where_the_main_line_has_tools() -> None:
+    scene = Scene()
+    probe = scene.turn([user("quota")])
+    main = scene.turn(START, tools=TOOLS)
+    assert [probe.reason, main.reason] == [None, "sub_agent"]
+    assert main_line(scene) == [1]
+    helper = scene.turn([system("Search."), user("Where?")], tools=TOOLS)
+    scene.follow(helper, user("And?"), tools=TOOLS)
+    assert main_line(scene) == [1], "a sub-agent with tools, and with more turns"
+
+
+def test_without_tools_the_main_line_has_the_most_turns() -> None:
+    scene = Scene()
+    scene.turn(TITLE)
+    first = scene.turn(START)
+    assert main_line(scene) == [0], "of equal ones the first"
+    scene.follow(first, user("more"))
+    assert main_line(scene) == [2]
+
+
+def test_segments_of_the_main_line_are_no_side_calls() -> None:
+    scene = Scene()
+    first = scene.turn(START, tools=TOOLS)
+    second = scene.follow(first, user("more"), tools=TOOLS)
+    scene.turn([SYSTEM, user("So far: much.")], tools=TOOLS)
+    scene.follow(second, user("and"), tools=[*TOOLS, *TOOLS])
+    scene.turn(START, tools=TOOLS)
+    assert [turn.reason for turn in scene.session.turns] == [None, None, "compaction", "changed_tools", "retry"]
+    assert main_line(scene) == selected(scene) == [1, 2, 3, 4]
+
+
+def test_the_main_line_stays_where_its_system_message_changes_under_the_same_tools() -> None:
+    scene = Scene()
+    first = scene.turn([system("Today is Monday."), user("Add.")], tools=TOOLS)
+    tuesday = [system("Today is Tuesday."), user("Add."), first.answer, user("more")]
+    assert scene.turn(tuesday, tools=TOOLS).reason == "sub_agent"
+    scene.turn([system("Title"), user("Add.")])
+    assert main_line(scene) == [0, 1]
+
+
+def test_a_request_that_its_agent_calls_one_is_a_side_call_with_all_behind_it() -> None:
+    scene = Scene()
+    first = scene.turn(START, tools=TOOLS)
+    fork = scene.follow(first, user("In passing:"), tools=TOOLS, side_call=True)
+    scene.follow(fork, user("more"), tools=TOOLS)
+    assert main_line(scene) == [0], "which nothing else extends"
+    scene.follow(first, user("Go on"), tools=TOOLS)
+    assert main_line(scene) == [3]
+    scene.turn([SYSTEM, user("Review.")], tools=TOOLS, side_call=True)
+    assert main_line(scene) == [3]
+
+
+def test_an_agent_of_nothing_but_side_calls_has_no_main_line() -> None:
+    scene = Scene()
+    scene.turn(START, tools=TOOLS, side_call=True)
+    assert (main_line(scene), selected(scene)) == ([], [0])
+
+
+def test_policies_choose_among_what_is_left_without_side_calls() -> None:
+    scene = Scene()
+    scene.turn(START, tools=TOOLS)
+    scene.turn(START, tools=TOOLS)
+    scene.turn(TITLE)
+    own = f"{HERE}.everything"
+    assert selected(scene, own, [own]) == [0, 1, 2]
+    assert [selected(scene, policy, [own], aside=False) for policy in ("last", "drop-superseded", own)] == [
+        [1],
+        [1],
+        [0, 1],
+    ]
 
 
 @pytest.mark.parametrize("policy", ["some", f"{HERE}.first_root", None, 3, ["all"], {}])

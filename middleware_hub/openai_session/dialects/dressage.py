@@ -147,8 +147,7 @@ class DressageDialect:
             if not isinstance(mode, str) or mode not in BUILD_MODES:
                 raise BadRequest(f"token_build_mode must be one of {', '.join(BUILD_MODES)}")
             carried["build"] = BUILD_MODES[mode]
-        if "mask" in parsed:
-            carried["mask"] = parsed["mask"]
+        carried |= {name: parsed[name] for name in ("mask", "side_calls") if name in parsed}
         SampleRequest.read(carried)
         self._sessions.store.account_carried(session, carried)
         if instance is not None:

@@ -7,7 +7,7 @@ last_step   what the last answer's engine was given, and the answer; the respons
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from middleware_hub.openai_session.errors import UntracedEpisode, UnusableSample
 from middleware_hub.openai_session.export.masks import MASKS, Decode, checked_masks
 from middleware_hub.openai_session.export.records import turn_span
-from middleware_hub.openai_session.export.selection import Selection, trained_elsewhere
+from middleware_hub.openai_session.export.selection import Selection, side_calls, trained_elsewhere
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import RowChannel
@@ -34,13 +34,14 @@ FACTS = (
     "build",
     "mask",
     "reason",
+    "side_call",
     "turns",
     "untrained_turns",
     "untraced",
     "unrecorded_history",
     *NOTES.values(),
 )
-FIELDS = frozenset({"format", "max_seq_len", "branches", "build", "mask", "reward", "label", "metadata"})
+FIELDS = frozenset({"format", "max_seq_len", "branches", "build", "mask", "side_calls", "reward", "label", "metadata"})
 CONCAT, LAST_STEP = BUILDS = ("concat", "last_step")
 
 
@@ -55,6 +56,7 @@ class SampleRequest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     build: str = ""  # none named: the operator's
     mask: tuple[str, ...] | None = None  # none named: the operator's
+    side_calls: bool | None = None  # whether those of the harness are samples too; not said: the operator's
     default_branches: str = "all"  # of the form
     may_be_empty: bool = False  # the form says why there is no sample
     leave_out_prompts: bool = False  # a branch without room for more than its first prompt gives no sample
@@ -80,8 +82,11 @@ class SampleRequest:
         build, mask = body.get("build", ""), checked_masks(body["mask"]) if "mask" in body else None
         if build not in ("", *BUILDS):
             raise BadRequest(f"build must be one of {', '.join(BUILDS)}")
+        aside = body.get("side_calls")
+        if aside is not None and not isinstance(aside, bool):
+            raise BadRequest("side_calls must be true or false")
         carried = {name: body[name] for name in CARRIED if name in body}
-        return cls(form, longest, body.get("branches", ""), carried, metadata or {}, build, mask)
+        return cls(form, longest, body.get("branches", ""), carried, metadata or {}, build, mask, aside)
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ class SampleMaker:
     Args:
         decode: token ids to text.
         channels: of the rows of the stack.
-        build, mask: of requests that name none.
+        build, mask, side_calls: of requests that name none.
     """
 
     selection: Selection
@@ -99,6 +104,7 @@ class SampleMaker:
     channels: Mapping[RowKind, RowChannel]
     build: str = CONCAT
     mask: tuple[str, ...] = ()
+    side_calls: bool = True
 
     def plan(self, session: Session, request: SampleRequest) -> SamplePlan:
         """What the samples of a session will be, as it is now. A leaf in whose line nothing was sampled (aborted before
@@ -115,7 +121,10 @@ class SampleMaker:
             request, build=request.build or self.build, mask=self.mask if request.mask is None else request.mask
         )
         default = "last" if request.build == LAST_STEP else request.default_branches
-        selected = self.selection.leaves(session, request.branches, default=default)
+        aside = side_calls(session)
+        wanted = self.side_calls if request.side_calls is None else request.side_calls
+        without = () if wanted else aside
+        selected = self.selection.leaves(session, request.branches, default=default, without=without)
         leaves = [leaf for leaf in selected if _was_answered(leaf)]
         if request.leave_out_prompts and request.max_seq_len is not None:
             leaves = [leaf for leaf in leaves if leaf.line()[0].prompt_tokens < request.max_seq_len]
@@ -126,7 +135,7 @@ class SampleMaker:
             "untraced": list(session.untraced),
         }
         plans = list(zip(leaves, trained_elsewhere(leaves), strict=True))
-        return SamplePlan(self, request, plans, dict(session.metadata), facts)
+        return SamplePlan(self, request, plans, dict(session.metadata), facts, aside)
 
 
 @dataclass(frozen=True)
@@ -137,6 +146,7 @@ class SamplePlan:
         leaves: each with how many tokens of the turns of its line an earlier sample trains.
         metadata: the session's.
         facts: what stands beside it in the answer.
+        side_calls: the session's turns that are none of its main line.
     """
 
     maker: SampleMaker
@@ -144,6 +154,7 @@ class SamplePlan:
     leaves: Sequence[tuple[Turn, Mapping[Turn, int]]]
     metadata: Mapping[str, Any]
     facts: Mapping[str, Any]
+    side_calls: Collection[Turn]
 
     def make(self) -> list[Sample]:
         """The samples.
@@ -206,6 +217,7 @@ class SamplePlan:
             "build": self.request.build,
             "mask": list(self.request.mask or ()),
             "reason": next((turn.reason for turn in line if turn.reason is not None), None),
+            "side_call": line[-1] in self.side_calls,
             "turns": [turn_span(turn, end) for turn, end in turns],
             "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
             "untraced": len(self.facts["untraced"]),

@@ -1,30 +1,51 @@
-"""Which leaves of a session become samples, and in which of them a shared turn is trained."""
+"""Which leaves of a session become samples, and in which of them a shared turn is trained.
+
+A session may have side calls of its harness beside its main line: titles, summaries, probes, sub-agents. The main line
+is the conversation of the first root that was shown tools; where none was, the one with the most turns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.sessions.messages import load_function
+from middleware_hub.openai_session.sessions.prompting import shows_tools
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
 from miles_router.errors import BadRequest, ConfigError
 
-Policy = Callable[[Session], Sequence[Turn]]
+#: Of the leaves of a session, those that become samples. One of the operator's own chooses among all turns.
+Policy = Callable[[Session, Sequence[Turn]], Sequence[Turn]]
 
 
-def all_leaves(session: Session) -> Sequence[Turn]:
+def all_leaves(session: Session, leaves: Sequence[Turn]) -> Sequence[Turn]:
     """Every branch."""
-    return session.leaves()
+    return leaves
 
 
-def last_leaf(session: Session) -> Sequence[Turn]:
+def last_leaf(session: Session, leaves: Sequence[Turn]) -> Sequence[Turn]:
     """The branch that ended last."""
-    return session.leaves()[-1:]
+    return leaves[-1:]
 
 
-def without_superseded(session: Session) -> Sequence[Turn]:
+def without_superseded(session: Session, leaves: Sequence[Turn]) -> Sequence[Turn]:
     """Every branch, but for answers that the agent asked for again and did not go on from."""
-    return [leaf for leaf in session.leaves() if not _superseded(leaf, session)]
+    return [leaf for leaf in leaves if not _superseded(leaf, session)]
+
+
+def side_calls(session: Session) -> set[Turn]:
+    """The turns that are none of the main line."""
+    main = _main(session)
+    return {turn for turn in session.turns if turn.side_call or turn.conversation is not main}
+
+
+def _main(session: Session) -> Turn | None:
+    """The root that the main line began with."""
+    first = [root for root in session.roots if root.origin is None and not root.side_call]
+    turns = Counter(turn.conversation for turn in session.turns)
+    with_tools = next((root for root in first if shows_tools(root.context)), None)
+    return with_tools or max(first, key=lambda root: turns[root], default=None)
 
 
 def _superseded(leaf: Turn, session: Session) -> bool:
@@ -48,15 +69,18 @@ class Selection:
     """
 
     def __init__(self, allowed: Sequence[str], default: str = "") -> None:
-        own = {path: load_function(path, "branch_policies", POLICIES) for path in allowed}
+        own = {path: _own(load_function(path, "branch_policies", POLICIES)) for path in allowed}
         self._policies: dict[str, Policy] = {**POLICIES, **own}
         if default and default not in self._policies:
             known = ", ".join(self._policies)
             raise ConfigError(f"openai_session_middleware.default_branches: must be one of {known}, not {default!r}")
         self.default = default
 
-    def leaves(self, session: Session, policy: object = "", *, default: str = "all") -> Sequence[Turn]:
-        """The leaves that a policy selects; without one the operator's default does, or else `default`.
+    def leaves(
+        self, session: Session, policy: object = "", *, default: str = "all", without: Collection[Turn] = ()
+    ) -> Sequence[Turn]:
+        """The leaves that a policy selects; without one the operator's default does, or else `default`. Turns in
+        `without` are as if they had never been asked.
 
         Raises:
             BadRequest: no such policy may be named.
@@ -66,10 +90,16 @@ class Selection:
         select = self._policies.get(policy) if isinstance(policy, str) else None
         if select is None:
             raise BadRequest(f"branches must be one of {', '.join(self._policies)}")
-        leaves, turns = select(session), set(session.turns)
-        if any(leaf not in turns for leaf in leaves):
+        kept = [turn for turn in session.turns if turn not in without]
+        leaves = select(session, [turn for turn in kept if all(child in without for child in turn.children)])
+        if not set(session.turns).issuperset(leaves):
             raise UnusableSample("leaves_of_the_session", f"the policy {policy!r} selected what is no turn of it")
-        return leaves
+        return [leaf for leaf in leaves if leaf not in without]
+
+
+def _own(select: Callable[[Session], Sequence[Turn]]) -> Policy:
+    """A policy of the operator's."""
+    return lambda session, leaves: select(session)
 
 
 def trained_elsewhere(leaves: Sequence[Turn]) -> list[dict[Turn, int]]:

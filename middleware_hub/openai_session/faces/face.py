@@ -100,6 +100,10 @@ class Face(ABC):
             BadRequest: it is none, or a text in it is too long.
         """
 
+    def is_side_call(self, scope: Scope) -> bool:
+        """Whether a harness says of a request that it is none of its main line."""
+        return False
+
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """What the reply is written with."""
         return ReplyWriter()

@@ -49,6 +49,7 @@ class PendingTurn:
         prompt: None for a root.
         segment: why a history that is held in words is not continued in tokens.
         turn_id: the agent's name for it, or for the turn of which it is a step.
+        side_call: whether its agent says that it is none of the main line.
         handovers: of the rows that are captured.
         cache: the prefix cache that it was sampled with, once that is known.
         recorded: whether its answer is held.
@@ -65,6 +66,7 @@ class PendingTurn:
     prompt: TokenPrompt | None = None
     segment: str | None = None
     turn_id: str | None = None
+    side_call: bool = False
     handovers: Handovers = field(default_factory=Handovers)
     cache: int | None = None
     recorded: bool = False

@@ -43,6 +43,11 @@ def read_key(key: bytes) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
     return tools and [_sent_tool(tool) for tool in tools], template_kwargs
 
 
+def shows_tools(key: bytes) -> bool:
+    """Whether the context of a key has tools."""
+    return key.startswith(b"[[")
+
+
 def _sent_tool(tool: Any) -> Any:
     """A prepared tool without what its sender need not have said."""
     return {name: value for name, value in tool.items() if value is not None} if isinstance(tool, Mapping) else tool

@@ -21,6 +21,7 @@ from middleware_hub.openai_session.sessions.edits import context_edit, edit_of
 from middleware_hub.openai_session.sessions.equality import Equality, words_of
 from middleware_hub.openai_session.sessions.histories import HeldMessage, Walk
 from middleware_hub.openai_session.sessions.messages import Message, function_of, message_bytes
+from middleware_hub.openai_session.sessions.prompting import shows_tools
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
@@ -49,6 +50,8 @@ class Turn:
     first: Turn | None = field(default=None, repr=False)  # that answered the same request, if this one was not it
     children: list[Turn] = field(default_factory=list, repr=False)
     unrecorded_history: bool = False  # an answer in `appended` is none that this session has recorded
+    side_call: bool = False  # its agent says that it is none of the main line, or said so of its parent
+    origin: Turn | None = field(default=None, repr=False)  # the root that began its conversation, if it is not that
     cache: int | None = None  # the prefix cache that the engine sampled it with, which the next turn keeps
     number: int = -1  # in the order in which turns were recorded
     prompt_tokens: int = field(init=False)
@@ -60,6 +63,11 @@ class Turn:
         self.prompt_tokens = before + len(self.given)
         self.tokens = self.prompt_tokens + sum(map(len, self.sampled))
         self.messages = (self.parent.messages if self.parent is not None else 0) + len(self.appended) + 1
+
+    @property
+    def conversation(self) -> Turn:
+        """The root that began its conversation."""
+        return self.origin or self
 
     def line(self) -> list[Turn]:
         """The turns from the root to this one."""
@@ -192,6 +200,10 @@ class Session:
         siblings = self.roots if turn.parent is None else turn.parent.children
         before = self._histories if turn.parent is None else self._ends[turn.parent]
         walk = before.walk(turn.appended, equal)
+        if turn.parent is None:
+            turn.origin = next((root.conversation for root in self.roots if _kin(root, turn, equal)), None)
+        else:
+            turn.origin, turn.side_call = turn.parent.conversation, turn.side_call or turn.parent.side_call
         same = [each for each in walk.asked() if each.parent is turn.parent and each.context == turn.context]
         turn.first = (same[0].first or same[0]) if same else None
         turn.reason = self._reason(turn, siblings, same, walk, equal)
@@ -223,8 +235,8 @@ class Session:
             return turn.segment
         if any(other.context != turn.context for other in _asked_before(walk)):
             return "changed_tools"
-        kin = [root for root in self.roots if equal(root.appended[0], messages[0])]
-        if not kin:
+        kin = [root for root in self.roots if root.conversation is turn.conversation]
+        if not any(equal(root.appended[0], messages[0]) for root in kin):
             return "sub_agent"
         if any(_together(turn, other) for other in kin):
             return "parallel"
@@ -280,6 +292,16 @@ def _asked_before(walk: Walk) -> Iterator[Turn]:
 
 def _equal_messages(held: Sequence[Message], sent: Sequence[Message], equal: Equality) -> bool:
     return len(held) == len(sent) and all(equal(one, other) for one, other in zip(held, sent, strict=True))
+
+
+def _kin(root: Turn, turn: Turn, equal: Equality) -> bool:
+    """Whether two roots begin one conversation: with the same message, or with another one in front of the same
+    question and with the same tools, as where a day has passed. Prompts of completions do not say whose they are."""
+    one, other = root.appended, turn.appended
+    if one[0].get("role") == other[0].get("role") == "prompt" or equal(one[0], other[0]):
+        return True
+    alike = root.context == turn.context and shows_tools(turn.context) and len(other) > 1
+    return alike and _equal_messages(one[1:2], other[1:2], equal)
 
 
 def _together(turn: Turn, other: Turn) -> bool:

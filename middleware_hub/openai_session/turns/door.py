@@ -99,7 +99,7 @@ class TurnDoor:
             self._store.check_room(session)
             with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
                 turn = await face.turn(session, parsed, now=self._now())
-            turn.turn_id = turn_id
+            turn.turn_id, turn.side_call = turn_id, face.is_side_call(scope)
             asked.append(turn)
             await self._runner.run(face, turn, scope, receive, send)
 

@@ -95,6 +95,7 @@ class TurnRecorder:
             ended_itself=self._ended_itself(choice, sampled),
             choice=choice.index,
             segment=pending.segment,
+            side_call=pending.side_call,
             cache=pending.cache,
             facts={
                 **facts,

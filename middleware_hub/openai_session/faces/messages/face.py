@@ -27,6 +27,8 @@ from miles_router.middlewares import OK, ASGIApp, Collected, Exchange, Receive, 
 
 #: The header that every client of this API sends.
 VERSION = b"anthropic-version"
+#: What Claude Code names a sub-agent in.
+SUB_AGENT = b"x-claude-code-agent-id"
 #: Asked for a stream whose prompt's length only the engine knows, so that its first event can say it.
 USAGE_FROM_THE_START = {"include_usage": True, "continuous_usage_stats": True}
 
@@ -49,6 +51,10 @@ class MessagesFace(ChatFace):
             BadRequest: it is none, or asks for what cannot be traced.
         """
         return await self._turn(session, request, now, counts=False)
+
+    def is_side_call(self, scope: Scope) -> bool:
+        """Whether a sub-agent asks."""
+        return first(scope["headers"], SUB_AGENT) is not None
 
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """Messages, or their events."""

@@ -17,8 +17,10 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.engines import paths
 from miles_router.errors import RouterError
-from miles_router.middlewares import ASGIApp, Receive, Scope, Send
+from miles_router.middlewares import ASGIApp, Receive, Scope, Send, first
 
+#: What Codex says a request is of, where that is not its main line; a compaction is of the line that it shortens.
+SUB_AGENT, COMPACTION = b"x-openai-subagent", b"compact"
 #: Items of a page of input items, as the API bounds it.
 PAGE, MAX_PAGE = 20, 100
 
@@ -49,6 +51,10 @@ class ResponsesFace(ChatFace):
         turn.asked, turn.remember = envelope, remember
         turn.facts = {"response_id": envelope.id, **({"tools_left_out": left_out} if left_out else {})}
         return turn
+
+    def is_side_call(self, scope: Scope) -> bool:
+        """Whether a sub-agent, a review or the like asks."""
+        return first(scope["headers"], SUB_AGENT) not in (None, COMPACTION)
 
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """Responses, or their events."""

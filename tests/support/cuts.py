@@ -1,0 +1,88 @@
+"""New weights in the middle of a turn: a pause that cuts what is being sampled, an update, and continue."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from tests.sglang_worker import RealWorker
+from tests.support.brake import Brake
+from tests.support.http import ask
+from tests.support.session_trial import SessionTrial, exactly
+from tests.support.waiting import PATIENCE, soon, until
+
+
+async def _order(trial: SessionTrial, path: str, **body: Any) -> None:
+    answer = await trial.ask("POST", path, body)
+    assert answer.status == 200, answer.body
+
+
+async def pause(trial: SessionTrial, mode: str = "abort") -> None:
+    await _order(trial, "/pause_generation", mode=mode)
+
+
+async def new_version(trial: SessionTrial, version: str) -> None:
+    await _order(trial, "/update_weight_version", new_version=version, abort_all_requests=False)
+
+
+async def continue_(trial: SessionTrial, version: str | None = None) -> None:
+    """With new weights, if there is a version."""
+    if version is not None:
+        await new_version(trial, version)
+    await _order(trial, "/continue_generation")
+
+
+async def update_within(trial: SessionTrial, said: str, version: str) -> None:
+    """Cut what the only simulated worker samples right behind this text, and give it new weights."""
+    engine = trial.worker.engine
+    brake = Brake(engine)
+    brake.when = lambda generation: said in engine.model.tokenizer.decode(generation.output_ids)
+    await until(lambda: brake.on, f"{said!r} is said", deadline=10 * PATIENCE)
+    await pause(trial)
+    await until(lambda: trial.router.app.router.gate.held, "it waits to be carried on")
+    brake.on = False
+    await continue_(trial, version)
+
+
+async def check_cut(trial: SessionTrial, session: str, *, turns: int) -> None:
+    """A session of so many turns, of which one took two requests, is one segment with every token once, and spans of
+    both versions."""
+    records = await trial.records(session)
+    assert [(record["parent"], record["reason"]) for record in records] == [
+        (place - 1 if place else None, None) for place in range(turns)
+    ]
+    made = [exchange.generation for exchange in trial.door]
+    assert len(made) == turns + 1
+    (sample,) = await trial.samples(session)
+    exactly(sample, *made)
+    sampled = [span.version for each in made for span in each.weight_versions for _ in range(span.start, span.end)]
+    spans = sample["weight_versions"]
+    assert [span["version"] for span in spans for _ in range(span["start"], span["end"])] == sampled
+    assert {span["version"] for span in spans} == {"1", "2"}
+
+
+class ScriptedCut:
+    """The same of a real engine with this script (`tests/sglang/scripted_sampling.py`)."""
+
+    def __init__(self, trial: SessionTrial, worker: RealWorker, script: Path) -> None:
+        self._trial = trial
+        self._worker = worker
+        self._hold, self._held = script.with_name("hold"), script.with_name("held")
+
+    def before(self, token: int, left: int | None = None) -> None:
+        """Have a generation stop before one of its tokens: the next one that has it, or the one behind which so many
+        are left in the script."""
+        self._held.unlink(missing_ok=True)
+        self._hold.write_text(str(token) if left is None else f"{token} {left}")
+
+    async def update(self, version: str) -> None:
+        """Cut it there, and give the engine new weights."""
+        await until(self._held.exists, "the engine is stopped", deadline=10 * PATIENCE)
+        pausing = asyncio.ensure_future(pause(self._trial))
+        ready = 200
+        while ready == 200:
+            ready = (await ask(self._worker.url, "GET", "/ready")).status
+        self._hold.unlink()
+        await soon(pausing)
+        await continue_(self._trial, version)
