@@ -305,7 +305,6 @@ async def test_where_the_engine_s_parsers_fail_those_here_read_the_turn(
     [
         ({"parsers": "mine"}, "parsers: 'mine' is none of engine, local, hybrid"),
         ({"parsers": "local"}, "there is no local parser for None"),
-        ({"parsers": "local", "tito_model": "gpt-oss"}, "there is no local parser for 'gpt-oss'"),
     ],
 )
 async def test_parsers_that_there_are_not_are_refused_by_name(

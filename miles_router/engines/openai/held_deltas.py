@@ -21,6 +21,7 @@ CLOSED = (
     "</minimax:tool_call>",
     "</｜DSML｜invoke>",
     "</｜DSML｜function_calls>",
+    "</｜DSML｜tool_calls>",
 )
 #: What the text of a special token ends with. A token that ends an answer is shown where the answer is aborted with it.
 SPECIAL_ENDS = (">", "]")
