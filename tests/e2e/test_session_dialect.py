@@ -129,19 +129,6 @@ async def test_which_headers_name_a_session(
     assert ("return_meta_info" in json.loads(worker.requests[-1].body)) is made
 
 
-async def test_the_paths_of_all_faces_are_traced_under_a_header(trial: SessionTrial) -> None:
-    answered = await turn(trial, named("s"))
-    assert answered.status == 200
-    prompt = {"model": "m", "prompt": "Once", "max_tokens": 5}
-    first = await good(await trial.ask("POST", "/v1/completions", prompt, list(named("s", "task").items())))
-    assert first["object"] == "text_completion"
-    assert {each["path"] for each in await trial.records("s")} == {CHAT, "/v1/completions"}
-    for face in FACES:
-        refused = await trial.ask("POST", face.path, b"[]", list(named("other").items()))
-        assert refused.status == 400
-    assert len(trial.worker.door.generations) == 2, "what is no request of a face does not reach the worker"
-
-
 async def test_every_api_is_spoken_to_a_session_that_a_header_names(stage: Stage) -> None:
     async with simulated_sessions(stage) as trial:
         headers, url = {"X-Session-Id": "s"}, trial.router.url
@@ -170,6 +157,7 @@ async def test_every_api_is_spoken_to_a_session_that_a_header_names(stage: Stage
             ("/v1/responses", 2),
             ("/v1/completions", None),
         ]
+        assert {CHAT, *(each["path"] for each in records)} == {face.path for face in FACES}
         assert len(trial.worker.door.generations) == 5, "nobody else was asked for tokens, or for a response"
 
 
