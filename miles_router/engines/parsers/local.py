@@ -105,7 +105,8 @@ class Parsers:
         if mode not in MODES:
             raise ValueError(f"parsers: {mode!r} is none of {', '.join(MODES)}")
         if mode == "local" and family not in FAMILIES:
-            raise ValueError(f"parsers: there is no local parser for {family!r} (tito_model); there are: {_names()}")
+            known = ", ".join(FAMILIES)
+            raise ValueError(f"parsers: there is no local parser for {family!r} (tito_model); there are: {known}")
         return cls(mode, family)  # type: ignore[arg-type]
 
     def calls(self, facts: Facts) -> CallFormat | None:
@@ -113,20 +114,14 @@ class Parsers:
         if self.mode == "engine":
             return None
         family = FAMILIES.get(self.family or "")
-        known = CALLS.get(facts.tool_call_parser or "")
-        return known if known is not None else family.calls if family is not None else None
+        return CALLS.get(facts.tool_call_parser or "", family.calls if family is not None else None)
 
     def thinking(self, facts: Facts) -> ReasoningFormat | None:
         """How reasoning is read here; None where nobody knows."""
         if self.mode == "engine":
             return None
         family = FAMILIES.get(self.family or "")
-        known = THINKING.get(facts.reasoning_parser or "")
-        return known if known is not None else family.thinking if family is not None else None
-
-
-def _names() -> str:
-    return ", ".join(FAMILIES)
+        return THINKING.get(facts.reasoning_parser or "", family.thinking if family is not None else None)
 
 
 def tools_by_name(tools: Sequence[Any]) -> Tools:
