@@ -112,6 +112,29 @@ async def test_many_agents_through_its_calls_give_what_our_own_client_gives(
         assert await ours.sessions() == [], "each was deleted"
 
 
+@pytest.mark.parametrize(
+    "want",
+    [{"build": "last_step"}, {"mask": "last_turn"}, {"build": "last_step", "mask": ["last_turn", "newest_weights"]}],
+)
+async def test_builds_and_masks_are_the_same_in_every_form(
+    trial: SessionTrial, http: aiohttp.ClientSession, want: dict[str, Any]
+) -> None:
+    session = await MilesSession.create(http, trial.router.url)
+    await turns(session, 3)
+    reply = await trial.ask("POST", f"/sessions/{session.id}/samples", {"format": "miles", **want})
+    (theirs,) = decode(reply.body).samples
+    async with RouterClient(trial.router.url) as client:
+        for form in ("json", "safetensors"):
+            (ours,) = await client.session(session.id).collect(format=form, **want)
+            same(ours, theirs)
+            assert ours.metadata["build"] == want.get("build", "concat")
+        (whole,) = await client.session(session.id).collect()
+    assert ours.tokens.tolist() == whole.tokens.tolist()
+    assert 0 < ours.loss_mask.sum() == (theirs.loss_mask or []).count(1)
+    assert (ours.prompt_length > whole.prompt_length) == ("build" in want and "mask" in want)
+    assert (ours.loss_mask.sum() < whole.loss_mask.sum()) == ("mask" in want)
+
+
 # Sessions
 
 

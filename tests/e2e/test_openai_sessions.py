@@ -376,19 +376,37 @@ async def test_an_episode_of_which_nothing_was_traced_does_not_look_empty(
     assert (await trial.ask("POST", f"/sessions/{empty}/samples", {})).json()["samples"] == []
 
 
+def seen(part: Any, **fields: Any) -> Any:
+    """A request with an image, in one API's words."""
+    return {"model": "m", **fields, "messages": [{"role": "user", "content": [{"type": "text", "text": "See:"}, part]}]}
+
+
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+SOURCE = {"type": "base64", "media_type": "image/png", "data": "aGk="}
+SHOWN: Any = {"type": "input_image", "image_url": "data:image/png;base64,aGk=", "detail": "auto"}
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        (CHAT, seen(IMAGE), "messages[0] has 'image_url'"),
+        ("/v1/messages", seen({"type": "image", "source": SOURCE}, max_tokens=4), "messages.0.content.1"),
+        (
+            "/v1/responses",
+            {"model": "m", "input": [{"role": "user", "content": [SHOWN]}]},
+            "'input_image' is not available",
+        ),
+    ],
+)
 async def test_an_image_is_refused_in_a_session_before_anything_is_generated(
-    trial: SessionTrial, worker: ScriptedWorker
+    trial: SessionTrial, worker: ScriptedWorker, path: str, body: Any, reason: str
 ) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "See:"}, IMAGE]}]}
     session, before = await trial.create(), len(worker.requests)
-    for path, headers in ((f"/sessions/{session}{CHAT}", []), (CHAT, [("X-Session-Id", "other")])):
-        refused = await trial.ask("POST", path, body, headers)
-        assert (refused.status, refused.error_type) == (400, "media_not_traced")
+    for where, headers in ((f"/sessions/{session}{path}", []), (path, [("X-Session-Id", "other")])):
+        refused = await trial.ask("POST", where, body, headers)
+        assert (refused.status, reason in refused.body.decode()) == (400, True), refused.body
     assert len(worker.requests) == before
-    assert (await trial.ask("POST", CHAT, body)).status == 200
+    assert (await trial.ask("POST", path, body)).status == 200
     assert json.loads(worker.requests[-1].body) == body
 
 

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI, NotFoundError
 
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.chat import ChatFace
@@ -128,17 +129,36 @@ async def test_which_headers_name_a_session(
     assert ("return_meta_info" in json.loads(worker.requests[-1].body)) is made
 
 
-async def test_the_paths_of_all_faces_are_traced_under_a_header(trial: SessionTrial) -> None:
-    answered = await turn(trial, named("s"))
-    assert answered.status == 200
-    prompt = {"model": "m", "prompt": "Once", "max_tokens": 5}
-    first = await good(await trial.ask("POST", "/v1/completions", prompt, list(named("s", "task").items())))
-    assert first["object"] == "text_completion"
-    assert {each["path"] for each in await trial.records("s")} == {CHAT, "/v1/completions"}
-    for face in FACES:
-        refused = await trial.ask("POST", face.path, b"[]", list(named("other").items()))
-        assert refused.status == 400
-    assert len(trial.worker.door.generations) == 2, "what is no request of a face does not reach the worker"
+async def test_every_api_is_spoken_to_a_session_that_a_header_names(stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        headers, url = {"X-Session-Id": "s"}, trial.router.url
+        fields: Any = {"model": "m", "max_tokens": 4}
+        question: Any = [user("Hi")]
+        async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0, default_headers=headers) as client:
+            said: Any = await client.messages.create(messages=question, **fields)
+            going_on = [*question, {"role": "assistant", "content": said.content}, user("Go on")]
+            counted = await client.messages.count_tokens(model="m", messages=going_on)
+            async with client.messages.stream(messages=going_on, **fields) as stream:
+                usage = (await stream.get_final_message()).usage
+        assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == counted.input_tokens
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, default_headers=headers) as openai:
+            first = await openai.responses.create(model="m", input="Hello", max_output_tokens=4)
+            await openai.responses.create(model="m", input="Go on", previous_response_id=first.id, max_output_tokens=4)
+            assert (await openai.responses.retrieve(first.id)).output_text == first.output_text
+            await openai.responses.delete(first.id)
+            with pytest.raises(NotFoundError):
+                await openai.responses.retrieve(first.id)
+            await openai.completions.create(prompt="Once", **fields)
+        records = await trial.records("s")
+        assert [(each["path"], each["parent"]) for each in records] == [
+            ("/v1/messages", None),
+            ("/v1/messages", 0),
+            ("/v1/responses", None),
+            ("/v1/responses", 2),
+            ("/v1/completions", None),
+        ]
+        assert {CHAT, *(each["path"] for each in records)} == {face.path for face in FACES}
+        assert len(trial.worker.door.generations) == 5, "nobody else was asked for tokens, or for a response"
 
 
 async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(

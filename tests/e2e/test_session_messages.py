@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -317,6 +318,36 @@ async def test_an_answer_that_was_cut_off_is_an_error_and_stays_recorded(stage: 
             await asked(client, [{"role": "user", "content": "Hi"}], live=live)
     assert failed.value.type == "overloaded_error"
     assert [record["finish_reason"] for record in await trial.records(session)] == ["abort"]
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("levels", [150, 199, 200, 260, 5000])
+async def test_a_call_that_nests_deep_is_one_that_its_client_reads_and_sends_back(
+    stage: Stage, levels: int, live: bool
+) -> None:
+    arguments = f'{{"a": {"[" * levels}{"]" * levels}}}'
+    made = {"id": "c1", "index": 0, "type": "function", "function": {"name": "add", "arguments": arguments}}
+    message = {"role": "assistant", "content": "", "tool_calls": [made]}
+    role, said, finish, ids, done = chat_events([7], [""])
+    said = event([{**delta(None), "delta": {"tool_calls": [made]}}])
+    whole = chat_reply([7], message=message, finish_reason="tool_calls")
+    finish = event([{**delta(None, 0), "delta": {}, "finish_reason": "tool_calls"}])
+    worker = able(await stage.worker()).always(streamed(role, said, finish, ids, done) if live else script(whole))
+    trial = await session_trial(stage, worker)
+    session = await trial.create()
+    question = {"role": "user", "content": "Add."}
+    fields = {"model": "m", "max_tokens": 8, "stream": live, "messages": [question]}
+    reply = await trial.ask("POST", f"/sessions/{session}/v1/messages", fields)
+    assert reply.status == 200
+    if live:
+        assert json.dumps(arguments[-40:-1])[1:-1].encode() in reply.body
+    else:
+        (block,) = reply.json()["content"]
+        assert block["input"] == (json.loads(arguments) if levels < 200 else {"INVALID_JSON": arguments})
+        back = [question, {"role": "assistant", "content": [block]}, {"role": "user", "content": "Go on."}]
+        again = await trial.ask("POST", f"/sessions/{session}/v1/messages/count_tokens", {**fields, "messages": back})
+        assert again.status == (400 if levels == 199 else 200), "a request has more levels around it than an answer"
+    assert (await trial.records(session))[0]["response"]["tool_calls"][0]["function"]["arguments"] == arguments
 
 
 async def test_events_come_when_the_engine_sends_them_and_the_end_when_the_turn_is_recorded(stage: Stage) -> None:

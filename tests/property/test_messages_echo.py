@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
-from middleware_hub.openai_session.faces.messages.echo import Echo, forgiving, input_of, same_input
+from middleware_hub.openai_session.faces.messages.echo import Echo, input_of, same_input
 from middleware_hub.openai_session.faces.messages.request import read
 from middleware_hub.openai_session.faces.messages.stream import MessagesWriter
-from middleware_hub.openai_session.sessions.equality import STRICT
+from middleware_hub.openai_session.sessions.equality import Likeness
 from middleware_hub.openai_session.sessions.messages import Message
 from miles_router.engines.events import LAST_EVENT, Event
 from miles_router.engines.openai.chat_stream import GrowingMessage
@@ -25,7 +25,7 @@ from tests.support.sessions import Scene, user
 from tests.support.tiers import examples
 
 EVENTS: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-EQUAL = forgiving(STRICT)
+EQUAL = Likeness(trims=True)
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(["\n\n", " a ", "}", '{"'])

@@ -100,6 +100,16 @@ def venv() -> Path:
     return built(cache_root() / f"sglang-{name}", build_venv) / "bin" / "python"
 
 
+def package(requirement: str) -> Path:
+    """A folder with a package alone, for what SGLang imports with few models only."""
+
+    def build(directory: Path) -> None:
+        pip = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps")
+        run(f"fetching {requirement}", *pip, "--target", directory, requirement)
+
+    return built(cache_root() / requirement.replace("==", "-"), build)
+
+
 def model(python: Path, kind: str, *flags: str) -> Path:
     def build(directory: Path) -> None:
         run(f"making the {kind} model", python, HERE / "make_model.py", directory, *flags)

@@ -77,9 +77,25 @@ def _marks(*calls: tuple[str, str]) -> str:
     return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
 
 
-def _tags(*calls: tuple[str, str]) -> str:
+def _fenced(*calls: tuple[str, str]) -> str:
+    written = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
+
+
+def _tags(*calls: tuple[str, str], section: str = "function_calls") -> str:
     written = "".join(f'<｜DSML｜invoke name="{name}">\n{body}\n</｜DSML｜invoke>\n' for name, body in calls)
-    return f"<｜DSML｜function_calls>\n{written}</｜DSML｜function_calls>"
+    return f"<｜DSML｜{section}>\n{written}</｜DSML｜{section}>"
+
+
+def _channel(name: str, text: str, end: str = "<|end|>", begin: str = "<|start|>assistant") -> str:
+    return f"{begin}<|channel|>{name}<|message|>{text}{end}"
+
+
+def _invoked(name: str, arguments: str) -> str:
+    return _channel(f"commentary to=functions.{name} <|constrain|>json", arguments, "<|call|>")
 
 
 _TAG = '<｜DSML｜parameter name="{}" string="{}">{}</｜DSML｜parameter>'
@@ -89,6 +105,15 @@ _THOUGHT = "<think>\nWhy < not?\n</think>\n\n"
 
 def _hermes(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+_A = _TAG.format("a", "false", "17")
+_LINES = _TAG.format("lines", "false", ' ["x\\n",  1]')
+_WHY = _channel("analysis", "Why < not?", begin="")
+
+
+def _v4(*calls: tuple[str, str]) -> str:
+    return _tags(*calls, section="tool_calls")
 
 
 FAMILIES = {
@@ -150,6 +175,33 @@ FAMILIES = {
         (
             f"{_THOUGHT}I add. {_marks(('add', _ADD), ('write_file', _WRITE))}",
             f"{_marks(('none', _ADD), ('add', '{}'))} behind",
+        ),
+    ),
+    "deepseekv3": Family(
+        "deepseekv3",
+        "deepseek-v3",
+        (
+            f"{_THOUGHT}I add. {_fenced(('add', _ADD), ('write_file', _WRITE))}",
+            f"{_fenced(('none', _ADD), ('add', '{}'))} behind",
+        ),
+    ),
+    "deepseekv4": Family(
+        "deepseekv4",
+        "deepseek-v4",
+        (
+            "It is 42, 世界 😀.\n",
+            f"Why?\n</think>\n\nI add.\n\n{_v4(('add', _A + _TAG.format('b', 'true', ' x ')))}",
+            f"{_v4(('write_file', _TAG.format('path', 'true', 'ä {') + _LINES), ('none', ''), ('add', ''))} behind",
+        ),
+    ),
+    "gpt-oss": Family(
+        "gpt-oss",
+        "gpt-oss",
+        (
+            f"{_WHY}{_channel('final', 'It is 42, 世界 😀.', '')}",
+            f"{_WHY}{_channel('commentary', 'I add.')}{_invoked('add', _ADD)}",
+            f"{_WHY}{_invoked('none', _ADD)}{_invoked('write_file', _WRITE)}commentary{_channel('final', 'A <|x|> B')}",
+            f"{_channel('commentary to=add <|constrain|>json', '', '<|call|>', '')}{_invoked('add', 'no json')} behind",
         ),
     ),
 }

@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import pytest
 
+from middleware_hub.openai_session.continuing.families import FAMILIES as NAMED
+from middleware_hub.openai_session.continuing.families import LIBRARY
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import GrowingMessage
@@ -25,30 +27,35 @@ BY_NAME = tools_by_name(TOOLS)
 TURNS = [(name, text) for name, family in FAMILIES.items() for text in family.turns]
 
 
-def reader_of(name: str) -> GrowingText:
+def reader_of(name: str, text: str) -> GrowingText:
     family, names = KNOWN[name], dict[int, str]()
     return GrowingText(
-        family.thinking, False, family.calls, BY_NAME, lambda _, place: names.setdefault(place, f"call_{place}")
+        family.thinking, opened(text), family.calls, BY_NAME, lambda _, place: names.setdefault(place, f"call_{place}")
     )
+
+
+def opened(text: str) -> bool:
+    """Whether the prompt has begun the reasoning in it."""
+    return "</think>" in text and "<think>" not in text
 
 
 @pytest.mark.parametrize(("name", "text"), TURNS)
 def test_a_growing_text_takes_nothing_back_and_becomes_the_whole(name: str, text: str) -> None:
-    reader, shown = reader_of(name), GrowingMessage()
+    reader, shown = reader_of(name, text), GrowingMessage()
     for end in range(len(text) + 1):
         for delta in deltas_behind(shown.message(), *reader.message(text[:end])):
             shown.add(delta)
     family = KNOWN[name]
-    reasoning, rest = family.thinking.whole(text, thinking=False)
-    content, calls = family.calls.read(rest or "", BY_NAME)
+    split = family.thinking.whole(text, thinking=opened(text))
+    content, calls = family.calls.read(split.rest or "", BY_NAME)
     made = shown.message()
-    assert (made.get("reasoning_content") or "") == reasoning
+    assert (made.get("reasoning_content") or "") == split.reasoning
     found = [(each["function"]["name"], each["function"]["arguments"]) for each in made.get("tool_calls", ())]
     assert found == [tuple(call) for call in calls]
     assert content.strip().startswith(made["content"].strip()), "what is behind a call comes at the end"
 
 
-@pytest.mark.parametrize(("name", "text"), TURNS)
+@pytest.mark.parametrize(("name", "text"), [turn for turn in TURNS if turn[0] != "deepseekv4"])
 def test_a_call_that_is_not_complete_is_no_json(name: str, text: str) -> None:
     calls = KNOWN[name].calls
     begun = 0
@@ -57,12 +64,22 @@ def test_a_call_that_is_not_complete_is_no_json(name: str, text: str) -> None:
         if call is None:
             continue
         begun += 1
-        assert call.name in BY_NAME
         if call.arguments not in text[:end] or not call.arguments:  # its end alone is not there
             with pytest.raises(json.JSONDecodeError):
                 json.loads(call.arguments)
     complete = [call for call in calls.read(text, BY_NAME).calls if call.arguments != "{}"]
     assert begun or not complete, "each complete call was one that is not"
+
+
+@pytest.mark.parametrize("text", FAMILIES["deepseekv4"].turns)
+def test_a_call_that_the_engine_shows_as_far_as_it_goes_is_no_json_before_its_end(text: str) -> None:
+    calls, mark = KNOWN["deepseekv4"].calls, "｜DSML｜parameter"
+    for end in range(len(text)):
+        if text.rfind("<" + mark, 0, end) > text.rfind("</" + mark, 0, end):
+            arguments = calls.read(text[:end], BY_NAME).calls[-1].arguments
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(arguments)
+    assert all(json.loads(call.arguments) is not None for call in calls.read(text, BY_NAME).calls)
 
 
 def test_a_schema_that_engines_read_by_rules_of_their_own_is_refused() -> None:
@@ -84,6 +101,10 @@ def test_a_schema_that_engines_read_by_rules_of_their_own_is_refused() -> None:
 def test_the_engine_s_names_come_before_the_family(mode: str, facts: Facts, known: tuple[bool, bool]) -> None:
     parsers = Parsers.of(mode, "kimi" if mode == "local" else None)
     assert (parsers.calls(facts) is not None, parsers.thinking(facts) is not None) == known
+
+
+def test_every_family_that_an_option_names_is_parsed_here() -> None:
+    assert {*NAMED, *LIBRARY} <= set(KNOWN)
 
 
 # What is left of a message
@@ -166,6 +187,26 @@ def test_a_call_that_repeats_itself_without_an_end_is_read_in_time_that_grows_wi
         calls.read(text + calls.end, {"f": {}})
 
 
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [
+        *(
+            ("gpt-oss", each)
+            for each in ("<|", "<|start|>", "<|x <|channel|>", "<|start|>assistant<|channel|>commentary")
+        ),
+        ("gpt-oss", "<|channel|>analysis<|message|>x<|end|>"),
+        ("deepseekv4", '<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>'),
+    ],
+)
+def test_marks_that_repeat_themselves_are_read_in_time_that_grows_with_them_alone(name: str, again: str) -> None:
+    family, begin = KNOWN[name], '<｜DSML｜tool_calls><｜DSML｜invoke name="f">' * (name == "deepseekv4")
+    text = begin + again * 20_000
+    for rest in (family.thinking.whole(text, thinking=False).rest, text):
+        family.calls.read(rest or "", {"f": {}})
+    family.thinking.growing(text, thinking=False)
+    family.calls.unfinished(text, {"f": {}})
+
+
 BEYOND = [f'{{"a": {"[" * 100_000}', f'{{"a": {"1" * 5000}', "{1, 2}", "{[]: 1}"]
 WRITTEN = {
     "qwen3": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',
@@ -173,6 +214,7 @@ WRITTEN = {
     "glm47": "<tool_call>f<arg_key>a</arg_key><arg_value>%s</arg_value></tool_call>",
     "minimax": '<minimax:tool_call><invoke name="f"><parameter name="a">%s</parameter></invoke></minimax:tool_call>',
     "deepseekv31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>%s<｜tool▁call▁end｜>",
+    "gpt-oss": "<|start|>assistant<|channel|>commentary to=f <|constrain|>json<|message|>%s<|call|>",
 }
 
 

@@ -26,7 +26,7 @@ Kept = npt.NDArray[np.uint8]
 
 OPENER, CLOSER = USUAL_MARKS
 #: What ends reasoning, in the spellings of model families.
-CLOSERS = (CLOSER, *(end for _, end in MARKS.values()), "<|end|>")
+CLOSERS = (CLOSER, *(end for _, end in MARKS.values()))
 
 
 def of_last_turn(line: Sequence[Turn], trajectory: Trajectory, decode: Decode) -> Kept:

@@ -52,12 +52,14 @@ class Likeness:
 
     Attributes:
         json: arguments of tool calls are compared as the JSON they spell.
-        parts: it makes no difference how a text is cut into parts, where thinking stands, whether an answer's text is
-            trimmed, what an agent calls itself, and where in a message a reminder stands.
+        parts: it makes no difference how a text is cut into parts, where thinking stands, what an agent calls itself,
+            and where in a message a reminder stands.
+        trims: it makes no difference whether an answer's text is trimmed.
     """
 
     json: bool = False
     parts: bool = False
+    trims: bool = False
 
     def __call__(self, held: Message, sent: Message) -> bool:
         """Whether the message sent is the one held."""
@@ -76,7 +78,7 @@ class Likeness:
         # Reasoning may be left out: its tokens are held.
         if any(other.reasoning) and not self._same(one.reasoning, other.reasoning, trimmed=self.parts):
             yield Difference(REASONING[0], _shown(one.reasoning), _shown(other.reasoning))
-        if not self._same(one.content, other.content, trimmed=self.parts and answers):
+        if not self._same(one.content, other.content, trimmed=self.trims and answers):
             yield Difference("content", _shown(one.content), _shown(other.content))
         yield from self._calls(one.calls, other.calls)
 
@@ -91,11 +93,14 @@ class Likeness:
     def _same(self, held: Sequence[object], sent: Sequence[object], *, trimmed: bool) -> bool:
         if held == sent or _or_empty(held) == _or_empty(sent):
             return True
-        if not self.parts or not all(isinstance(part, str) for part in (*held, *sent)):
+        cut = len(held) > 1 or len(sent) > 1
+        if (cut and not self.parts) or not all(isinstance(part, str) for part in (*held, *sent)):
             return False
-        for joint in JOINTS if len(held) > 1 or len(sent) > 1 else JOINTS[:1]:
+        for joint in JOINTS if cut else JOINTS[:1]:
             one, other = _joined(held, joint), _joined(sent, joint)
-            if one == other or (trimmed and one.strip() == other.strip()) or _same_but_for_reminders(one, other):
+            if one == other or (trimmed and one.strip() == other.strip()):
+                return True
+            if self.parts and _same_but_for_reminders(one, other):
                 return True
         return False
 
@@ -116,7 +121,8 @@ class Likeness:
 
 
 #: By default what differs only in spelling is the same; `strict` takes fewer spellings.
-MEANING, STRICT, ARGUMENTS_AS_JSON = Likeness(json=True, parts=True), Likeness(), Likeness(json=True)
+MEANING = Likeness(json=True, parts=True, trims=True)
+STRICT, ARGUMENTS_AS_JSON = Likeness(), Likeness(json=True)
 EQUALITIES: Mapping[str, Likeness] = {
     "meaning": MEANING,
     "strict": STRICT,

@@ -14,7 +14,7 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
-from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished
+from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished_calls
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer
 from miles_router.engines.openai.choices import Choice, StreamShortfall
@@ -179,7 +179,7 @@ class TurnRunner:
         if url is None or not ends_early(answer, turn.fields):
             return answer
         facts = await self._router.fleet.facts(url)
-        return with_unfinished(answer, turn.fields, self._parsers, facts, self._router.tokenizer.decode)
+        return with_unfinished_calls(answer, turn.fields, self._parsers, facts, self._router.tokenizer.decode)
 
     def _record(self, turn: PendingTurn, choices: Sequence[Choice], scope: Scope) -> None:
         exchange = Exchange.of(scope)

@@ -21,6 +21,7 @@ CLOSED = (
     "</minimax:tool_call>",
     "</｜DSML｜invoke>",
     "</｜DSML｜function_calls>",
+    "</｜DSML｜tool_calls>",
 )
 #: What the text of a special token ends with. A token that ends an answer is shown where the answer is aborted with it.
 SPECIAL_ENDS = (">", "]")
@@ -110,7 +111,12 @@ class HeldDelta:
         except (ValueError, RecursionError):  # too many digits, or nested too deep, to know
             return False
         text = self._sampled.decode(errors="replace")
+        closed, begin = text.rstrip().endswith(CLOSED), text.find("{")
+        if begin < 0:
+            return closed
         try:
-            return bool(_VALUE.raw_decode(text, text.index("{"))[0] == arguments)
+            return bool(_VALUE.raw_decode(text, begin)[0] == arguments) or closed
+        except json.JSONDecodeError as error:  # in JSON that is cut, only a text can end as a call does
+            return closed and not error.msg.startswith("Unterminated string")
         except (ValueError, RecursionError):
-            return text.rstrip().endswith(CLOSED)
+            return False

@@ -44,9 +44,14 @@ def tools_of(fields: Mapping[str, Any]) -> list[Any]:
     return tools if isinstance(tools, list) and fields.get("tool_choice") != "none" else []
 
 
-def separates_reasoning(fields: Mapping[str, Any]) -> bool:
-    """Whether the engine takes reasoning out of the answer, if it has a parser for it."""
-    return bool(fields.get("separate_reasoning", True))
+def looks_for_calls(fields: Mapping[str, Any], facts: Facts) -> bool:
+    """Whether the engine takes tool calls out of the answer."""
+    return bool(facts.tool_call_parser and tools_of(fields))
+
+
+def separates_reasoning(fields: Mapping[str, Any], facts: Facts) -> bool:
+    """Whether the engine takes reasoning out of the answer."""
+    return bool(facts.reasoning_parser and fields.get("separate_reasoning", True))
 
 
 def keeps_special(fields: Mapping[str, Any], facts: Facts) -> bool:

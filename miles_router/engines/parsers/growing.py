@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from miles_router.engines.parsers.reading import CallFormat, ReadCalls, Tools, overlap, tool_calls
-from miles_router.engines.parsers.thinking import Thinking
+from miles_router.engines.parsers.thinking import ReasoningFormat
 
 
 class GrowingText(NamedTuple):
@@ -19,7 +19,7 @@ class GrowingText(NamedTuple):
         call_id: names a call, of a function and in its place.
     """
 
-    thinking: Thinking | None
+    thinking: ReasoningFormat | None
     within: bool
     calls: CallFormat | None
     tools: Tools

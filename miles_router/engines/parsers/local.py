@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from miles_router.engines.facts import Facts
-from miles_router.engines.parsers.deepseek import DeepSeekMarks, DeepSeekTags
-from miles_router.engines.parsers.glm import Glm
-from miles_router.engines.parsers.hermes import Hermes
-from miles_router.engines.parsers.kimi import Kimi
-from miles_router.engines.parsers.minimax import MiniMax
-from miles_router.engines.parsers.qwen_coder import QwenCoder
+from miles_router.engines.parsers.families.deepseek import DeepSeekMarks, DeepSeekTags
+from miles_router.engines.parsers.families.deepseek_v4 import DeepSeekV4, DeepSeekV4Thinking
+from miles_router.engines.parsers.families.glm import Glm
+from miles_router.engines.parsers.families.harmony import Harmony
+from miles_router.engines.parsers.families.hermes import Hermes
+from miles_router.engines.parsers.families.kimi import Kimi
+from miles_router.engines.parsers.families.minimax import MiniMax
+from miles_router.engines.parsers.families.qwen_coder import QwenCoder
 from miles_router.engines.parsers.reading import CallFormat, Tools
-from miles_router.engines.parsers.thinking import Thinking
+from miles_router.engines.parsers.thinking import ReasoningFormat, Thinking
 
 Mode = Literal["engine", "local", "hybrid"]
 MODES: tuple[str, ...] = get_args(Mode)
@@ -26,7 +28,7 @@ _PLAIN = Thinking()
 class LocalParser(NamedTuple):
     """How a family writes reasoning and tool calls."""
 
-    thinking: Thinking
+    thinking: ReasoningFormat
     calls: CallFormat
 
 
@@ -39,7 +41,10 @@ FAMILIES: Mapping[str, LocalParser] = {
     **dict.fromkeys(("kimi", "kimi26", "kimi25"), LocalParser(Thinking(call=Kimi.begin), Kimi())),
     **dict.fromkeys(("minimax", "minimax_m27", "minimax_m25"), LocalParser(_QWEN, MiniMax())),
     **dict.fromkeys(("deepseek", "deepseekv32"), LocalParser(_QWEN, DeepSeekTags())),
+    "deepseekv3": LocalParser(_QWEN, DeepSeekMarks(fenced=True)),
     "deepseekv31": LocalParser(_QWEN, DeepSeekMarks()),
+    "deepseekv4": LocalParser(DeepSeekV4Thinking(), DeepSeekV4()),
+    "gpt-oss": LocalParser(Harmony(), Harmony()),
 }
 #: By the engine's names for its parsers.
 CALLS: Mapping[str, CallFormat] = {
@@ -47,19 +52,26 @@ CALLS: Mapping[str, CallFormat] = {
     **dict.fromkeys(("qwen3_coder", "step3p5", "nanbeige"), QwenCoder()),
     "kimi_k2": Kimi(),
     "minimax-m2": MiniMax(),
+    "deepseekv3": DeepSeekMarks(fenced=True),
     "deepseekv31": DeepSeekMarks(),
     "deepseekv32": DeepSeekTags(),
+    "deepseekv4": DeepSeekV4(),
     "glm47": Glm(),
+    "gpt-oss": Harmony(),
 }
-THINKING: Mapping[str, Thinking] = {
+THINKING: Mapping[str, ReasoningFormat] = {
     **dict.fromkeys(("qwen3", "qwen3-thinking", "minimax", "nanbeige", "interns1", "deepseek-v3", "mimo"), _QWEN),
     **dict.fromkeys(("glm45", "nemotron_3"), _QWEN),
     "deepseek-r1": _PLAIN,
     "kimi_k2": Thinking(call=Kimi.begin),
+    "deepseek-v4": DeepSeekV4Thinking(),
+    "gpt-oss": Harmony(),
 }
-#: How reasoning begins and ends; and how where the engine's parser is none of these, and not as usual.
+#: How reasoning begins and ends; and how where the engine's parser is none of these, and not as usual. No prompt opens
+#: that of gpt-oss.
 USUAL_MARKS = (_PLAIN.begin, _PLAIN.end)
 MARKS: Mapping[str, tuple[str, str]] = {
+    "gpt-oss": ("", "<|end|>"),
     "kimi": ("◁think▷", "◁/think▷"),
     "minimax-m3": ("<mm:think>", "</mm:think>"),
     "mistral": ("[THINK]", "[/THINK]"),
@@ -93,7 +105,8 @@ class Parsers:
         if mode not in MODES:
             raise ValueError(f"parsers: {mode!r} is none of {', '.join(MODES)}")
         if mode == "local" and family not in FAMILIES:
-            raise ValueError(f"parsers: there is no local parser for {family!r} (tito_model); there are: {_names()}")
+            known = ", ".join(FAMILIES)
+            raise ValueError(f"parsers: there is no local parser for {family!r} (tito_model); there are: {known}")
         return cls(mode, family)  # type: ignore[arg-type]
 
     def calls(self, facts: Facts) -> CallFormat | None:
@@ -101,20 +114,14 @@ class Parsers:
         if self.mode == "engine":
             return None
         family = FAMILIES.get(self.family or "")
-        known = CALLS.get(facts.tool_call_parser or "")
-        return known if known is not None else family.calls if family is not None else None
+        return CALLS.get(facts.tool_call_parser or "", family.calls if family is not None else None)
 
-    def thinking(self, facts: Facts) -> Thinking | None:
+    def thinking(self, facts: Facts) -> ReasoningFormat | None:
         """How reasoning is read here; None where nobody knows."""
         if self.mode == "engine":
             return None
         family = FAMILIES.get(self.family or "")
-        known = THINKING.get(facts.reasoning_parser or "")
-        return known if known is not None else family.thinking if family is not None else None
-
-
-def _names() -> str:
-    return ", ".join(FAMILIES)
+        return THINKING.get(facts.reasoning_parser or "", family.thinking if family is not None else None)
 
 
 def tools_by_name(tools: Sequence[Any]) -> Tools:

@@ -3,16 +3,34 @@ Pure."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from miles_router.engines.parsers.reading import overlap
 
 
 class Split(NamedTuple):
-    """The reasoning in a text, and the rest of it; None while it is not certain that there is one."""
+    """The reasoning in a text, and the rest of it; None while it is not certain that there is one. `begun`: a call
+    that is not complete, and stands in neither."""
 
     reasoning: str
     rest: str | None
+    begun: str = ""
+
+
+class ReasoningFormat(Protocol):
+    """How a family writes reasoning. `thinking`: the prompt has opened it.
+
+    Raises:
+        Unparsable: with either, how the engine would read the text is not known.
+    """
+
+    def whole(self, text: str, *, thinking: bool) -> Split:
+        """Of a text that is over."""
+        ...
+
+    def growing(self, text: str, *, thinking: bool) -> Split:
+        """Of a text that goes on: what it says for certain."""
+        ...
 
 
 class Thinking(NamedTuple):
@@ -23,7 +41,7 @@ class Thinking(NamedTuple):
     call: str = ""
 
     def whole(self, text: str, *, thinking: bool) -> Split:
-        """Of a text that is over. `thinking`: it begins within reasoning."""
+        """See `ReasoningFormat`."""
         if not thinking and self.begin not in text:
             return Split("", text)
         while text.startswith(self.begin):
@@ -35,7 +53,7 @@ class Thinking(NamedTuple):
         return Split(reasoning, rest)
 
     def growing(self, text: str, *, thinking: bool) -> Split:
-        """Of a text that goes on: what it says for certain."""
+        """See `ReasoningFormat`."""
         if text.startswith(self.begin):
             thinking, text = True, text[len(self.begin) :]
         elif self.begin.startswith(text):

@@ -1,7 +1,7 @@
 """Turns of chat that outlive a pause, or the loss of their worker.
 
-What was sampled goes back as ids, and the engine samples the rest raw, with parsers off (`engines/chat_legs.py`). So
-the rest is a generation like any other: its parts are joined in the form of `/generate`, and the message is made of
+What was sampled goes back as ids, and the engine samples the rest raw, with parsers off (`engines/openai/legs.py`).
+So the rest is a generation like any other: its parts are joined in the form of `/generate`, and the message is made of
 the whole text.
 """
 

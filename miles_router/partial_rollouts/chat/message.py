@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.legs import call_id, separates_reasoning, tools_of
+from miles_router.engines.openai.legs import call_id, looks_for_calls, separates_reasoning, tools_of
+from miles_router.engines.openai.unfinished import with_unfinished
 from miles_router.engines.parsers import UNREAD, Parsers, ReadCall, reasoning_marks
 from miles_router.engines.parsers.growing import GrowingText
 from miles_router.engines.parsers.local import tools_by_name
-from miles_router.engines.parsers.reading import tool_calls
+from miles_router.engines.parsers.reading import CallFormat, tool_calls
+from miles_router.engines.parsers.thinking import ReasoningFormat
 from miles_router.errors import RouterError
 from miles_router.partial_rollouts.generation import CannotResume
 from miles_router.partial_rollouts.questions import EngineQuestions
@@ -58,18 +59,10 @@ class MessageReader:
             CannotResume: nothing there can read it.
         """
         read = await self._read(answer, began, facts, questions)
-        if stream and answer["meta_info"]["finish_reason"]["type"] != "stop":
-            self._add_unfinished(read, facts)
-        return read
-
-    def _add_unfinished(self, read: ReadMessage, facts: Facts) -> None:
-        """Of a stream, whose client has seen it begin: the call that the text ends within."""
-        calls = self._parsers.calls(facts) if self._has_calls(facts) else None
-        with suppress(*UNREAD):
-            call = calls.unfinished(read.text, self._by_name) if calls is not None else None
-            if call is not None:
-                before = read.message.setdefault("tool_calls", [])
-                before += tool_calls([call], self._names(facts), begin=len(before))
+        if not stream or answer["meta_info"]["finish_reason"]["type"] == "stop":
+            return read
+        message = with_unfinished(read.message, answer["text"], self._fields, self._parsers, facts)
+        return read._replace(message=message)
 
     async def _read(
         self, answer: Mapping[str, Any], began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
@@ -88,42 +81,47 @@ class MessageReader:
         self, text: str, began: Mapping[str, Any], facts: Facts, questions: EngineQuestions
     ) -> ReadMessage:
         reasoning = ""
-        if self._thinks(facts):
+        if separates_reasoning(self._fields, facts):
             reasoning, text = await _separated(text, began, facts.reasoning_parser or "", questions)
-        if not self._has_calls(facts):
+        if not looks_for_calls(self._fields, facts):
             return ReadMessage(self._message(began, reasoning, text, (), facts), text)
         content, found = await questions.parse_calls(text, self._tools, facts.tool_call_parser or "")
         calls = [ReadCall(call["name"], call["parameters"]) for call in found]
         return ReadMessage(self._message(began, reasoning, content, calls, facts), text)
 
     def _locally(self, text: str, began: Mapping[str, Any], facts: Facts) -> ReadMessage:
-        thinking, format_, reasoning = self._parsers.thinking(facts), self._parsers.calls(facts), ""
-        if self._thinks(facts):
-            if thinking is None:
-                raise CannotResume(f"no local parser for {facts.reasoning_parser}")
-            within = bool(began.get("reasoning_content")) and not text.startswith(thinking.begin)
-            reasoning, rest = thinking.whole(text, thinking=within)
-            text = rest or ""
-        if not self._has_calls(facts):
-            return ReadMessage(self._message(began, reasoning, text, (), facts), text)
-        if format_ is None:
-            raise CannotResume(f"no local parser for {facts.tool_call_parser}")
+        (thinking, format_), reasoning = self._formats(facts), ""
         try:
-            content, calls = format_.read(text, self._by_name)
+            if thinking is not None:
+                split = thinking.whole(text, thinking=_opened(text, began, facts.reasoning_parser or ""))
+                reasoning, text = split.reasoning, split.rest or ""
+            content, calls = (text, []) if format_ is None else format_.read(text, self._by_name)
         except UNREAD as error:
             raise CannotResume(f"no local parser can read it: {error}") from error
         return ReadMessage(self._message(began, reasoning, content, calls, facts), text)
 
-    def _thinks(self, facts: Facts) -> bool:
-        return bool(facts.reasoning_parser) and separates_reasoning(self._fields)
+    def _formats(self, facts: Facts) -> tuple[ReasoningFormat | None, CallFormat | None]:
+        """How reasoning and calls are read here, if the engine takes them out of the text.
+
+        Raises:
+            CannotResume: nothing here knows how.
+        """
+        thinking = self._parsers.thinking(facts) if separates_reasoning(self._fields, facts) else None
+        calls = self._parsers.calls(facts) if looks_for_calls(self._fields, facts) else None
+        if thinking is None and separates_reasoning(self._fields, facts):
+            raise CannotResume(f"no local parser for {facts.reasoning_parser}")
+        if calls is None and looks_for_calls(self._fields, facts):
+            raise CannotResume(f"no local parser for {facts.tool_call_parser}")
+        return thinking, calls
 
     def growing(self, began: Mapping[str, Any], facts: Facts) -> GrowingText | None:
         """Reads the text as it comes on; None where nothing here can."""
-        thinking = self._parsers.thinking(facts) if self._thinks(facts) else None
-        calls = self._parsers.calls(facts) if self._has_calls(facts) else None
-        unknown = (thinking is None and self._thinks(facts)) or (calls is None and self._has_calls(facts))
+        try:
+            thinking, calls = self._formats(facts)
+        except CannotResume:
+            return None
         within = bool(began.get("reasoning_content"))
-        if unknown or (thinking is not None and not within and not began.get("content")):
+        if thinking is not None and not within and not began.get("content"):
             return None  # how it began does not show yet
         names: dict[int, str] = {}
         return GrowingText(
@@ -144,8 +142,11 @@ class MessageReader:
     def _names(self, facts: Facts) -> Callable[[str, int], str]:
         return partial(call_id, fields=self._fields, facts=facts)
 
-    def _has_calls(self, facts: Facts) -> bool:
-        return bool(facts.tool_call_parser and self._tools)
+
+def _opened(text: str, began: Mapping[str, Any], parser: str) -> bool:
+    """Whether the prompt had begun the reasoning of a text; how the message began tells, or how the reasoning ends."""
+    begin, end = reasoning_marks(parser)
+    return bool(began.get("reasoning_content")) or (not began.get("content") and end in text and begin not in text)
 
 
 async def _separated(text: str, began: Mapping[str, Any], parser: str, questions: EngineQuestions) -> tuple[str, str]:

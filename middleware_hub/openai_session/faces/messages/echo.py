@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.sessions.equality import Equality, same_json
+from middleware_hub.openai_session.sessions.equality import same_json
 from middleware_hub.openai_session.sessions.messages import Message, parse_text
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.middlewares import nests_too_deep
@@ -151,21 +151,6 @@ def _plain_text(text: str, schema: Mapping[str, Any], name: str) -> Any:
     if name == "command":
         text = CHANGES_DIRECTORY.sub("", text).replace("\\\\;", "\\;")
     return "\n".join([line.rstrip() for line in text.split("\n")])
-
-
-def forgiving(equal: Equality) -> Equality:
-    """An equality for which white space at the ends of an answer's text counts for nothing: a block of it alone is
-    never shown, and clients trim."""
-
-    def same(held: Message, sent: Message) -> bool:
-        if equal(held, sent):
-            return True
-        if sent.get("role") != "assistant" or held.get("role") != "assistant":
-            return False
-        one, other = (_stripped(message) for message in (held, sent))
-        return one is not None and one == other and equal({**held, "content": one}, {**sent, "content": one})
-
-    return same
 
 
 def _stripped(message: Message) -> str | None:

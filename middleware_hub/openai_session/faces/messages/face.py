@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -13,11 +14,11 @@ from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings, give_json
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
-from middleware_hub.openai_session.faces.messages.echo import Echo, forgiving
+from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.models import listed
 from middleware_hub.openai_session.faces.messages.request import omits_thinking, read
 from middleware_hub.openai_session.faces.messages.stream import LAST, MessagesWriter
-from middleware_hub.openai_session.sessions.equality import Equality
+from middleware_hub.openai_session.sessions.equality import Equality, Likeness
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.tree import Session
@@ -41,7 +42,8 @@ class MessagesFace(ChatFace):
     last_event = LAST
 
     def __init__(self, continuation: Continuation, equal: Equality, settings: RunSettings | None = None) -> None:
-        super().__init__(continuation, forgiving(equal), settings)
+        # White space alone is no block of this API, and its clients trim.
+        super().__init__(continuation, replace(equal, trims=True) if isinstance(equal, Likeness) else equal, settings)
         self._system_anywhere = "system" not in continuation.proof.refused
 
     async def turn(self, session: Session, request: object, *, now: float) -> PendingTurn:

@@ -14,6 +14,7 @@ from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import CUT, AnswerEnd, message, whole
 from middleware_hub.openai_session.faces.messages.echo import signature
+from middleware_hub.openai_session.faces.open_calls import OpenArguments
 from miles_router.middlewares import Event, write_event
 
 PING = write_event({"type": "ping"}, b"ping")
@@ -37,7 +38,7 @@ class MessagesWriter(ReplyWriter):
         self._call: Mapping[str, Any] = {}  # the call that is under way
         self._call_index: object = None
         self._calls = False
-        self._waiting = ""  # the end of its arguments
+        self._arguments = OpenArguments()
 
     def whole(self, answer: dict[str, Any]) -> object:
         """The message.
@@ -134,10 +135,7 @@ class MessagesWriter(ReplyWriter):
         arguments = function.get("arguments")
         if not arguments or call["index"] != self._call_index:
             return
-        arguments = self._waiting + arguments
-        end = len(arguments.rstrip()) - 1
-        waits = arguments[end:].startswith("}")
-        shown, self._waiting = (arguments[:end], arguments[end:]) if waits else (arguments, "")
+        shown = self._arguments.feed(arguments)
         if shown:
             self._open_call()
             self._grow("input_json_delta", partial_json=shown)
@@ -160,13 +158,13 @@ class MessagesWriter(ReplyWriter):
         """End the block that grows."""
         if whole_call and self._call:
             self._open_call()
-            if self._waiting:
-                self._grow("input_json_delta", partial_json=self._waiting)
+            if self._arguments.waiting:
+                self._grow("input_json_delta", partial_json=self._arguments.waiting)
         if self._open == "thinking":
             self._grow("signature_delta", signature=signature("".join(self._thinking)))
         if self._open is not None:
             self._emit("content_block_stop", index=self._index)
-        self._open, self._call, self._call_index, self._waiting = None, {}, None, ""
+        self._open, self._call, self._call_index, self._arguments = None, {}, None, OpenArguments()
         self._thinking, self._blank = [], []
 
     def _grow(self, kind: str, **fields: str) -> None:

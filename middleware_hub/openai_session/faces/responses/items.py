@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from middleware_hub.openai_session.faces.open_calls import open_arguments
 from middleware_hub.openai_session.faces.responses.forms import CUSTOM, FUNCTION
 from middleware_hub.openai_session.faces.responses.tools import ResponsesTools
 from middleware_hub.openai_session.sessions.messages import Message
@@ -110,12 +111,6 @@ class ItemWriter:
 def output_text(text: str) -> dict[str, Any]:
     """A part of an answer's message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def open_arguments(arguments: str) -> str:
-    """Arguments without the brace that ends them: an engine that is cut in the middle of a call closes it by itself."""
-    stripped = arguments.rstrip()
-    return stripped[:-1] if stripped.endswith("}") else arguments
 
 
 def input_items(key: str, messages: Sequence[Message], tools: ResponsesTools) -> Iterator[dict[str, Any]]:

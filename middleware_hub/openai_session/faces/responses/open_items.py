@@ -8,8 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from middleware_hub.openai_session.faces.open_calls import OpenArguments, open_arguments
 from middleware_hub.openai_session.faces.responses.forms import CUSTOM, FUNCTION, input_of
-from middleware_hub.openai_session.faces.responses.items import PREFIXES, ItemWriter, open_arguments, output_text
+from middleware_hub.openai_session.faces.responses.items import PREFIXES, ItemWriter, output_text
 from miles_router.middlewares import write_event
 
 #: How the arguments of a custom tool begin; and how many characters are looked at for that.
@@ -99,7 +100,7 @@ class OpenCall(OpenItem):
         self._kind = kind
         self._id = writer.id(PREFIXES[kind], place)
         self._shown: list[str] = []  # of the arguments, or of the input
-        self._waiting = ""  # the end of the arguments
+        self._arguments = OpenArguments()
         self._input = TextOfInput()
         if kind in (FUNCTION.kind, CUSTOM.kind):
             self._emit("output_item.added", item=self._item("", "in_progress"))
@@ -110,10 +111,7 @@ class OpenCall(OpenItem):
         if self._kind == CUSTOM.kind:
             self._show("custom_tool_call_input", self._input.feed(arguments))
         elif self._kind == FUNCTION.kind:
-            arguments = self._waiting + arguments
-            shown = open_arguments(arguments)
-            self._waiting = arguments[len(shown) :]
-            self._show("function_call_arguments", shown)
+            self._show("function_call_arguments", self._arguments.feed(arguments))
 
     def close(self, status: str) -> dict[str, Any] | None:
         """End it: with `incomplete` it was cut, and nothing says that it is done."""
@@ -128,7 +126,7 @@ class OpenCall(OpenItem):
             self._show("custom_tool_call_input", text[len(shown) :] if text.startswith(shown) else "")
             self._emit("custom_tool_call_input.done", item_id=self._id, input=text)
         else:
-            self._show("function_call_arguments", self._waiting)
+            self._show("function_call_arguments", self._arguments.waiting)
             self._emit("function_call_arguments.done", item_id=self._id, arguments=arguments)
         self._emit("output_item.done", item=item)
         return item

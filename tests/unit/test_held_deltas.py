@@ -37,6 +37,12 @@ ENDED: dict[str, tuple[list[Any], str, str]] = {
     "sampled with other spaces": ([NAMED, chunk({}, '{"a":1}}'), COMPLETE], "abort", SHOWN),
     "in tags": ([NAMED, chunk({}, "<parameter=a>1</parameter></function>"), COMPLETE], "length", SHOWN),
     "in tags, closed": ([NAMED, chunk({}, "<parameter=a>1"), COMPLETE], "length", "add"),
+    "in tags, with an object": (
+        [NAMED, chunk({}, "<parameter=a>{}</parameter></function>"), COMPLETE],
+        "length",
+        SHOWN,
+    ),
+    "cut in a text that ends as a call": ([NAMED, chunk({}, ' {"a": "</tool_call>'), COMPLETE], "length", "add"),
     "nested too deep": ([NAMED, chunk(call('{"a": ' + "[" * 100_000))], "length", "add"),
     "of too many digits": ([NAMED, chunk(call('{"a": 1' + "1" * 5000))], "length", "add"),
     "not complete": ([NAMED, chunk(call('{"a'))], "length", 'add{"a'),

@@ -1,5 +1,5 @@
-"""DeepSeek: JSON between marks until V3.1, tags since V3.2 (SGLang 0.5.23, `deepseekv31_detector.py`,
-`deepseekv32_detector.py`). Pure."""
+"""DeepSeek until V3.2: JSON between marks, then tags (SGLang 0.5.23, `deepseekv3_detector.py`,
+`deepseekv31_detector.py`, `deepseekv32_detector.py`). Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, beg
 
 _BEGIN, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _CALL = re.compile(r"<｜tool▁call▁begin｜>.*?<｜tool▁call▁end｜>", re.DOTALL)
-_PARTS = re.compile(r"<｜tool▁call▁begin｜>(.*)<｜tool▁sep｜>(.*)<｜tool▁call▁end｜>", re.DOTALL)
+#: What stands between the name of a function and its arguments.
+_FENCE = "\n```json\n"
 _DSML = "｜DSML｜"
 _SECTION = re.compile(r"<｜DSML｜function_calls>(.*?)</｜DSML｜function_calls>", re.DOTALL)
 _INVOKE = re.compile(
@@ -25,10 +26,15 @@ _PARAMETER_END = "</｜DSML｜parameter>"
 
 
 class DeepSeekMarks:
-    """The format until V3.1."""
+    """The format until V3.1; `fenced`: that of V3."""
 
     begin = "<｜tool▁calls▁begin｜>"
     end = "<｜tool▁call▁end｜>"
+
+    def __init__(self, *, fenced: bool = False) -> None:
+        self._between = _FENCE if fenced else _SEPARATOR
+        inner = rf".*{_SEPARATOR}(.*){_FENCE}(.*)\n```" if fenced else rf"(.*){_SEPARATOR}(.*)"
+        self._parts = re.compile(f"{_BEGIN}{inner}{self.end}", re.DOTALL)
 
     def read(self, text: str, tools: Tools) -> ReadCalls:
         """See `CallFormat`."""
@@ -38,7 +44,7 @@ class DeepSeekMarks:
         calls: list[ReadCall] = []
         try:
             for block in _CALL.findall(up_to_last(begin + rest, self.end)):
-                parts = _PARTS.search(block)
+                parts = self._parts.search(block)
                 if parts is None:
                     return ReadCalls(text, [])
                 calls += of_json({"name": parts[1], "parameters": json.loads(parts[2])}, tools)
@@ -49,8 +55,11 @@ class DeepSeekMarks:
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
         """See `CallFormat`."""
         block = text.rpartition(_BEGIN)[2] if _BEGIN in text else self.end
-        name, begin, arguments = block.partition(_SEPARATOR)
-        return ReadCall(name, arguments) if begin and self.end not in block and name in tools else None
+        head, begin, arguments = block.partition(self._between)
+        name = head.rpartition(_SEPARATOR)[2]
+        if not begin or self.end in block or name not in tools:
+            return None
+        return ReadCall(name, arguments.partition("\n```")[0] if self._between == _FENCE else arguments)
 
 
 class DeepSeekTags:

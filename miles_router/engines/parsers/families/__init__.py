@@ -1,0 +1,1 @@
+"""How model families write, a file for each."""

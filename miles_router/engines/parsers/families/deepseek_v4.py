@@ -1,0 +1,134 @@
+"""DeepSeek V4: tags in `<｜DSML｜tool_calls>`, read tag by tag (SGLang 0.5.23, `deepseek_recipe_output.py`, and
+deepseek-recipe 0.2.0 behind it). Pure.
+
+The engine writes arguments as they are sampled, of a call that is cut too, and shows calls of tools that there are
+not. What it makes of tags that no model is taught is not followed here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, Unparsable, overlap, written
+from miles_router.engines.parsers.thinking import Split
+
+_OPEN, _THINK, _THOUGHT = "<｜DSML｜", "<think>", "</think>"
+_SECTION = re.compile(r"<｜DSML｜tool_calls>\s*")
+_INVOKE = re.compile(r'<｜DSML｜invoke name="([^"<>]+)">\s*')
+_PARAMETER = re.compile(
+    r'<｜DSML｜parameter name="([^"<>]*)" string="(true|false)">(.*?)</｜DSML｜parameter>\s*', re.DOTALL
+)
+_INVOKED = re.compile(r"</｜DSML｜invoke>\s*")
+_NAME = re.compile(r'<｜DSML｜invoke name="([^"<>]*)("?)')
+_HEAD = re.compile(r'<｜DSML｜parameter name=("[^"<>]*"?)?')
+_KIND = re.compile(r' string="(true|false)">')
+_SECTION_END, _INVOKE_END, _PARAMETER_END = "</｜DSML｜tool_calls>", "</｜DSML｜invoke>", "</｜DSML｜parameter>"
+
+
+class DeepSeekV4Thinking:
+    """Its reasoning; lines around it and around the content count for nothing."""
+
+    def whole(self, text: str, *, thinking: bool) -> Split:
+        """See `ReasoningFormat`."""
+        at = _end_of_reasoning(text) if thinking else 0
+        reasoning = text[:at].strip("\n") if at < len(text) else text.lstrip("\n")
+        rest = text[at:].removeprefix(_THOUGHT) if thinking else text
+        if _THOUGHT in rest or _THINK in text:
+            raise Unparsable("reasoning that begins or ends twice")
+        return Split(reasoning, rest.lstrip("\n"))
+
+    def growing(self, text: str, *, thinking: bool) -> Split:
+        """See `ReasoningFormat`."""
+        at = _end_of_reasoning(text) if thinking else 0
+        if not thinking or at < len(text):
+            return self.whole(text, thinking=thinking)
+        held = max(overlap(text, _THOUGHT), overlap(text, _OPEN))
+        return Split(text[: len(text) - held].strip("\n"), None)
+
+
+def _end_of_reasoning(text: str) -> int:
+    ends = [at for mark in (_THOUGHT, _OPEN) if (at := text.find(mark)) >= 0]
+    return min(ends, default=len(text))
+
+
+class DeepSeekV4:
+    """The format."""
+
+    begin = _OPEN
+    end = "</｜DSML｜invoke>"
+
+    def read(self, text: str, tools: Tools) -> ReadCalls:
+        """See `CallFormat`."""
+        text = text.lstrip("\n")
+        at = text.find(_OPEN)
+        if at < 0:
+            return ReadCalls(text, [])
+        return ReadCalls(text[:at].rstrip("\n"), list(_calls(text[at:])))
+
+    def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
+        """See `CallFormat`. None: the engine shows it among the calls."""
+        return None
+
+
+def _calls(text: str) -> Iterator[ReadCall]:
+    """The calls of a section, the last of them as far as it goes.
+
+    Raises:
+        Unparsable: something stands where it is not taught.
+    """
+    section = _SECTION.match(text)
+    at = section.end() if section is not None else 0
+    while invoke := _INVOKE.match(text, at):
+        arguments, at = "", invoke.end()
+        while parameter := _PARAMETER.match(text, at):
+            name, kind, value = parameter.groups()
+            arguments += f'{_lead(arguments)}"{name}": {_value(value, kind)}' + ('"' if kind == "true" else "")
+            at = parameter.end()
+        end = _INVOKED.match(text, at)
+        if end is None:
+            yield ReadCall(invoke[1], arguments + _begun(text[at:], _lead(arguments)))
+            return
+        at = end.end()
+        yield ReadCall(invoke[1], (arguments or "{") + "}")
+    name = _NAME.fullmatch(text, at)
+    if name is not None and name[2]:
+        yield ReadCall(name[1], "")
+    elif name is None and not text.startswith(_SECTION_END, at):
+        _expect(text[at:], _SECTION_END, '<｜DSML｜invoke name="', *([] if at else ["<｜DSML｜tool_calls>"]))
+
+
+def _begun(text: str, lead: str) -> str:
+    """What the engine shows of a parameter, or of a call's end, that is cut."""
+    head = _HEAD.match(text)
+    if head is None:
+        _expect(text, _INVOKE_END, "<｜DSML｜parameter name=")
+        return "" if len(text) <= len("<｜DSML｜") or text[1] != "/" else lead.strip(", ") + "}"
+    key, rest = head[1] or "", text[head.end() :]
+    if len(key) < 2 or key[-1] != '"' or not rest:
+        _expect(rest, "")
+        return lead + key
+    kind = _KIND.match(rest)
+    if kind is None:
+        _expect(rest, ' string="true">', ' string="false">')
+        return f"{lead}{key}: "
+    value, closed, end = rest[kind.end() :].partition("</｜DSML｜")
+    _expect("</｜DSML｜" + end, _PARAMETER_END)
+    return f"{lead}{key}: {_value(value, kind[1])}" + ('"' if closed and kind[1] == "true" else "")
+
+
+def _lead(arguments: str) -> str:
+    return ", " if arguments else "{"
+
+
+def _value(value: str, kind: str) -> str:
+    """A value without its end. What is no text is not looked at."""
+    if "｜DSML｜" in value:
+        raise Unparsable("a tag within a value")
+    return written(value)[:-1] if kind == "true" else value
+
+
+def _expect(text: str, *ways: str) -> None:
+    """Raises Unparsable where a text is not the beginning of one of these."""
+    if not any(way.startswith(text) for way in ways):
+        raise Unparsable("a call that is not written as it is taught")
