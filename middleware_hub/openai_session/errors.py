@@ -6,6 +6,9 @@ BadRequest
 ├── SessionFinalized    409 session_finalized: it takes no further turns
 ├── SessionFull         400 session_full: more turns or bytes than one session may have
 ├── MediaNotTraced      400 media_not_traced: an image or the like in a session
+├── ContextOverflow     400 context_length_exceeded: nothing is left of what its contract allows
+├── StaleWeights        400 stale_weights: older weights would take part than its contract allows
+├── OutsideContract     400 outside_contract: it cannot be held to its contract
 ├── UntracedEpisode     422 untraced_episode: there is no sample, because nothing was traced
 └── UnusableSample      422 invalid_sample: it would break an invariant, and is not given
 TooManySessions         503 too_many_sessions, with Retry-After
@@ -17,7 +20,7 @@ AnswerCut               503 answer_cut, with Retry-After: recorded, and of no en
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from miles_router.errors import BadRequest, NotFound, RouterError, UpstreamError
 
@@ -54,6 +57,43 @@ class UntracedEpisode(BadRequest):
 
     status = 422
     type = "untraced_episode"
+
+
+class ContextOverflow(BadRequest):
+    """Nothing is left of what the session's contract allows a turn. Agents' harnesses know what to do about a context
+    window that is full, whatever the reason: they compact their history, or end. They look for the words of the API
+    that they speak (OpenAI's begin it, Anthropic's end it), so that both are in the message.
+
+    Attributes:
+        reason: what is used up, as in the session's `end_reason`.
+        prompt, limit: how many tokens there are, and how many there may be, where that is known.
+    """
+
+    type = "context_length_exceeded"
+
+    def __init__(self, reason: str, message: str, *, prompt: int | None = None, limit: int | None = None) -> None:
+        numbers = "" if prompt is None or limit is None else f": {prompt} tokens > {limit} maximum"
+        super().__init__(f"This model's maximum context length is {message} (prompt is too long{numbers})")
+        self.reason = reason
+        self.prompt = prompt
+        self.limit = limit
+
+    def body(self, request_id: str) -> dict[str, Any]:
+        """In OpenAI's words."""
+        about = {"type": "invalid_request_error", "code": self.type, "param": "messages", "reason": self.reason}
+        return {"error": {"message": str(self), **about, "request_id": request_id}}
+
+
+class StaleWeights(BadRequest):
+    """A turn in which older weights would take part than the session's contract allows."""
+
+    type = "stale_weights"
+
+
+class OutsideContract(BadRequest):
+    """A request that cannot be held to the session's contract: it is not traced, or its length is not known."""
+
+    type = "outside_contract"
 
 
 class UnusableSample(BadRequest):

@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.dialects.dressage_segments import VIEW, segments_of
+from middleware_hub.openai_session.episodes.contract import FINALIZED
 from middleware_hub.openai_session.errors import TrajectoryVersionChanged
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
 from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest, untraced_in_words
@@ -154,6 +155,7 @@ class DressageDialect:
         if instance is not None:
             session.metadata["instance_id"] = instance
         session.finalized = carried
+        self._sessions.store.end(session, FINALIZED)
         return as_response(
             {
                 "success": True,

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import orjson
 
 from middleware_hub.openai_session.continuing.continuation import Continuation
+from middleware_hub.openai_session.episodes.contract import base_model
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
@@ -61,7 +62,7 @@ class RunSettings:
 
     def of_any(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """A request with what belongs into one of any API."""
-        return {**request, "lora_path": self.lora_path} if self.lora_path else request
+        return {**request, **base_model(request), "lora_path": self.lora_path} if self.lora_path else request
 
     def of_chat(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """A chat request with all of it. Template settings that are none are left for the engine to refuse."""
@@ -99,6 +100,10 @@ class Face(ABC):
         Raises:
             BadRequest: it is none, or a text in it is too long.
         """
+
+    async def prompt_tokens(self, turn: PendingTurn) -> int | None:
+        """How many tokens the longest prompt of a turn has; None where only the engine can tell."""
+        return turn.prompt.length if turn.prompt is not None else None
 
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """What the reply is written with."""

@@ -12,6 +12,7 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.idempotency import once, repeat_key, turn_id_of
+from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from miles_router.engines import paths
@@ -32,6 +33,7 @@ class TurnDoor:
         store: SessionStore,
         recorder: TurnRecorder,
         runner: TurnRunner,
+        keeper: EpisodeKeeper,
         now: Callable[[], float],
     ) -> None:
         self._app = app
@@ -39,6 +41,7 @@ class TurnDoor:
         self._store = store
         self._recorder = recorder
         self._runner = runner
+        self._keeper = keeper
         self._now = now
 
     def is_turn(self, scope: Scope) -> bool:
@@ -71,6 +74,7 @@ class TurnDoor:
         if await self.beside(session, scope, receive, send):
             return
         if method == "POST" and path in UNTRACED:
+            self._keeper.refuse_untraced(session, "this endpoint is not traced")
             self._recorder.pass_by(path, session, "this endpoint is not traced", Exchange.of(scope).request_id)
         elif not _is_aside(method, path):
             raise NotFound(f"within a session there is no {method} {path}")
@@ -81,7 +85,7 @@ class TurnDoor:
         """One turn of a session.
 
         Raises:
-            BadRequest: the request is none, or the session has no room or is finalized.
+            BadRequest: the request is none, or the session has no room, is finalized or has a contract against it.
             UnusableAnswer: the worker's answer cannot be recorded.
         """
         face = self._faces[scope["path"]]
@@ -97,15 +101,18 @@ class TurnDoor:
             if session.finalized is not None:
                 raise SessionFinalized(f"session {session.id!r} is finalized")
             self._store.check_room(session)
-            with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
-                turn = await face.turn(session, parsed, now=self._now())
-            turn.turn_id = turn_id
-            asked.append(turn)
-            await self._runner.run(face, turn, scope, receive, send)
+            with self._keeper.running(session, exchange) as running:
+                with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
+                    turn = await face.turn(session, parsed, now=self._now())
+                    await self._keeper.bind(face, turn, running)
+                turn.turn_id = turn_id
+                asked.append(turn)
+                await self._runner.run(face, turn, scope, receive, send)
 
         with self._store.in_use(session):
             untraceable = face.untraceable(parsed)
             if untraceable is not None:
+                self._keeper.refuse_untraced(session, untraceable)
                 self._recorder.pass_by(face.path, session, untraceable, exchange.request_id)
                 await self._app(scope, replay(body, receive), send)
             elif turn_id is None:

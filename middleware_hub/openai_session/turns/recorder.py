@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_UNTRACED = 1000  # of one session; the log has the rest
 UNTRACED_BYTES = 1024  # of each of them, about
+LENGTH = "length"  # how an answer ends that may not be longer
 TURN_BYTES = 2048  # what a turn takes beside its arrays and messages, about
 
 
@@ -69,6 +70,9 @@ class TurnRecorder:
             nbytes += Trajectory(sampled).nbytes + message_bytes(turn.answer) + TURN_BYTES
             if pending.remember is not None:
                 nbytes += pending.remember(turn)
+        session.episode.settle(pending.reservation, sum(len(piece) for _, _, sampled in parts for piece in sampled))
+        if pending.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
+            self._store.end(session, pending.cut_by)
         self._store.account(session, nbytes)
         self.statistics.given_tokens += prompts.tokens
         self.statistics.reused_tokens += len(pending.prompt.held) if pending.prompt is not None else 0
@@ -106,6 +110,7 @@ class TurnRecorder:
                 "answered_at": self._now(),
                 "turn_id": pending.turn_id,
                 "streamed": pending.stream,
+                **({"asked_for": pending.asked_for} if pending.asked_for else {}),
             },
         )
 
