@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from miles_router.engines.refusals import Overflow
 from miles_router.errors import BadRequest, NotFound, RouterError, UpstreamError
 
 
@@ -60,28 +61,31 @@ class UntracedEpisode(BadRequest):
 
 
 class ContextOverflow(BadRequest):
-    """Nothing is left of what the session's contract allows a turn. Agents' harnesses know what to do about a context
-    window that is full, whatever the reason: they compact their history, or end. They look for the words of the API
-    that they speak (OpenAI's begin it, Anthropic's end it), so that both are in the message.
-
-    Attributes:
-        reason: what is used up, as in the session's `end_reason`.
-        prompt, limit: how many tokens there are, and how many there may be, where that is known.
-    """
+    """Nothing is left of what the session's contract allows a turn, or the engine's context window does not hold it.
+    Agents' harnesses know what to do about a window that is full: they compact their history, or end. So whatever is
+    used up is told as that, in the words of each API that they look for. Attributes: reason: what is used up, as in the
+    session's `end_reason`. overflow: how many tokens there are, and how many there may be, where that is known."""
 
     type = "context_length_exceeded"
 
-    def __init__(self, reason: str, message: str, *, prompt: int | None = None, limit: int | None = None) -> None:
-        numbers = "" if prompt is None or limit is None else f": {prompt} tokens > {limit} maximum"
-        super().__init__(f"This model's maximum context length is {message} (prompt is too long{numbers})")
+    def __init__(self, reason: str, why: str = "", overflow: Overflow | None = None) -> None:
         self.reason = reason
-        self.prompt = prompt
-        self.limit = limit
+        self.overflow = overflow
+        self.why = why or (_in_numbers(overflow) if overflow is not None else reason)
+        super().__init__(self.why)
 
     def body(self, request_id: str) -> dict[str, Any]:
-        """In OpenAI's words."""
+        """In the words of OpenAI's chat API."""
+        message = f"This model's maximum context length is reached: {self.why}"
+        if self.overflow is not None:
+            length = f"This model's maximum context length is {self.overflow.limit} tokens. "
+            message = f"{length}However, your messages resulted in {self.overflow.prompt} tokens."
         about = {"type": "invalid_request_error", "code": self.type, "param": "messages", "reason": self.reason}
-        return {"error": {"message": str(self), **about, "request_id": request_id}}
+        return {"error": {"message": message, **about, "request_id": request_id}}
+
+
+def _in_numbers(overflow: Overflow) -> str:
+    return f"the prompt has {overflow.prompt} tokens, and prompt and answer may have {overflow.limit}"
 
 
 class StaleWeights(BadRequest):

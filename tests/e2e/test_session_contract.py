@@ -31,7 +31,6 @@ def overflow_of(answer: RawReply) -> dict[str, Any]:
     error: dict[str, Any] = answer.json()["error"]
     assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
     assert error["message"].startswith("This model's maximum context length is")
-    assert "prompt is too long" in error["message"]
     return error
 
 
@@ -162,7 +161,6 @@ async def test_a_first_prompt_is_counted_before_it_is_sent(trial: SessionTrial) 
     refused = await trial.turn(session, [user("word " * 100)])
     error = overflow_of(refused)
     assert error["message"].startswith("This model's maximum context length is 60 tokens. However, your messages ")
-    assert error["message"].endswith(" tokens > 60 maximum)"), "Anthropic's words, for the face that has them"
     assert len(trial.door) == 1
     ask = {"model": "m", "prompt": "Once upon a time", "ignore_eos": True, "max_tokens": 100}
     answer = await trial.ask("POST", f"/sessions/{session}{COMPLETIONS}", ask)

@@ -110,7 +110,7 @@ async def test_several_choices_have_no_name_at_the_engine_and_are_broken_off(tri
 
 
 async def test_an_engine_that_does_not_end_it_is_left(trial: SessionTrial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("middleware_hub.openai_session.turns.keeper.GRACE", 0.01)
+    monkeypatch.setattr("middleware_hub.openai_session.turns.running.GRACE", 0.01)
     session = await trial.create(contract={"group": "g"})
     trial.worker.faults.status(500, path="/abort_request")
     async with under_way(trial.turn(session, HI, **ENDLESS)) as turn:

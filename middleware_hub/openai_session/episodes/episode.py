@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 from middleware_hub.openai_session.episodes.contract import CONTEXT, Contract, Group
 from middleware_hub.openai_session.episodes.ledger import Ledger
+from miles_router.errors import RouterError
 
 
 class Stoppable(Protocol):
     """A turn that runs."""
 
-    def stop(self, reason: str, *, keep: bool) -> None:
+    def stop(self, error: RouterError, *, keep: bool) -> None:
         """End it at the engine; `keep`: what was sampled until now stays."""
         ...
 

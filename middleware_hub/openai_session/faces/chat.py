@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
-from middleware_hub.openai_session.continuing.preparing import CannotRender
+from middleware_hub.openai_session.continuing.templates import CannotRender
 from middleware_hub.openai_session.errors import MediaNotTraced
 from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.messages import checked, media_in, only_text
@@ -80,14 +80,23 @@ class ChatFace(Face):
             return known or len(own or ())
         if not only_text(fields["messages"]) or ids_obstacle(fields) not in (None, GOES_ON):
             return None
-        context, *_ = contexts_of(fields)
-        goes_on = bool(fields.get(GOES_ON))
         try:
-            ids = await self._continuation.beginning(
-                fields["messages"], context.tools, context.template_kwargs, goes_on=goes_on
-            )
+            return await self.rendered_tokens(fields)
         except CannotRender:
             return None
+
+    async def rendered_tokens(self, fields: Mapping[str, Any]) -> int:
+        """How many ids the engine makes of a chat request that continues nothing.
+
+        Raises:
+            CannotRender: the template refuses it.
+            TextTooLong: it is too long.
+        """
+        context, *_ = contexts_of(fields)
+        goes_on = bool(fields.get(GOES_ON))
+        ids = await self._continuation.beginning(
+            fields["messages"], context.tools, context.template_kwargs, goes_on=goes_on
+        )
         return len(ids)
 
     async def _prompt(self, fields: Mapping[str, Any], context: Context, place: Place, parent: Turn) -> TokenPrompt:

@@ -19,6 +19,7 @@ import orjson
 
 from middleware_hub.openai_session.continuing.continuation import Continuation
 from middleware_hub.openai_session.episodes.contract import base_model
+from middleware_hub.openai_session.errors import ContextOverflow
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
@@ -112,6 +113,11 @@ class Face(ABC):
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
         """An error of the router's own as this API has it."""
         return error.body(request_id)
+
+    def as_stream(self, session: Session, request: object, error: ContextOverflow) -> bytes | None:
+        """A full context as the stream that a request asked for, where harnesses of this API look for it there; None:
+        it is told as other errors are."""
+        return None
 
     def speaks(self, scope: Scope, path: str) -> bool:
         """Whether a request for this path within a session is made in this API's words, and its errors are."""

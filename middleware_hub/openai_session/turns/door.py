@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from middleware_hub.openai_session.errors import SessionFinalized
+from middleware_hub.openai_session.errors import ContextOverflow, SessionFinalized
 from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.store import SessionStore
@@ -14,7 +14,7 @@ from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.idempotency import once, repeat_key, turn_id_of
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
-from middleware_hub.openai_session.turns.runner import TurnRunner
+from middleware_hub.openai_session.turns.runner import TurnRunner, give_events
 from miles_router.engines import paths
 from miles_router.errors import NotFound
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay
@@ -101,13 +101,21 @@ class TurnDoor:
             if session.finalized is not None:
                 raise SessionFinalized(f"session {session.id!r} is finalized")
             self._store.check_room(session)
+            try:
+                self._keeper.check(session)
+            except ContextOverflow as error:
+                await _tell(error, face, session, parsed, send)
+                return
             with self._keeper.running(session, exchange) as running:
-                with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
-                    turn = await face.turn(session, parsed, now=self._now())
-                    await self._keeper.bind(face, turn, running)
-                turn.turn_id = turn_id
-                asked.append(turn)
-                await self._runner.run(face, turn, scope, receive, send)
+                try:
+                    with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
+                        turn = await face.turn(session, parsed, now=self._now())
+                        await self._keeper.bind(face, turn, running)
+                    turn.turn_id = turn_id
+                    asked.append(turn)
+                    await self._runner.run(face, turn, scope, receive, send)
+                except ContextOverflow as error:
+                    await _tell(error, face, session, parsed, send)
 
         with self._store.in_use(session):
             untraceable = face.untraceable(parsed)
@@ -130,6 +138,14 @@ class TurnDoor:
                     account,
                     last_event=face.last_event,
                 )
+
+
+async def _tell(error: ContextOverflow, face: Face, session: Session, request: object, send: Send) -> None:
+    """Tell an agent of a full context where its harness looks for that: in a stream, or as any error."""
+    events = face.as_stream(session, request, error)
+    if events is None:
+        raise error
+    await give_events(send, events)
 
 
 def _is_aside(method: str, path: str) -> bool:

@@ -1,16 +1,11 @@
-"""Holds turns to the contract of their session: what they may still have, what they must carry, and when they end.
-
-A turn that is no longer wanted ends at its engine. Where what it has sampled is to stay, the engine is told to abort it
-and its answer comes as far as it goes; else, or where the engine does not end it, its connection is broken off.
-"""
+"""Holds turns to the contract of their session: what they may still have, what they must carry, and when they end."""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from middleware_hub.openai_session.episodes.contract import (
     ABORTED,
@@ -24,6 +19,7 @@ from middleware_hub.openai_session.episodes.contract import (
 )
 from middleware_hub.openai_session.episodes.ledger import Allowance, allowance, asked_tokens, choices_of, cut
 from middleware_hub.openai_session.errors import (
+    AnswerCut,
     ContextOverflow,
     OutsideContract,
     SessionNotFound,
@@ -33,61 +29,11 @@ from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.turns.running import RunningTurn
+from miles_router.engines.generate import RID
+from miles_router.engines.refusals import Overflow
 from miles_router.errors import RouterError
-from miles_router.middlewares import ABORT, Exchange, Pace, Router, spawn
-
-#: Seconds in which an engine ends a generation that it was told to abort, and after which it is told again: it may not
-#: have had it yet.
-GRACE, AGAIN = 5.0, 0.2
-
-
-class RunningTurn:
-    """A turn from its request to its end."""
-
-    def __init__(self, session: Session, exchange: Exchange, router: Router) -> None:
-        self.session = session
-        #: Its name at the engine, by which it is aborted; None where the engine knows it by others.
-        self.rid: str | None = None
-        self.error: RouterError | None = None
-        self._exchange = exchange
-        self._router = router
-        self._task = asyncio.current_task()
-        self._ended = asyncio.Event()
-
-    def stop(self, reason: str, *, keep: bool) -> None:
-        """End it; `keep`: what was sampled until now stays."""
-        self._exchange.flight.aborted = True
-        error = stopped(self.session, reason)
-        if keep and self.rid is not None and self._exchange.flight.worker_url is not None:
-            spawn(self._abort(self.rid, error), name=f"abort {self.rid}")
-        else:
-            self._break_off(error)
-
-    def over(self) -> None:
-        """It has ended."""
-        self._ended.set()
-
-    async def _abort(self, rid: str, error: RouterError) -> None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + GRACE
-        while not self._ended.is_set() and loop.time() < until:
-            with suppress(RouterError):  # who cannot be told is broken off below
-                await self._router.control.order(ABORT, self._exchange.request_id, rid=rid)
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), AGAIN)
-        if not self._ended.is_set():
-            self._break_off(error)
-
-    def _break_off(self, error: RouterError) -> None:
-        if self.error is None and self._task is not None:
-            self.error = error
-            self._task.cancel()
-
-    def cancelled(self) -> RouterError | None:
-        """Why its task was cancelled, if it was from here."""
-        if self.error is not None and sys.version_info >= (3, 11) and self._task is not None:
-            self._task.uncancel()
-        return self.error
+from miles_router.middlewares import Exchange, Pace, Router
 
 
 class EpisodeKeeper:
@@ -104,18 +50,12 @@ class EpisodeKeeper:
         """While a turn runs, what ends its episode ends it.
 
         Raises:
-            ContextOverflow: the episode is over, or ends meanwhile.
+            ContextOverflow: the episode ends meanwhile.
             SessionNotFound: the session is deleted meanwhile, together with what runs in it.
         """
-        episode = session.episode
-        if episode.closed is not None:
-            raise stopped(session, episode.closed)
-        running, timer = RunningTurn(session, exchange, self._router), None
+        episode, running, timer = session.episode, RunningTurn(session, exchange, self._router), None
         if (until := episode.deadline()) is not None:
-            if (left := until - self._clock()) <= 0:
-                self.stop(session, DEADLINE)
-                raise stopped(session, DEADLINE)
-            timer = asyncio.get_running_loop().call_later(left, self.stop, session, DEADLINE)
+            timer = asyncio.get_running_loop().call_later(until - self._clock(), self.stop, session, DEADLINE)
         episode.running.add(running)
         try:
             yield running
@@ -123,6 +63,10 @@ class EpisodeKeeper:
             if (error := running.cancelled()) is None:
                 raise
             raise error from None
+        except AnswerCut:
+            if episode.closed is None:
+                raise
+            raise stopped(session, episode.closed) from None  # its agent need not ask again
         finally:
             running.over()
             episode.running.discard(running)
@@ -130,12 +74,25 @@ class EpisodeKeeper:
             if timer is not None:
                 timer.cancel()
 
+    def check(self, session: Session) -> None:
+        """See whether a turn may begin.
+
+        Raises:
+            ContextOverflow: the episode is over.
+            SessionNotFound: the session was deleted.
+        """
+        until = session.episode.deadline()
+        if session.episode.closed is None and until is not None and until <= self._clock():
+            self.stop(session, DEADLINE)
+        if session.episode.closed is not None:
+            raise stopped(session, session.episode.closed)
+
     def stop(self, session: Session, reason: str) -> None:
         """End an episode, and what runs in it. What was sampled until now stays, unless the session is deleted."""
         self._store.end(session, reason)
         session.episode.closed = reason
         for running in tuple(session.episode.running):
-            running.stop(reason, keep=reason != DELETED)
+            running.stop(stopped(session, reason), keep=reason != DELETED)
 
     async def _end_group(self, group: object) -> None:
         """End every episode of a group that is aborted, whether something runs in it or not."""
@@ -170,10 +127,18 @@ class EpisodeKeeper:
         self._check_freshness(session, turn.places[0].parent)
         if contract.budget.measures or contract.budget.max_turns is not None:
             await self._measure(face, turn, running)
-        stays = contract.budget.deadline_s is not None or episode.group(session.metadata) is not None
-        if stays and not turn.several:
-            running.rid = secrets.token_hex(16)
-            turn.fields = {**turn.fields, "rid": running.rid}
+        self._name(turn, running)
+
+    def _name(self, turn: PendingTurn, running: RunningTurn) -> None:
+        """Give a turn a name at its engine, so that it can be ended there. Where nothing but a deletion would do that,
+        the agent's own stays. Of several choices each has another, which nobody knows (SGLang,
+        `TokenizerManager._handle_batch_request`)."""
+        episode = turn.session.episode
+        stays = episode.deadline() is not None or episode.group(turn.session.metadata) is not None
+        if turn.several or (turn.fields.get(RID) is not None and not stays):
+            return
+        running.rid = secrets.token_hex(16)
+        turn.fields = {**turn.fields, RID: running.rid}
 
     async def _measure(self, face: Face, turn: PendingTurn, running: RunningTurn) -> None:
         """Cut it to what is left. Where that is less than it asks for and other turns hold the rest, it waits for
@@ -203,7 +168,7 @@ class EpisodeKeeper:
         if short and left.tokens is not None:
             turn.cut_by = left.reason
             # What only the engine's window bounds is not told to the engine: it has the same bound by itself.
-            if asked is not None or left.limit != window:
+            if asked is not None or left.reason != CONTEXT or left.limit != window:
                 turn.fields = cut(turn.fields, lengths, left.tokens)
         ledger.reserve(running, (left.tokens if short else asked or 0) * choices if left.tokens is not None else 0)
         turn.reservation = running
@@ -237,12 +202,10 @@ def stopped(session: Session, reason: str) -> RouterError:
     }
     if reason == DELETED:
         return SessionNotFound(f"session {session.id!r} was deleted")
-    return ContextOverflow(reason, f"reached: the session is over, {words[reason]}")
+    return ContextOverflow(reason, f"the session is over, {words[reason]}")
 
 
 def _overflow(left: Allowance, prompt: int | None, used: int) -> ContextOverflow:
-    if left.reason == CONTEXT:
-        message = f"{left.limit} tokens. However, your messages resulted in {prompt} tokens."
-        return ContextOverflow(CONTEXT, message, prompt=prompt, limit=left.limit)
-    message = f"reached: {used} of the {left.limit} tokens that the session's contract allows are sampled"
-    return ContextOverflow(left.reason, message)
+    if left.reason == CONTEXT and prompt is not None:
+        return ContextOverflow(CONTEXT, overflow=Overflow(prompt, left.limit))
+    return ContextOverflow(left.reason, f"{used} of the {left.limit} tokens of the session's contract are sampled")

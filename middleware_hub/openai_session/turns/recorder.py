@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from middleware_hub.openai_session.errors import UnusableAnswer
+from middleware_hub.openai_session.episodes.contract import DELETED
+from middleware_hub.openai_session.errors import SessionNotFound, UnusableAnswer
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.pending import PendingTurn
@@ -44,6 +45,7 @@ class TurnRecorder:
 
         Raises:
             UnusableAnswer: it cannot be held exactly.
+            SessionNotFound: the session was deleted, together with what ran in it.
         """
         if any(nests_too_deep([each.message, each.facts, each.matched]) for each in choices):
             raise UnusableAnswer("the worker's answer cannot be recorded: it is nested too deep")
@@ -51,6 +53,8 @@ class TurnRecorder:
         parts = [(choice, prompts.given(choice), _pieces(choice)) for choice in choices]
         places = _places(pending, choices)
         session = pending.session
+        if session.episode.closed == DELETED:
+            raise SessionNotFound(f"session {session.id!r} was deleted")
         if session.deleted:
             return
         pending.recorded = True
