@@ -15,6 +15,7 @@ from middleware_hub.openai_session.turns.idempotency import once, repeat_key, tu
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner, give_events
+from middleware_hub.openai_session.turns.shown_models import shown_models
 from miles_router.engines import paths
 from miles_router.errors import NotFound
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay
@@ -50,10 +51,15 @@ class TurnDoor:
 
     async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer what a face answers beside turns; False where none does."""
+        name, method, path = session.episode.contract.model.name, scope["method"], scope["path"]
+        named = name is not None and method == "GET" and _is_of_models(path)
+        app = partial(shown_models, name, self._app) if name is not None and named else self._app
         for face in self._faces.values():
-            if await face.beside(session, scope, receive, send, self._app):
+            if await face.beside(session, scope, receive, send, app):
                 return True
-        return False
+        if named:
+            await app(scope, receive, send)
+        return named
 
     def speak(self, scope: Scope, path: str) -> None:
         """Have the errors of a request for this path within a session written in the words of its API."""
@@ -152,4 +158,8 @@ def _is_aside(method: str, path: str) -> bool:
     """Whether an agent may ask for this beside its turns."""
     if method == "POST":
         return path in paths.ASIDE
-    return method in ("GET", "HEAD") and (path == paths.MODELS or path.startswith(f"{paths.MODELS}/"))
+    return method in ("GET", "HEAD") and _is_of_models(path)
+
+
+def _is_of_models(path: str) -> bool:
+    return path == paths.MODELS or path.startswith(f"{paths.MODELS}/")
