@@ -65,6 +65,8 @@ class OpenAISessionMiddleware:
         max_bytes: bytes of all sessions.
         idle_timeout: seconds after which a session that nobody uses is forgotten; 0 for never.
         header_sessions: whether `X-Session-Id` on a path of a face means a session too.
+        context_window: tokens of the prompt and the answer of a turn in the sessions that headers make; 0: as many as
+            the engine takes.
         one_weight_version: whether such a session takes no further turns once the fleet has other weights than those
             that answered it.
     """
@@ -90,6 +92,7 @@ class OpenAISessionMiddleware:
         max_bytes: int = 16 * GIB,
         idle_timeout: float = 3600.0,
         header_sessions: bool = True,
+        context_window: int = 0,
         one_weight_version: bool = False,
     ) -> None:
         bounds = Bounds(max_sessions, max_turns, max_session_bytes, max_bytes, idle_timeout)
@@ -120,9 +123,10 @@ class OpenAISessionMiddleware:
         for kind, channel in router.rows.items():
             channel.sources["session_id"] = RowSource(partial(self._sessions.rows, kind), fields=("leaf",))
         dialects = DIALECTS if header_sessions else ()
-        self._dialects = [
-            dialect(router, self._sessions, self._door, one_weight_version=one_weight_version) for dialect in dialects
-        ]
+        if context_window < 0:
+            raise ConfigError("openai_session_middleware.context_window must be 0 or a number of tokens")
+        options: Any = {"one_weight_version": one_weight_version, "context_window": context_window}
+        self._dialects = [dialect(router, self._sessions, self._door, **options) for dialect in dialects]
         router.publish(NAME, self.store.statistics, continuation=continuation.proof.describe)
 
     def lifespan(self) -> AbstractAsyncContextManager[None]:

@@ -12,6 +12,7 @@ BadRequest
 ├── UntracedEpisode     422 untraced_episode: there is no sample, because nothing was traced
 └── UnusableSample      422 invalid_sample: it would break an invariant, and is not given
 TooManySessions         503 too_many_sessions, with Retry-After
+ContextWindowFull       413 context_overflow: the same, in a dialect's words
 TrajectoryVersionChanged 502 trajectory_version_changed: other weights than those that answered before
 UnusableAnswer          502 unusable_answer: the worker's answer cannot be recorded exactly
 AnswerCut               503 answer_cut, with Retry-After: recorded, and of no end that the agent's API has a word for
@@ -86,6 +87,14 @@ class ContextOverflow(BadRequest):
 
 def _in_numbers(overflow: Overflow) -> str:
     return f"the prompt has {overflow.prompt} tokens, and prompt and answer may have {overflow.limit}"
+
+
+class ContextWindowFull(RouterError):
+    """The option `context_window` leaves nothing for a chat turn of a session that headers made. `error` in the answer
+    is what `context_length_exceeded` has there."""
+
+    status = 413
+    type = "context_overflow"
 
 
 class StaleWeights(BadRequest):

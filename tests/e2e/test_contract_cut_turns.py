@@ -8,15 +8,16 @@ import pytest
 
 from tests.e2e.test_cut_turns import cuttable, go_on, pause, reached
 from tests.support.brake import Brake
+from tests.support.events import answers_of
 from tests.support.http import CutReply, RawReply
-from tests.support.session_apis import CHATS, COMPLETIONS, MESSAGES, Api
+from tests.support.session_apis import COMPLETIONS, MESSAGES, RESPONSES, Api
 from tests.support.session_trial import CHAT, SessionTrial, exactly
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
 
 both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-every = pytest.mark.parametrize("api", CHATS, ids=str)
+every = pytest.mark.parametrize("api", [Api(CHAT), Api(MESSAGES), Api(RESPONSES), Api(CHAT, named=True)], ids=str)
 
 
 async def between_two_parts(trial: SessionTrial, brake: Brake) -> None:
@@ -102,6 +103,22 @@ async def test_a_group_that_is_aborted_ends_a_turn_between_two_parts(stage: Stag
         if not stream and api.path != CHAT:
             assert api.refusal(reply)[0] == "context_length_exceeded", "these APIs have no word for an abort"
         assert api.refusal(await api.ask(trial, session, 1))[0] == "context_length_exceeded"
+
+
+@both
+@pytest.mark.parametrize("named", [True, False], ids=["with a rid", "without"])
+async def test_a_group_s_text_rollout_ends_between_two_parts(stage: Stage, stream: bool, named: bool) -> None:
+    async with cuttable(stage) as (trial, brake):
+        sampling = {"max_new_tokens": 1000, "ignore_eos": True}
+        body = {"text": "Hi", "sampling_params": sampling, "stream": stream, **({"rid": "one"} if named else {})}
+        async with under_way(trial.ask("POST", "/generate", body, [("X-Group-Id", "g")])) as rollout:
+            await between_two_parts(trial, brake)
+            assert (await trial.ask("POST", "/abort_request", {"group": "g"})).status == 200
+            answer = answers_of((await rollout).body, stream=stream)[-1]
+            await go_on(trial, brake)
+        assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+        (record,) = trial.worker.door.at("/generate")
+        assert answer["output_ids"] == record.generation.output_ids
 
 
 @both

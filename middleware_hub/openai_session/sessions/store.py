@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from middleware_hub.openai_session.episodes.contract import CONTEXT, DELETED, EXPIRED, NO_CONTRACT, Contract
+from middleware_hub.openai_session.episodes.contract import CONTEXT, DELETED, EXPIRED, FINALIZED, NO_CONTRACT, Contract
 from middleware_hub.openai_session.errors import SessionExists, SessionFull, SessionNotFound, TooManySessions
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.tree import Session
@@ -124,12 +124,12 @@ class SessionStore:
         self.expire()
         return self._sessions.get(session_id)
 
-    def get_or_create(self, session_id: str) -> Session:
-        """The session with this id, made if there is none. Raises as `create`."""
+    def get_or_create(self, session_id: str, contract: Contract = NO_CONTRACT) -> Session:
+        """The session with this id, made with this contract if there is none. Raises as `create`."""
         self.expire()  # first: `get` would find that it has expired
         if session_id in self._sessions:
             return self.get(session_id)
-        session = self.create(session_id)
+        session = self.create(session_id, contract=contract)
         session.made_by_a_turn = True
         return session
 
@@ -149,8 +149,9 @@ class SessionStore:
 
     def end(self, session: Session, reason: str) -> None:
         """Its work is over. Of several reasons the first counts, but for a context that is full: the agent may have
-        gone on in a smaller one."""
-        if session.episode.end_reason in (None, CONTEXT) and session.episode.end_reason != reason:
+        gone on in a smaller one, until something else ended it."""
+        before = session.episode.end_reason
+        if before is None or (before == CONTEXT and reason not in (CONTEXT, FINALIZED, DELETED, EXPIRED)):
             session.episode.end_reason = reason
             self.statistics.ended[reason] += 1
 
