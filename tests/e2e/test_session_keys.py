@@ -16,6 +16,12 @@ from tests.support.stage import Stage
 DATA, ADMIN = "data-key", "admin-key"
 HI = [user("Hi")]
 BODY: dict[str, Any] = {"model": "m", "max_tokens": 4, "messages": HI, "prompt": "Hi"}
+#: Of the APIs that take no field that they do not know.
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/messages": {"model": "m", "max_tokens": 4, "messages": HI},
+    "/v1/messages/count_tokens": {"model": "m", "messages": HI},
+    "/v1/responses": {"model": "m", "max_output_tokens": 4, "input": "Hi"},
+}
 
 
 def bearer(key: str) -> Pairs:
@@ -46,13 +52,13 @@ async def trial(stage: Stage, worker: SimulatedWorker) -> Keyed:
     return Keyed(made.router, made.workers)
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/tokenize", "/v1/models"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", *ASKED, "/tokenize", "/v1/models"])
 @pytest.mark.parametrize("way", ["Authorization", "X-Api-Key"])
 async def test_it_opens_what_its_agent_asks_and_stays_with_the_router(trial: Keyed, path: str, way: str) -> None:
     key = await trial.open("mine")
     shown = bearer(key) if way == "Authorization" else [(way, key)]
     method = "GET" if path.endswith("models") else "POST"
-    body = {"prompt": "Hi"} if path == "/tokenize" else BODY
+    body = {"prompt": "Hi"} if path == "/tokenize" else ASKED.get(path, BODY)
     answer = await trial.ask(method, f"/sessions/mine{path}", None if method == "GET" else body, shown)
     assert answer.status == 200, answer.body
     heads = [pair for exchange in trial.worker.door for pair in exchange.headers]
