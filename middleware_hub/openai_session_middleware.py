@@ -23,17 +23,18 @@ from middleware_hub.openai_session.export.samples import CONCAT, SampleMaker, ch
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.face import RunSettings
-from middleware_hub.openai_session.sessions.address import PREFIX, addressed, within
+from middleware_hub.openai_session.sessions.address import PREFIX, addressed, key_of, within
 from middleware_hub.openai_session.sessions.equality import equality
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
+from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.parsers import Parsers
 from miles_router.errors import ConfigError
-from miles_router.middlewares import ASGIApp, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
+from miles_router.middlewares import ASGIApp, HasKeys, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
 
 NAME = "openai_sessions"
 GIB = 1024**3
@@ -66,6 +67,8 @@ class OpenAISessionMiddleware:
         max_bytes: bytes of all sessions.
         idle_timeout: seconds after which a session that nobody uses is forgotten; 0 for never.
         header_sessions: whether `X-Session-Id` on a path of a face means a session too.
+        context_window: tokens of the prompt and the answer of a turn in the sessions that headers make; 0: as many as
+            the engine takes.
         one_weight_version: whether such a session takes no further turns once the fleet has other weights than those
             that answered it.
     """
@@ -92,6 +95,7 @@ class OpenAISessionMiddleware:
         max_bytes: int = 16 * GIB,
         idle_timeout: float = 3600.0,
         header_sessions: bool = True,
+        context_window: int = 0,
         one_weight_version: bool = False,
     ) -> None:
         bounds = Bounds(max_sessions, max_turns, max_session_bytes, max_bytes, idle_timeout)
@@ -110,20 +114,22 @@ class OpenAISessionMiddleware:
         backend = getattr(router.tokenizer, "backend_tokenizer", None)
         names = TokenNames(backend, router.model_config.get("vocab_size"))
         runner = TurnRunner(app, router, recorder, known, names, whole_answers=whole_answers)
-        self._door = TurnDoor(app, faces, self.store, recorder, runner, now=time.time)
+        keeper = EpisodeKeeper(router, self.store, clock=time.monotonic)
+        self._door = TurnDoor(app, faces, self.store, recorder, runner, keeper, now=time.time)
         selection = Selection(branch_policies, default_branches)
         defaults = checked_defaults("openai_session_middleware", default_build, default_mask)
         maker = SampleMaker(selection, router.tokenizer.decode, router.rows, *defaults, default_side_calls)
-        self._sessions = SessionRoutes(self.store, maker, router.base_url)
+        self._sessions = SessionRoutes(self.store, maker, router.base_url, keeper.stop)
         longest, skip = router.config.max_text_chars, self.store.statistics.count_uncompared
         comparison = Comparison(continuation.renderer, longest=longest, skip=skip)
         self._sessions.forms += [form(self._sessions, comparison, router.args) for form in FORMS]
         for kind, channel in router.rows.items():
             channel.sources["session_id"] = RowSource(partial(self._sessions.rows, kind), fields=("leaf",))
         dialects = DIALECTS if header_sessions else ()
-        self._dialects = [
-            dialect(router, self._sessions, self._door, one_weight_version=one_weight_version) for dialect in dialects
-        ]
+        if context_window < 0:
+            raise ConfigError("openai_session_middleware.context_window must be 0 or a number of tokens")
+        options: Any = {"one_weight_version": one_weight_version, "context_window": context_window}
+        self._dialects = [dialect(router, self._sessions, self._door, **options) for dialect in dialects]
         router.publish(NAME, self.store.statistics, continuation=continuation.proof.describe)
 
     def lifespan(self) -> AbstractAsyncContextManager[None]:
@@ -137,6 +143,10 @@ class OpenAISessionMiddleware:
     def data_paths(self) -> Sequence[str]:
         """What agents ask for within their sessions."""
         return [PREFIX]
+
+    def key_of(self, path: str) -> str | None:
+        """The key of a session, for what its agent asks."""
+        return key_of(self.store, path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Trace what belongs to a session; everything else passes."""
@@ -155,3 +165,4 @@ class OpenAISessionMiddleware:
 
 _lifespan: type[HasLifespan] = OpenAISessionMiddleware
 _routes: type[HasRoutes] = OpenAISessionMiddleware
+_keys: type[HasKeys] = OpenAISessionMiddleware

@@ -40,7 +40,7 @@ from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
 from miles_router.metrics import ClientStatistics, LoopDelay, Metrics
-from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasLifespan, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, load_middlewares
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
@@ -158,6 +158,7 @@ def _own_routes(
         control=control,
         routes=extra,
         listed=(*CLIENT_PATHS, *config.data_paths, *layered),
+        keys_of_layers=[layer.key_of for layer in layers if isinstance(layer, HasKeys)],
     )
     fences = [Route(path, _WrongMethod()) for path in dict.fromkeys((*opened, *administration, *control))]
     return Routes([*chain(*groups), *fences, *extra], redirect_slashes=False, default=stack), doors

@@ -9,7 +9,8 @@
     │   ├── NotFound                404 not_found
     │   ├── MethodNotAllowed        405 method_not_allowed
     │   ├── BodyTooLarge            413 request_too_large
-    │   └── RequestTimeout          408 request_timeout
+    │   ├── RequestTimeout          408 request_timeout
+    │   └── GroupAborted            409 group_aborted
     ├── ClientDisconnected          nothing is rendered: nobody is listening
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── TooManyConnections          503 too_many_connections, with Retry-After
@@ -103,6 +104,13 @@ class RequestTimeout(BadRequest):
 
     status = 408
     type = "request_timeout"
+
+
+class GroupAborted(BadRequest):
+    """The group that the request belongs to was aborted, and nothing can be given of what was sampled for it."""
+
+    status = 409
+    type = "group_aborted"
 
 
 class ClientDisconnected(RouterError):

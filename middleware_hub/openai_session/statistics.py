@@ -14,6 +14,9 @@ class SessionStatistics(Statistics, prefix="miles_router_sessions"):
     bytes = gauge("Bytes of messages and arrays held.")
     created = counter("Sessions made.")
     expired = counter("Sessions forgotten since nobody used them.")
+    ended = counter(
+        "Sessions ended, by reason; one that goes on after all, in a smaller context, ends again.", by="reason"
+    )
     turns = counter("Turns recorded.")
     refused = counter("Sessions and turns for which there was no room, by the bound that they met.", by="bound")
     unrecorded_history = counter("Of these, turns whose history holds answers that nobody recorded.")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from starlette.routing import BaseRoute
 
+from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.keys import Key, Keys
 
 READING = frozenset({"GET", "HEAD"})
@@ -31,6 +32,7 @@ class Doors:
         administration: paths of the router's own; `{` begins a parameter.
         control: paths that go to every worker.
         routes: those of the middlewares.
+        keys_of_layers: each gives the key that opens a path, beside the clients', or None.
         listed: paths that the clients' key opens; one that ends with `/` stands for all beneath it. Whatever is not
             listed needs the key of administration, known or not.
     """
@@ -44,8 +46,10 @@ class Doors:
         control: Iterable[str],
         routes: Iterable[BaseRoute],
         listed: Iterable[str],
+        keys_of_layers: Iterable[Callable[[str], str | None]] = (),
     ) -> None:
         self.keys = keys
+        self._keys_of_layers = tuple(keys_of_layers)
         administered, listed, routes = tuple(administration), tuple(listed), tuple(routes)
         paths = [getattr(route, "path", "") for route in routes]
         patterns = [getattr(route, "path_regex", None) for route in routes]
@@ -69,6 +73,14 @@ class Doors:
             (True, False): Door(True, keys.admin, NOTHING),
             (False, False): Door(False, keys.admin, NOTHING),
         }
+
+    def enter(self, door: Door, path: str, headers: RawHeaders) -> RawHeaders:
+        """Enter by the door of this path. As `Keys.enter`."""
+        also = None
+        if self._keys_of_layers and door.key is self.keys.data:
+            found = [key for key_of in self._keys_of_layers if (key := key_of(path)) is not None]
+            also = Key(*found) if found else None
+        return self.keys.enter(door.key, headers, also)
 
     def of(self, path: str) -> Door:
         """The door of this path."""

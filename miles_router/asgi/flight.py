@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from miles_router.errors import RouterError
+
 _count = itertools.count(1)
 
 
@@ -20,7 +22,9 @@ class UsedCache(NamedTuple):
 class Flight:
     """One request's routing and abort facts. The innermost app writes them; an abort marks them."""
 
-    __slots__ = ("aborted", "caches", "first_byte_at", "goes_on", "inward", "number", "rids", "worker_url")
+    __slots__ = (
+        *("aborted", "caches", "first_byte_at", "goes_on", "group", "inward", "number", "rids", "stop", "worker_url"),
+    )
 
     def __init__(self) -> None:
         #: Lower for a request that came before.
@@ -35,6 +39,10 @@ class Flight:
         self.caches: list[UsedCache] = []
         #: A client asked to abort it: it must not be carried on.
         self.aborted = False
+        #: What it is aborted with, together with others.
+        self.group: bytes | None = None
+        #: Breaks it off with an error, while a worker has it.
+        self.stop: Callable[[RouterError], None] | None = None
         #: Ids that workers gave its generations (SGLang's `meta_info.id`), where a layer has read them.
         self.rids: set[str] = set()
         #: What generations are called further in, by the name they have further out: the client's, or that of a leg.

@@ -39,23 +39,24 @@ class Keys:
         self.admin = Key(*own, name="admin key") if own else self.data
         self.everybody = Key()
 
-    def enter(self, key: Key, headers: RawHeaders) -> RawHeaders:
-        """Enter where `key` is required. Gives what layers and workers see of the headers: none of the router's keys,
-        and nothing that begins with `OVERRIDE` unless a key of administration came.
+    def enter(self, key: Key, headers: RawHeaders, also: Key | None = None) -> RawHeaders:
+        """Enter where `key` is required; `also` opens this one path as well. Gives what layers and workers see of the
+        headers: none of the router's keys, and nothing that begins with `OVERRIDE` unless a key of administration came.
 
         Raises:
             Unauthorized: a key is required here and none that fits came.
         """
         administers = False
-        if self.admin.required:
+        if self.admin.required or also is not None:
             entered, ours = not key.required, []
             for pair in [pair for pair in headers if pair[0] == BEARER or pair[0] == X_API_KEY]:
                 credential = _credential(*pair)
                 by_data, by_admin = self.data.fits(credential), self.admin.fits(credential)
-                if by_data or by_admin:
+                by_own = also is not None and also.fits(credential)
+                if by_data or by_admin or by_own:
                     ours.append(pair)
                 administers = administers or by_admin
-                entered = entered or (by_admin if key is self.admin else by_data)
+                entered = entered or by_own or (by_admin if key is self.admin else by_data)
             if not entered:
                 raise Unauthorized(f"a valid {key.name} is required: Authorization: Bearer KEY")
             if ours:

@@ -64,15 +64,16 @@ class Watch:
     async def _until_gone(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._stop(ClientDisconnected("the client left before its answer was complete"))
+        self.stop(ClientDisconnected("the client left before its answer was complete"))
 
     def _look(self, loop: asyncio.AbstractEventLoop, left: int) -> None:
         if left:
             self._deadline = loop.call_later(self._timeout / tasks.LOOKS, self._look, loop, left - 1)
             return
-        self._stop(UpstreamTimeout(f"the worker's reply was not complete within {self._timeout:g} s"))
+        self.stop(UpstreamTimeout(f"the worker's reply was not complete within {self._timeout:g} s"))
 
-    def _stop(self, reason: RouterError) -> None:
+    def stop(self, reason: RouterError) -> None:
+        """Raise this from whatever the block awaits, while it runs."""
         if self._reason is None and self._task is not None:
             self._reason = reason
             self._task.cancel()

@@ -115,6 +115,10 @@ class FleetControl:
         """End generations whose id is `rid` or begins with it; they come back with what they have."""
         await self._admin.bytes(_post("/abort_request", {"rid": rid}, repeatable=True))
 
+    async def abort_group(self, group: str | int) -> None:
+        """End the work of a group: its sessions, and the generations of its `X-Group-Id`."""
+        await self._admin.bytes(_post("/abort_request", {"group": group}, repeatable=True))
+
     async def abort_all(self) -> None:
         """End every generation under way."""
         await self.control("/abort_request", abort_all=True)

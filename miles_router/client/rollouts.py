@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 #: Given what the model wrote, the text to put behind it before the next turn; None: the episode is over.
 Environment = Callable[[str], Awaitable[str | None]]
 #: An agent as its builder wrote it: all it is told is the `base_url` for its OpenAI client.
-Agent = Callable[[str], Awaitable[Any]]
+Agent = Callable[..., Awaitable[Any]]
 #: The reward of what an agent returned.
 Judge = Callable[[Any], Reward | Awaitable[Reward]]
 
@@ -116,6 +116,7 @@ async def agentic(
     reward: Judge | None = None,
     label: Any = None,
     metadata: Mapping[str, Any] | None = None,
+    contract: Mapping[str, Any] | None = None,
 ) -> list[Sample]:
     """Let an agent run its episode in a session of its own, and collect the samples: one for each branch.
 
@@ -126,6 +127,7 @@ async def agentic(
 
     Args:
         max_seq_len, branches, build, mask, side_calls: as of `Session.collect`.
+        contract: what the agent is held to. With `key` in it the agent is called with `api_key=` too.
         reward: makes the reward of all of them of what the agent returned; may be a coroutine function.
 
     Raises:
@@ -133,8 +135,9 @@ async def agentic(
         UntracedEpisode: nothing that the agent asked was traced.
         Whatever the agent raises: the session is deleted then. To train on what failed, use the session itself.
     """
-    async with await client.create_session(session_id, metadata) as session:
-        outcome = await agent(session.base_url)
+    async with await client.create_session(session_id, metadata, contract) as session:
+        keyed = {} if session.own_key is None else {"api_key": session.own_key}
+        outcome = await agent(session.base_url, **keyed)
         judged = None if reward is None else reward(outcome)
         earned = await judged if inspect.isawaitable(judged) else judged
         return await session.collect(

@@ -205,18 +205,26 @@ class RouterClient(FleetControl):
 
     # Sessions
 
-    async def create_session(self, session_id: str | None = None, metadata: Mapping[str, Any] | None = None) -> Session:
-        """A new session, of an id that the router makes unless one is given. `metadata` is kept with it.
+    async def create_session(
+        self,
+        session_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        contract: Mapping[str, Any] | None = None,
+    ) -> Session:
+        """A new session, of an id that the router makes unless one is given. `metadata` is kept with it; `contract` is
+        what its agent is held to, as docs/agents.md says.
 
         Raises:
             SessionExists: the id is taken.
         """
-        fields = {"session_id": session_id, "metadata": metadata}
+        fields = {"session_id": session_id, "metadata": metadata, "contract": contract}
         body = {name: value for name, value in fields.items() if value is not None}
         answer = await self._transport.json(Request("POST", "/sessions", body))
         if not isinstance(answer, dict) or not isinstance(answer.get("session_id"), str):
             raise InvalidReply("POST /sessions was answered without a session_id")
-        return self.session(answer["session_id"])
+        return Session(
+            self._transport, self.base_url, answer["session_id"], self._api_key, own_key=answer.get("api_key")
+        )
 
     def session(self, session_id: str) -> Session:
         """A session that is there already; nothing is asked."""

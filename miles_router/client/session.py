@@ -39,12 +39,21 @@ class Session:
     Its methods raise `NotFound` where the router does not hold it (any more), and as the tree in `errors` says.
     """
 
-    def __init__(self, transport: Transport, router_url: str, session_id: str, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        router_url: str,
+        session_id: str,
+        api_key: str | None = None,
+        own_key: str | None = None,
+    ) -> None:
         self.id = session_id
         self._transport = transport
         self._path = f"/sessions/{quote(session_id, safe='')}"
         self._router_url = router_url
         self._api_key = api_key
+        #: Opens this session for its agent and nothing else, where its contract has `key`.
+        self.own_key = own_key
 
     def __repr__(self) -> str:
         return f"<Session {self.id} at {self._router_url}>"
@@ -62,7 +71,7 @@ class Session:
     @property
     def openai(self) -> dict[str, str]:
         """`base_url` and `api_key` for an OpenAI client: `AsyncOpenAI(**session.openai)`."""
-        return {"base_url": self.base_url, "api_key": self._api_key or NO_KEY}
+        return {"base_url": self.base_url, "api_key": self.own_key or self._api_key or NO_KEY}
 
     async def __aenter__(self) -> Session:
         return self
@@ -153,6 +162,6 @@ class Session:
         with reading(f"{self._path}/samples"):
             return READERS[format](data)
 
-    async def delete(self) -> None:
-        """Forget it; a request under way finishes, and its turn is dropped."""
-        await self._transport.bytes(Request("DELETE", self._path))
+    async def delete(self, *, abort: bool = True) -> None:
+        """Forget it. What runs in it ends at its engine at once; with `abort=False` it finishes, and is dropped."""
+        await self._transport.bytes(Request("DELETE", f"{self._path}?abort={str(abort).lower()}"))

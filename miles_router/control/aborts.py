@@ -7,19 +7,27 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from miles_router.asgi.exchange import Exchange
+from miles_router.asgi.flight import Flight
 from miles_router.control.fan_out import Outcome
 from miles_router.control.row import Call
+from miles_router.errors import GroupAborted
 from miles_router.fleet.workers import Worker
 
 
 def check(arguments: Mapping[str, Any]) -> str | None:
     """SGLang ignores an abort that names nothing."""
+    group = arguments.get("group")
+    if group is not None:
+        named = isinstance(group, (str, int)) and not isinstance(group, bool) and group != ""
+        return None if named and len(arguments) == 1 else "group must be a string or a whole number, and stand alone"
     named = arguments.get("abort_all") or isinstance(arguments.get("rid"), str)
-    return None if named else "rid (a string) or abort_all is required"
+    return None if named else "rid (a string), group or abort_all is required"
 
 
 async def abort(call: Call) -> list[Outcome]:
     """`rid`: only where it runs; one the router cannot place is asked of everybody, which harms nobody."""
+    if call.arguments.get("group") is not None:
+        return await _end_group(call, call.arguments["group"])
     rid = None if call.arguments.get("abort_all") else call.arguments.get("rid")
     concerned = await call.in_flight.abort(rid)
     for exchange in concerned:
@@ -40,10 +48,32 @@ async def _inward(call: Call, worker: Worker, rid: str, concerned: Mapping[Excha
     }
     if not any(flight.inward for flight in there):
         return []
-    names = {each for flight, own in there.items() for name in own for each in (name, *flight.names_inward(name))}
+    names = {each for flight, own in there.items() for each in _names(flight, own)}
     return await asyncio.gather(*(_one(call, worker, name) for name in sorted(names - {rid})))
+
+
+def _names(flight: Flight, own: Set[str]) -> set[str]:
+    """All that a worker may know these generations by."""
+    return {each for name in own for each in (name, *flight.names_inward(name))}
 
 
 async def _one(call: Call, worker: Worker, rid: str) -> Outcome:
     (outcome,) = await call.tell([worker], call.row, rid=rid)
     return outcome
+
+
+async def _end_group(call: Call, group: str | int) -> list[Outcome]:
+    """End the work of a group: what layers know of it, and its requests under way. One whose generations have no name
+    that a worker knows is broken off, which ends it there too."""
+    await asyncio.gather(*(listener(group) for listener in call.group_listeners))
+    orders = []
+    for exchange, rids in call.in_flight.of_group(str(group).encode()).items():
+        flight = exchange.flight
+        flight.aborted = True
+        call.fleet.gate.release(flight)
+        worker = call.fleet.pool.find(flight.worker_url or "")
+        if worker is not None and rids:
+            orders += [_one(call, worker, name) for name in sorted(_names(flight, rids))]
+        elif flight.stop is not None:
+            flight.stop(GroupAborted(f"group {group!r} was aborted"))
+    return await asyncio.gather(*orders)

@@ -11,7 +11,7 @@ from miles_router.asgi.exchange import read_json
 from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
 from miles_router.control.health import HealthMonitor
-from miles_router.control.row import BRIEF, Call, Row
+from miles_router.control.row import BRIEF, Call, GroupListener, Row
 from miles_router.control.table import PAUSE, TABLE, own_row
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
@@ -34,6 +34,8 @@ class Control:
     ) -> None:
         #: Every row by its path: those of the user's own, and those of the table.
         self.rows = {row.path: row for row in (*map(own_row, extra), *TABLE)}
+        #: Layers that end what they know of a group when it is aborted.
+        self.group_listeners: list[GroupListener] = []
         self._fleet = fleet
         self._fan_out = fan_out
         self._in_flight = in_flight
@@ -69,6 +71,7 @@ class Control:
             fan_out=self._fan_out,
             in_flight=self._in_flight,
             health=self._health,
+            group_listeners=self.group_listeners,
         )
         async with (
             nullcontext() if row.beside_others else self._one_at_a_time,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,10 @@ from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing
 
 BRIEF = 5.0  # seconds a worker may take for what it does at once, if at all
+
+
+#: Ends what a layer knows of a group.
+GroupListener = Callable[[object], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,8 @@ class Call:
     fan_out: FanOut
     in_flight: InFlight
     health: HealthMonitor
+    #: Told of each group that is aborted, by layers that know more of it than its requests under way.
+    group_listeners: Sequence[GroupListener] = ()
 
     def workers(self) -> list[Worker]:
         """Every registered worker.

@@ -58,6 +58,8 @@ class Facts:
     incremental_streaming: bool | None = None
     #: Sampling parameters that it assumes where a request names none.
     preferred_sampling_params: Mapping[str, Any] | None = None
+    #: Tokens of a prompt and its answer together.
+    context_length: int | None = None
     #: The paths that it answers.
     endpoints: frozenset[str] | None = None
     #: The fields of each schema of its API, by the schema's name, as "ChatCompletionRequest".
@@ -122,6 +124,7 @@ def read_facts(
         template={name: server[name] for name in TEMPLATE_SETTINGS if name in server} if server else None,
         incremental_streaming=False if translated else _flag(server, "incremental_streaming_output", "stream_output"),
         preferred_sampling_params=_mapping(both, "preferred_sampling_params"),
+        context_length=_window(server),
         endpoints=endpoints,
         schemas=schemas,
         process=_process(server),
@@ -169,6 +172,12 @@ def _text(info: Mapping[str, Any], name: str) -> str | None:
 def _count(info: Mapping[str, Any], name: str) -> int | None:
     value = info.get(name)
     return value if type(value) is int and value > 0 else None
+
+
+def _window(server: Mapping[str, Any]) -> int | None:
+    """SGLang says it only where it was set at the start; else it says how long a prompt may be, which is less."""
+    said, longest = _count(server, "context_length"), _count(server, "max_req_input_len")
+    return said or (None if longest is None else longest + 6)
 
 
 def _flag(info: Mapping[str, Any], *names: str) -> bool | None:

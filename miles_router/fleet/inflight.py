@@ -68,6 +68,11 @@ class InFlight:
             exchange.flight.aborted = True
         return found
 
+    def of_group(self, group: bytes) -> dict[Exchange, set[str]]:
+        """The requests of a group, each with the ids by which workers know its generations."""
+        members = [(exchange, body) for exchange, body in self._bodies.items() if exchange.flight.group == group]
+        return {exchange: exchange.flight.rids | _given(exchange, body) for exchange, body in members}
+
     async def _meant(self, rid: str) -> dict[Exchange, set[str]]:
         pace, given = Pace(), {}
         for exchange, body in list(self._bodies.items()):

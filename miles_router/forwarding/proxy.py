@@ -59,11 +59,14 @@ class Proxy:
                         await self._answer_aborted(scope, exchange, body, send)
                         return
                 try:
-                    with Watch(receive, self._request_timeout):
+                    with Watch(receive, self._request_timeout) as watch:
+                        exchange.flight.stop = watch.stop
                         await self._forward(request, exchange, send)
                     return
                 except NotAdmitted:
                     exchange.flight.worker_url = None  # nobody has it
+                finally:
+                    exchange.flight.stop = None
         finally:
             self._in_flight.leave(exchange)
 

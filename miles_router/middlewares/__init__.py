@@ -19,13 +19,13 @@ from miles_router.asgi.headers import RawHeaders, first
 from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, readable, with_length
 from miles_router.asgi.watch import Watch
 from miles_router.control.row import Row
-from miles_router.control.table import CONTINUE, PAUSE, UPDATE_VERSION
+from miles_router.control.table import ABORT, CONTINUE, PAUSE, UPDATE_VERSION
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.middlewares.chat import ChatTurn, KnownVersions
-from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasLifespan, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
     NO_ROWS,
@@ -39,9 +39,10 @@ from miles_router.middlewares.rows import (
     TrajectoryRows,
     first_prefix,
 )
-from miles_router.tasks import Pace
+from miles_router.tasks import Pace, spawn
 
 __all__ = [
+    "ABORT",
     "CONTINUE",
     "LAST_EVENT",
     "NO_ROWS",
@@ -59,6 +60,7 @@ __all__ = [
     "Handover",
     "Handovers",
     "HasDataPaths",
+    "HasKeys",
     "HasLifespan",
     "HasMetrics",
     "HasRoutes",
@@ -92,6 +94,7 @@ __all__ = [
     "nests_too_deep",
     "readable",
     "replay",
+    "spawn",
     "with_body",
     "with_length",
     "write_event",

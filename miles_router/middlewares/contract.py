@@ -1,6 +1,6 @@
 """The middleware contract: a pure ASGI class, `__init__(self, app, *, router, **typed options)`.
 
-Four further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `metrics()`.
+Five further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`, `metrics()`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,14 @@ class HasDataPaths(Protocol):
     stands for all beneath it. Its `routes()` are opened without this."""
 
     def data_paths(self) -> Sequence[str]: ...
+
+
+@runtime_checkable
+class HasKeys(Protocol):
+    """Gives keys of its own, for some paths that the clients' key opens: the one that opens this path, or None. It is
+    asked before a request enters, and must look at nothing but the path's spelling and what it holds."""
+
+    def key_of(self, path: str) -> str | None: ...
 
 
 @runtime_checkable

@@ -100,6 +100,7 @@ class ResumableRequest(ABC):
             for generation in generations:
                 exchange = Exchange(self.exchange.request_id, max_answer_bytes=self.exchange.max_answer_bytes)
                 exchange.flight.aborted = self.exchange.flight.aborted
+                exchange.flight.group = self.exchange.flight.group
                 exchange.flight.worker_url = self.exchange.flight.worker_url
                 exchange.flight.caches = self.exchange.flight.caches  # of all parts
                 exchange.flight.rids.update(generation.rids)

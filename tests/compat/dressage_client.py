@@ -4,6 +4,7 @@ the proxy within its sandboxes send, and what its reader of segments wants (`rol
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,15 @@ def _read(segment: Mapping[str, Any], layers: int | None, top_k: int | None) -> 
         label=segment["label"],
         experts=experts,
     )
+
+
+def context_overflow_of(status: int, body: bytes) -> Mapping[str, Any] | None:
+    """What the proxy in its sandboxes finds in an error (`rollout_llm_proxy.py`, `adapters/base.py`)."""
+    payload = json.loads(body) if status == 413 and body else None
+    if not isinstance(payload, dict) or (payload.get("code") or payload.get("error")) != "context_overflow":
+        return None
+    details: Mapping[str, Any] = payload["details"]
+    return {name: int(details[name]) for name in ("context_window", "input_tokens")}
 
 
 class DressageClient:

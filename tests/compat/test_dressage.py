@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from miles_router.testing.worker.door import GenerationRecord
-from tests.compat.dressage_client import DressageClient, DressageSample, read_segments
+from tests.compat.dressage_client import DressageClient, DressageSample, context_overflow_of, read_segments
 from tests.support.experts_trial import MOE, simulated_experts, truth
 from tests.support.http import ask
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import script
 from tests.support.session_trial import (
     ADD,
+    CHAT,
     SESSIONS,
     Message,
     SessionTrial,
@@ -110,6 +111,35 @@ async def test_all_requests_within_a_turn_of_an_agent_in_a_sandbox_are_steps_of_
         payload = await client.read("s", instance_id=GROUP)
         exactly(read_segments(payload)[0], [each.generation for each in trial.door])
         assert payload["data"][0]["extra_info"]["turn_ids"] == ["t0", "t1"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_turn_gets_what_its_context_window_still_holds_and_a_full_one_is_told_in_its_words(
+    stage: Stage, stream: bool
+) -> None:
+    async with simulated_sessions(stage, options={"context_window": 60}) as trial:
+        named = [("X-Session-Id", "s"), ("X-Instance-Id", GROUP), ("X-Turn-Id", "t0")]
+        for most in ({}, {"max_tokens": 4000}):
+            asked = {"model": "m", "messages": [user("Hi")], "ignore_eos": True, "stream": stream, **most}
+            assert (await trial.ask("POST", CHAT, asked, named)).status == 200
+        assert [record["span"][1] for record in await trial.records("s")] == [60, 60]
+        long = {**asked, "messages": [user("word " * 100)]}
+        refused = await trial.ask("POST", CHAT, long, named)
+        found = context_overflow_of(refused.status, refused.body)
+        assert found is not None
+        assert (found["context_window"], found["input_tokens"] > 100) == (60, True)
+        assert refused.json()["error"]["code"] == "context_length_exceeded", "for what else reads it"
+        assert len(trial.door) == 2, "before it is generated"
+        messages = {"model": "m", "max_tokens": 4, "messages": [user("word " * 100)]}
+        other = await trial.ask("POST", "/v1/messages", messages, named[:1])
+        assert (other.status, "prompt is too long" in other.json()["error"]["message"]) == (400, True)
+        assert (await post(trial, {"session_id": "s"}))["num_steps"] == 2
+        (segment, *_) = (await trial.ask("POST", "/trajectory/read", {"session_id": "s"})).json()["data"]
+        assert segment["metadata"]["end_reason"] == "context"
+
+
+async def post(trial: SessionTrial, body: Any) -> Any:
+    return (await trial.ask("POST", "/session/finalize", body)).json()
 
 
 def _content(answer: bytes) -> str:

@@ -96,7 +96,7 @@ async def test_a_session_is_made_used_collected_and_deleted(server: ScriptedWork
         ("POST", "/sessions"),
         ("POST", "/sessions/made/v1/chat/completions"),
         ("POST", "/sessions/made/samples"),
-        ("DELETE", "/sessions/made"),
+        ("DELETE", "/sessions/made?abort=true"),
     ]
     assert bodies(server) == [
         {"session_id": "made", "metadata": {"task": 7}},
@@ -209,7 +209,7 @@ async def test_an_episode_that_fails_is_deleted_and_its_error_raised(server: Scr
     async with connected(server) as client:
         with pytest.raises(LookupError, match="the tool is broken"):
             await agentic(client, agent)
-    assert asked(server)[-1] == ("DELETE", "/sessions/made")
+    assert asked(server)[-1] == ("DELETE", "/sessions/made?abort=true")
 
 
 async def test_an_agent_of_which_nothing_was_traced_is_an_error_and_no_empty_episode(stage: Stage) -> None:
@@ -248,7 +248,7 @@ async def test_an_agent_that_knows_nothing_but_openai_makes_samples(server: Scri
         ("POST", "/sessions"),
         ("POST", "/sessions/made/v1/chat/completions"),
         ("POST", "/sessions/made/samples"),
-        ("DELETE", "/sessions/made"),
+        ("DELETE", "/sessions/made?abort=true"),
     ]
     expected = {"format": "safetensors", "max_seq_len": 9, "branches": "all", "label": "42", "metadata": {"group": 3}}
     assert bodies(server)[0] == {"metadata": {"group": 3}}

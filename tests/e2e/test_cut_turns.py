@@ -396,6 +396,8 @@ async def test_a_stream_whose_worker_was_lost_goes_on(stage: Stage, tokens: list
         assert sample["tokens"][-len(ids) - 1 : -1] == ids
         last = trial.door[-1].generation
         assert sample["tokens"] == [*last.input_ids, *last.output_ids]
+        names = [each.json()["rid"] for each in trial.door]
+        assert len(set(names)) == len(names), "a worker that still had one would refuse it, or abort it"
 
 
 async def test_a_whole_answer_whose_worker_was_lost_is_asked_for_again(stage: Stage) -> None:

@@ -27,6 +27,7 @@ ADD: Any = {
         "required": ["a", "b"],
     },
 }
+FULL = "context_length_exceeded"
 GRAMMAR: Any = {"type": "grammar", "syntax": "lark", "definition": "start: /.+/s"}
 PATCH: Any = {"type": "custom", "name": "patch", "description": "Takes a patch.", "format": GRAMMAR}
 CRM: Any = {"type": "namespace", "name": "crm", "description": "Customers.", "tools": [{**ADD, "name": "find"}]}
@@ -330,14 +331,15 @@ async def test_errors_are_told_in_the_api_s_words(stage: Stage) -> None:
     async with scripted(stage, context_len=600) as trial:
         session = await trial.create()
         async with agent(trial, session) as client:
-            for live in (False, True):
-                for given, fields in (("Hi", {"max_output_tokens": 9000}), ("word " * 900, {})):
-                    with pytest.raises(openai.BadRequestError, match="exceeds the context window") as refused:
-                        await client.responses.create(model="m", input=given, stream=live, **fields)
-                    assert (refused.value.code, refused.value.type) == (
-                        "context_length_exceeded",
-                        "invalid_request_error",
-                    )
+            for given, fields in (("Hi", {"max_output_tokens": 9000}), ("word " * 900, {})):
+                with pytest.raises(openai.BadRequestError, match="exceeds the context window") as refused:
+                    await client.responses.create(model="m", input=given, **fields)
+                assert (refused.value.code, refused.value.type) == (FULL, "invalid_request_error")
+                stream: Any = await client.responses.create(model="m", input=given, stream=True, **fields)
+                events = [event async for event in stream]
+                kinds = [event.type for event in events]
+                assert kinds == ["response.created", "response.in_progress", "response.failed"]
+                assert events[-1].response.error.code == FULL, "where Codex looks for it"
         assert (await trial.read(session))["records"] == []
         async with agent(trial, "nobody") as client:
             for ask in (client.responses.create(model="m", input="Hi"), client.responses.retrieve("resp_1")):

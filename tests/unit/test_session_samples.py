@@ -307,7 +307,7 @@ def test_beside_the_samples_stands_what_is_true_of_the_session() -> None:
 
 
 async def test_samples_are_written_one_after_the_other_and_not_begun_for_a_client_that_has_left() -> None:
-    routes = SessionRoutes(Scene().store, cast(SampleMaker, None), lambda scope: "")
+    routes = SessionRoutes(Scene().store, cast(SampleMaker, None), lambda scope: "", lambda session, reason: None)
     go_on, begun = threading.Event(), list[str]()
 
     async def stays() -> Message:

@@ -101,6 +101,14 @@ class Continuation:
         begun = await self._encoder.encode_rendered(str(messages[-1].get("content") or ""))
         return np.concatenate([ids, begun])
 
+    async def text_tokens(self, text: str) -> int:
+        """How many ids the engine makes of a text.
+
+        Raises:
+            TextTooLong: it is too long.
+        """
+        return len((await self._encoder.encode_whole(text)).ids)
+
     async def after(
         self,
         turn: HeldEnd,

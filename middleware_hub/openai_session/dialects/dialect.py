@@ -16,7 +16,13 @@ class Dialect(Protocol):
     """What the middleware asks of every dialect."""
 
     def __init__(
-        self, router: Router, sessions: SessionRoutes, door: TurnDoor, *, one_weight_version: bool = False
+        self,
+        router: Router,
+        sessions: SessionRoutes,
+        door: TurnDoor,
+        *,
+        one_weight_version: bool = False,
+        context_window: int = 0,
     ) -> None: ...
 
     def routes(self) -> Sequence[BaseRoute]:

@@ -23,12 +23,15 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.dialects.dressage_segments import VIEW, segments_of
-from middleware_hub.openai_session.errors import TrajectoryVersionChanged
+from middleware_hub.openai_session.episodes.contract import FINALIZED, NO_CONTRACT
+from middleware_hub.openai_session.episodes.reading import read_contract
+from middleware_hub.openai_session.errors import ContextOverflow, ContextWindowFull, TrajectoryVersionChanged
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
 from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest, untraced_in_words
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.door import TurnDoor
-from miles_router.errors import BadRequest
+from miles_router.engines import paths
+from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import (
     CONTINUE,
     PAUSE,
@@ -60,10 +63,18 @@ class DressageDialect:
     """Answers what the dialect adds."""
 
     def __init__(
-        self, router: Router, sessions: SessionRoutes, door: TurnDoor, *, one_weight_version: bool = False
+        self,
+        router: Router,
+        sessions: SessionRoutes,
+        door: TurnDoor,
+        *,
+        one_weight_version: bool = False,
+        context_window: int = 0,
     ) -> None:
         self._router = router
         self._one_weight_version = one_weight_version
+        window = {"budget": {"max_context": context_window}}
+        self._contract = read_contract(window) if context_window else NO_CONTRACT
         self._sessions = sessions
         self._door = door
         self._draining: set[str] = set()  # sessions that are read now, to be deleted then
@@ -96,14 +107,37 @@ class DressageDialect:
     async def _turn(self, name: str, scope: Scope, receive: Receive, send: Send) -> None:
         given = first(scope["headers"], INSTANCE)
         instance = None if given is None else _checked_name("X-Instance-Id", given.decode("latin-1"))
-        session = self._sessions.store.get_or_create(name)
+        session = self._sessions.store.get_or_create(name, self._contract)
         if instance is not None:
             session.metadata.setdefault("instance_id", instance)
         try:
             self._check_version(session, scope)
             await self._door.turn(session, scope, receive, send)
+        except ContextOverflow as error:
+            raise self._in_words(error, session, scope) from None
         finally:
             self._sessions.store.drop_unused(session)
+
+    def _in_words(self, error: ContextOverflow, session: Session, scope: Scope) -> RouterError:
+        """A full context as the proxies in its sandboxes look for it, where `context_window` bounds chat. What else
+        reads the answer finds OpenAI's words under `error`."""
+        if error.overflow is None or not self._contract.given or scope["path"] != paths.CHAT:
+            return error
+        turn_id, tokens = first(scope["headers"], TURN), error.overflow.prompt
+        details = {
+            "phase": "input",
+            "context_window": error.overflow.limit,
+            "input_tokens": tokens,
+            "output_tokens": 0,
+            "total_tokens": tokens,
+            "session_id": session.id,
+            "turn_id": None if turn_id is None else turn_id.decode("latin-1"),
+            "last_proxy_step_recorded": False,
+        }
+        full = ContextWindowFull(str(error))
+        told = {"code": full.type, "message": str(error), "details": details}
+        Exchange.of(scope).error_body = lambda _, request_id: {**told, **error.body(request_id)}
+        return full
 
     def _check_version(self, session: Session, scope: Scope) -> None:
         """Refuse a turn that other weights would answer, in the dialect's words.
@@ -153,6 +187,7 @@ class DressageDialect:
         if instance is not None:
             session.metadata["instance_id"] = instance
         session.finalized = carried
+        self._sessions.store.end(session, FINALIZED)
         return as_response(
             {
                 "success": True,

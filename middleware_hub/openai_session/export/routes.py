@@ -13,6 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from middleware_hub.openai_session.episodes.contract import DELETED
+from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.export.records import metadata_of, summary, written
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.sessions.store import SessionStore
@@ -39,12 +41,19 @@ class SampleForm(Protocol):
 
 
 class SessionRoutes:
-    """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`."""
+    """Answers `/sessions`, `/sessions/{id}` and `/sessions/{id}/samples`. `stop` ends what runs in a session."""
 
-    def __init__(self, store: SessionStore, maker: SampleMaker, base_url: Callable[[Scope], str]) -> None:
+    def __init__(
+        self,
+        store: SessionStore,
+        maker: SampleMaker,
+        base_url: Callable[[Scope], str],
+        stop: Callable[[Session, str], None],
+    ) -> None:
         self.store = store
         self.maker = maker
         self._base_url = base_url
+        self._stop = stop
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         #: Looked through for each request for samples, in order, before our own.
         self.forms: list[SampleForm] = []
@@ -66,10 +75,12 @@ class SessionRoutes:
             raise BadRequest("session_id must be a string")
         if metadata is not None and not isinstance(metadata, dict):
             raise BadRequest("metadata must be an object")
+        contract = read_contract(parsed.get("contract"))
         address = self._base_url(request.scope)
-        session = self.store.create(session_id, metadata)
-        url = f"{address}/sessions/{session.id}"
-        return as_response({"session_id": session.id, "base_url": f"{url}/v1", "anthropic_base_url": url})
+        session = self.store.create(session_id, metadata, contract)
+        url, key = f"{address}/sessions/{session.id}", session.episode.key
+        own = {} if key is None else {"api_key": key}
+        return as_response({"session_id": session.id, "base_url": f"{url}/v1", "anthropic_base_url": url, **own})
 
     async def _list(self, request: Request) -> Response:
         self.store.expire()
@@ -86,7 +97,13 @@ class SessionRoutes:
         return Response(await self.beside(request, write), media_type=JSON)
 
     async def _delete(self, request: Request) -> Response:
-        self.store.delete(self._session(request))
+        """`abort`: what runs in it ends at once; else it finishes."""
+        session, abort = self._session(request), request.query_params.get("abort", "false")
+        if abort not in ("true", "false"):
+            raise BadRequest("abort must be true or false")
+        if abort == "true":
+            self._stop(session, DELETED)
+        self.store.delete(session)
         return Response(status_code=204)
 
     async def _samples(self, request: Request) -> Response:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from middleware_hub.openai_session.episodes.contract import Freshness
 from middleware_hub.openai_session.errors import UntracedEpisode, UnusableSample
 from middleware_hub.openai_session.export.masks import MASKS, Decode, checked_masks
 from middleware_hub.openai_session.export.records import turn_span
@@ -27,18 +28,13 @@ from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, F
 
 #: Where a sample's metadata says why it has no rows of a kind.
 NOTES = {kind: f"{kind.name}_missing" for kind in KINDS}
+#: What it says there of the session's episode, where there is something to say.
+EPISODE = ("contract", "end_reason", "stale")
 #: What we say of a sample in its metadata.
 FACTS = (
-    "session_id",
-    "leaf",
-    "build",
-    "mask",
-    "reason",
-    "side_call",
-    "turns",
-    "untrained_turns",
-    "untraced",
+    *("session_id", "leaf", "build", "mask", "reason", "side_call", "turns", "untrained_turns", "untraced"),
     "unrecorded_history",
+    *EPISODE,
     *NOTES.values(),
 )
 FIELDS = frozenset({"format", "max_seq_len", "branches", "build", "mask", "side_calls", "reward", "label", "metadata"})
@@ -135,7 +131,9 @@ class SampleMaker:
             "untraced": list(session.untraced),
         }
         plans = list(zip(leaves, trained_elsewhere(leaves), strict=True))
-        return SamplePlan(self, request, plans, dict(session.metadata), facts, aside)
+        facts |= session.episode.about()
+        freshness = session.episode.contract.freshness
+        return SamplePlan(self, request, plans, dict(session.metadata), facts, aside, freshness)
 
 
 @dataclass(frozen=True)
@@ -147,6 +145,7 @@ class SamplePlan:
         metadata: the session's.
         facts: what stands beside it in the answer.
         side_calls: the session's turns that are none of its main line.
+        freshness: which weights are too old for its contract.
     """
 
     maker: SampleMaker
@@ -155,6 +154,7 @@ class SamplePlan:
     metadata: Mapping[str, Any]
     facts: Mapping[str, Any]
     side_calls: Collection[Turn]
+    freshness: Freshness = field(default_factory=Freshness)
 
     def make(self) -> list[Sample]:
         """The samples.
@@ -181,6 +181,8 @@ class SamplePlan:
             raise UnusableSample("has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens")
         rows, missing = _rows(leaf, len(trajectory), self.maker.channels.values())
         own = self._facts(line, elsewhere, len(trajectory))
+        if self.freshness.oldest_version is not None:
+            own["stale"] = any(self.freshness.is_stale(run.version) for run in trajectory.weight_versions)
         try:
             sample = Sample(
                 tokens=trajectory.tokens,
@@ -222,6 +224,7 @@ class SamplePlan:
             "untrained_turns": [turn.number for turn, end in turns if 0 < end - turn.prompt_tokens <= elsewhere[turn]],
             "untraced": len(self.facts["untraced"]),
             "unrecorded_history": any(turn.unrecorded_history for turn in line),
+            **{name: self.facts[name] for name in EPISODE if name in self.facts},
         }
 
 

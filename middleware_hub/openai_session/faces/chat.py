@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
+from middleware_hub.openai_session.continuing.templates import CannotRender
 from middleware_hub.openai_session.errors import MediaNotTraced
 from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.messages import checked, media_in, only_text
@@ -17,6 +18,9 @@ from middleware_hub.openai_session.sessions.prompting import Context, contexts_o
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.engines.openai.chat import ChatEndpoint, ids_obstacle
 from miles_router.trajectory import Piece
+
+#: The field of a request whose last message is the beginning of the answer.
+GOES_ON = "continue_final_message"
 
 
 class ChatFace(Face):
@@ -67,6 +71,33 @@ class ChatFace(Face):
             root = Place(None, messages, contexts[0].key)
             return PendingTurn(session, self.path, fields, (root,), now, segment=str(reason))
         return PendingTurn(session, self.path, fields, (place,), now, prompt)
+
+    async def prompt_tokens(self, turn: PendingTurn) -> int | None:
+        """Of a root too, as the model's template and tokenizer have it."""
+        known, fields = await super().prompt_tokens(turn), turn.fields
+        own = fields.get("input_ids")
+        if known is not None or isinstance(own, list):
+            return known or len(own or ())
+        if not only_text(fields["messages"]) or ids_obstacle(fields) not in (None, GOES_ON):
+            return None
+        try:
+            return await self.rendered_tokens(fields)
+        except CannotRender:
+            return None
+
+    async def rendered_tokens(self, fields: Mapping[str, Any]) -> int:
+        """How many ids the engine makes of a chat request that continues nothing.
+
+        Raises:
+            CannotRender: the template refuses it.
+            TextTooLong: it is too long.
+        """
+        context, *_ = contexts_of(fields)
+        goes_on = bool(fields.get(GOES_ON))
+        ids = await self._continuation.beginning(
+            fields["messages"], context.tools, context.template_kwargs, goes_on=goes_on
+        )
+        return len(ids)
 
     async def _prompt(self, fields: Mapping[str, Any], context: Context, place: Place, parent: Turn) -> TokenPrompt:
         """The ids behind a held turn.

@@ -61,6 +61,16 @@ class CompletionsFace(Face):
             turn.segment = "text_prompt"
         return turn
 
+    async def prompt_tokens(self, turn: PendingTurn) -> int | None:
+        """Of texts too, as the tokenizer has them."""
+        prompts = turn.fields["prompt"]
+        several = isinstance(prompts, list) and set(map(type, prompts)) & {str, list}
+        counts = [await self._tokens(each) for each in (prompts if several else [prompts])]
+        return max(counts)
+
+    async def _tokens(self, prompt: str | list[int]) -> int:
+        return len(prompt) if isinstance(prompt, list) else await self._continuation.text_tokens(prompt)
+
 
 def _check_prompts(prompts: list[Any]) -> None:
     """See that each prompt of a batch is a text or ids.

@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 import orjson
 
 from middleware_hub.openai_session.continuing.continuation import Continuation
+from middleware_hub.openai_session.episodes.contract import base_model
+from middleware_hub.openai_session.errors import ContextOverflow
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
@@ -61,7 +63,7 @@ class RunSettings:
 
     def of_any(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """A request with what belongs into one of any API."""
-        return {**request, "lora_path": self.lora_path} if self.lora_path else request
+        return {**request, **base_model(request), "lora_path": self.lora_path} if self.lora_path else request
 
     def of_chat(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """A chat request with all of it. Template settings that are none are left for the engine to refuse."""
@@ -104,6 +106,10 @@ class Face(ABC):
         """Whether a harness says of a request that it is none of its main line."""
         return False
 
+    async def prompt_tokens(self, turn: PendingTurn) -> int | None:
+        """How many tokens the longest prompt of a turn has; None where only the engine can tell."""
+        return turn.prompt.length if turn.prompt is not None else None
+
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """What the reply is written with."""
         return ReplyWriter()
@@ -111,6 +117,11 @@ class Face(ABC):
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
         """An error of the router's own as this API has it."""
         return error.body(request_id)
+
+    def as_stream(self, session: Session, request: object, error: ContextOverflow) -> bytes | None:
+        """A full context as the stream that a request asked for, where harnesses of this API look for it there; None:
+        it is told as other errors are."""
+        return None
 
     def speaks(self, scope: Scope, path: str) -> bool:
         """Whether a request for this path within a session is made in this API's words, and its errors are."""

@@ -5,15 +5,28 @@ from __future__ import annotations
 from middleware_hub.openai_session.errors import SessionNotFound
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
+from miles_router.engines import paths
 from miles_router.middlewares import Scope
 
 PREFIX = "/sessions/"
+#: What agents ask for within their sessions begins with this.
+WITHIN = "v1/"
 ROUTING = b"x-smg-routing-key"
 
 
 def within(path: str) -> str:
     """The path within its session of one that begins with `PREFIX`."""
     return "/" + path[len(PREFIX) :].partition("/")[2]
+
+
+def key_of(store: SessionStore, path: str) -> str | None:
+    """The key of its own that opens this path within a session, if that has one: what an agent asks, and not what is
+    asked of a session."""
+    name, _, rest = path[len(PREFIX) :].partition("/")
+    if not path.startswith(PREFIX) or not (rest.startswith(WITHIN) or f"/{rest}" in paths.TOKENIZERS):
+        return None
+    session = store.find(name)
+    return None if session is None else session.episode.key
 
 
 def addressed(store: SessionStore, scope: Scope) -> tuple[Session, Scope]:

@@ -56,6 +56,9 @@ class PendingTurn:
         asked: the request as its agent wrote it or as its face has read it, for when it writes the answer.
         facts: what its face adds to those of the recorded turn.
         remember: told of each turn that the answer has become; gives the bytes that its face keeps of it.
+        cut_by: which part of the contract has made it shorter than its agent wanted, as an `end_reason`.
+        asked_for: what its agent wanted where the contract has something else.
+        reservation: what the ledger of its episode knows it by.
     """
 
     session: Session
@@ -73,6 +76,9 @@ class PendingTurn:
     asked: object = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     remember: Callable[[Turn], int] | None = None
+    cut_by: str | None = None
+    asked_for: Mapping[str, Any] = field(default_factory=dict)
+    reservation: object = None
 
     @property
     def stream(self) -> bool:

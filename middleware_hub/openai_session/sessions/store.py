@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from middleware_hub.openai_session.episodes.contract import CONTEXT, DELETED, EXPIRED, FINALIZED, NO_CONTRACT, Contract
 from middleware_hub.openai_session.errors import SessionExists, SessionFull, SessionNotFound, TooManySessions
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.tree import Session
@@ -75,11 +76,16 @@ class SessionStore:
         self.expire()
         return session_id in self._sessions
 
-    def create(self, session_id: str | None = None, metadata: Mapping[str, Any] | None = None) -> Session:
+    def create(
+        self,
+        session_id: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        contract: Contract = NO_CONTRACT,
+    ) -> Session:
         """A new session.
 
         Raises:
-            BadRequest: an id that does not fit into a path, or metadata of more than `MAX_CARRIED_BYTES`.
+            BadRequest: an id that does not fit into a path, or metadata or contract of more than `MAX_CARRIED_BYTES`.
             SessionExists: the id is taken.
             TooManySessions: there is no room, even without those that have expired.
         """
@@ -87,7 +93,7 @@ class SessionStore:
             session_id = secrets.token_hex(16)
         elif not ID.fullmatch(session_id) or session_id in (".", ".."):
             raise BadRequest("session_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ ~ : -")
-        nbytes = _carried_bytes("metadata", metadata or {})
+        nbytes = _carried_bytes("metadata", metadata or {}) + _carried_bytes("contract", contract.given)
         self.expire()
         if session_id in self._sessions:
             raise SessionExists(f"session {session_id!r} exists already")
@@ -95,7 +101,7 @@ class SessionStore:
             raise self._full("max_sessions", TooManySessions, f"{len(self._sessions)} sessions are held already")
         self._check_room()
         session = self._sessions[session_id] = Session(
-            session_id, now=self._now(), clock=self._clock(), metadata=metadata
+            session_id, now=self._now(), clock=self._clock(), metadata=metadata, contract=contract
         )
         self.account(session, nbytes)
         self.statistics.created += 1
@@ -118,12 +124,12 @@ class SessionStore:
         self.expire()
         return self._sessions.get(session_id)
 
-    def get_or_create(self, session_id: str) -> Session:
-        """The session with this id, made if there is none. Raises as `create`."""
+    def get_or_create(self, session_id: str, contract: Contract = NO_CONTRACT) -> Session:
+        """The session with this id, made with this contract if there is none. Raises as `create`."""
         self.expire()  # first: `get` would find that it has expired
         if session_id in self._sessions:
             return self.get(session_id)
-        session = self.create(session_id)
+        session = self.create(session_id, contract=contract)
         session.made_by_a_turn = True
         return session
 
@@ -135,10 +141,19 @@ class SessionStore:
     def delete(self, session: Session) -> None:
         """Forget it; requests in flight finish and their results are dropped."""
         if self._sessions.get(session.id) is session:
+            self.end(session, DELETED)
             del self._sessions[session.id]
             session.deleted = True
             self.nbytes -= session.nbytes
             session.clear()
+
+    def end(self, session: Session, reason: str) -> None:
+        """Its work is over. Of several reasons the first counts, but for a context that is full: the agent may have
+        gone on in a smaller one, until something else ended it."""
+        before = session.episode.end_reason
+        if before is None or (before == CONTEXT and reason not in (CONTEXT, FINALIZED, DELETED, EXPIRED)):
+            session.episode.end_reason = reason
+            self.statistics.ended[reason] += 1
 
     def expire(self) -> None:
         """Forget the sessions that nobody has used for `idle_timeout`."""
@@ -146,6 +161,7 @@ class SessionStore:
             return
         before = self._clock() - self.bounds.idle_timeout
         for session in list(self._idle_since(before)):
+            self.end(session, EXPIRED)
             self.delete(session)
             self.statistics.expired += 1
 

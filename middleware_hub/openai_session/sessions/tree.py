@@ -17,6 +17,8 @@ from typing import Any
 
 import orjson
 
+from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, Contract
+from middleware_hub.openai_session.episodes.episode import EpisodeState
 from middleware_hub.openai_session.sessions.edits import context_edit, edit_of
 from middleware_hub.openai_session.sessions.equality import Equality, words_of
 from middleware_hub.openai_session.sessions.histories import HeldMessage, Walk
@@ -144,8 +146,17 @@ class Place:
 class Session:
     """One agent episode."""
 
-    def __init__(self, session_id: str, *, now: float, clock: float, metadata: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        *,
+        now: float,
+        clock: float,
+        metadata: Mapping[str, Any] | None = None,
+        contract: Contract = NO_CONTRACT,
+    ) -> None:
         self.id = session_id
+        self.episode = EpisodeState(contract, clock)
         self.created_at = now
         self.used_at = now
         self.idle_since = clock  # by a clock that never jumps

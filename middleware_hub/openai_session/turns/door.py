@@ -6,14 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from middleware_hub.openai_session.errors import SessionFinalized
+from middleware_hub.openai_session.errors import ContextOverflow, SessionFinalized
 from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.idempotency import once, repeat_key, turn_id_of
+from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
-from middleware_hub.openai_session.turns.runner import TurnRunner
+from middleware_hub.openai_session.turns.runner import TurnRunner, give_events
+from middleware_hub.openai_session.turns.shown_models import shown_models
 from miles_router.engines import paths
 from miles_router.errors import NotFound
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay
@@ -32,6 +34,7 @@ class TurnDoor:
         store: SessionStore,
         recorder: TurnRecorder,
         runner: TurnRunner,
+        keeper: EpisodeKeeper,
         now: Callable[[], float],
     ) -> None:
         self._app = app
@@ -39,6 +42,7 @@ class TurnDoor:
         self._store = store
         self._recorder = recorder
         self._runner = runner
+        self._keeper = keeper
         self._now = now
 
     def is_turn(self, scope: Scope) -> bool:
@@ -47,10 +51,15 @@ class TurnDoor:
 
     async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer what a face answers beside turns; False where none does."""
+        name, method, path = session.episode.contract.model.name, scope["method"], scope["path"]
+        named = name is not None and method == "GET" and _is_of_models(path)
+        app = partial(shown_models, name, self._app) if name is not None and named else self._app
         for face in self._faces.values():
-            if await face.beside(session, scope, receive, send, self._app):
+            if await face.beside(session, scope, receive, send, app):
                 return True
-        return False
+        if named:
+            await app(scope, receive, send)
+        return named
 
     def speak(self, scope: Scope, path: str) -> None:
         """Have the errors of a request for this path within a session written in the words of its API."""
@@ -71,6 +80,7 @@ class TurnDoor:
         if await self.beside(session, scope, receive, send):
             return
         if method == "POST" and path in UNTRACED:
+            self._keeper.refuse_untraced(session, "this endpoint is not traced")
             self._recorder.pass_by(path, session, "this endpoint is not traced", Exchange.of(scope).request_id)
         elif not _is_aside(method, path):
             raise NotFound(f"within a session there is no {method} {path}")
@@ -81,7 +91,7 @@ class TurnDoor:
         """One turn of a session.
 
         Raises:
-            BadRequest: the request is none, or the session has no room or is finalized.
+            BadRequest: the request is none, or the session has no room, is finalized or has a contract against it.
             UnusableAnswer: the worker's answer cannot be recorded.
         """
         face = self._faces[scope["path"]]
@@ -97,15 +107,26 @@ class TurnDoor:
             if session.finalized is not None:
                 raise SessionFinalized(f"session {session.id!r} is finalized")
             self._store.check_room(session)
-            with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
-                turn = await face.turn(session, parsed, now=self._now())
-            turn.turn_id, turn.side_call = turn_id, face.is_side_call(scope)
-            asked.append(turn)
-            await self._runner.run(face, turn, scope, receive, send)
+            try:
+                self._keeper.check(session)
+            except ContextOverflow as error:
+                await _tell(error, face, session, parsed, send)
+                return
+            with self._keeper.running(session, exchange) as running:
+                try:
+                    with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
+                        turn = await face.turn(session, parsed, now=self._now())
+                        await self._keeper.bind(face, turn, running)
+                    turn.turn_id, turn.side_call = turn_id, face.is_side_call(scope)
+                    asked.append(turn)
+                    await self._runner.run(face, turn, scope, receive, send)
+                except ContextOverflow as error:
+                    await _tell(error, face, session, parsed, send)
 
         with self._store.in_use(session):
             untraceable = face.untraceable(parsed)
             if untraceable is not None:
+                self._keeper.refuse_untraced(session, untraceable)
                 self._recorder.pass_by(face.path, session, untraceable, exchange.request_id)
                 await self._app(scope, replay(body, receive), send)
             elif turn_id is None:
@@ -125,8 +146,20 @@ class TurnDoor:
                 )
 
 
+async def _tell(error: ContextOverflow, face: Face, session: Session, request: object, send: Send) -> None:
+    """Tell an agent of a full context where its harness looks for that: in a stream, or as any error."""
+    events = face.as_stream(session, request, error)
+    if events is None:
+        raise error
+    await give_events(send, events)
+
+
 def _is_aside(method: str, path: str) -> bool:
     """Whether an agent may ask for this beside its turns."""
     if method == "POST":
         return path in paths.ASIDE
-    return method in ("GET", "HEAD") and (path == paths.MODELS or path.startswith(f"{paths.MODELS}/"))
+    return method in ("GET", "HEAD") and _is_of_models(path)
+
+
+def _is_of_models(path: str) -> bool:
+    return path == paths.MODELS or path.startswith(f"{paths.MODELS}/")

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from middleware_hub.openai_session.errors import UnusableAnswer
+from middleware_hub.openai_session.episodes.contract import DELETED
+from middleware_hub.openai_session.errors import SessionNotFound, UnusableAnswer
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.pending import PendingTurn
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 MAX_UNTRACED = 1000  # of one session; the log has the rest
 UNTRACED_BYTES = 1024  # of each of them, about
+LENGTH = "length"  # how an answer ends that may not be longer
 TURN_BYTES = 2048  # what a turn takes beside its arrays and messages, about
 
 
@@ -43,6 +45,7 @@ class TurnRecorder:
 
         Raises:
             UnusableAnswer: it cannot be held exactly.
+            SessionNotFound: the session was deleted, together with what ran in it.
         """
         if any(nests_too_deep([each.message, each.facts, each.matched]) for each in choices):
             raise UnusableAnswer("the worker's answer cannot be recorded: it is nested too deep")
@@ -50,6 +53,8 @@ class TurnRecorder:
         parts = [(choice, prompts.given(choice), _pieces(choice)) for choice in choices]
         places = _places(pending, choices)
         session = pending.session
+        if session.episode.closed == DELETED:
+            raise SessionNotFound(f"session {session.id!r} was deleted")
         if session.deleted:
             return
         pending.recorded = True
@@ -69,6 +74,9 @@ class TurnRecorder:
             nbytes += Trajectory(sampled).nbytes + message_bytes(turn.answer) + TURN_BYTES
             if pending.remember is not None:
                 nbytes += pending.remember(turn)
+        session.episode.settle(pending.reservation, sum(len(piece) for _, _, sampled in parts for piece in sampled))
+        if pending.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
+            self._store.end(session, pending.cut_by)
         self._store.account(session, nbytes)
         self.statistics.given_tokens += prompts.tokens
         self.statistics.reused_tokens += len(pending.prompt.held) if pending.prompt is not None else 0
@@ -107,6 +115,7 @@ class TurnRecorder:
                 "answered_at": self._now(),
                 "turn_id": pending.turn_id,
                 "streamed": pending.stream,
+                **({"asked_for": pending.asked_for} if pending.asked_for else {}),
             },
         )
 

@@ -170,8 +170,7 @@ class TurnRunner:
         if not turn.stream:
             await collected.give_to(send, body)
             return
-        await send(with_length({"type": "http.response.start", "status": OK, "headers": EVENT_STREAM}, body))
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await give_events(send, body)
 
     async def _with_unfinished(self, answer: dict[str, Any], turn: PendingTurn, exchange: Exchange) -> dict[str, Any]:
         """The answer with the tool calls that it ends within."""
@@ -190,6 +189,12 @@ class TurnRunner:
             "cache_versions": exchange.flight.cache_versions,
         }
         self._recorder.record(turn, choices, facts)
+
+
+async def give_events(send: Send, body: bytes) -> None:
+    """Give a stream whose events are there."""
+    await send(with_length({"type": "http.response.start", "status": OK, "headers": EVENT_STREAM}, body))
+    await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 def _body(face: Face, turn: PendingTurn, *, stream: bool) -> bytes:

@@ -48,6 +48,8 @@ class ChatEndpoint:
 
     path = paths.CHAT
     rows_missing: str | None = None
+    length_fields: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
+    tokens_by_default: int | None = None
     chunk_events = frozenset({b"", FRAMED})
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Tokens | None = None) -> bytes:

@@ -174,6 +174,10 @@ class OpenAIEndpoint(Protocol):
     path: str
     #: Why a whole answer of several choices does not tell the rows of each; None where it does.
     rows_missing: str | None
+    #: Where a request says how many tokens its answer may have; what stands first counts.
+    length_fields: tuple[str, ...]
+    #: Tokens of an answer to a request that does not say; None: as many as fit.
+    tokens_by_default: int | None
     #: The names of events that are chunks.
     chunk_events: frozenset[bytes]
 

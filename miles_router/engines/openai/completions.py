@@ -24,6 +24,8 @@ class CompletionsEndpoint:
 
     path = paths.COMPLETIONS
     rows_missing: str | None = "of several completions SGLang tells the rows of one alone"
+    length_fields: tuple[str, ...] = ("max_tokens",)
+    tokens_by_default: int | None = 16
     chunk_events = frozenset({b""})
     #: No stream falls short.
     chunks = None

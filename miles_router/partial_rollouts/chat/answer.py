@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import orjson
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.replies import Tap
 from miles_router.engines.answers import ABORT, MALFORMED, UnreadableAnswer, finish_of
+from miles_router.engines.generate import RID
 from miles_router.engines.openai.legs import joined_answer, joined_choice, leg_of, rest_of, with_reasoning_tokens
 from miles_router.engines.parsers import reasoning_marks
 from miles_router.errors import RouterError, UpstreamBroken
@@ -44,6 +46,16 @@ class ChatLegs(ResumableAnswer):
         self.fields = {**fields, **{name: value for name, value in assumed.items() if value is not None}}
         self.reader = MessageReader(turn.parsers, fields)
 
+    def renamed(self, body: bytes) -> bytes:
+        """The request once more, by another name if it has one: a worker that was not lost but out of reach still has
+        the last, and SGLang takes no name twice. An abort goes on to find it by what its client called it."""
+        name, flight = self.fields.get(RID), self.exchange.flight
+        if not isinstance(name, str):
+            return body
+        flight.rids.add(name)
+        flight.inward = {name: uuid.uuid4().hex}
+        return orjson.dumps({**orjson.loads(body), RID: flight.inward[name]})
+
     def read_leg(self, answer: Any) -> Any:
         """The rest of a choice."""
         return rest_of(answer)
@@ -76,6 +88,7 @@ class ResumableChat(ChatLegs):
                 given = opening.passing or not self.context.resume_lost
                 if given or lost > self.context.router.config.max_retries:
                     raise
+                body = self.renamed(body)
                 continue
             if not opening.cut:
                 return

@@ -74,6 +74,7 @@ class ResumableChatStream(ChatLegs):
                 if opening.choices or opening.passing:
                     await self._lose(opening)
                     return opening
+                body = self.renamed(body)
 
     async def _lose(self, opening: OpeningChatStream) -> None:
         try:

@@ -9,10 +9,13 @@ from typing import Any
 
 import orjson
 
+from middleware_hub.openai_session.errors import ContextOverflow
 from miles_router.engines.refusals import Overflow, overflow_of, parsed_refusal, refusal_of
 from miles_router.errors import BadRequest, RouterError
 
 API_ERROR, OVERLOADED, INVALID = "api_error", "overloaded_error", "invalid_request_error"
+#: What harnesses look for.
+TOO_LONG = "prompt is too long"
 TYPES = {
     401: "authentication_error",
     402: "billing_error",
@@ -49,6 +52,12 @@ def error(kind: str, message: str, *, code: str | None = None, request_id: str |
 
 def of_router(failure: RouterError, request_id: str) -> dict[str, Any]:
     """An error of the router's own."""
+    if isinstance(failure, ContextOverflow):
+        overflow = failure.overflow
+        words = f"{TOO_LONG}: {failure.why}" if overflow is None else too_long(overflow)
+        told = error(INVALID, words, code=failure.type, request_id=request_id)
+        told["error"]["details"]["reason"] = failure.reason
+        return told
     return error(type_of(failure.status), str(failure), code=failure.type, request_id=request_id)
 
 
@@ -69,7 +78,7 @@ def refusal_body(body: bytes, status: int) -> bytes:
 def too_long(overflow: Overflow) -> str:
     """The words that harnesses understand: they compact their history, or ask for fewer tokens."""
     if overflow.asked is None:
-        return f"prompt is too long: {overflow.prompt} tokens > {overflow.limit} maximum"
+        return f"{TOO_LONG}: {overflow.prompt} tokens > {overflow.limit} maximum"
     return (
         f"input length and `max_tokens` exceed context limit: {overflow.prompt} + {overflow.asked} > {overflow.limit}, "
         "decrease input length or `max_tokens` and try again"

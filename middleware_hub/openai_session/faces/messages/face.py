@@ -20,7 +20,6 @@ from middleware_hub.openai_session.faces.messages.request import omits_thinking,
 from middleware_hub.openai_session.faces.messages.stream import LAST, MessagesWriter
 from middleware_hub.openai_session.sessions.equality import Equality, Likeness
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from middleware_hub.openai_session.sessions.prompting import contexts_of
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
@@ -60,10 +59,12 @@ class MessagesFace(ChatFace):
 
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """Messages, or their events."""
-        fields = turn.fields
+        asked = turn.asked
+        assert isinstance(asked, Mapping)
         prompt_tokens = turn.prompt.length if turn.prompt is not None else None
-        ending = AnswerEnd(fields.get("stop", ()), fields["max_tokens"], prompt_tokens)
-        return MessagesWriter(ending, omits_thinking=omits_thinking(turn.asked))
+        # What its agent asked for, whatever the session's contract has made of it.
+        ending = AnswerEnd(asked.get("stop_sequences") or (), asked["max_tokens"], prompt_tokens)
+        return MessagesWriter(ending, omits_thinking=omits_thinking(asked))
 
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
         """In this API's words."""
@@ -103,19 +104,14 @@ class MessagesFace(ChatFace):
         request = exchange.loads(await exchange.read(receive))
         with Watch(receive):
             turn = await self._turn(session, request, 0.0, counts=True)
-            length = turn.prompt.length if turn.prompt is not None else await self._length(turn.fields)
+            length = turn.prompt.length if turn.prompt is not None else await self._counted(turn.fields)
         await give_json(send, {"input_tokens": length})
 
-    async def _length(self, fields: Mapping[str, Any]) -> int:
-        context, *_ = contexts_of(fields)
-        goes_on = bool(fields.get("continue_final_message"))
+    async def _counted(self, fields: Mapping[str, Any]) -> int:
         try:
-            ids = await self._continuation.beginning(
-                fields["messages"], context.tools, context.template_kwargs, goes_on=goes_on
-            )
+            return await self.rendered_tokens(fields)
         except CannotRender as reason:
             raise BadRequest(f"messages: {reason}") from None
-        return len(ids)
 
 
 def _lists_models(scope: Scope, path: str) -> bool:

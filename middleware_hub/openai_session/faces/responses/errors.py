@@ -9,11 +9,13 @@ from typing import Any
 
 import orjson
 
+from middleware_hub.openai_session.errors import ContextOverflow
 from miles_router.engines.refusals import Overflow, overflow_of, parsed_refusal, refusal_of
 from miles_router.errors import BadRequest, NotFound, RouterError
 
 INVALID, SERVER_ERROR = "invalid_request_error", "server_error"
 OVERFLOW = "context_length_exceeded"
+TOO_LONG = "Your input exceeds the context window of this model. Please adjust your input and try again."
 
 
 class InvalidParameter(BadRequest):
@@ -53,9 +55,17 @@ def of_router(failure: RouterError, request_id: str) -> dict[str, Any]:
     """The body for an error of the router's own."""
     if isinstance(failure, InvalidParameter):
         said = error(failure.status, str(failure), code=failure.code, param=failure.param)
+    elif isinstance(failure, ContextOverflow):
+        said = {**of_overflow(failure), "reason": failure.reason}
     else:
         said = error(failure.status, str(failure), code=failure.type)
     return {"error": {**said, "request_id": request_id}}
+
+
+def of_overflow(failure: ContextOverflow) -> dict[str, Any]:
+    """What stands under `error` for a window that is full."""
+    words = f"{TOO_LONG} ({failure.why})" if failure.overflow is None else too_long(failure.overflow)
+    return error(400, words, code=OVERFLOW, param="input")
 
 
 def of_engine(parsed: object, status: int) -> dict[str, Any]:
@@ -76,7 +86,4 @@ def refusal_body(body: bytes, status: int) -> bytes:
 def too_long(overflow: Overflow) -> str:
     """The words that agents understand: they compact their history, or ask for fewer tokens."""
     asked = f" and {overflow.asked} tokens asked for" if overflow.asked is not None else ""
-    return (
-        "Your input exceeds the context window of this model. Please adjust your input and try again. "
-        f"({overflow.prompt} tokens{asked}; the window holds {overflow.limit}.)"
-    )
+    return f"{TOO_LONG} ({overflow.prompt} tokens{asked}; the window holds {overflow.limit}.)"

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import parse_qs
 
+from middleware_hub.openai_session.errors import ContextOverflow
 from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.face import ReplyWriter, give_json
 from middleware_hub.openai_session.faces.responses import errors
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, ResponseNotFound
-from middleware_hub.openai_session.faces.responses.request import read
+from middleware_hub.openai_session.faces.responses.request import ResponsesRequest, read
 from middleware_hub.openai_session.faces.responses.stream import LAST, ResponsesWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.engines import paths
-from miles_router.errors import RouterError
+from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import ASGIApp, Receive, Scope, Send, first
 
 #: What Codex says a request is of, where that is not its main line; a compaction is of the line that it shortens.
 SUB_AGENT, COMPACTION = b"x-openai-subagent", b"compact"
+#: What a contract may fix of that which a response says again.
+FIXED = ("model", "temperature", "top_p")
 #: Items of a page of input items, as the API bounds it.
 PAGE, MAX_PAGE = 20, 100
 
@@ -38,11 +42,10 @@ class ResponsesFace(ChatFace):
         Raises:
             BadRequest: it is none, or asks for what cannot be traced.
         """
-        responses = Responses.of(session)
-        asked = read(request, responses, system_anywhere="system" not in self._continuation.proof.refused)
+        responses, asked = Responses.of(session), self._read(session, request)
         fields = self._settings.of_chat(asked.fields)
         turn = await self.placed(session, fields, asked.contexts(fields), now=now)
-        envelope = Envelope(new_id(), int(now), asked.settings, asked.own, asked.seals)
+        envelope = Envelope(new_id(), int(now), asked.settings, {**asked.own, **_fixed(session, asked)}, asked.seals)
 
         def remember(turn: Turn) -> int:
             return responses.keep(envelope, turn, stored=asked.stored)
@@ -59,7 +62,22 @@ class ResponsesFace(ChatFace):
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """Responses, or their events."""
         assert isinstance(turn.asked, Envelope)
-        return ResponsesWriter(turn.asked)
+        return ResponsesWriter(turn.asked, streams=turn.stream)
+
+    def as_stream(self, session: Session, request: object, error: ContextOverflow) -> bytes | None:
+        """A response that has failed: Codex looks for its error there alone."""
+        if not isinstance(request, Mapping) or request.get("stream") is not True:
+            return None
+        try:
+            asked = self._read(session, request)
+        except BadRequest:
+            return None
+        envelope = Envelope(new_id(), int(time.time()), asked.settings, {**asked.own, **_fixed(session, asked)})
+        return ResponsesWriter(envelope, streams=True).failed(errors.of_overflow(error))
+
+    def _read(self, session: Session, request: object) -> ResponsesRequest:
+        anywhere = "system" not in self._continuation.proof.refused
+        return read(request, Responses.of(session), system_anywhere=anywhere)
 
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
         """In this API's words."""
@@ -97,6 +115,13 @@ class ResponsesFace(ChatFace):
         else:
             await give_json(send, envelope.written())
         return True
+
+
+def _fixed(session: Session, asked: ResponsesRequest) -> dict[str, Any]:
+    """What a response says of its request where the session's contract has something else."""
+    fixed, _ = session.episode.contract.fixed(asked.fields)
+    said = asked.settings.fields
+    return {name: fixed[name] for name in FIXED if name in fixed and fixed[name] != said[name]}
 
 
 def page(items: Iterable[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from middleware_hub.openai_session.errors import AnswerCut
+from middleware_hub.openai_session.episodes.contract import CONTEXT
+from middleware_hub.openai_session.errors import AnswerCut, ContextOverflow
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.faces.responses import errors
 from middleware_hub.openai_session.faces.responses.envelope import CUT, STATUS, Envelope
 from middleware_hub.openai_session.faces.responses.open_items import Emitter, OpenCall, OpenText
 from miles_router.engines.openai.chat_stream import cached_tokens
+from miles_router.engines.refusals import overflow_of, parsed_refusal
 from miles_router.middlewares import Event
 
 #: What a stream ends with: see `Emitter.emit`, which writes an event's type last.
@@ -25,8 +27,9 @@ LAST = tuple(b'"type":"response.%b"}\n\n' % status for status in (b"completed", 
 class ResponsesWriter(ReplyWriter):
     """Writes one answer."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: Envelope, *, streams: bool = False) -> None:
         self._envelope = envelope
+        self._streams = streams
         self._writer = envelope.writer()
         self._emitter = Emitter()
         self._open: OpenText | OpenCall | None = None
@@ -50,8 +53,20 @@ class ResponsesWriter(ReplyWriter):
         return self._envelope.whole(choice["message"], choice["finish_reason"])
 
     def refusal(self, body: bytes, status: int) -> bytes:
-        """An error of the engine's."""
+        """An error of the engine's.
+
+        Raises:
+            ContextOverflow: its context window is too small; a stream tells that in its own way.
+        """
+        overflow = overflow_of(parsed_refusal(body)) if self._streams else None
+        if overflow is not None:
+            raise ContextOverflow(CONTEXT, overflow=overflow)
         return errors.refusal_body(body, status)
+
+    def failed(self, error: Mapping[str, Any]) -> bytes:
+        """The events of a response that has failed before anything came of it."""
+        self._fail(error)
+        return self._emitter.taken()
 
     def chunk(self, chunk: dict[str, Any], name: bytes) -> bytes:
         """The events of a chunk."""

@@ -66,7 +66,7 @@ def _parse(visit: Visit, body: dict[str, Any]) -> _Completion:
     }
     echoes = _echoes(visit, prompt) if body.get("echo") else []
     model, copies = str(body.get("model") or "default"), int(body.get("n") or 1)
-    return _Completion(parse_generate(native, visit.engine), body, echoes, model, copies)
+    return _Completion(parse_generate(native, visit.engine, turn=True), body, echoes, model, copies)
 
 
 def _echoes(visit: Visit, prompt: Any) -> list[str]:

@@ -65,7 +65,7 @@ def parse_chat(visit: Visit, body: dict[str, Any]) -> ChatInput:
     tokenizer = visit.engine.model.tokenizer
     with conversion():
         native = _native_body(body, tokenizer)
-    given = parse_generate(native, visit.engine)
+    given = parse_generate(native, visit.engine, turn=True)
     if _is_forced(body):
         for sample in given.samples:
             sample.script = required_call(body["tools"], body["tool_choice"], tokenizer, sample.noise)

@@ -25,8 +25,9 @@ class GenerateInput:
     stream: bool
 
 
-def parse_generate(body: Mapping[str, Any], engine: Engine) -> GenerateInput:
-    """ValueError, in SGLang's words, for a body that it refuses with 400."""
+def parse_generate(body: Mapping[str, Any], engine: Engine, *, turn: bool = False) -> GenerateInput:
+    """ValueError, in SGLang's words, for a body that it refuses with 400. What a `turn` of an agent samples does not
+    depend on its rid, which the router makes up."""
     _check_types(body)
     prompts, single = _prompts(body)
     _check_lengths(body, len(prompts), single)
@@ -40,7 +41,7 @@ def parse_generate(body: Mapping[str, Any], engine: Engine) -> GenerateInput:
         for copy in range(copies):
             given, key = rids[index * copies + copy]
             sample = GenerationRequest(
-                given, ids, sampling, engine.noise_for(key, ids), stream=bool(body.get("stream"))
+                given, ids, sampling, engine.noise_for(None if turn else key, ids), stream=bool(body.get("stream"))
             )
             _fill_options(sample, body, index)
             sample.script = script_for(sampling, engine.model.tokenizer, sample.noise)

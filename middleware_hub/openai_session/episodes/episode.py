@@ -1,0 +1,74 @@
+"""What becomes of an episode under its contract: what it has used, what runs, why it ended. Pure, but for waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from middleware_hub.openai_session.episodes.contract import CONTEXT, Contract, Group
+from middleware_hub.openai_session.episodes.ledger import Ledger
+from miles_router.errors import RouterError
+
+
+class Stoppable(Protocol):
+    """A turn that runs."""
+
+    def stop(self, error: RouterError, *, keep: bool) -> None:
+        """End it at the engine; `keep`: what was sampled until now stays."""
+        ...
+
+
+class EpisodeState:
+    """One session's contract, and how far it has come."""
+
+    def __init__(self, contract: Contract, began: float) -> None:
+        self.contract = contract
+        self.began = began  # by a clock that never jumps
+        self.ledger = Ledger()
+        self.running: set[Stoppable] = set()
+        #: Why it is over, or its last turn was cut.
+        self.end_reason: str | None = None
+        #: Why what runs in it was stopped, and nothing may begin.
+        self.closed: str | None = None
+        #: Opens the session for its agent.
+        self.key = f"sk-{secrets.token_urlsafe(32)}" if contract.key else None
+        self._freed = asyncio.Event()
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The contract as it was asked for."""
+        return self.contract.given
+
+    def deadline(self) -> float | None:
+        """When its time is up, by the clock of `began`."""
+        seconds = self.contract.budget.deadline_s
+        return None if seconds is None else self.began + seconds
+
+    def group(self, metadata: Mapping[str, Any]) -> Group | None:
+        """What it is aborted with: by its contract, or by its metadata, which anybody wrote."""
+        named = (self.contract.group, metadata.get("group"), metadata.get("instance_id"))
+        return next((name for name in named if isinstance(name, (str, int)) and not isinstance(name, bool)), None)
+
+    def about(self) -> dict[str, Any]:
+        """What records and samples say of it."""
+        ended = {} if self.end_reason is None else {"end_reason": self.end_reason}
+        return {"contract": self.given, **ended} if self.given else ended
+
+    def settle(self, turn: object, tokens: int) -> None:
+        """A turn is recorded with so many tokens. Where a full context had ended the episode, it has gone on."""
+        self.ledger.settle(turn, tokens)
+        if self.end_reason == CONTEXT:
+            self.end_reason = None
+        self._freed.set()
+
+    def release(self, turn: object) -> None:
+        """A turn is over, recorded or not."""
+        self.ledger.release(turn)
+        self._freed.set()
+
+    async def freed(self) -> None:
+        """Wait until some turn is over."""
+        self._freed.clear()
+        await self._freed.wait()

@@ -1,0 +1,137 @@
+"""A contract as JSON has it: every field is known, or refused by its name. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from middleware_hub.openai_session.episodes.contract import (
+    MARK,
+    NO_CONTRACT,
+    REFUSE,
+    Budget,
+    Contract,
+    Freshness,
+    Model,
+)
+from miles_router.errors import BadRequest
+
+#: Seconds that a deadline may be away: a year.
+LONGEST = 366 * 24 * 3600.0
+#: Characters of a name.
+MAX_NAME = 256
+Check = Callable[[Any], bool]
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 1 <= value < 1 << 53
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _seconds(value: Any) -> bool:
+    return _number(value) and 0 < value <= LONGEST
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME and value.isprintable()
+
+
+def _model_name(value: Any) -> bool:
+    return _name(value) and ":" not in value  # behind it, SGLang reads the name of an adapter
+
+
+def _stops(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+
+
+def _biases(value: Any) -> bool:
+    return isinstance(value, dict) and all(_number(each) for each in value.values())
+
+
+def _version(value: Any) -> bool:
+    return (type(value) is int and value >= 0) or (isinstance(value, str) and value.isdecimal() and value.isascii())
+
+
+COUNT, NUMBER = (_count, "a whole number from 1"), (_number, "a number")
+Fields = Mapping[str, tuple[Check, str]]
+BUDGET: Fields = {
+    "max_tokens": COUNT,
+    "max_context": COUNT,
+    "max_turns": COUNT,
+    "deadline_s": (_seconds, f"seconds, above 0 and at most {LONGEST:.0f}"),
+}
+SAMPLING: Fields = {
+    "temperature": NUMBER,
+    "top_p": NUMBER,
+    "top_k": (lambda value: type(value) is int, "a whole number"),
+    "min_p": NUMBER,
+    "stop": (_stops, "a string or a list of strings"),
+    "frequency_penalty": NUMBER,
+    "presence_penalty": NUMBER,
+    "repetition_penalty": NUMBER,
+    "logit_bias": (_biases, "an object of numbers"),
+}
+MODEL: Fields = {
+    "name": (_model_name, f"a string of 1 to {MAX_NAME} characters without a colon"),
+    "lora": (_name, f"a string of 1 to {MAX_NAME} characters"),
+}
+FRESHNESS: Fields = {
+    "oldest_version": (_version, "a whole number, or one in a string"),
+    "otherwise": (lambda value: value in (REFUSE, MARK), f"{REFUSE!r} or {MARK!r}"),
+}
+PARTS = tuple(each.name for each in fields(Contract) if each.name != "given")
+
+
+def read_contract(given: object) -> Contract:
+    """A contract as JSON has it; None for one without any part.
+
+    Raises:
+        BadRequest: a field is unknown, or of the wrong type; it is named.
+    """
+    if given is None:
+        return NO_CONTRACT
+    parts = _known("contract", given, PARTS)
+    budget = _read("contract.budget", parts.get("budget"), BUDGET)
+    sampling = _read("contract.sampling", parts.get("sampling"), SAMPLING)
+    model = _read("contract.model", parts.get("model"), MODEL)
+    freshness = _read("contract.freshness", parts.get("freshness"), FRESHNESS)
+    if freshness and "oldest_version" not in freshness:
+        raise BadRequest("contract.freshness: oldest_version is required")
+    if "oldest_version" in freshness:
+        freshness["oldest_version"] = int(freshness["oldest_version"])
+    key = parts.get("key", False)
+    if not isinstance(key, bool):
+        raise BadRequest("contract.key must be true or false: the router makes the key")
+    group = parts.get("group")
+    if group is not None and not _is_group(group):
+        raise BadRequest(f"contract.group must be a whole number, or a string of 1 to {MAX_NAME} characters")
+    return Contract(Budget(**budget), sampling, Model(**model), Freshness(**freshness), key, group, dict(parts))
+
+
+def _is_group(value: object) -> bool:
+    """Whether it can name a group."""
+    return (isinstance(value, str) and 0 < len(value) <= MAX_NAME) or type(value) is int
+
+
+def _known(where: str, given: object, known: Sequence[str] | Fields) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping):
+        raise BadRequest(f"{where} must be an object")
+    if unknown := given.keys() - set(known):
+        raise BadRequest(f"unknown field {where}.{min(unknown)}; known are {', '.join(known)}")
+    return given
+
+
+def _read(where: str, given: object, known: Fields) -> dict[str, Any]:
+    if given is None:
+        return {}
+    read = dict(_known(where, given, known))
+    for name, value in read.items():
+        check, words = known[name]
+        if not check(value):
+            raise BadRequest(f"{where}.{name} must be {words}")
+    return read

@@ -1,0 +1,211 @@
+"""Holds turns to the contract of their session: what they may still have, what they must carry, and when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from middleware_hub.openai_session.episodes.contract import (
+    ABORTED,
+    BUDGET_TOKENS,
+    CONTEXT,
+    DEADLINE,
+    DELETED,
+    REFUSE,
+    STALE,
+    TURNS,
+)
+from middleware_hub.openai_session.episodes.ledger import Allowance, allowance, asked_tokens, choices_of, cut
+from middleware_hub.openai_session.errors import (
+    AnswerCut,
+    ContextOverflow,
+    OutsideContract,
+    SessionNotFound,
+    StaleWeights,
+)
+from middleware_hub.openai_session.faces.face import Face
+from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.store import SessionStore
+from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.turns.running import RunningTurn
+from miles_router.engines.generate import RID
+from miles_router.engines.refusals import Overflow
+from miles_router.errors import RouterError
+from miles_router.middlewares import Exchange, Pace, Router
+
+
+class EpisodeKeeper:
+    """Keeps the contracts of all sessions. `clock` is the one by which they began."""
+
+    def __init__(self, router: Router, store: SessionStore, clock: Callable[[], float]) -> None:
+        self._router = router
+        self._store = store
+        self._clock = clock
+        router.control.group_listeners.append(self._end_group)
+
+    @contextmanager
+    def running(self, session: Session, exchange: Exchange) -> Iterator[RunningTurn]:
+        """While a turn runs, what ends its episode ends it.
+
+        Raises:
+            ContextOverflow: the episode ends meanwhile.
+            SessionNotFound: the session is deleted meanwhile, together with what runs in it.
+        """
+        episode, running, timer = session.episode, RunningTurn(session, exchange, self._router), None
+        if (until := episode.deadline()) is not None:
+            timer = asyncio.get_running_loop().call_later(until - self._clock(), self.stop, session, DEADLINE)
+        episode.running.add(running)
+        try:
+            yield running
+        except asyncio.CancelledError:
+            if (error := running.cancelled()) is None:
+                raise
+            raise error from None
+        except AnswerCut:
+            if episode.closed is None:
+                raise
+            raise stopped(session, episode.closed) from None  # its agent need not ask again
+        finally:
+            running.over()
+            episode.running.discard(running)
+            episode.release(running)
+            if timer is not None:
+                timer.cancel()
+
+    def check(self, session: Session) -> None:
+        """See whether a turn may begin.
+
+        Raises:
+            ContextOverflow: the episode is over.
+            SessionNotFound: the session was deleted.
+        """
+        until = session.episode.deadline()
+        if session.episode.closed is None and until is not None and until <= self._clock():
+            self.stop(session, DEADLINE)
+        if session.episode.closed is not None:
+            raise stopped(session, session.episode.closed)
+
+    def stop(self, session: Session, reason: str) -> None:
+        """End an episode, and what runs in it. What was sampled until now stays, unless the session is deleted."""
+        self._store.end(session, reason)
+        session.episode.closed = reason
+        for running in tuple(session.episode.running):
+            running.stop(stopped(session, reason), keep=reason != DELETED)
+
+    async def _end_group(self, group: object) -> None:
+        """End every episode of a group that is aborted, whether something runs in it or not."""
+        pace = Pace()
+        for session in self._store:
+            named = session.episode.group(session.metadata)
+            if named is not None and str(named) == str(group):
+                self.stop(session, ABORTED)
+            await pace.step()
+
+    def refuse_untraced(self, session: Session, why: str) -> None:
+        """What is not traced cannot be held to a contract.
+
+        Raises:
+            OutsideContract: the session has one.
+        """
+        if session.episode.given:
+            raise OutsideContract(f"{why}, and the session has a contract")
+
+    async def bind(self, face: Face, turn: PendingTurn, running: RunningTurn) -> None:
+        """Give a turn what it may have and must carry.
+
+        Raises:
+            ContextOverflow: nothing is left for it.
+            StaleWeights: the weights that would have a part in it are too old.
+            OutsideContract: its prompt's length is not known.
+            BadRequest: nobody can tell how much it asks for.
+        """
+        episode, session = turn.session.episode, turn.session
+        contract = episode.contract
+        turn.fields, turn.asked_for = contract.fixed(turn.fields)
+        self._check_freshness(session, turn.places[0].parent)
+        if contract.budget.measures or contract.budget.max_turns is not None:
+            await self._measure(face, turn, running)
+        self._name(turn, running)
+
+    def _name(self, turn: PendingTurn, running: RunningTurn) -> None:
+        """Give a turn a name at its engine, so that it can be ended there. Where nothing but a deletion would do that,
+        the agent's own stays. Of several choices each has another, which nobody knows (SGLang,
+        `TokenizerManager._handle_batch_request`)."""
+        episode = turn.session.episode
+        stays = episode.deadline() is not None or episode.group(turn.session.metadata) is not None
+        if turn.several or (turn.fields.get(RID) is not None and not stays):
+            return
+        running.rid = secrets.token_hex(16)
+        turn.fields = {**turn.fields, RID: running.rid}
+
+    async def _measure(self, face: Face, turn: PendingTurn, running: RunningTurn) -> None:
+        """Cut it to what is left. Where that is less than it asks for and other turns hold the rest, it waits for
+        them."""
+        episode, budget = turn.session.episode, turn.session.episode.contract.budget
+        ledger, prompt, window = episode.ledger, None, None
+        lengths = face.endpoint.length_fields
+        choices = choices_of(turn.fields, len(turn.places))
+        asked = asked_tokens(turn.fields, lengths, face.endpoint.tokens_by_default)
+        if budget.measures:
+            prompt, window = await face.prompt_tokens(turn), await self._window()
+        if prompt is None and budget.max_context is not None:
+            raise OutsideContract("the router cannot tell how long this prompt is, and the contract has a max_context")
+        while True:
+            left = allowance(budget, ledger, prompt=prompt, choices=choices, window=window)
+            short = left.tokens is not None and (asked is None or left.tokens < asked)
+            waits = not ledger.has_turns(budget) or (short and left.reason == BUDGET_TOKENS)
+            if not waits or not ledger.reserved:
+                break
+            await episode.freed()
+        if not ledger.has_turns(budget):
+            self._store.end(turn.session, TURNS)
+            raise stopped(turn.session, TURNS)
+        if left.tokens is not None and left.tokens < 1:
+            self._store.end(turn.session, left.reason)
+            raise _overflow(left, prompt, ledger.tokens)
+        if short and left.tokens is not None:
+            turn.cut_by = left.reason
+            # What only the engine's window bounds is not told to the engine: it has the same bound by itself.
+            if asked is not None or left.reason != CONTEXT or left.limit != window:
+                turn.fields = cut(turn.fields, lengths, left.tokens)
+        ledger.reserve(running, (left.tokens if short else asked or 0) * choices if left.tokens is not None else 0)
+        turn.reservation = running
+
+    async def _window(self) -> int | None:
+        """Tokens that every engine's context window holds."""
+        known = [facts.context_length for facts in await self._router.fleet.all_facts()]
+        return min((length for length in known if length is not None), default=None)
+
+    def _check_freshness(self, session: Session, parent: Turn | None) -> None:
+        """Refuse a turn that goes on from tokens of weights that are too old, or would be sampled with such."""
+        freshness = session.episode.contract.freshness
+        if freshness.oldest_version is None or freshness.otherwise != REFUSE:
+            return
+        held = [] if parent is None else [run.version for run in parent.trajectory().weight_versions]
+        fleet = self._router.pool.weight_version
+        old = [version for version in (*held, *([fleet] if fleet is not None else ())) if freshness.is_stale(version)]
+        if old:
+            self._store.end(session, STALE)
+            oldest = freshness.oldest_version
+            raise StaleWeights(f"weights of version {old[0]} would take part, and the contract's oldest is {oldest}")
+
+
+def stopped(session: Session, reason: str) -> RouterError:
+    """What an agent is told whose episode is over."""
+    budget = session.episode.contract.budget
+    words = {
+        TURNS: f"its contract allows {budget.max_turns} turns",
+        DEADLINE: f"its contract allows {budget.deadline_s} seconds",
+        ABORTED: "its group was aborted",
+    }
+    if reason == DELETED:
+        return SessionNotFound(f"session {session.id!r} was deleted")
+    return ContextOverflow(reason, f"the session is over, {words[reason]}")
+
+
+def _overflow(left: Allowance, prompt: int | None, used: int) -> ContextOverflow:
+    if left.reason == CONTEXT and prompt is not None:
+        return ContextOverflow(CONTEXT, overflow=Overflow(prompt, left.limit))
+    return ContextOverflow(left.reason, f"{used} of the {left.limit} tokens of the session's contract are sampled")

@@ -1,0 +1,74 @@
+"""A turn that runs, and how it is ended when it is no longer wanted.
+
+It ends at its engine: that is told to abort it. What it has sampled until then comes as its answer, where that is to
+stay. Where it is not, or where the engine does not end it, its connection is broken off too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import suppress
+
+from middleware_hub.openai_session.sessions.tree import Session
+from miles_router.errors import RouterError
+from miles_router.middlewares import ABORT, Exchange, Router, spawn
+
+#: Seconds in which an engine ends a generation that it was told to abort, and after which it is told again: it may not
+#: have had it yet.
+GRACE, AGAIN = 5.0, 0.2
+
+
+class RunningTurn:
+    """A turn from its request to its end."""
+
+    def __init__(self, session: Session, exchange: Exchange, router: Router) -> None:
+        self.session = session
+        #: Its name at the engine, by which it is aborted; None where the engine knows it by others.
+        self.rid: str | None = None
+        self._error: RouterError | None = None
+        self._exchange = exchange
+        self._router = router
+        self._task = asyncio.current_task()
+        self._ended = asyncio.Event()
+
+    def stop(self, error: RouterError, *, keep: bool) -> None:
+        """End it; `keep`: what was sampled until now stays. `error` is what its agent is told where nothing does."""
+        self._exchange.flight.aborted = True
+        if self.rid is None or self._exchange.flight.worker_url is None:
+            self._break_off(error)
+        else:
+            end = self._abort(self.rid, error) if keep else self._drop(self.rid, error)
+            spawn(end, name=f"abort {self.rid}")
+
+    def over(self) -> None:
+        """It has ended."""
+        self._ended.set()
+
+    async def _abort(self, rid: str, error: RouterError) -> None:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + GRACE
+        while not self._ended.is_set() and loop.time() < until:
+            await self._tell(rid)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), AGAIN)
+        self._break_off(error)
+
+    async def _drop(self, rid: str, error: RouterError) -> None:
+        await asyncio.wait({spawn(self._tell(rid), name=f"tell {rid}")}, timeout=AGAIN)
+        self._break_off(error)
+
+    async def _tell(self, rid: str) -> None:
+        with suppress(RouterError):  # who cannot be told is broken off
+            await self._router.control.order(ABORT, self._exchange.request_id, rid=rid)
+
+    def _break_off(self, error: RouterError) -> None:
+        if self._error is None and self._task is not None and not self._ended.is_set():
+            self._error = error
+            self._task.cancel()
+
+    def cancelled(self) -> RouterError | None:
+        """Why its task was cancelled, if it was from here."""
+        if self._error is not None and sys.version_info >= (3, 11) and self._task is not None:
+            self._task.uncancel()
+        return self._error

@@ -1,0 +1,35 @@
+"""The list of models, as an agent is shown it whose contract names its model: that one alone, under its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+from miles_router.engines.paths import MODELS
+from miles_router.errors import NotFound
+from miles_router.middlewares import OK, ASGIApp, Collected, Receive, Scope, Send
+
+
+async def shown_models(name: str, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer `GET /v1/models` and `/v1/models/{model}`; `app` asks a worker.
+
+    Raises:
+        NotFound: another model is asked for.
+    """
+    path = scope["path"]
+    if path not in (MODELS, f"{MODELS}/{name}"):
+        raise NotFound(f"there is no model but {name!r} in this session")
+    collected = Collected()
+    await collected.call(app, {**scope, "path": MODELS, "raw_path": MODELS.encode(), "query_string": b""}, receive)
+    listed = collected.parse() if collected.status == OK and collected.is_json else None
+    if not isinstance(listed, dict) or not isinstance(listed.get("data"), list):
+        await collected.give_to(send)
+        return
+    shown = [_named(card, name) for card in (listed["data"] or [None])[:1]]
+    await collected.give_to(send, orjson.dumps({**listed, "data": shown} if path == MODELS else shown[0]))
+
+
+def _named(card: Any, name: str) -> dict[str, Any]:
+    known = card if isinstance(card, dict) else {"object": "model"}
+    return {**known, "id": name, **({"root": name} if "root" in known else {})}

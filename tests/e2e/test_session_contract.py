@@ -1,0 +1,309 @@
+"""An episode's contract: what it leaves for each turn to the token, what its agent cannot change, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.support.http import RawReply
+from tests.support.session_trial import SessionTrial, exactly, message_of, simulated_sessions, user
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+HI = [user("Hi")]
+COMPLETIONS = "/v1/completions"
+LONG: Any = {"ignore_eos": True, "max_tokens": 1000}
+
+
+@pytest.fixture
+async def trial(stage: Stage) -> AsyncIterator[SessionTrial]:
+    async with simulated_sessions(stage) as started:
+        yield started
+
+
+def overflow_of(answer: RawReply) -> dict[str, Any]:
+    """The error of an agent whose contract leaves nothing."""
+    assert answer.status == 400, answer.body
+    error: dict[str, Any] = answer.json()["error"]
+    assert (error["code"], error["type"]) == ("context_length_exceeded", "invalid_request_error")
+    assert error["message"].startswith("This model's maximum context length is")
+    return error
+
+
+def ended(trial: SessionTrial) -> dict[str, int]:
+    """How many sessions have ended, by reason."""
+    return dict(trial.statistics()["ended"])
+
+
+async def end_reason(trial: SessionTrial, session: str) -> str | None:
+    reason: str | None = (await trial.read(session))["metadata"].get("end_reason")
+    return reason
+
+
+async def ask_again(trial: SessionTrial, session: str, answer: Any, **fields: Any) -> RawReply:
+    """The next turn behind the first."""
+    return await trial.turn(session, [*HI, message_of(answer), user("More")], **fields)
+
+
+# What may stand in one
+
+
+async def test_a_contract_is_read_when_the_session_is_made_and_shown_with_it(trial: SessionTrial) -> None:
+    contract = {"budget": {"max_turns": 2}, "sampling": {"temperature": 0.5}}
+    session = await trial.create(contract=contract)
+    assert (await trial.read(session))["metadata"]["contract"] == contract
+    await trial.chat(session, HI)
+    (sample,) = await trial.samples(session)
+    assert sample["metadata"]["contract"] == contract
+    assert "end_reason" not in sample["metadata"]
+
+
+async def test_a_contract_with_an_unknown_field_makes_no_session(trial: SessionTrial) -> None:
+    answer = await trial.ask("POST", "/sessions", {"contract": {"budget": {"max_token": 1}}})
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert b"contract.budget.max_token;" in answer.body
+    assert (await trial.ask("GET", "/sessions")).json() == {"sessions": []}
+
+
+# The budget
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_episode_samples_as_many_tokens_as_its_budget_has(trial: SessionTrial, stream: bool) -> None:
+    session = await trial.create(contract={"budget": {"max_tokens": 20}})
+    first = await trial.turn(session, HI, stream=stream, ignore_eos=True, max_tokens=12)
+    assert first.status == 200
+    (record,) = await trial.records(session)
+    assert (record["completion_tokens"], await end_reason(trial, session)) == (12, None)
+    second = await trial.turn(session, [*HI, record["response"], user("More")], stream=stream, **LONG)
+    assert second.status == 200
+    assert (await trial.records(session))[1]["completion_tokens"] == 8
+    assert await end_reason(trial, session) == "budget_tokens"
+    refused = await trial.turn(session, HI, stream=stream)
+    assert overflow_of(refused)["reason"] == "budget_tokens"
+    (sample,) = await trial.samples(session)
+    assert (sum(sample["loss_mask"]), sample["metadata"]["end_reason"]) == (20, "budget_tokens")
+    exactly(sample, *(record.generation for record in trial.door[:2]))
+    assert ended(trial) == {"budget_tokens": 1}
+    assert len(trial.door) == 2, "what was refused has not been generated"
+
+
+async def test_an_agent_that_does_not_say_how_much_it_wants_gets_what_is_left(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"budget": {"max_tokens": 30}})
+    answer = await trial.chat(session, HI, max_tokens=None, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 30
+
+
+async def test_every_choice_of_an_answer_is_paid_for(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"budget": {"max_tokens": 20}})
+    answer = await trial.chat(session, HI, n=3, **LONG)
+    assert answer["usage"]["completion_tokens"] == 18
+    assert [record["completion_tokens"] for record in await trial.records(session)] == [6, 6, 6]
+
+
+async def test_completions_have_the_same_budget(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"budget": {"max_tokens": 20}})
+    # What chat reads is no field of theirs, and does not get around the budget.
+    ask = {"model": "m", "prompt": "Once", "ignore_eos": True, "max_completion_tokens": 1}
+    for tokens in (16, 4):  # they give 16 where nobody says how many
+        answer = await trial.ask("POST", f"/sessions/{session}{COMPLETIONS}", ask)
+        assert answer.json()["usage"]["completion_tokens"] == tokens
+    assert overflow_of(await trial.ask("POST", f"/sessions/{session}{COMPLETIONS}", ask))["reason"] == "budget_tokens"
+
+
+async def test_turns_at_the_same_time_share_a_budget_to_the_token(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"budget": {"max_tokens": 50}})
+    turns = [trial.turn(session, [user(f"Hi {number}")], ignore_eos=True, max_tokens=20) for number in range(4)]
+    answers = await asyncio.gather(*turns)
+    assert sorted(answer.status for answer in answers) == [200, 200, 200, 400]
+    assert sorted(record["completion_tokens"] for record in await trial.records(session)) == [10, 20, 20]
+
+
+async def test_a_turn_waits_for_what_others_may_leave_of_the_budget(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"budget": {"max_tokens": 40}})
+    trial.worker.say("Short.")
+    trial.worker.say("Short.")
+    trial.worker.stop_scheduler()
+    async with under_way(trial.turn(session, HI, max_tokens=None)) as first:
+        await until(lambda: trial.worker.running == 1, "the first runs, and may take all")
+        async with under_way(trial.turn(session, [user("And I?")], max_tokens=None)) as second:
+            while not second.done() and (await trial.read(session))["metadata"]["in_flight"] < 2:
+                pass
+            trial.worker.continue_scheduler()
+            assert [(await first).status, (await second).status] == [200, 200]
+    assert len(trial.door) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompt_and_answer_together_fill_the_context_and_no_more(trial: SessionTrial, stream: bool) -> None:
+    session = await trial.create(contract={"budget": {"max_context": 60}})
+    assert (await trial.turn(session, HI, ignore_eos=True, max_tokens=10, stream=stream)).status == 200
+    (first,) = await trial.records(session)
+    history = [*HI, first["response"], user("More")]
+    assert (await trial.turn(session, history, stream=stream, **LONG)).status == 200
+    second = (await trial.records(session))[1]
+    assert second["span"][1] == 60
+    assert await end_reason(trial, session) == "context"
+    refused = await trial.turn(session, [*history, second["response"], user("More")], stream=stream)
+    assert overflow_of(refused)["reason"] == "context"
+    assert (await trial.turn(session, HI, ignore_eos=True, max_tokens=4)).status == 200, "a smaller context has room"
+    assert await end_reason(trial, session) is None
+
+
+async def test_a_first_prompt_is_counted_before_it_is_sent(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"budget": {"max_context": 60}})
+    await trial.chat(session, [user("Count to a hundred.")], **LONG)
+    assert (await trial.records(session))[0]["span"][1] == 60
+    refused = await trial.turn(session, [user("word " * 100)])
+    error = overflow_of(refused)
+    assert error["message"].startswith("This model's maximum context length is 60 tokens. However, your messages ")
+    assert len(trial.door) == 1
+    ask = {"model": "m", "prompt": "Once upon a time", "ignore_eos": True, "max_tokens": 100}
+    answer = await trial.ask("POST", f"/sessions/{session}{COMPLETIONS}", ask)
+    assert answer.json()["usage"]["total_tokens"] == 60
+
+
+async def test_a_turn_under_a_budget_is_cut_to_what_the_engine_s_window_holds(stage: Stage) -> None:
+    async with simulated_sessions(stage, context_len=100) as trial:
+        free = await trial.create()
+        assert (await trial.turn(free, HI, **LONG)).status == 400, "the engine refuses it"
+        session = await trial.create(contract={"budget": {"max_tokens": 5000}})
+        answer = await trial.chat(session, HI, **LONG)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        refused = await ask_again(trial, session, answer)
+        assert overflow_of(refused)["reason"] == "context"
+
+
+async def test_a_budget_as_large_as_the_engine_s_window_is_kept(stage: Stage) -> None:
+    async with simulated_sessions(stage, context_len=100) as trial:
+        session = await trial.create(contract={"budget": {"max_tokens": 100}})
+        for most, expected in ((60, 60), (None, 40)):
+            answer = await trial.chat(session, HI, max_tokens=most, ignore_eos=True)
+            assert answer["usage"]["completion_tokens"] == expected
+
+
+async def test_an_episode_has_as_many_turns_as_its_budget(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"budget": {"max_turns": 2}})
+    twice = [("X-Turn-Id", "t1")]
+    answer = await trial.chat(session, HI, headers=twice)
+    assert await trial.chat(session, HI, headers=twice) == answer, "a repetition is no turn"
+    assert (await ask_again(trial, session, answer)).status == 200
+    assert await end_reason(trial, session) is None
+    assert overflow_of(await ask_again(trial, session, answer))["reason"] == "turns"
+    assert await end_reason(trial, session) == "turns"
+
+
+@pytest.mark.parametrize("wrong", [{"max_tokens": "9"}, {"max_tokens": 0}, {"n": "2"}])
+async def test_what_an_engine_might_read_otherwise_is_refused_under_a_budget(trial: SessionTrial, wrong: Any) -> None:
+    session = await trial.create(contract={"budget": {"max_tokens": 20}})
+    answer = await trial.turn(session, HI, **wrong)
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+    assert trial.door == []
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/generate", {"text": "Once"}), (COMPLETIONS, {"prompt": "Once", "echo": True})]
+)
+async def test_nothing_untraced_gets_around_a_contract(trial: SessionTrial, path: str, fields: Any) -> None:
+    session = await trial.create(contract={"budget": {"max_tokens": 20}})
+    answer = await trial.ask("POST", f"/sessions/{session}{path}", fields)
+    assert (answer.status, answer.error_type) == (400, "outside_contract")
+    assert trial.worker.door.at(path) == []
+
+
+async def test_a_prompt_that_cannot_be_counted_is_refused_under_a_bound_on_the_context(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"budget": {"max_context": 60}})
+    answer = await trial.turn(session, HI, chat_template_kwargs=7)  # no template is rendered with that
+    assert (answer.status, answer.error_type) == (400, "outside_contract")
+    assert trial.door == []
+
+
+# What the agent cannot change
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_contract_fixes_counts_and_what_was_asked_is_noted(trial: SessionTrial, stream: bool) -> None:
+    fixed = {"temperature": 0.25, "top_p": 0.5, "stop": ["zzz"], "presence_penalty": 0.5, "logit_bias": {"7": -1.0}}
+    session = await trial.create(contract={"sampling": fixed})
+    asked: Any = {"temperature": 2.0, "top_p": 0.5, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
+    assert (await trial.turn(session, HI, stream=stream, seed=5, **asked)).status == 200
+    sent = trial.door[0].json()
+    assert {name: sent.get(name) for name in (*fixed, "stop_token_ids", "seed")} == {
+        **fixed,
+        "stop_token_ids": None,
+        "seed": 5,
+    }
+    (record,) = await trial.records(session)
+    assert record["asked_for"] == {"temperature": 2.0, "logit_bias": {"9": 5}, "stop_token_ids": [3]}
+
+
+async def test_an_agent_sees_the_model_of_its_contract_and_the_engine_its_adapter(stage: Stage) -> None:
+    async with simulated_sessions(stage, enable_lora=True) as trial:
+        for name in ("mine", "other"):
+            await trial.ask("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": f"/{name}"})
+        session = await trial.create(contract={"model": {"name": "student", "lora": "mine"}})
+        wanted: Any = ({"model": "gpt"}, {"model": "base:other"}, {"model": "gpt", "lora_path": "other"})
+        for asked in wanted:
+            assert (await trial.chat(session, HI, **asked))["model"] == "student"
+            assert (trial.door[-1].json()["model"], trial.door[-1].json()["lora_path"]) == ("student", "mine")
+        assert (await trial.records(session))[1]["asked_for"] == {"model": "base:other"}
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+async def test_an_adapter_that_is_not_there_is_never_the_base_model(stage: Stage, enabled: bool) -> None:
+    async with simulated_sessions(stage, enable_lora=enabled) as trial:
+        session = await trial.create(contract={"model": {"lora": "mine"}})
+        answer = await trial.turn(session, HI)
+        assert (answer.status, b"mine" in answer.body) == (400, True)
+        assert await trial.records(session) == []
+
+
+async def test_no_name_of_a_model_gets_around_the_adapter_of_the_run(stage: Stage) -> None:
+    async with simulated_sessions(stage, options={"lora_path": "mine"}, enable_lora=True) as trial:
+        await trial.ask("POST", "/load_lora_adapter", {"lora_name": "mine", "lora_path": "/mine"})
+        session = await trial.create()
+        await trial.chat(session, HI, model="base:other")
+        assert (trial.door[0].json()["model"], trial.door[0].json()["lora_path"]) == ("base", "mine")
+
+
+# How old the weights may be
+
+
+async def new_weights(trial: SessionTrial, version: str) -> None:
+    """The fleet has weights of this version."""
+    fields = {"model_path": "/new", "weight_version": version, "flush_cache": True}
+    answer = await trial.ask("POST", "/update_weights_from_disk", fields)
+    assert answer.status == 200, answer.body
+
+
+async def test_a_turn_in_which_stale_weights_would_take_part_is_refused_by_name(trial: SessionTrial) -> None:
+    old = await trial.create(contract={"freshness": {"oldest_version": 2}})
+    early = await trial.turn(old, HI)
+    assert (early.status, early.error_type) == (400, "stale_weights")
+    assert (trial.door, await end_reason(trial, old)) == ([], "stale")
+    session = await trial.create(contract={"freshness": {"oldest_version": 1}})
+    answer = await trial.chat(session, HI)
+    assert (await trial.samples(session))[0]["metadata"]["stale"] is False
+    await new_weights(trial, "2")
+    assert (await ask_again(trial, session, answer)).status == 200, "old enough"
+    assert (await trial.turn(old, HI)).status == 200, "the fleet has come so far"
+
+
+async def test_a_history_of_stale_weights_is_not_continued(trial: SessionTrial) -> None:
+    free = await trial.create(contract={"freshness": {"oldest_version": 2, "otherwise": "mark"}})
+    answer = await trial.chat(free, HI)
+    await new_weights(trial, "2")
+    assert (await ask_again(trial, free, answer)).status == 200, "it is marked, not refused"
+    assert (await trial.turn(free, [user("Anew")])).status == 200
+    marked = [sample["metadata"]["stale"] for sample in await trial.samples(free)]
+    assert marked == [True, False]
+
+
+async def test_a_version_that_is_no_number_is_stale(stage: Stage) -> None:
+    async with simulated_sessions(stage, weight_version="default") as trial:
+        session = await trial.create(contract={"freshness": {"oldest_version": 0}})
+        assert (await trial.turn(session, HI)).error_type == "stale_weights"

@@ -1,0 +1,254 @@
+"""Work that nobody wants ends at its engine at once, and what it has sampled until then stays, unless it is deleted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from miles_router.client import NotFound, RouterClient
+from tests.support.fleet import post, posting
+from tests.support.http import CutReply, RawReply
+from tests.support.session_trial import SessionTrial, chunks_of, exactly, simulated_sessions, user
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+HI = [user("Hi")]
+ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 30_000}
+GENERATION: dict[str, Any] = {"text": "Hi", "sampling_params": {"max_new_tokens": 30_000, "ignore_eos": True}}
+both = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+
+
+@pytest.fixture
+async def trial(stage: Stage) -> AsyncIterator[SessionTrial]:
+    async with simulated_sessions(stage, token_latency_s=0.002) as started:
+        yield started
+
+
+async def it_samples(trial: SessionTrial, generations: int = 1) -> None:
+    """Until so many generations have sampled something."""
+
+    def sampled() -> bool:
+        return sum(bool(running.output_ids) for running in trial.worker.engine.running.values()) == generations
+
+    await until(sampled, f"{generations} generations sample")
+
+
+async def gone(trial: SessionTrial) -> None:
+    """Until the engine has nothing more to do."""
+    await until(lambda: not trial.worker.running, "the engine is idle")
+
+
+def finish_of(answer: RawReply, *, stream: bool) -> str:
+    """Why an answer ended."""
+    assert answer.status == 200, answer.body
+    if not stream:
+        return str(answer.json()["choices"][0]["finish_reason"])
+    said = [choice["finish_reason"] for chunk in chunks_of(answer.body) for choice in chunk["choices"]]
+    return str(next(each for each in said if each is not None))
+
+
+async def the_partial_sample_stays(trial: SessionTrial, session: str, reason: str) -> None:
+    """What was sampled until the end is a sample that says why it ended; and nothing begins any more."""
+    (sample,) = await trial.samples(session)
+    assert (sample["status"], sample["metadata"]["end_reason"]) == ("aborted", reason)
+    assert 0 < sum(sample["loss_mask"]) < ENDLESS["max_tokens"]
+    exactly(sample, trial.door[0].generation)
+    refused = await trial.turn(session, HI)
+    assert (refused.status, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert refused.json()["error"]["reason"] == reason
+    assert trial.statistics()["ended"] == {reason: 1}
+
+
+# A group that has enough
+
+
+@both
+@pytest.mark.parametrize(
+    "named", [{"contract": {"group": "g"}}, {"metadata": {"group": "g"}}], ids=["contract", "data"]
+)
+async def test_a_group_s_turns_end_at_their_engine_and_stay(
+    trial: SessionTrial, named: dict[str, Any], stream: bool
+) -> None:
+    session = await trial.create(**named)
+    async with under_way(trial.turn(session, HI, stream=stream, **ENDLESS)) as turn:
+        await it_samples(trial)
+        assert (await trial.ask("POST", "/abort_request", {"group": "g"})).status == 200
+        await gone(trial)
+        assert finish_of(await turn, stream=stream) == "abort"
+    await the_partial_sample_stays(trial, session, "aborted")
+
+
+async def test_an_abort_of_a_group_ends_nobody_else(trial: SessionTrial) -> None:
+    mine, other = await trial.create(contract={"group": 7}), await trial.create(contract={"group": 70})
+    async with under_way(trial.turn(mine, HI, **ENDLESS)) as turn, under_way(trial.turn(other, HI, **ENDLESS)) as left:
+        await it_samples(trial, 2)
+        await trial.ask("POST", "/abort_request", {"group": "7"})
+        await turn
+        assert (left.done(), trial.worker.running) == (False, 1)
+    assert (await trial.read(other))["metadata"].get("end_reason") is None
+
+
+async def test_a_member_without_a_turn_under_way_begins_none(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"group": "g"})
+    await trial.ask("POST", "/abort_request", {"group": "g"})
+    assert (await trial.turn(session, HI)).status == 400
+    assert trial.door == []
+
+
+async def test_several_choices_have_no_name_at_the_engine_and_are_broken_off(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"group": "g"})
+    async with under_way(trial.turn(session, HI, n=2, **ENDLESS)) as turn:
+        await it_samples(trial, 2)
+        await trial.ask("POST", "/abort_request", {"group": "g"})
+        assert (await turn).status == 400
+        await gone(trial)
+    assert await trial.samples(session) == []
+
+
+async def test_an_engine_that_does_not_end_it_is_left(trial: SessionTrial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("middleware_hub.openai_session.turns.running.GRACE", 0.01)
+    session = await trial.create(contract={"group": "g"})
+    trial.worker.faults.status(500, path="/abort_request")
+    async with under_way(trial.turn(session, HI, **ENDLESS)) as turn:
+        await it_samples(trial)
+        await trial.ask("POST", "/abort_request", {"group": "g"})
+        assert (await turn).status == 400
+        await gone(trial)
+
+
+async def test_a_turn_that_waits_at_the_gate_waits_no_longer(trial: SessionTrial) -> None:
+    session = await trial.create(contract={"group": "g"})
+    await trial.ask("POST", "/pause_generation", {"mode": "retract"})
+    async with under_way(trial.turn(session, HI)) as turn:
+        await until(lambda: trial.router.app.router.gate.held == 1, "it waits")
+        await trial.ask("POST", "/abort_request", {"group": "g"})
+        assert (await turn).status == 400
+    assert trial.door == []
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["with a rid", "without"])
+async def test_a_group_s_text_rollouts_end_too(trial: SessionTrial, named: bool) -> None:
+    body = {**GENERATION, **({"rid": "one"} if named else {})}
+    asked = trial.router.ask(
+        "POST", "/generate", [("Content-Type", "application/json"), ("X-Group-Id", "g")], json.dumps(body).encode()
+    )
+    async with under_way(asked) as mine:
+        await it_samples(trial)
+        other = posting(trial.router, **GENERATION)
+        await it_samples(trial, 2)
+        await trial.ask("POST", "/abort_request", {"group": "g"})
+        answer = await mine
+        assert trial.worker.running == 1, "the other one goes on"
+        await post(trial.router, "/abort_request", abort_all=True)
+        await other
+    if named:
+        assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
+    else:
+        assert (answer.status, answer.error_type) == (409, "group_aborted")
+
+
+@pytest.mark.parametrize("group", ["", True, ["g"], 1.5])
+async def test_what_names_no_group_is_refused(trial: SessionTrial, group: Any) -> None:
+    answer = await trial.ask("POST", "/abort_request", {"group": group})
+    assert (answer.status, answer.error_type) == (400, "invalid_request")
+
+
+# A deadline
+
+
+@both
+async def test_a_deadline_ends_the_turn_under_way(trial: SessionTrial, stream: bool) -> None:
+    for seconds in (0.5, 4.0, 32.0):  # the first that is long enough for a turn to begin here
+        session = await trial.create(contract={"budget": {"deadline_s": seconds}})
+        answer = await trial.turn(session, HI, stream=stream, **ENDLESS)
+        if answer.status == 200:
+            break
+    await gone(trial)
+    assert finish_of(answer, stream=stream) == "abort"
+    (sample,) = await trial.samples(session)
+    assert (sample["status"], sample["metadata"]["end_reason"]) == ("aborted", "deadline")
+    exactly(sample, trial.door[-1].generation)
+    count = len(trial.door)
+    assert (await trial.turn(session, HI)).json()["error"]["reason"] == "deadline"
+    assert len(trial.door) == count
+
+
+# A session that is deleted
+
+
+@both
+async def test_a_session_deleted_with_abort_leaves_no_work_behind(trial: SessionTrial, stream: bool) -> None:
+    session = await trial.create()
+
+    async def ask() -> RawReply:
+        try:
+            return await trial.turn(session, HI, stream=stream, **ENDLESS)
+        except CutReply as cut:
+            return cut.reply
+
+    async with under_way(ask()) as turn:
+        await it_samples(trial)
+        assert (await trial.ask("DELETE", f"/sessions/{session}?abort=true")).status == 204
+        await gone(trial)
+        answer = await turn
+        if stream:
+            assert (answer.status, b"[DONE]" in answer.body) == (200, False), "it does not look complete"
+        else:
+            assert (answer.status, answer.error_type) == (404, "session_not_found")
+    told = {exchange.json()["rid"] for exchange in trial.worker.door.at("/abort_request")}
+    assert told == {trial.door[0].json()["rid"]}, "an engine looks only now and then whether its client is there"
+    assert trial.statistics()["ended"] == {"deleted": 1}
+
+
+async def test_without_abort_what_runs_in_a_deleted_session_finishes(trial: SessionTrial) -> None:
+    session = await trial.create()
+    async with under_way(trial.turn(session, HI, ignore_eos=True, max_tokens=300)) as turn:
+        await it_samples(trial)
+        assert (await trial.ask("DELETE", f"/sessions/{session}")).status == 204
+        assert (await turn).json()["usage"]["completion_tokens"] == 300
+
+
+async def test_what_is_no_flag_deletes_nothing(trial: SessionTrial) -> None:
+    session = await trial.create()
+    assert (await trial.ask("DELETE", f"/sessions/{session}?abort=yes")).status == 400
+    assert await trial.records(session) == []
+
+
+async def test_the_client_library_deletes_with_abort(trial: SessionTrial) -> None:
+    async with RouterClient(trial.router.url) as client:
+        session = await client.create_session(contract={"group": "g"})
+
+        async def refused() -> str | None:
+            with pytest.raises(NotFound) as error:
+                await session.chat(HI, **ENDLESS)
+            return error.value.type
+
+        async with under_way(refused()) as turn:
+            async with session:
+                await it_samples(trial)
+            await gone(trial)
+            assert await turn == "session_not_found"
+
+
+async def test_the_client_library_aborts_a_group(trial: SessionTrial) -> None:
+    async with RouterClient(trial.router.url) as client, await client.create_session(contract={"group": 7}) as session:
+        async with under_way(session.chat(HI, **ENDLESS)) as turn:
+            await it_samples(trial)
+            await client.abort_group(7)
+            assert (await turn)["choices"][0]["finish_reason"] == "abort"
+        (sample,) = await session.collect()
+        assert (sample.status, sample.metadata["end_reason"]) == ("aborted", "aborted")
+
+
+async def test_under_resume_what_was_aborted_is_not_carried_on(stage: Stage) -> None:
+    async with simulated_sessions(stage, settings={"partial_rollout": "resume"}, token_latency_s=0.002) as trial:
+        session = await trial.create(contract={"group": "g"})
+        async with under_way(trial.turn(session, HI, **ENDLESS)) as turn:
+            await it_samples(trial)
+            await trial.ask("POST", "/abort_request", {"group": "g"})
+            assert finish_of(await turn, stream=False) == "abort"
+        await the_partial_sample_stays(trial, session, "aborted")
