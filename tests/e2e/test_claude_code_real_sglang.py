@@ -18,7 +18,7 @@ from tests.support import tiers
 from tests.support.claude_code import COUNTING, EDITING, claude_code, edits
 from tests.support.cuts import ScriptedCut
 from tests.support.door import Door
-from tests.support.generations import joined
+from tests.support.generations import whole_generations
 from tests.support.running_router import running_router
 from tests.support.session_trial import IM_END, SESSIONS, SessionTrial, exactly_through, qwen3
 from tests.support.under_way import under_way
@@ -60,7 +60,7 @@ async def test_it_edits_a_file_exactly(cut: bool, tmp_path: Path) -> None:
                 run = await running
             assert (run.code, run.said.strip()) == (0, "Replaced it."), run
             assert file.read_text(encoding="utf-8") == "goodbye\n"
-            records, generations = await trial.records(session), joined(door.chats(version="default"))
+            records, generations = await trial.records(session), whole_generations(door.chats(version="default"))
             main = [place for place in range(len(steps)) if place != beside]
             assert [record["parent"] for record in records] == parents(main, beside)
             assert [len(generation.sampled) for generation in generations] == [

@@ -25,9 +25,9 @@ from tests.support.generations import (
     Generating,
     Generation,
     NewVersion,
-    joined,
     streamed_chat,
     whole_chat,
+    whole_generations,
 )
 
 HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "host", "content-length"}
@@ -183,7 +183,7 @@ def chats_of(doors: Sequence[Door], *, version: str) -> Chats:
     """`version` is that of the workers at the beginning."""
     found = Chats(broken_off=sum(door.chats_broken_off() for door in doors))
     for number, door in enumerate(doors):
-        for each in joined(door.chats(version=version)):
+        for each in whole_generations(door.chats(version=version)):
             each.door = number
             found.generations.append(each)
     return found

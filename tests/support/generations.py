@@ -143,7 +143,7 @@ def _take(generation: Generation, answer: dict[str, Any], *, more: bool) -> None
 # Chat
 
 
-def joined(legs: Iterable[Generation]) -> list[Generation]:
+def whole_generations(legs: Iterable[Generation]) -> list[Generation]:
     """Each generation once, of which some were cut and carried on as another request with what was there."""
     whole: list[Generation] = []
     for leg in legs:
