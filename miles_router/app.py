@@ -9,7 +9,6 @@ from itertools import chain
 from typing import Any
 
 from starlette.routing import BaseRoute, Route
-from starlette.routing import Router as Routes
 from starlette.types import Lifespan
 
 from miles_router.admin.control import ControlRoutes
@@ -18,6 +17,7 @@ from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.doors import Doors, first_segment
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.keys import Keys
+from miles_router.asgi.own_routes import OwnRoutes
 from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
@@ -133,7 +133,7 @@ def create_app(
 
 def _own_routes(
     config: RouterConfig, admin: Admin, control_routes: ControlRoutes, layers: Iterable[ASGIApp], stack: ASGIApp
-) -> tuple[Routes, Doors]:
+) -> tuple[OwnRoutes, Doors]:
     """The router's own routes and those of the middlewares, and the door of every path."""
     groups = [admin.open_routes(), admin.guarded_routes(), control_routes.routes()]
     opened, administration, control = ([_path(route) for route in group] for group in groups)
@@ -161,7 +161,7 @@ def _own_routes(
         keys_of_layers=[layer.key_of for layer in layers if isinstance(layer, HasKeys)],
     )
     fences = [Route(path, _WrongMethod()) for path in dict.fromkeys((*opened, *administration, *control))]
-    return Routes([*chain(*groups), *fences, *extra], redirect_slashes=False, default=stack), doors
+    return OwnRoutes((*chain(*groups), *fences, *extra), default=stack), doors
 
 
 def _path(route: BaseRoute) -> str:

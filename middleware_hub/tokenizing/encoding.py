@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from middleware_hub.tokenizing.alignment import Alignment, align
+from middleware_hub.tokenizing.ascii_encoding import ascii_encoder
 from middleware_hub.tokenizing.spelling import NO_CUT, Ends, Spelling, speller_for
 from miles_router.errors import ConfigError, RouterError
 from miles_router.trajectory.pieces import Tokens
@@ -48,6 +49,7 @@ class TextEncoder:
             raise ConfigError(f"hf_checkpoint: {type(tokenizer).__name__} has no fast tokenizer (tokenizer.json)")
         self._backend = backend
         self._speller = speller_for(backend)
+        self._ascii = ascii_encoder(backend)
         self._bos: int | None = tokenizer.bos_token_id
         self._added: dict[int, str] = {
             token: each.content for token, each in backend.get_added_tokens_decoder().items()
@@ -67,7 +69,7 @@ class TextEncoder:
 
     def encode_rendered(self, text: str) -> Tokens:
         """The ids of a text from its beginning that a chat template has written: no special tokens are added."""
-        return np.array(self._encode(text, special=False).ids, dtype=np.int32)
+        return np.array(self._ids(text), dtype=np.int32)
 
     def encode_rest(self, text: str) -> Encoding:
         """A text that continues other tokens: no special tokens added, nothing put in front.
@@ -94,10 +96,10 @@ class TextEncoder:
             InexactTokenizer: no way was found to encode it so.
         """
         if token is not None and token in self._added and text:
-            ids = self._encode(self._added[token] + text, special=False).ids
+            ids = self._ids(self._added[token] + text)
             if ids[0] == token:
                 return np.array(ids[1:], dtype=np.int32)
-        return self.encode_rest(text).ids
+        return self.encode_rest(text).ids if self._needs_anchor else np.array(self._ids(text), dtype=np.int32)
 
     def spell_whole(self, ids: Sequence[int]) -> Spelling:
         """The text of ids that begin a text: the engine's own decoding, special tokens shown."""
@@ -123,6 +125,13 @@ class TextEncoder:
     ) -> Alignment:
         """See `alignment.align`."""
         return align(self._speller, ids, text, skip_special=skip_special, stop=stop, no_stop_trim=no_stop_trim)
+
+    def _ids(self, text: str) -> list[int]:
+        """The ids of a text, no special tokens added."""
+        if self._ascii is not None and len(text) < UNLOCKED and text.isascii():
+            return self._ascii.encode(text)
+        ids: list[int] = self._encode(text, special=False).ids
+        return ids
 
     def _encode(self, text: str, *, special: bool) -> Any:
         """A `tokenizers.Encoding`. `encode` holds the interpreter's lock until it is done, `encode_batch` does not;

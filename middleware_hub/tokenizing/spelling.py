@@ -120,7 +120,7 @@ class ByteLevelSpeller(AddedTokens):
         if token in self._added:
             return self._added[token].encode()
         text = self._backend.id_to_token(token) or ""
-        table = _byte_of_character()
+        table = byte_of_character()
         return bytes(table[c] for c in text) if all(c in table for c in text) else text.encode()
 
 
@@ -200,7 +200,7 @@ def _spell_invalid(parts: Sequence[bytes]) -> Spelling:
 
 
 @cache
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """GPT-2's printable stand-in of each byte, reversed (openai/gpt-2, `encoder.py`, `bytes_to_unicode`)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]

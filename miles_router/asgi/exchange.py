@@ -39,6 +39,8 @@ _LEVELS_WRITTEN = 254
 MAX_BRACKETS = 1 << 21
 #: Commas, those in its texts included: ids of a batch, which cost less.
 MAX_COMMAS = 1 << 24
+#: Bytes from which on JSON is written sooner than its brackets are counted.
+LONG = 1 << 13
 UNBOUNDED = 1 << 62
 
 _process = secrets.token_hex(4)
@@ -156,7 +158,8 @@ def read_json(body: bytes) -> Any:
 
 def is_too_deep(body: bytes, parsed: Any) -> bool:
     """Whether JSON has more than `MAX_DEPTH` levels."""
-    return body.count(b"[") + body.count(b"{") > MAX_DEPTH and nests_too_deep(parsed)
+    few = len(body) < LONG and body.count(b"[") + body.count(b"{") <= MAX_DEPTH
+    return not few and nests_too_deep(parsed)
 
 
 def nests_too_deep(parsed: Any) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -116,7 +117,7 @@ class Episode:
         given = self.draw(st.integers(dropped, 3))  # behind a dropped stop token stands the template's own
         asked = self.scene.ask(sent, given=given, dropped=dropped, segment=segment, **fields)
         if segment is not None:
-            asked.places, asked.prompt = (Place(None, tuple(sent), place.context),), None
+            asked.places, asked.prompt, asked.written = (Place(None, tuple(sent), place.context),), None, b""
         self.scene.time += 1
         return asked
 
@@ -134,7 +135,8 @@ class Episode:
         for generated, turn in zip(made, self.scene.record(asked, *made), strict=True):
             given = list(generated.prompt or ())
             if asked.prompt is not None:
-                given = asked.prompt.ids().tolist()
+                given = orjson.loads(asked.written)
+                assert given == asked.prompt.ids().tolist()
             self.doors[turn] = Door(given, list(generated.ids), list(generated.logprobs))
 
 

@@ -73,11 +73,13 @@ class Scene:
         place = self.session.place(messages, [each.key for each in contexts_of(parsed)], self.equal)
         prompt = None
         if place.parent is not None:
-            held = place.parent.trajectory().tokens
-            prompt = TokenPrompt(held[: len(held) - dropped], Piece.given(self.ids(given)), dropped)
-        return PendingTurn(
+            prompt = TokenPrompt(place.parent, Piece.given(self.ids(given)), dropped)
+        turn = PendingTurn(
             self.session, CHAT, parsed, (place,), self.time, prompt, segment=segment, side_call=side_call
         )
+        if prompt is not None:
+            turn.written = self.store.written_ids.prompt(self.session.id, prompt)
+        return turn
 
     def generated(
         self,

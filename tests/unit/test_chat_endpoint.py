@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import orjson
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
@@ -70,8 +69,8 @@ def with_meta(**meta: Any) -> dict[str, Any]:
 
 
 def sent(fields: Mapping[str, Any], *, stream: bool, ids: list[int] | None = None) -> dict[str, Any]:
-    array = None if ids is None else np.array(ids, dtype=np.int32)
-    return dict(orjson.loads(CHAT.request(fields, stream=stream, ids=array)))
+    written = None if ids is None else orjson.dumps(ids)
+    return dict(orjson.loads(CHAT.request(fields, stream=stream, ids=written)))
 
 
 def test_a_whole_answer_is_asked_for_ids_logprobs_and_versions_and_a_stream_for_what_it_can_tell() -> None:

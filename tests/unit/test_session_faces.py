@@ -72,7 +72,7 @@ def test_a_turn_behind_a_held_one_is_given_what_is_held_and_what_the_template_wr
     turn = chat_turn(scene, [*history(first), user("more")])
     assert turn.prompt is not None
     held = first.trajectory().tokens.tolist()
-    assert (turn.prompt.held.tolist(), turn.prompt.dropped) == (held[:-1], 1)
+    assert (turn.prompt.held, turn.prompt.length, turn.prompt.dropped) == (len(held) - 1, len(held) + 1, 1)
     assert turn.prompt.ids().tolist() == [*held[:-1], 7, 8]
     assert turn.places[0].parent is first
     assert (turn.stream, turn.several) == (False, False)

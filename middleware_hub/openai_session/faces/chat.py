@@ -116,5 +116,4 @@ class ChatFace(Face):
             reasoning=bool(parent.answer.get("reasoning_content")),
         )
         extension = await self._continuation.after(end, place.appended, context.tools, context.template_kwargs)
-        tokens = parent.trajectory().tokens
-        return TokenPrompt(tokens[: len(tokens) - extension.drop], Piece.given(extension.ids), extension.drop)
+        return TokenPrompt(parent, Piece.given(extension.ids), extension.drop)

@@ -116,7 +116,7 @@ def _extend(turn: PendingTurn, prompt: list[int], ids: Tokens) -> None:
     parent = _deepest(ids, turn.session)
     if parent is not None:
         turn.places = (Place(parent, (_message(prompt[parent.tokens :]),), parent.context),)
-        turn.prompt = TokenPrompt(ids[: parent.tokens], Piece.given(ids[parent.tokens :]))
+        turn.prompt = TokenPrompt(parent, Piece.given(ids[parent.tokens :]))
 
 
 def _continues(prompt: str, session: Session) -> bool:

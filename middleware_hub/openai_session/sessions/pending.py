@@ -23,18 +23,23 @@ class TokenPrompt(NamedTuple):
     """The ids that a turn is given which extends another: those of the parent that stay, and new ones. `dropped`: how
     many at the parent's end do not stay."""
 
-    held: Tokens
+    parent: Turn
     given: Piece
     dropped: int = 0
 
     @property
+    def held(self) -> int:
+        """How many of the parent's stay."""
+        return self.parent.tokens - self.dropped
+
+    @property
     def length(self) -> int:
         """How many they are."""
-        return len(self.held) + len(self.given)
+        return self.held + len(self.given)
 
     def ids(self) -> Tokens:
         """All of them."""
-        return np.concatenate([self.held, self.given.tokens])
+        return np.concatenate([self.parent.trajectory().tokens[: self.held], self.given.tokens])
 
 
 @dataclass
@@ -53,6 +58,7 @@ class PendingTurn:
         handovers: of the rows that are captured.
         cache: the prefix cache that it was sampled with, once that is known.
         recorded: whether its answer is held.
+        written: the ids of its prompt as the engine was given them; empty where it was given none.
         asked: the request as its agent wrote it or as its face has read it, for when it writes the answer.
         facts: what its face adds to those of the recorded turn.
         remember: told of each turn that the answer has become; gives the bytes that its face keeps of it.
@@ -73,6 +79,7 @@ class PendingTurn:
     handovers: Handovers = field(default_factory=Handovers)
     cache: int | None = None
     recorded: bool = False
+    written: bytes = b""
     asked: object = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     remember: Callable[[Turn], int] | None = None
@@ -92,7 +99,4 @@ class PendingTurn:
 
     def held_rows(self, kind: RowKind) -> RowPrefix | None:
         """The rows held of the tokens that stay."""
-        parent = self.places[0].parent
-        if self.prompt is None or parent is None:
-            return None
-        return parent.held_rows(kind, len(self.prompt.held))
+        return self.prompt.parent.held_rows(kind, self.prompt.held) if self.prompt is not None else None

@@ -59,9 +59,11 @@ def contexts_of(request: Mapping[str, Any]) -> tuple[Context, ...]:
     The first is what the engine's template is given for this request. It leaves out tools that `tool_choice` does not
     allow; where all of them were shown before, the request goes on there as well, and that is the second.
     """
-    settings = settings_of(request)
-    own = Context(tools_of(request), settings)
-    every = Context(_every_tool(request), settings)
+    settings, shown, every_tool = settings_of(request), tools_of(request), _every_tool(request)
+    own = Context(shown, settings)
+    if shown is every_tool:
+        return (own,)
+    every = Context(every_tool, settings)
     return (own,) if own == every else (own, every)
 
 

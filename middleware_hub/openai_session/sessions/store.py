@@ -14,6 +14,7 @@ from middleware_hub.openai_session.episodes.contract import CONTEXT, DELETED, EX
 from middleware_hub.openai_session.errors import SessionExists, SessionFull, SessionNotFound, TooManySessions
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.sessions.written_ids import WrittenIds
 from middleware_hub.openai_session.statistics import SessionStatistics
 from miles_router.errors import BadRequest, ConfigError, RouterError
 
@@ -61,6 +62,7 @@ class SessionStore:
     def __init__(self, bounds: Bounds, now: Callable[[], float], clock: Callable[[], float]) -> None:
         self.bounds = bounds
         self.nbytes = 0
+        self.written_ids = WrittenIds()
         self.statistics = SessionStatistics(sessions=lambda: len(self), bytes=lambda: self.nbytes)
         self._now = now
         self._clock = clock
@@ -145,6 +147,7 @@ class SessionStore:
             del self._sessions[session.id]
             session.deleted = True
             self.nbytes -= session.nbytes
+            self.written_ids.forget(session.id)
             session.clear()
 
     def end(self, session: Session, reason: str) -> None:

@@ -175,7 +175,8 @@ class Session:
         self._ends: dict[Turn, HeldMessage] = {}
         self._messages: dict[bytes, Message] = {}  # every one that was sent, by digest
         self._contexts: dict[bytes, bytes] = {}
-        self._answers: set[bytes] = set()  # what every recorded answer says, by digest
+        self._answers: set[bytes] = set()  # what the first recorded answers say, by digest
+        self._answers_read = 0  # how many of them
 
     def place(self, messages: Sequence[Message], contexts: Sequence[bytes], equal: Equality) -> Place:
         """The deepest turn that a request's messages extend in one of these contexts, the latest of several."""
@@ -219,13 +220,20 @@ class Session:
         turn.first = (same[0].first or same[0]) if same else None
         turn.reason = self._reason(turn, siblings, same, walk, equal)
         turn.edit = self._edit(turn, walk, equal)
-        said = (_says(message) for message in turn.appended if message.get("role") == "assistant")
-        turn.unrecorded_history = not self._answers.issuperset(said)
-        self._answers.add(_says(turn.answer))
+        turn.unrecorded_history = not self._recorded(
+            [message for message in turn.appended if message.get("role") == "assistant"]
+        )
         turn.number = len(self.turns)
         self.turns.append(turn)
         siblings.append(turn)
         self._ends[turn] = before.grow(turn)
+
+    def _recorded(self, answers: Sequence[Message]) -> bool:
+        """Whether each of these is what an answer that was recorded says."""
+        if answers:  # which few turns bring with them
+            self._answers.update(_says(turn.answer) for turn in self.turns[self._answers_read :])
+            self._answers_read = len(self.turns)
+        return self._answers.issuperset(map(_says, answers))
 
     def _reason(
         self, turn: Turn, siblings: Sequence[Turn], same: Sequence[Turn], walk: Walk, equal: Equality

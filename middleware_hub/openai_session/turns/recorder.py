@@ -35,6 +35,7 @@ class TurnRecorder:
         self, store: SessionStore, equal: Equality, is_special: Callable[[int], bool], now: Callable[[], float]
     ) -> None:
         self.statistics = store.statistics
+        self.written_ids = store.written_ids
         self._store = store
         self._equal = equal
         self._is_special = is_special
@@ -74,12 +75,14 @@ class TurnRecorder:
             nbytes += Trajectory(sampled).nbytes + message_bytes(turn.answer) + TURN_BYTES
             if pending.remember is not None:
                 nbytes += pending.remember(turn)
+            if pending.written:
+                self.written_ids.keep(session.id, turn, pending.written)
         session.episode.settle(pending.reservation, sum(len(piece) for _, _, sampled in parts for piece in sampled))
         if pending.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
             self._store.end(session, pending.cut_by)
         self._store.account(session, nbytes)
         self.statistics.given_tokens += prompts.tokens
-        self.statistics.reused_tokens += len(pending.prompt.held) if pending.prompt is not None else 0
+        self.statistics.reused_tokens += pending.prompt.held if pending.prompt is not None else 0
 
     def _turn(
         self,

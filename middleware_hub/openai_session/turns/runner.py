@@ -111,7 +111,7 @@ class TurnRunner:
         tap = TurnTap(
             send, self._router.metrics, stream, writer, lambda: self._end_of_stream(face, turn, stream, scope)
         )
-        body = _body(face, turn, stream=True)
+        body = self._body(face, turn, stream=True)
         with chat_turn.left_on(exchange):
             await tap.call(self._app, _inner(face, scope, body), replay(body, receive))
 
@@ -142,7 +142,7 @@ class TurnRunner:
 
     async def _whole(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
         writer = face.writer(turn)
-        body = _body(face, turn, stream=False)
+        body = self._body(face, turn, stream=False)
         collected = TurnReply(self._router.metrics)
         with ChatTurn(self._parsers).left_on(Exchange.of(scope)):
             await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
@@ -180,6 +180,11 @@ class TurnRunner:
         facts = await self._router.fleet.facts(url)
         return with_unfinished_calls(answer, turn.fields, self._parsers, facts, self._router.tokenizer.decode)
 
+    def _body(self, face: Face, turn: PendingTurn, *, stream: bool) -> bytes:
+        if turn.prompt is not None and face.endpoint.takes_ids:
+            turn.written = self._recorder.written_ids.prompt(turn.session.id, turn.prompt)
+        return face.endpoint.request(turn.fields, stream=stream, ids=turn.written or None)
+
     def _record(self, turn: PendingTurn, choices: Sequence[Choice], scope: Scope) -> None:
         exchange = Exchange.of(scope)
         turn.cache = exchange.flight.cache
@@ -195,11 +200,6 @@ async def give_events(send: Send, body: bytes) -> None:
     """Give a stream whose events are there."""
     await send(with_length({"type": "http.response.start", "status": OK, "headers": EVENT_STREAM}, body))
     await send({"type": "http.response.body", "body": body, "more_body": False})
-
-
-def _body(face: Face, turn: PendingTurn, *, stream: bool) -> bytes:
-    ids = turn.prompt.ids() if turn.prompt is not None else None
-    return face.endpoint.request(turn.fields, stream=stream, ids=ids)
 
 
 def _inner(face: Face, scope: Scope, body: bytes) -> Scope:

@@ -17,7 +17,6 @@ from miles_router.engines.answers import MALFORMED, UnreadableAnswer, version_ru
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import GrowingChat, chunks_of, named_calls
 from miles_router.engines.openai.choices import Choice, Chunks
-from miles_router.trajectory.pieces import Tokens
 
 #: What a whole answer is asked for, and what a stream; a client gets those that it asked for itself.
 OF_WHOLE = ("logprobs", "return_meta_info")
@@ -47,12 +46,13 @@ class ChatEndpoint:
     """`/v1/chat/completions`."""
 
     path = paths.CHAT
+    takes_ids = True
     rows_missing: str | None = None
     length_fields: tuple[str, ...] = ("max_completion_tokens", "max_tokens")
     tokens_by_default: int | None = None
     chunk_events = frozenset({b"", FRAMED})
 
-    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Tokens | None = None) -> bytes:
+    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: bytes | None = None) -> bytes:
         """The request for the engine; without `ids`, it is asked which its template made of the messages."""
         sent = {**fields, **dict.fromkeys(OF_STREAM if stream else OF_WHOLE, True)}
         if not stream:
@@ -61,8 +61,8 @@ class ChatEndpoint:
         if ids is None:
             sent[PROMPT_OF_STREAM if stream else PROMPT_OF_WHOLE] = True
         else:
-            sent["input_ids"] = ids
-        return orjson.dumps(sent, option=orjson.OPT_SERIALIZE_NUMPY)
+            sent["input_ids"] = orjson.Fragment(ids)
+        return orjson.dumps(sent)
 
     def choices(self, answer: Mapping[str, Any]) -> list[Choice]:
         """What a whole answer says was sampled.

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer, check_runs
 from miles_router.engines.facts import Facts
 from miles_router.trajectory import Piece
-from miles_router.trajectory.pieces import Tokens, VersionRun
+from miles_router.trajectory.pieces import VersionRun
 
 
 class StreamShortfall(UnreadableAnswer):
@@ -172,6 +172,8 @@ class OpenAIEndpoint(Protocol):
     """One endpoint of the engine: how it is asked so that its answers can be recorded, and how they are read."""
 
     path: str
+    #: Whether a prompt's ids take the place of what a client asked; else they are what it asked.
+    takes_ids: bool
     #: Why a whole answer of several choices does not tell the rows of each; None where it does.
     rows_missing: str | None
     #: Where a request says how many tokens its answer may have; what stands first counts.
@@ -181,8 +183,9 @@ class OpenAIEndpoint(Protocol):
     #: The names of events that are chunks.
     chunk_events: frozenset[bytes]
 
-    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Tokens | None = None) -> bytes:
-        """The request for the engine: a client's, with what recording needs. `ids` take the place of its messages."""
+    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: bytes | None = None) -> bytes:
+        """The request for the engine: a client's, with what recording needs. `ids`, a list in JSON, take the place of
+        its messages."""
         ...
 
     def choices(self, answer: Mapping[str, Any]) -> list[Choice]:

@@ -16,13 +16,14 @@ from miles_router.engines import paths
 from miles_router.engines.answers import MALFORMED, VERSION, VERSIONS, UnreadableAnswer, version_runs
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices
-from miles_router.trajectory.pieces import Tokens, VersionRun
+from miles_router.trajectory.pieces import VersionRun
 
 
 class CompletionsEndpoint:
     """`/v1/completions`."""
 
     path = paths.COMPLETIONS
+    takes_ids = False
     rows_missing: str | None = "of several completions SGLang tells the rows of one alone"
     length_fields: tuple[str, ...] = ("max_tokens",)
     tokens_by_default: int | None = 16
@@ -30,8 +31,8 @@ class CompletionsEndpoint:
     #: No stream falls short.
     chunks = None
 
-    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Tokens | None = None) -> bytes:
-        """The request for the engine. Its prompt is a client's own: `ids` are what that has already."""
+    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: bytes | None = None) -> bytes:
+        """The request for the engine. Its prompt is a client's own."""
         sent = {**fields, "return_token_ids": True}
         if sent.get("logprobs") is None:
             sent["logprobs"] = 0  # those of the sampled tokens alone

@@ -1,0 +1,32 @@
+"""The routes that the router and its middlewares answer by themselves, found by how their paths begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from starlette.routing import BaseRoute, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from miles_router.asgi.doors import first_segment
+
+
+class OwnRoutes(Router):
+    """Routes whose paths begin with a fixed segment each. A request is held against those that begin as its path does,
+    and not against all of them."""
+
+    def __init__(self, routes: Iterable[BaseRoute], default: ASGIApp) -> None:
+        super().__init__([*routes], redirect_slashes=False, default=default)
+        segments: dict[str, list[BaseRoute]] = {}
+        for route in self.routes:
+            segments.setdefault(first_segment(getattr(route, "path", "")), []).append(route)
+        self._beneath = {
+            segment: Router(found, redirect_slashes=False, default=default) for segment, found in segments.items()
+        }
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer by the route of a path, or let the default."""
+        if scope["type"] != "http":
+            await super().app(scope, receive, send)
+            return
+        beneath = self._beneath.get(first_segment(scope["path"]))
+        await (self.default if beneath is None else beneath.app)(scope, receive, send)
