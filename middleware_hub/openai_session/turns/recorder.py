@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_UNTRACED = 1000  # of one session; the log has the rest
 UNTRACED_BYTES = 1024  # of each of them, about
-TURN_BYTES = 2048  # what a turn takes beside its arrays and messages, about
+TURN_BYTES = 2304  # what a turn takes beside its arrays and messages, about
 
 
 class TurnRecorder:
