@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_UNTRACED = 1000  # of one session; the log has the rest
 UNTRACED_BYTES = 1024  # of each of them, about
 LENGTH = "length"  # how an answer ends that may not be longer
-TURN_BYTES = 2048  # what a turn takes beside its arrays and messages, about
+TURN_BYTES = 2304  # what a turn takes beside its arrays and messages, about
 
 
 class TurnRecorder:
