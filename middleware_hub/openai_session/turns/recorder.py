@@ -63,7 +63,7 @@ class TurnRecorder:
         for (choice, given, sampled), place in zip(parts, places, strict=True):
             turn = self._turn(pending, held[id(place)], given, sampled, choice, facts)
             turn.rows = pending.handovers.take(choice.index, turn.tokens, choice.facts.get("rid"))
-            session.grow(turn, self._equal)
+            session.grow(turn, self._equal, held[id(place)].sent)
             self.statistics.turns += 1
             self.statistics.unrecorded_history += turn.unrecorded_history
             self.statistics.sampled_tokens += sum(map(len, sampled))
@@ -71,7 +71,7 @@ class TurnRecorder:
             if pending.remember is not None:
                 nbytes += pending.remember(turn)
             if pending.written:
-                self.written_ids.keep(session.id, turn, pending.written)
+                self.written_ids.recorded(session.id, turn, pending.written)
         self._store.account(session, nbytes)
         self.statistics.given_tokens += prompts.tokens
         self.statistics.reused_tokens += pending.prompt.held if pending.prompt is not None else 0
