@@ -12,6 +12,7 @@ from miles_router.asgi.exchange import (
     Send,
     is_too_deep,
     nests_too_deep,
+    read_json,
     replay,
     with_body,
 )
@@ -92,6 +93,7 @@ __all__ = [
     "histogram",
     "is_too_deep",
     "nests_too_deep",
+    "read_json",
     "readable",
     "replay",
     "spawn",

@@ -7,7 +7,8 @@ longer than what that one was given and has said, goes on with its ids: it carri
 token is no agent's, but asked for a sign of life or whether a token ends answers; it has no script.
 
 While there is a file `hold` beside the script, with a number in it, scripted generations stop before that token, and a
-file `held` says so. A second number means the one behind which so many lists are left in the script.
+file `held` says so. A second number means the one behind which so many lists are left in the script. With the word
+`slowly` in it, each token takes a tenth of a second.
 """
 
 import json
@@ -17,6 +18,8 @@ from typing import Any
 
 FORCED = 50.0
 STEP = 0.002
+#: In place of a number: go on, with time for the engine to hear what it is told.
+SLOWLY, SLOW_STEP = "slowly", 0.1
 
 
 def install(script: Path) -> None:
@@ -70,9 +73,11 @@ class Scripted:
 
     def _stop_before(self, token: int, left: int) -> None:
         hold = self._script.with_name("hold")
-        while _text(hold) in (str(token), f"{token} {left}"):
+        while (word := _text(hold)) in (str(token), f"{token} {left}"):
             self._script.with_name("held").touch()
             time.sleep(STEP)
+        if word == SLOWLY:
+            time.sleep(SLOW_STEP)
 
 
 def _text(path: Path) -> str:

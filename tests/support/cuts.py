@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from tests.sglang.scripted_sampling import SLOWLY
 from tests.sglang_worker import RealWorker
 from tests.support.brake import Brake
 from tests.support.http import ask
@@ -74,7 +75,13 @@ class ScriptedCut:
         """Have a generation stop before one of its tokens: the next one that has it, or the one behind which so many
         are left in the script."""
         self._held.unlink(missing_ok=True)
-        self._hold.write_text(str(token) if left is None else f"{token} {left}")
+        self._say(str(token) if left is None else f"{token} {left}")
+
+    def _say(self, word: str) -> None:
+        """At once: a file that is being written is empty for a moment."""
+        written = self._hold.with_suffix(".new")
+        written.write_text(word)
+        written.replace(self._hold)
 
     async def update(self, version: str) -> None:
         """Cut it there, and give the engine new weights."""
@@ -83,6 +90,7 @@ class ScriptedCut:
         ready = 200
         while ready == 200:
             ready = (await ask(self._worker.url, "GET", "/ready")).status
-        self._hold.unlink()
+        self._say(SLOWLY)  # the abort is on its way to an engine that hears nothing between two tokens
         await soon(pausing)
+        self._hold.unlink()
         await continue_(self._trial, version)

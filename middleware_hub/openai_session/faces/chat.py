@@ -12,7 +12,7 @@ from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAp
 from middleware_hub.openai_session.continuing.templates import CannotRender
 from middleware_hub.openai_session.errors import MediaNotTraced
 from middleware_hub.openai_session.faces.face import Face
-from middleware_hub.openai_session.sessions.messages import checked, media_in, only_text
+from middleware_hub.openai_session.sessions.messages import Message, checked, media_in, only_text
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
@@ -28,6 +28,7 @@ class ChatFace(Face):
 
     path = ChatEndpoint.path
     endpoint = ChatEndpoint()
+    list_name = "messages"
 
     def fields(self, request: object) -> Mapping[str, Any]:
         """The chat request that a request means. Its messages are what the session holds.
@@ -57,7 +58,7 @@ class ChatFace(Face):
         Raises:
             BadRequest: a text in it is too long.
         """
-        messages = tuple(fields["messages"])
+        messages: Sequence[Message] = fields["messages"]
         media = media_in(messages)
         if media is not None:
             raise MediaNotTraced(f"{media}: a session traces text alone")
@@ -68,7 +69,7 @@ class ChatFace(Face):
             context = next(each for each in contexts if each.key == place.context)
             prompt = await self._prompt(fields, context, place, place.parent)
         except NotAppendOnly as reason:
-            root = Place(None, messages, contexts[0].key)
+            root = Place(None, tuple(messages), contexts[0].key)
             return PendingTurn(session, self.path, fields, (root,), now, segment=str(reason))
         return PendingTurn(session, self.path, fields, (place,), now, prompt)
 

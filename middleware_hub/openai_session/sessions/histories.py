@@ -26,14 +26,18 @@ class Walk(NamedTuple):
     places: Sequence[Sequence[HeldMessage]]
     messages: Sequence[Message]
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of the messages lead somewhere."""
+        return len(self.places) > len(self.messages)
+
     def turns(self) -> Iterator[Turn]:
         """Those whose history the messages begin with."""
         return (place.turn for places in self.places[1:] for place in places if place.turn is not None)
 
     def asked(self) -> Iterator[Turn]:
         """Those that were asked just these messages."""
-        whole = len(self.places) > len(self.messages)
-        return (turn for place in self.places[-1] for turn in place.asked) if whole else iter(())
+        return (turn for place in self.places[-1] for turn in place.asked) if self.whole else iter(())
 
     def departure(self) -> tuple[int, Message | None, Message | None]:
         """How many messages lead somewhere, the held message behind them that came last, and the one that was sent."""
@@ -78,6 +82,10 @@ class HeldMessage:
         end = HeldMessage(turn.answer, turn)
         place.children += (end,)
         return end
+
+    def leads_here(self, message: Message, equal: Equality) -> bool:
+        """Whether a message that was sent is this one."""
+        return self.message == message or self._is(message, equal)
 
     def clear(self) -> None:
         """Let go of all places behind this one."""

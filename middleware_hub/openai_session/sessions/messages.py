@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import methodcaller
 from typing import Any
 
 import orjson
@@ -13,6 +15,9 @@ from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import is_too_deep
 
 Message = Mapping[str, Any]
+
+_numbers = itertools.count(1)
+_role, _content = methodcaller("get", "role"), methodcaller("get", "content")
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 #: What stands for more than its words, in any API's spelling.
@@ -23,7 +28,22 @@ MEDIA_PARTS = tuple(  # of no set: a request may have anything in place of a typ
 )
 
 
-def checked(parsed: object) -> tuple[Message, ...]:
+class SentList(list[Any]):
+    """A list that grows from request to request.
+
+    Attributes:
+        number: its own.
+        base: the number of the list that this one begins with, whole; 0 where that is not known.
+        shared: how many items that has.
+    """
+
+    def __init__(self, items: Iterable[Any], base: SentList | None = None) -> None:
+        super().__init__(items)
+        self.number = next(_numbers)
+        self.base, self.shared = (0, 0) if base is None else (base.number, len(base))
+
+
+def checked(parsed: object) -> Sequence[Message]:
     """The messages of a request.
 
     Raises:
@@ -34,16 +54,16 @@ def checked(parsed: object) -> tuple[Message, ...]:
     messages = parsed.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages must be a list with at least one message")
-    for place, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRequest(f"messages[{place}] must be an object with a role")
-    return tuple(messages)
+    if {*map(type, messages)} != {dict} or {*map(type, map(_role, messages))} != {str}:
+        for place, message in enumerate(messages):
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise BadRequest(f"messages[{place}] must be an object with a role")
+    return messages
 
 
 def media_in(messages: Sequence[Message]) -> str | None:
     """Where the first image, audio, video or file is, and what it is; None if there is none."""
-    for place, message in enumerate(messages):
-        content = message.get("content")
+    for place, content in enumerate(map(_content, messages)):
         for part in content if isinstance(content, list) else ():
             kind = part.get("type") if isinstance(part, Mapping) else None
             if isinstance(kind, str) and kind in MEDIA_PARTS:
@@ -55,9 +75,9 @@ def only_text(messages: Sequence[Message]) -> bool:
     """Whether no message holds anything that ids alone do not carry."""
     return all(
         part.get("type") in TEXT_PARTS if isinstance(part, Mapping) else isinstance(part, str)
-        for message in messages
-        if isinstance(message.get("content"), list)
-        for part in message["content"]
+        for content in map(_content, messages)
+        if isinstance(content, list)
+        for part in content
     )
 
 

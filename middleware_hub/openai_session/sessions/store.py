@@ -13,10 +13,11 @@ from typing import Any
 from middleware_hub.openai_session.episodes.contract import CONTEXT, DELETED, EXPIRED, FINALIZED, NO_CONTRACT, Contract
 from middleware_hub.openai_session.errors import SessionExists, SessionFull, SessionNotFound, TooManySessions
 from middleware_hub.openai_session.sessions.messages import message_bytes
+from middleware_hub.openai_session.sessions.recent import KnownRequests, WrittenIds
 from middleware_hub.openai_session.sessions.tree import Session
-from middleware_hub.openai_session.sessions.written_ids import WrittenIds
 from middleware_hub.openai_session.statistics import SessionStatistics
 from miles_router.errors import BadRequest, ConfigError, RouterError
+from miles_router.middlewares import read_json
 
 ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
 #: Bytes of what a client may have a session carry beside its turns: metadata, and label and reward.
@@ -63,6 +64,7 @@ class SessionStore:
         self.bounds = bounds
         self.nbytes = 0
         self.written_ids = WrittenIds()
+        self.requests = KnownRequests()
         self.statistics = SessionStatistics(sessions=lambda: len(self), bytes=lambda: self.nbytes)
         self._now = now
         self._clock = clock
@@ -148,6 +150,7 @@ class SessionStore:
             session.deleted = True
             self.nbytes -= session.nbytes
             self.written_ids.forget(session.id)
+            self.requests.forget(session.id)
             session.clear()
 
     def end(self, session: Session, reason: str) -> None:
@@ -211,6 +214,14 @@ class SessionStore:
     def _used(self, session: Session) -> None:
         session.used_at, session.idle_since = self._now(), self._clock()
         self._sessions.move_to_end(session.id)
+
+    def read(self, session: Session, body: bytes, *, name: str | None) -> Any:
+        """A request of a session, parsed. Most of one whose list of this name goes on is known, and is not read again.
+
+        Raises:
+            BadRequest: as `read_json`.
+        """
+        return read_json(body) if name is None or session.deleted else self.requests.read(session.id, body, name)
 
     def account_carried(self, session: Session, carried: Mapping[str, Any]) -> None:
         """A session is to carry label and reward, in place of those it has.

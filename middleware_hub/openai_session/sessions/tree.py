@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -22,7 +22,7 @@ from middleware_hub.openai_session.episodes.episode import EpisodeState
 from middleware_hub.openai_session.sessions.edits import context_edit, edit_of
 from middleware_hub.openai_session.sessions.equality import Equality, words_of
 from middleware_hub.openai_session.sessions.histories import HeldMessage, Walk
-from middleware_hub.openai_session.sessions.messages import Message, function_of, message_bytes
+from middleware_hub.openai_session.sessions.messages import Message, SentList, function_of, message_bytes
 from middleware_hub.openai_session.sessions.prompting import shows_tools
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
@@ -134,6 +134,17 @@ def _out_of_the_loss(pieces: Iterable[Piece], count: int) -> Iterator[Piece]:
         count -= out
 
 
+class Sent(NamedTuple):
+    """The number of a request's list of messages (`SentList`), and how many turns there were then. 0 where it has none,
+    or where all of the messages led somewhere."""
+
+    number: int = 0
+    turns: int = 0
+
+
+NOTHING = Sent()
+
+
 @dataclass(frozen=True)
 class Place:
     """Where in the tree a request's turns will hang."""
@@ -141,6 +152,7 @@ class Place:
     parent: Turn | None
     appended: tuple[Message, ...]
     context: bytes
+    sent: Sent = field(default=NOTHING, compare=False)
 
 
 class Session:
@@ -173,6 +185,7 @@ class Session:
         self.nbytes = 0  # arrays and messages
         self._histories = HeldMessage({})  # the root of them
         self._ends: dict[Turn, HeldMessage] = {}
+        self._last = 0  # the number of the list that the last turn was sent; 0 where another may be like it
         self._messages: dict[bytes, Message] = {}  # every one that was sent, by digest
         self._contexts: dict[bytes, bytes] = {}
         self._answers: set[bytes] = set()  # what the first recorded answers say, by digest
@@ -180,15 +193,34 @@ class Session:
 
     def place(self, messages: Sequence[Message], contexts: Sequence[bytes], equal: Equality) -> Place:
         """The deepest turn that a request's messages extend in one of these contexts, the latest of several."""
-        best: Turn | None = None
-        for turn in self._histories.walk(messages, equal).turns():
-            if turn.context in contexts and (
-                best is None or (turn.messages, turn.number) > (best.messages, best.number)
-            ):
-                best = turn
+        best, whole = self._last_that_goes_on(messages, contexts, equal), False
         if best is None:
-            return Place(None, tuple(messages), contexts[0])
-        return Place(best, tuple(messages[best.messages :]), best.context)
+            walk = self._histories.walk(messages, equal)
+            whole = walk.whole
+            for turn in walk.turns():
+                if turn.context in contexts and (
+                    best is None or (turn.messages, turn.number) > (best.messages, best.number)
+                ):
+                    best = turn
+        sent = Sent(messages.number if isinstance(messages, SentList) and not whole else 0, len(self.turns))
+        if best is None:
+            return Place(None, tuple(messages), contexts[0], sent)
+        return Place(best, tuple(messages[best.messages :]), best.context, sent)
+
+    def _last_that_goes_on(
+        self, messages: Sequence[Message], contexts: Sequence[bytes], equal: Equality
+    ) -> Turn | None:
+        """The last turn, if a request begins with just what that was sent, goes on with its answer, and with more.
+
+        Not all that it was sent led anywhere when it was placed, and nothing else was recorded since. So there is no
+        other turn that the request goes on from as far.
+        """
+        if not isinstance(messages, SentList) or not messages.base or messages.base != self._last:
+            return None
+        turn, count = self.turns[-1], messages.shared
+        if len(messages) < count + 2 or turn.context not in contexts:
+            return None
+        return turn if self._ends[turn].leads_here(messages[count], equal) else None
 
     def hold(self, place: Place) -> tuple[Place, int]:
         """`place` with the session's own object for each message and context that it has already, and the bytes of
@@ -207,8 +239,8 @@ class Session:
             appended.append(self._messages[digest])
         return replace(place, appended=tuple(appended), context=context), nbytes
 
-    def grow(self, turn: Turn, equal: Equality) -> None:
-        """Hang a finished turn into the tree, and say why it is not simply the next one."""
+    def grow(self, turn: Turn, equal: Equality, sent: Sent = NOTHING) -> None:
+        """Hang a finished turn into the tree, and say why it is not simply the next one. `sent`: that of its place."""
         siblings = self.roots if turn.parent is None else turn.parent.children
         before = self._histories if turn.parent is None else self._ends[turn.parent]
         walk = before.walk(turn.appended, equal)
@@ -227,6 +259,7 @@ class Session:
         self.turns.append(turn)
         siblings.append(turn)
         self._ends[turn] = before.grow(turn)
+        self._last = sent.number if sent.turns == turn.number else 0
 
     def _recorded(self, answers: Sequence[Message]) -> bool:
         """Whether each of these is what an answer that was recorded says."""
@@ -289,6 +322,7 @@ class Session:
         self.replies.clear()
         self._histories.clear()
         self._ends.clear()
+        self._last = 0
         self.notes.clear()
         self._messages.clear()
         self._contexts.clear()

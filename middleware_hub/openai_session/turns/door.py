@@ -98,7 +98,7 @@ class TurnDoor:
         exchange = Exchange.of(scope)
         exchange.error_body = face.error_body
         body = await exchange.read(receive)
-        parsed = exchange.loads(body)
+        parsed = exchange.loads(body, partial(self._store.read, session, name=face.list_name))
         turn_id = turn_id_of(scope)
         asked: list[PendingTurn] = []
 

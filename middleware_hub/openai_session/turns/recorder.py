@@ -68,7 +68,7 @@ class TurnRecorder:
         for (choice, given, sampled), place in zip(parts, places, strict=True):
             turn = self._turn(pending, held[id(place)], given, sampled, choice, facts)
             turn.rows = pending.handovers.take(choice.index, turn.tokens, choice.facts.get("rid"))
-            session.grow(turn, self._equal)
+            session.grow(turn, self._equal, held[id(place)].sent)
             self.statistics.turns += 1
             self.statistics.unrecorded_history += turn.unrecorded_history
             self.statistics.sampled_tokens += sum(map(len, sampled))
@@ -76,7 +76,7 @@ class TurnRecorder:
             if pending.remember is not None:
                 nbytes += pending.remember(turn)
             if pending.written:
-                self.written_ids.keep(session.id, turn, pending.written)
+                self.written_ids.recorded(session.id, turn, pending.written)
         session.episode.settle(pending.reservation, sum(len(piece) for _, _, sampled in parts for piece in sampled))
         if pending.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
             self._store.end(session, pending.cut_by)

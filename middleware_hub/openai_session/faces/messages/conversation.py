@@ -6,12 +6,14 @@ and so is what the assistant says; each tool's result is a message of its own, i
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.errors import invalid
 from middleware_hub.openai_session.faces.messages.tools import MessagesTools
+from middleware_hub.openai_session.sessions.messages import SentList
 
 #: Begins a block of Claude Code's system prompt that is for Anthropic's accounts, and that its API takes out.
 BILLING = "x-anthropic-billing-header:"
@@ -28,15 +30,16 @@ class MessagesConversation:
 
     def __init__(self, echo: Echo, tools: MessagesTools, *, system_anywhere: bool) -> None:
         self._echo = echo
-        self._tools = tools
+        self.tools = tools
         self._system_anywhere = system_anywhere
         self._messages: list[Mapping[str, Any]] = []
         self._texts: list[str] = []  # of the user, in a row
         self._results: list[dict[str, Any]] = []  # of tools, in a row
         self._order: dict[str, int] = {}  # of the last calls
         self._spoken: list[tuple[object, str]] = []  # by the assistant, in a row
+        self._whole: SentList | None = None  # those of the last request
 
-    def read(self, system: object, messages: object) -> list[Mapping[str, Any]]:
+    def read(self, system: object, messages: object) -> SentList:
         """All messages of a request.
 
         Raises:
@@ -47,18 +50,22 @@ class MessagesConversation:
         texts = [text for text in _texts(system, "system") if not text.startswith(BILLING)] if system else []
         if texts:
             self._messages.append({"role": "system", "content": JOINT.join(texts)})
-        for place, message in enumerate(messages):
-            self._add(message, f"messages.{place}")
-        self._end_user()
-        self._end_assistant()
-        if not self._messages:
-            raise invalid("messages", "nothing is said in them")
-        return self._messages
+        return self.go_on(messages, 0)
 
-    @property
-    def ends_with_prefill(self) -> bool:
-        """Whether the answer is to go on from words that are put into the assistant's mouth."""
-        return bool(self._messages[-1]["role"] == "assistant")
+    def go_on(self, messages: Sequence[object], begin: int) -> SentList:
+        """All messages of a request, of which those in front of `begin` were read before. Raises as `read`."""
+        for place in range(begin, len(messages)):
+            self._add(messages[place], f"messages.{place}")
+        ended = copy.copy(self)  # the next request may go on within what is said in a row
+        ended._messages = [*self._messages]
+        ended._end_user()
+        ended._end_assistant()
+        if not ended._messages:
+            raise invalid("messages", "nothing is said in them")
+        before = self._whole
+        goes_on = before is not None and ended._messages[: len(before)] == before
+        self._whole = SentList(ended._messages, before if goes_on else None)
+        return self._whole
 
     def _add(self, message: object, where: str) -> None:
         if not isinstance(message, Mapping):
@@ -114,7 +121,7 @@ class MessagesConversation:
             if kind == "text":
                 texts.append(_text(block, at))
             elif kind == "tool_reference":
-                functions.append(self._tools.reference(block.get("tool_name"), at))
+                functions.append(self.tools.reference(block.get("tool_name"), at))
             else:
                 raise _untraceable(kind, at)
         return JOINT.join([*texts, *_listed(functions)])
@@ -155,7 +162,7 @@ class MessagesConversation:
             if kind == "text":
                 texts.append(_text(block, at))
             elif kind == "tool_addition":
-                functions.append(self._tools.added(tool, f"{at}.tool"))
+                functions.append(self.tools.added(tool, f"{at}.tool"))
             elif kind == "tool_removal" and isinstance(tool, Mapping) and isinstance(tool.get("name"), str):
                 texts.append(f"The tool {tool['name']} is not available any more.")
             else:
@@ -217,7 +224,7 @@ class MessagesConversation:
             raise invalid(where, "a tool_use block needs an id and a name")
         if not isinstance(given, dict):
             raise invalid(f"{where}.input", "Input should be an object")
-        return self._echo.call(call_id, name, given, self._tools.schema(name))
+        return self._echo.call(call_id, name, given, self.tools.schema(name))
 
 
 def _blocks(content: object, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:

@@ -57,6 +57,8 @@ class Echo:
         self._answers: dict[tuple[Any, ...], Message] = {}  # by all that each says
         self._known: dict[bytes, Message] = {}  # by the digest of the content that came back
         self._digests: dict[tuple[Any, ...], bytes] = {}  # the last one of each answer
+        #: The last request's list of messages, by its number, and what was read of it.
+        self.conversation: tuple[int, Any] = (0, None)
 
     @classmethod
     def of(cls, session: Session) -> Echo:

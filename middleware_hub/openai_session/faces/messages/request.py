@@ -11,6 +11,7 @@ from middleware_hub.openai_session.faces.messages.conversation import MessagesCo
 from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.errors import invalid
 from middleware_hub.openai_session.faces.messages.tools import MessagesTools, choice_of
+from middleware_hub.openai_session.sessions.messages import SentList
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from miles_router.engines.openai.chat import CONTROLS
 from miles_router.errors import BadRequest
@@ -70,9 +71,7 @@ def read(request: object, echo: Echo, *, system_anywhere: bool, counts: bool = F
     if not isinstance(request, Mapping):
         raise BadRequest("the request body must be a JSON object")
     _refuse(request)
-    tools = MessagesTools(request.get("tools"))
-    conversation = MessagesConversation(echo, tools, system_anywhere=system_anywhere)
-    messages = conversation.read(request.get("system"), request.get("messages"))
+    messages, tools = _messages(request, echo, system_anywhere=system_anywhere)
     settings = _thinking(request.get("thinking"))
     fields: dict[str, Any] = {
         **{name: request[name] for name in CONTROLS if request.get(name) is not None},
@@ -91,9 +90,24 @@ def read(request: object, echo: Echo, *, system_anywhere: bool, counts: bool = F
     if settings:
         own = fields.get("chat_template_kwargs")
         fields["chat_template_kwargs"] = {**settings, **(own if isinstance(own, Mapping) else {})}
-    if conversation.ends_with_prefill:
+    if messages[-1]["role"] == "assistant":  # the answer goes on from words that are put into the assistant's mouth
         fields["continue_final_message"] = True
     return MessagesRequest(fields, tools)
+
+
+def _messages(request: Mapping[str, Any], echo: Echo, *, system_anywhere: bool) -> tuple[SentList, MessagesTools]:
+    """The messages of a request, and its tools. Of one that only goes on from the last one, what is new is read."""
+    given = request.get("messages")
+    (number, conversation), echo.conversation = echo.conversation, (0, None)
+    if isinstance(given, SentList) and number and given.base == number:
+        messages = conversation.go_on(given, given.shared)
+    else:
+        tools = MessagesTools(request.get("tools"))
+        conversation = MessagesConversation(echo, tools, system_anywhere=system_anywhere)
+        messages = conversation.read(request.get("system"), given)
+    if isinstance(given, SentList):
+        echo.conversation = given.number, conversation
+    return messages, conversation.tools
 
 
 def omits_thinking(request: object) -> bool:

@@ -7,8 +7,9 @@ a user says in a row is one message: few templates take more.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -18,7 +19,7 @@ from middleware_hub.openai_session.faces.responses.errors import InvalidParamete
 from middleware_hub.openai_session.faces.responses.forms import CALLS, FUNCTION, CallForm, held_call
 from middleware_hub.openai_session.faces.responses.items import SEALED, response_of, text_of
 from middleware_hub.openai_session.faces.responses.tools import shown_name
-from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.messages import Message, SentList
 
 SYSTEM = ("system", "developer")
 #: Parts that are text. A refusal is what a model said, too.
@@ -60,10 +61,11 @@ class ResponsesConversation:
         self._head: list[str] = []  # what the system says before anything else
         self._user: list[str] = []  # what a user says in a row
         self._answer: Answer | None = None  # the one that may grow
-        self._answers: list[Answer] = []
+        self._answers: list[Answer] = []  # that are not put together yet
+        self._whole: SentList | None = None  # those of the last request
         self._items: dict[str, Mapping[str, Mapping[str, Any]]] = {}  # of responses that were referred to, by their ids
 
-    def read(self, instructions: str | None, before: Sequence[Message], given: object) -> list[Message]:
+    def read(self, instructions: str | None, before: Sequence[Message], given: object) -> SentList:
         """All messages of a request.
 
         Raises:
@@ -81,18 +83,37 @@ class ResponsesConversation:
             self._messages += rest
         if isinstance(given, str):
             self._say("user", given)
-        elif isinstance(given, list):
-            for place, item in enumerate(given):
-                self._item(item, f"input[{place}]")
-        else:
+            given = []
+        elif not isinstance(given, list):
             raise wrong_type("input", "a string or an array of items")
-        self._end_user()
-        self._end_head()
-        if not self._messages:
+        return self.go_on(given, 0)
+
+    def go_on(self, items: Sequence[object], begin: int) -> SentList:
+        """All messages of a request, of whose items those in front of `begin` were read before. Raises as `read`."""
+        for place in range(begin, len(items)):
+            self._item(items[place], f"input[{place}]")
+        ended = copy.copy(self)  # the next request may go on within what is said in a row
+        ended._messages = [*self._messages]
+        self._write_answers(ended._messages)
+        ended._end_user()
+        ended._end_head()
+        if not ended._messages:
             raise InvalidParameter("input", "'input' must have at least one item.")
+        before = self._whole
+        goes_on = before is not None and ended._messages[: len(before)] == before
+        self._whole = SentList(ended._messages, before if goes_on else None)
+        return self._whole
+
+    def _write_answers(self, messages: list[Message]) -> None:
+        """Put the answers together that will not grow any more, and in these messages the one that may."""
         for answer in self._answers:
-            self._write(answer)
-        return self._messages
+            if answer is not self._answer:
+                self._write(answer)
+        self._answers = [] if self._answer is None else [self._answer]
+        for answer in self._answers:
+            place = next(place for place, message in enumerate(messages) if message is answer.message)
+            messages[place] = now = {"role": "assistant"}
+            self._write(replace(answer, message=now, calls=[*answer.calls]))
 
     def _write(self, answer: Answer) -> None:
         """Put together what an answer said, with the white space that was sampled: not all of it is shown."""

@@ -136,6 +136,8 @@ class Responses:
         self._settings: list[Settings] = []  # the last ones that differ
         self._answers: dict[str, Message] = {}  # of every response, stored or not
         self._calls: dict[str, list[tuple[str, Message]]] = {}  # by their ids, with the response that each is of
+        #: The last request's list of items, by its number, and what was read of it.
+        self.conversation: tuple[int, Any] = (0, None)
 
     @classmethod
     def of(cls, session: Session) -> Responses:

@@ -33,6 +33,7 @@ class ResponsesFace(ChatFace):
     """OpenAI's Responses API."""
 
     path = paths.RESPONSES
+    list_name = "input"
     shows_open_calls = False
     last_event = LAST
 

@@ -11,6 +11,7 @@ from middleware_hub.openai_session.faces.responses.conversation import Responses
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, Settings
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
 from middleware_hub.openai_session.faces.responses.tools import choice_of
+from middleware_hub.openai_session.sessions.messages import SentList
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from miles_router.engines.openai.chat import CONTROLS
 from miles_router.errors import BadRequest
@@ -147,7 +148,8 @@ def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _messages(request: Mapping[str, Any], responses: Responses, *, system_anywhere: bool) -> list[Mapping[str, Any]]:
+def _messages(request: Mapping[str, Any], responses: Responses, *, system_anywhere: bool) -> SentList:
+    """The messages of a request. Of one that only goes on from the last one, what is new is read."""
     before_id = request.get("previous_response_id")
     before: Envelope | None = None
     if before_id is not None:
@@ -158,9 +160,17 @@ def _messages(request: Mapping[str, Any], responses: Responses, *, system_anywhe
                 f"Previous response with id '{str(before_id)[:64]}' not found.",
                 "previous_response_not_found",
             )
-    conversation = ResponsesConversation(responses, system_anywhere=system_anywhere)
-    history = before.history() if before is not None else ()
-    return conversation.read(request.get("instructions"), history, request["input"])
+    given = request["input"]
+    (number, conversation), responses.conversation = responses.conversation, (0, None)
+    if isinstance(given, SentList) and number and given.base == number and before is None:
+        messages: SentList = conversation.go_on(given, given.shared)
+    else:
+        conversation = ResponsesConversation(responses, system_anywhere=system_anywhere)
+        history = before.history() if before is not None else ()
+        messages = conversation.read(request.get("instructions"), history, given)
+    if isinstance(given, SentList):
+        responses.conversation = given.number, conversation
+    return messages
 
 
 def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,165 @@
+"""What is kept of the sessions that were used last, so that a turn costs what it adds and not what there was before.
+
+An agent sends its whole history with every turn. Most of its request are the very bytes of the last one, and most of
+the ids that the engine is given are those that it was given and has sampled with the last one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, Generic, NamedTuple, TypeVar
+from weakref import ref
+
+import orjson
+
+from middleware_hub.openai_session.sessions.messages import SentList
+from middleware_hub.openai_session.sessions.pending import TokenPrompt
+from middleware_hub.openai_session.sessions.tree import Turn
+from miles_router.middlewares import nests_too_deep, read_json
+from miles_router.trajectory.pieces import Tokens
+
+#: Bytes that are kept of each kind.
+MAX_BYTES = 256 * 1024 * 1024
+#: Bytes of a request up to which it is compared with the last one; longer ones have bounds of their own.
+LONGEST = 1 << 21
+COMMA = ord(",")
+
+Value = TypeVar("Value")
+
+
+class Recent(Generic[Value]):
+    """Something of each session; where there is no room for all, of those that were used last."""
+
+    def __init__(self, most: int = MAX_BYTES) -> None:
+        self.nbytes = 0
+        self._most = most
+        self._kept: OrderedDict[str, tuple[Value, int]] = OrderedDict()
+
+    def get(self, session_id: str) -> Value | None:
+        """What is kept of a session."""
+        value, _ = self._kept.get(session_id, (None, 0))
+        return value
+
+    def keep(self, session_id: str, value: Value, nbytes: int) -> None:
+        """In place of what was kept of it before."""
+        self.forget(session_id)
+        self._kept[session_id] = value, nbytes
+        self.nbytes += nbytes
+        while self.nbytes > self._most:
+            _, (_, nbytes) = self._kept.popitem(last=False)
+            self.nbytes -= nbytes
+
+    def forget(self, session_id: str) -> None:
+        """Keep nothing of it."""
+        _, nbytes = self._kept.pop(session_id, (None, 0))
+        self.nbytes -= nbytes
+
+
+class WrittenIds(Recent[tuple["ref[Turn]", bytes]]):
+    """The ids of each session's last turn as a request has them: a list in JSON, without its end."""
+
+    def prompt(self, session_id: str, prompt: TokenPrompt) -> bytes:
+        """The ids of a prompt, as a list in JSON."""
+        turn, text = self.get(session_id) or (None, b"")
+        if turn is None or turn() is not prompt.parent:
+            return _list(prompt.ids())
+        for _ in range(prompt.dropped):
+            text = text[: text.rindex(b",")]
+        return _with(text, prompt.given.tokens) + b"]"
+
+    def recorded(self, session_id: str, turn: Turn, prompt: bytes) -> None:
+        """A turn was recorded whose prompt was written so."""
+        text = prompt[:-1]
+        for piece in turn.sampled:
+            text = _with(text, piece.tokens)
+        self.keep(session_id, (ref(turn), text), len(text))
+
+
+def _list(ids: Tokens) -> bytes:
+    return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _with(text: bytes, ids: Tokens) -> bytes:
+    """A list without its end, and more ids in it."""
+    return b"".join((text, b",", memoryview(_list(ids))[1:-1])) if len(ids) else text
+
+
+class KnownRequest(NamedTuple):
+    """A request whose list has this name. `behind` begins where the last item ends; where that is not known it is
+    empty."""
+
+    name: str
+    before: bytes
+    behind: bytes
+    parsed: dict[str, Any]
+
+
+class KnownRequests(Recent[KnownRequest]):
+    """The last request of each session. One that adds items to its list, and changes nothing else, is that one and the
+    items: what was known of it is not parsed again, and is the same objects."""
+
+    def read(self, session_id: str, body: bytes, name: str) -> Any:
+        """What `read_json` gives for a request whose list has this name. Raises as that."""
+        known = self.get(session_id)
+        if len(body) > LONGEST or (known is not None and known.name != name):
+            known = None
+        if known is not None and known.behind and (items := _added(known, body)):
+            before = known.parsed[name]
+            parsed: Any = {**known.parsed, name: SentList((*before, *items), before)}
+            end = len(body) - len(known.behind)
+        else:
+            parsed = read_json(body)
+            end = _end_of_list(known, body, parsed) if known is not None and not known.behind else len(body)
+        if isinstance(parsed, dict) and isinstance(parsed.get(name), list) and len(body) <= LONGEST:
+            if not isinstance(parsed[name], SentList):
+                parsed[name] = SentList(parsed[name])
+            self.keep(session_id, KnownRequest(name, body[:end], body[end:], parsed), 2 * len(body))
+        return parsed
+
+
+def _added(known: KnownRequest, body: bytes) -> list[Any] | None:
+    """The items that a request adds to the list of a known one; None where that is not all that it does.
+
+    What stands in front of the items, and what stands behind them, was read before, with the list open between them.
+    """
+    begin, end = len(known.before), len(body) - len(known.behind)
+    if not _goes_on(body, known.before, known.behind):
+        return None
+    try:
+        items: list[Any] = orjson.loads(b"[%b]" % body[begin + 1 : end])
+    except orjson.JSONDecodeError:
+        return None
+    return None if nests_too_deep([items]) else items
+
+
+def _goes_on(body: bytes, before: bytes, behind: bytes) -> bool:
+    """Whether a text is these two and between them one that begins with a comma."""
+    if len(body) <= len(before) + len(behind) or body[len(before)] != COMMA:
+        return False
+    return body.startswith(before) and body.endswith(behind)
+
+
+def _end_of_list(known: KnownRequest, body: bytes, parsed: Any) -> int:
+    """Where in a request the items of its list end, as the request before shows; at its end where that does not.
+
+    Between the two stands text that begins with a comma, in front of a closing bracket. As it made the list longer, and
+    changed nothing else, that bracket is the list's own.
+    """
+    name, first = known.name, known.parsed
+    end = _alike(known.before, body)
+    before, behind = known.before[:end], known.before[end:]
+    if not (behind.lstrip().startswith(b"]") and _goes_on(body, before, behind) and isinstance(parsed, dict)):
+        return len(body)
+    items, count = parsed.get(name), len(first[name])
+    if not (isinstance(items, list) and 0 < count < len(items) and {**parsed, name: items[:count]} == first):
+        return len(body)
+    return len(body) - len(behind)
+
+
+def _alike(one: bytes, other: bytes) -> int:
+    """How many bytes two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
