@@ -91,6 +91,11 @@ class Piece:
         origin = "given" if self.logprobs is None else f"sampled by {self.version!r}"
         return f"<Piece of {len(self)} tokens, {origin}>"
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays; memory shared with other pieces is counted here too."""
+        return self.tokens.nbytes + (0 if self.logprobs is None else self.logprobs.nbytes)
+
     def cut(self, start: int, stop: int) -> Piece:
         """Positions `[start, stop)`, sharing this piece's memory."""
         if start == 0 and stop == len(self):

@@ -120,7 +120,7 @@ class Trajectory:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays; memory shared with other trajectories is counted here too."""
-        return sum(p.tokens.nbytes + (0 if p.logprobs is None else p.logprobs.nbytes) for p in self.pieces)
+        return sum(piece.nbytes for piece in self.pieces)
 
 
 def common_prefix(first: Trajectory, second: Trajectory) -> int:

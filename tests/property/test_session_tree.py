@@ -117,7 +117,7 @@ class Episode:
         given = self.draw(st.integers(dropped, 3))  # behind a dropped stop token stands the template's own
         asked = self.scene.ask(sent, given=given, dropped=dropped, segment=segment, **fields)
         if segment is not None:
-            asked.places, asked.prompt, asked.written = (Place(None, tuple(sent), place.context),), None, b""
+            asked.places, asked.prompt, asked.written = (Place(None, tuple(sent), place.context),), None, ()
         self.scene.time += 1
         return asked
 
@@ -135,7 +135,7 @@ class Episode:
         for generated, turn in zip(made, self.scene.record(asked, *made), strict=True):
             given = list(generated.prompt or ())
             if asked.prompt is not None:
-                given = orjson.loads(asked.written)
+                given = orjson.loads(b"".join(asked.written))
                 assert given == asked.prompt.ids().tolist()
             self.doors[turn] = Door(given, list(generated.ids), list(generated.logprobs))
 

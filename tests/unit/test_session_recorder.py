@@ -191,7 +191,7 @@ def long_session(scene: Scene, turns: int, *, rooted: bool) -> list[Turn]:
         asked = scene.ask(parsed_again(sent), segment="not_text" if rooted else None)
         if rooted:
             asked.places = [replace(asked.places[0], parent=None, appended=tuple(asked.fields["messages"]))]
-            asked.prompt, asked.written = None, b""
+            asked.prompt, asked.written = None, ()
         made += scene.record(asked, scene.generated(asked, f"answer {number}"))
         sent.append({**made[-1].answer, "refusal": None})
     return made

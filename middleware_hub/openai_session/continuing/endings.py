@@ -11,7 +11,7 @@ trimmed text): it is not looked at, because its ids are held. Pure but for the r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -141,17 +141,16 @@ class Endings:
         raise refusal
 
 
-def _spellings(answer: AnswerShape, content: str) -> list[Message]:
+def _spellings(answer: AnswerShape, content: str) -> Iterator[Message]:
     """An answer of a shape as templates want it: some take no text beside calls, some want reasoning in every answer
     behind the last question, some write no calls at all."""
-    messages = [answer.message(content)]
+    yield answer.message(content)
     if content and answer.calls:
-        messages.append(answer.message())
+        yield answer.message()
     if not answer.reasoning:
-        messages.append(answer._replace(reasoning=True).message(content))
+        yield answer._replace(reasoning=True).message(content)
     if answer.calls:
-        messages.append(answer.message(MARKER))
-    return messages
+        yield answer.message(MARKER)
 
 
 def behind(tail: str, ending: Ending) -> str | None:

@@ -58,7 +58,7 @@ class PendingTurn:
         handovers: of the rows that are captured.
         cache: the prefix cache that it was sampled with, once that is known.
         recorded: whether its answer is held.
-        written: the ids of its prompt as the engine was given them; empty where it was given none.
+        written: the ids of its prompt as the engine was given them, in pieces; empty where it was given none.
         asked: the request as its agent wrote it or as its face has read it, for when it writes the answer.
         facts: what its face adds to those of the recorded turn.
         remember: told of each turn that the answer has become; gives the bytes that its face keeps of it.
@@ -79,7 +79,7 @@ class PendingTurn:
     handovers: Handovers = field(default_factory=Handovers)
     cache: int | None = None
     recorded: bool = False
-    written: bytes = b""
+    written: Sequence[bytes] = ()
     asked: object = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     remember: Callable[[Turn], int] | None = None

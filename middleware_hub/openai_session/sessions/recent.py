@@ -7,6 +7,7 @@ the ids that the engine is given are those that it was given and has sampled wit
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
@@ -16,6 +17,7 @@ from middleware_hub.openai_session.sessions.messages import SentList
 from middleware_hub.openai_session.sessions.pending import TokenPrompt
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.middlewares import nests_too_deep, read_json
+from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens
 
 #: Bytes that are kept of each kind.
@@ -58,20 +60,21 @@ class Recent(Generic[Value]):
 class WrittenIds(Recent[tuple["ref[Turn]", bytes]]):
     """The ids of each session's last turn as a request has them: a list in JSON, without its end."""
 
-    def prompt(self, session_id: str, prompt: TokenPrompt) -> bytes:
-        """The ids of a prompt, as a list in JSON."""
+    def prompt(self, session_id: str, prompt: TokenPrompt) -> tuple[bytes, ...]:
+        """The ids of a prompt, as a list in JSON, in pieces: a long text is not copied more often than it must be."""
         turn, text = self.get(session_id) or (None, b"")
         if turn is None or turn() is not prompt.parent:
-            return _list(prompt.ids())
+            return _list(prompt.ids())[:-1], b"]"
         for _ in range(prompt.dropped):
             text = text[: text.rindex(b",")]
-        return _with(text, prompt.given.tokens) + b"]"
+        return text, *_more(prompt.given), b"]"
 
-    def recorded(self, session_id: str, turn: Turn, prompt: bytes) -> None:
+    def recorded(self, session_id: str, turn: Turn, prompt: Sequence[bytes]) -> None:
         """A turn was recorded whose prompt was written so."""
-        text = prompt[:-1]
+        *pieces, _ = prompt
         for piece in turn.sampled:
-            text = _with(text, piece.tokens)
+            pieces += _more(piece)
+        text = b"".join(pieces)
         self.keep(session_id, (ref(turn), text), len(text))
 
 
@@ -79,9 +82,9 @@ def _list(ids: Tokens) -> bytes:
     return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _with(text: bytes, ids: Tokens) -> bytes:
-    """A list without its end, and more ids in it."""
-    return b"".join((text, b",", memoryview(_list(ids))[1:-1])) if len(ids) else text
+def _more(piece: Piece) -> tuple[bytes, ...]:
+    """More ids for a list that has some."""
+    return (b",", _list(piece.tokens)[1:-1]) if len(piece) else ()
 
 
 class KnownRequest(NamedTuple):

@@ -63,7 +63,8 @@ class TurnDoor:
 
     def speak(self, scope: Scope, path: str) -> None:
         """Have the errors of a request for this path within a session written in the words of its API."""
-        for face in self._faces.values():
+        own = self._faces.get(path)
+        for face in (own,) if own is not None else self._faces.values():
             if face.speaks(scope, path):
                 Exchange.of(scope).error_body = face.error_body
 

@@ -18,7 +18,7 @@ from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.openai.choices import Choice
 from miles_router.middlewares import nests_too_deep
-from miles_router.trajectory import InvalidTrajectory, Piece, Trajectory
+from miles_router.trajectory import InvalidTrajectory, Piece
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class TurnRecorder:
             self.statistics.turns += 1
             self.statistics.unrecorded_history += turn.unrecorded_history
             self.statistics.sampled_tokens += sum(map(len, sampled))
-            nbytes += Trajectory(sampled).nbytes + message_bytes(turn.answer) + TURN_BYTES
+            nbytes += sum(piece.nbytes for piece in sampled) + message_bytes(turn.answer) + TURN_BYTES
             if pending.remember is not None:
                 nbytes += pending.remember(turn)
             if pending.written:
@@ -179,15 +179,15 @@ class _Prompts:
     @property
     def tokens(self) -> int:
         """Tokens given, each prompt counted once."""
-        return len(self._given())
+        return sum(map(len, self._given()))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tokens given."""
-        return self._given().nbytes
+        return sum(piece.nbytes for piece in self._given())
 
-    def _given(self) -> Trajectory:
-        return Trajectory([self._prompt.given] if self._prompt is not None else [piece for _, piece in self._pieces])
+    def _given(self) -> list[Piece]:
+        return [self._prompt.given] if self._prompt is not None else [piece for _, piece in self._pieces]
 
     def given(self, choice: Choice) -> Piece:
         """What this choice was given behind its parent's tokens.

@@ -7,7 +7,7 @@ each chunk and the ids at its end in `sglext`; it does not tell weight versions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -52,7 +52,7 @@ class ChatEndpoint:
     tokens_by_default: int | None = None
     chunk_events = frozenset({b"", FRAMED})
 
-    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: bytes | None = None) -> bytes:
+    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
         """The request for the engine; without `ids`, it is asked which its template made of the messages."""
         sent = {**fields, **dict.fromkeys(OF_STREAM if stream else OF_WHOLE, True)}
         if not stream:
@@ -60,9 +60,9 @@ class ChatEndpoint:
             sent.pop("stream_options", None)
         if ids is None:
             sent[PROMPT_OF_STREAM if stream else PROMPT_OF_WHOLE] = True
-        else:
-            sent["input_ids"] = orjson.Fragment(ids)
-        return orjson.dumps(sent)
+            return orjson.dumps(sent)
+        sent.pop("input_ids", None)
+        return b"".join((memoryview(orjson.dumps(sent))[:-1], b',"input_ids":', *ids, b"}"))
 
     def choices(self, answer: Mapping[str, Any]) -> list[Choice]:
         """What a whole answer says was sampled.

@@ -183,9 +183,9 @@ class OpenAIEndpoint(Protocol):
     #: The names of events that are chunks.
     chunk_events: frozenset[bytes]
 
-    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: bytes | None = None) -> bytes:
-        """The request for the engine: a client's, with what recording needs. `ids`, a list in JSON, take the place of
-        its messages."""
+    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
+        """The request for the engine: a client's, with what recording needs. `ids`, a list in JSON in pieces, take
+        the place of its messages."""
         ...
 
     def choices(self, answer: Mapping[str, Any]) -> list[Choice]:

@@ -7,7 +7,7 @@ Ids and logprobs stand in each choice, whole and in each chunk. The weight versi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -31,7 +31,7 @@ class CompletionsEndpoint:
     #: No stream falls short.
     chunks = None
 
-    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: bytes | None = None) -> bytes:
+    def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
         """The request for the engine. Its prompt is a client's own."""
         sent = {**fields, "return_token_ids": True}
         if sent.get("logprobs") is None:
