@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from itertools import chain, product
+from itertools import product
 from typing import Any
 
+import numpy as np
+
 from middleware_hub.tokenizing.spelling import byte_of_character
+from miles_router.trajectory.pieces import Tokens
 
 #: Normalizers that change no ASCII.
 HARMLESS = ("NFC", "NFD", "NFKC", "NFKD")
@@ -33,32 +36,36 @@ class AsciiEncoder:
     """Encodes for one `tokenizers.Tokenizer`; made by `ascii_encoder`."""
 
     def __init__(self, backend: Any, pattern: re.Pattern[str]) -> None:
-        self._added = {each.content: token for token, each in backend.get_added_tokens_decoder().items()}
+        self._added = {each.content: _spelled(token) for token, each in backend.get_added_tokens_decoder().items()}
         longest_first = "|".join(map(re.escape, sorted(self._added, key=len, reverse=True)))
         self._parts = re.compile(f"({longest_first or '$.'})").split  # `$.` is nowhere
         self._pieces = pattern.findall
         self._ids = _PieceIds(backend.model)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> Tokens:
         """The ids of an ASCII text, no special tokens added."""
-        ids: list[int] = []
+        ids: list[bytes] = []
         for place, part in enumerate(self._parts(text)):
             if place % 2:
                 ids.append(self._added[part])
             else:
-                ids += chain.from_iterable(map(self._ids.__getitem__, self._pieces(part)))
-        return ids
+                ids += map(self._ids.__getitem__, self._pieces(part))
+        return np.frombuffer(b"".join(ids), dtype=np.int32)
 
 
-class _PieceIds(dict[str, list[int]]):
-    """The ids of each piece, found out at its first use."""
+def _spelled(*ids: int) -> bytes:
+    return np.array(ids, dtype=np.int32).tobytes()
+
+
+class _PieceIds(dict[str, bytes]):
+    """The ids of each piece as an array has them, found out at its first use."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
         self._letters = {byte: letter for letter, byte in byte_of_character().items()}
 
-    def __missing__(self, piece: str) -> list[int]:
-        ids = [token.id for token in self._model.tokenize(piece.translate(self._letters))]
+    def __missing__(self, piece: str) -> bytes:
+        ids = _spelled(*(token.id for token in self._model.tokenize(piece.translate(self._letters))))
         if len(piece) <= MAX_PIECE:
             if len(self) >= MAX_PIECES:
                 self.clear()
@@ -73,7 +80,7 @@ def ascii_encoder(backend: Any) -> AsciiEncoder | None:
         return None
     encoder = AsciiEncoder(backend, pattern)
     trial = "".join(map("".join, product(KINDS, repeat=3))) + "".join(map(chr, range(128)))
-    return encoder if encoder.encode(trial) == backend.encode(trial, add_special_tokens=False).ids else None
+    return encoder if encoder.encode(trial).tolist() == backend.encode(trial, add_special_tokens=False).ids else None
 
 
 def _pattern(backend: Any) -> re.Pattern[str] | None:

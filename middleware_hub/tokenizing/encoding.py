@@ -69,7 +69,7 @@ class TextEncoder:
 
     def encode_rendered(self, text: str) -> Tokens:
         """The ids of a text from its beginning that a chat template has written: no special tokens are added."""
-        return np.array(self._ids(text), dtype=np.int32)
+        return self._ids(text)
 
     def encode_rest(self, text: str) -> Encoding:
         """A text that continues other tokens: no special tokens added, nothing put in front.
@@ -98,8 +98,8 @@ class TextEncoder:
         if token is not None and token in self._added and text:
             ids = self._ids(self._added[token] + text)
             if ids[0] == token:
-                return np.array(ids[1:], dtype=np.int32)
-        return self.encode_rest(text).ids if self._needs_anchor else np.array(self._ids(text), dtype=np.int32)
+                return ids[1:]
+        return self.encode_rest(text).ids if self._needs_anchor else self._ids(text)
 
     def spell_whole(self, ids: Sequence[int]) -> Spelling:
         """The text of ids that begin a text: the engine's own decoding, special tokens shown."""
@@ -126,12 +126,11 @@ class TextEncoder:
         """See `alignment.align`."""
         return align(self._speller, ids, text, skip_special=skip_special, stop=stop, no_stop_trim=no_stop_trim)
 
-    def _ids(self, text: str) -> list[int]:
+    def _ids(self, text: str) -> Tokens:
         """The ids of a text, no special tokens added."""
         if self._ascii is not None and len(text) < UNLOCKED and text.isascii():
             return self._ascii.encode(text)
-        ids: list[int] = self._encode(text, special=False).ids
-        return ids
+        return np.array(self._encode(text, special=False).ids, dtype=np.int32)
 
     def _encode(self, text: str, *, special: bool) -> Any:
         """A `tokenizers.Encoding`. `encode` holds the interpreter's lock until it is done, `encode_batch` does not;

@@ -174,7 +174,7 @@ async def test_what_is_given_behind_a_held_turn_is_what_the_engine_would_write_t
     extension = await made.after(held, appended, context.tools, context.template_kwargs)
     ids = await prompt_ids(sglang_workers[0].url, [USER, answer, *appended], BESIDE[beside])
     assert extension.drop == 0
-    assert [end, *extension.ids] == ids[-len(extension.ids) - 1 :]
+    assert [end, *extension.ids.tolist()] == ids[-len(extension.ids) - 1 :]
 
 
 async def test_requests_have_one_context_exactly_where_the_engine_s_template_is_given_the_same(

@@ -83,13 +83,13 @@ def given(
 ) -> tuple[int, str]:
     """How much is dropped, and the text of what is given."""
     extension = at_once(made.after(end, appended, TOOLS if end.tool_calls else None, settings))
-    return extension.drop, family_tokenizer(family).decode(extension.ids, skip_special_tokens=False)
+    return extension.drop, family_tokenizer(family).decode(extension.ids.tolist(), skip_special_tokens=False)
 
 
 def joined(held: list[int], made: Continuation, end: HeldEnd, appended: list[Message], **kwargs: Any) -> list[int]:
     tools = kwargs.pop("tools", None)
     extension = at_once(made.after(end, appended, tools, kwargs))
-    return held[: len(held) - extension.drop] + extension.ids
+    return [*held[: len(held) - extension.drop], *extension.ids.tolist()]
 
 
 def library(family: str, directory: Path, roles: tuple[str, ...], thinking: bool) -> Any:
@@ -275,7 +275,7 @@ def test_a_template_that_rewrites_history_rewrites_nothing_that_is_held(rewrites
     expected = f"\n<|im_start|>user\nMore{QWEN}\n{NEXT}"
     extension = at_once(over(template).after(end, [user()], None, {}))
     assert extension.drop == 0
-    assert extension.ids == family_tokenizer("qwen3").encode(expected, add_special_tokens=False)
+    assert extension.ids.tolist() == family_tokenizer("qwen3").encode(expected, add_special_tokens=False)
 
 
 def test_arguments_written_anew_change_nothing_that_is_held() -> None:
@@ -406,7 +406,8 @@ def test_ids_behind_a_special_token_are_those_of_the_whole_text() -> None:
     backend = with_template(llama, "llama2").backend_tokenizer
     head = backend.encode("user: Hi</s>assistant: Hello</s>", add_special_tokens=False).ids
     whole = backend.encode("user: Hi</s>assistant: Hello</s>user: More</s>assistant:", add_special_tokens=False).ids
-    assert head + at_once(made.after(HeldEnd(head[-1], ended=True), [user()], None, {})).ids == whole
+    extension = at_once(made.after(HeldEnd(head[-1], ended=True), [user()], None, {}))
+    assert head + extension.ids.tolist() == whole
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen35", "glm47", "kimi25", "minimax_m25", "nemotron3", OSS])
@@ -418,7 +419,7 @@ def test_given_text_is_the_end_of_the_whole_conversations(family: str) -> None:
         appended = results(rng, message) if message.get("tool_calls") else [user(rng.choice(("More", "  é\n")))]
         whole = whole_of(made.renderer, [*history, message, *appended], Context(TOOLS, {}))
         extension = at_once(made.after(held_end(message, None, ended=False), appended, TOOLS, {}))
-        assert whole[-len(extension.ids) :] == extension.ids
+        assert whole[-len(extension.ids) :] == extension.ids.tolist()
 
 
 def test_a_long_list_of_tools_is_rendered_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:

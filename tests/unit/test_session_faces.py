@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, Extension, HeldEnd, NotAppendOnly
@@ -37,7 +38,7 @@ class Rendering:
         if self._refusal is not None:
             raise NotAppendOnly(self._refusal)
         self.tools, self.settings = tools, settings
-        return Extension(1, [7, 8])
+        return Extension(1, np.array([7, 8], dtype=np.int32))
 
 
 def chat_turn(scene: Scene, messages: object, rendering: Rendering | None = None, **fields: Any) -> PendingTurn:

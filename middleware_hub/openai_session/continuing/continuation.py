@@ -60,7 +60,7 @@ class Extension(NamedTuple):
     """How many sampled tokens the engine is not given again (0 or 1), and the ids that are given behind the rest."""
 
     drop: int
-    ids: list[int]
+    ids: Tokens
 
 
 class Continuation:
@@ -132,7 +132,7 @@ class Continuation:
             tail = self._endings.tail(answer, appended, context)
             given = self._given(turn, answer, tail, context)
             ids = await self._encoder.encode_behind(given.text, given.token)
-            return Extension(given.drop, ids.tolist())
+            return Extension(given.drop, ids)
         except (CannotRender, InexactTokenizer) as error:
             raise NotAppendOnly(str(error)) from None
 

@@ -81,7 +81,7 @@ class TurnRunner:
         turn.handovers = Handovers.captured(
             self._router.rows, lambda kind: [turn.held_rows(kind)], per_prompt=sys.maxsize, missing=missing
         )
-        if missing is not None and turn.stream:  # it does not say whose they are
+        if not turn.handovers or (missing is not None and turn.stream):  # which does not say whose they are
             await self._run(face, turn, scope, receive, send)
             return
         with turn.handovers.left_on(Exchange.of(scope)):
