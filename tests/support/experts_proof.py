@@ -30,13 +30,11 @@ from tests.support.generations import CHAT, GENERATE, Generation
 from tests.support.oracle import common_length
 from tests.support.rollouts import generate, request_body
 from tests.support.session_proof import Sample, line_of
-from tests.support.session_trial import IM_END
+from tests.support.session_trial import qwen3
 from tests.support.waiting import PATIENCE
 
 LAYERS, EXPERTS, TOP_K = 4, 8, 2  # of the real MoE model
 DELIVER = "/routed_experts"
-#: Qwen3's, which may be sampled where `ignore_eos` is asked for, and are never in a text.
-END_TOKENS = frozenset({151643, IM_END})
 
 #: Expert ids, [rows, LAYERS, TOP_K].
 Rows = npt.NDArray[Any]
@@ -217,7 +215,7 @@ class Book:
 
     def straight(self) -> int:
         """Rollouts without siblings whose turns each went on from the whole one before have brought each of their rows
-        once, but for end tokens behind an answer's text. Says how many these are."""
+        once, but for those of hidden tails. Says how many these are."""
         rollouts: dict[str, list[Line]] = {}
         for line in self.lines.values():
             rollouts.setdefault(line.turn.request_id.split(".")[0], []).append(line)
@@ -235,11 +233,14 @@ class Book:
 
 
 def _rows_again(line: Line, after: Line) -> int:
-    """How many rows of a line come once more with the one that goes on from its whole text: those of end tokens at an
-    answer's end, which are no part of that text."""
+    """How many rows of a line come once more with the one that goes on from its whole text: those of its hidden tail,
+    tokens at the end that are no part of that text."""
     kept = common_length(line.tokens, after.given)
-    assert END_TOKENS.issuperset(line.tokens[kept:]), "a whole text goes on from all its tokens"
-    return max(0, len(line.tokens) - kept - 1)
+    hidden = line.tokens[kept:]
+    assert not qwen3().decode(hidden, skip_special_tokens=True), (
+        f"a whole text goes on from all its tokens, not {hidden}"
+    )
+    return max(0, len(hidden) - 1)
 
 
 def book(doors: Sequence[Door], turns: Sequence[Turn]) -> Book:
