@@ -81,6 +81,7 @@ async def test_every_position_of_every_sample_is_what_the_engine_was_given_or_sa
         ran = time.monotonic()
         went = chats_of(doors, version=FIRST_VERSION)
         proved = await check_sessions(http, agents, went, tokenizer("qwen3"))
+        assert not proved.given_back, "what was cut goes on"
     with capsys.disabled():
         print(f"\n{proved}\n{agents.log.turns} turns of agents, {len(agents.log.left)} broken off")
         print(f"{ran - begun:.1f} s of agents, {time.monotonic() - ran:.1f} s of comparison")

@@ -48,6 +48,7 @@ class Proved:
     turns: int = 0
     streamed: int = 0
     carried_on: int = 0  # turns that were cut
+    given_back: int = 0  # of these, as they were cut
     continued: int = 0  # turns that were sent as ids
     dropped: int = 0  # stop tokens that the engine was not given again
     prompts: int = 0  # tokens of the prompts of continued turns
@@ -87,7 +88,7 @@ async def check_sessions(http: aiohttp.ClientSession, agents: Agents, went: Chat
         async with http.get(f"/sessions/{session}") as reply:
             found = await reply.json()
         assert found["metadata"]["untraced"] == []
-        assert "abort" not in {record["finish_reason"] for record in found["records"]}, "what was cut goes on"
+        proved.given_back += sum(record["finish_reason"] == "abort" for record in found["records"])
         reasons = Counter(record["reason"] for record in found["records"])
         assert reasons == {reason: n for (of, reason), n in agents.log.reasons.items() if of == session}
     assert proved.turns + left == len(went.generations), "each belongs to one of the sessions"

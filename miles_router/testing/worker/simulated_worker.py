@@ -295,6 +295,10 @@ class SimulatedWorker:
         except asyncio.CancelledError:
             exchange.disconnected = not reply.cut
             raise
+        except ConnectionResetError:  # its client has left, and the server is about to cancel this
+            exchange.disconnected = not reply.cut
+            await asyncio.get_running_loop().create_future()
+            raise
         finally:
             exchange.done = True
             self.door.notify()
