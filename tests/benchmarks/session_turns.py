@@ -1,0 +1,224 @@
+"""What a session's turn costs the router's process: CPU time by length of the history and API, sockets included.
+
+    python -m tests.benchmarks.session_turns [--against CHECKOUT] [--repeat 5] [--turns 50] [--markdown] [--json FILE]
+
+The conversations of `sessions.py`, which grow to some 32,000 tokens, asked of a router in a process of its own, with an
+engine behind it that answers at once. Eight agents ask at the same time, turn by turn. CPU time is the router's alone,
+user and system, of all its threads. Whatever is compared takes turns, so that drift of the machine hits all:
+
+    chat, messages, responses   a turn of each API
+    before                      a chat turn in the router of another checkout
+    passed                      what a chat turn's bytes cost without a session: the request that its engine is given
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import orjson
+
+from tests.benchmarks.peers import REPO
+from tests.benchmarks.process import HOST, free_port, started
+from tests.benchmarks.report import environment, number, table
+from tests.benchmarks.sessions import APIS, SAMPLED_SHARE, TARGET_TOKENS, WORDS, Engine
+from tests.support.tokenizers import tokenizer_directory
+
+LAYER = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
+CHAT = "/v1/chat/completions"
+PASSED, BEFORE = "passed", "before"
+AGENTS = 8
+#: What a worker answers to anything but a turn.
+STATUS = b'{"status": "ok", "model_path": "benchmark", "weight_version": "1", "is_generation": true, "data": []}'
+
+
+class Worker(BaseHTTPRequestHandler):
+    """An engine that answers at once, and keeps the last requests."""
+
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1
+    disable_nagle_algorithm = True
+    engine: Engine
+    asked: list[bytes] = []  # noqa: RUF012
+
+    def do_GET(self) -> None:
+        self._give(STATUS)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.path != CHAT:
+            self._give(STATUS)
+            return
+        Worker.asked.append(body)
+        self._give(self.engine.answer(orjson.loads(body)))
+
+    def _give(self, body: bytes) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+class Subject:
+    """A router, and a connection of each agent to it."""
+
+    def __init__(self, port: int, pid: int) -> None:
+        self._clock = ~pid << 3 | 2  # its CPU time (Linux, `clock_getcpuclockid`)
+        self._sockets = [socket.create_connection((HOST, port)) for _ in range(AGENTS)]
+        for each in self._sockets:
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def round(self, requests: Sequence[tuple[str, bytes]]) -> tuple[list[bytes], float]:
+        """What all agents are answered who ask at once, and the seconds of CPU that each took."""
+        begun = time.clock_gettime(self._clock)
+        for each, (path, body) in zip(self._sockets, requests, strict=True):
+            head = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: "
+            each.sendall(b"%b%d\r\n\r\n%b" % (head.encode(), len(body), body))
+        answers = [_answer(each) for each in self._sockets]
+        time.sleep(0.002)  # what it does behind its answers
+        return answers, (time.clock_gettime(self._clock) - begun) / AGENTS
+
+
+def _answer(connection: socket.socket) -> bytes:
+    reply = http.client.HTTPResponse(connection)
+    reply.begin()
+    body = reply.read()
+    if reply.status not in (200, 201):
+        raise RuntimeError(f"{reply.status} {body[:400]!r}")
+    return body
+
+
+@contextlib.contextmanager
+def running(source: Path, worker_port: int, root: Path, name: str) -> Iterator[Subject]:
+    """A router of a checkout, in front of the worker."""
+    port = free_port()
+    command = [
+        str(Path(sys.executable).with_name("miles-router")), "--port", str(port), "--log-level", "warning",
+        "--worker-urls", f"http://{HOST}:{worker_port}", "--hf-checkpoint", tokenizer_directory("qwen3"),
+        "--middleware-paths", LAYER,
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(source)}
+    with started(command, port, "/readiness", root / f"{name}.log", env, source) as pid:
+        yield Subject(port, pid)
+
+
+Times = dict[str, dict[int, list[float]]]
+
+
+def episode(subject: Subject, name: str, api: str, turns: int, seed: int, times: Times, tokens: dict[int, int]) -> None:
+    """A session of each agent, from its first turn to its last."""
+    path, request, text_of = APIS[api]
+    source = random.Random(seed)
+    made, _ = subject.round([("/sessions", b"{}")] * AGENTS)
+    sessions = [orjson.loads(answer)["session_id"] for answer in made]
+    histories: list[list[dict[str, Any]]] = [[{"role": "system", "content": "You are an agent."}] for _ in sessions]
+    given = int(TARGET_TOKENS / turns * (1 - SAMPLED_SHARE))
+    for turn in range(turns):
+        for messages in histories:
+            messages.append({"role": "user", "content": " ".join(source.choice(WORDS) for _ in range(given))})
+        Worker.asked.clear()
+        answers, seconds = subject.round(
+            [
+                (f"/sessions/{session}{path}", orjson.dumps(request(messages)))
+                for session, messages in zip(sessions, histories, strict=True)
+            ]
+        )
+        times[name][turn].append(seconds)
+        if name == "chat":
+            asked = Worker.asked[:AGENTS]
+            tokens[turn] = len(orjson.loads(asked[0]).get("input_ids") or ()) + len(Worker.engine.triples)
+            times[PASSED][turn].append(subject.round([(CHAT, body) for body in asked])[1])
+        for messages, answer in zip(histories, answers, strict=True):
+            messages.append({"role": "assistant", "content": text_of(orjson.loads(answer))})
+
+
+def measured(options: argparse.Namespace) -> tuple[Times, dict[int, int]]:
+    """Seconds by what and turn, and the tokens of each turn's history."""
+    Worker.engine = Engine(int(TARGET_TOKENS / options.turns * SAMPLED_SHARE), seed=1)
+    times: Times = defaultdict(lambda: defaultdict(list))
+    tokens: dict[int, int] = {}
+    server = ThreadingHTTPServer((HOST, 0), Worker)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = server.server_address[1]
+    with tempfile.TemporaryDirectory(prefix="turns-") as folder, contextlib.ExitStack() as stack:
+        root = Path(folder)
+        now = stack.enter_context(running(REPO, port, root, "now"))
+        subjects = [(now, api, api) for api in options.apis]
+        if options.against is not None:
+            other = stack.enter_context(running(options.against.resolve(), port, root, BEFORE))
+            subjects.append((other, BEFORE, "chat"))
+        for subject, _, api in subjects:  # what is loaded and cached first
+            episode(subject, "", api, 5, 0, defaultdict(lambda: defaultdict(list)), {})
+        for at in range(options.repeat):
+            for subject, name, api in subjects[at % len(subjects) :] + subjects[: at % len(subjects)]:
+                episode(subject, name, api, options.turns, at, times, tokens)
+            print(f"\r{at + 1}/{options.repeat}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return times, tokens
+
+
+def shown(times: Times, tokens: Mapping[int, int], *, markdown: bool) -> str:
+    """Milliseconds by turn, and the ratios that are promised."""
+    last = max(times["chat"])
+    names = [name for name in (*APIS, BEFORE, PASSED) if name in times]
+    places = sorted({0, 1, 2, *(round(last * part / 5) for part in range(1, 6))})
+
+    def of(name: str, turn: int) -> float:
+        return median(times[name][turn])
+
+    rows = [
+        [number(turn + 1, 0), number(tokens[turn], 0), *(number(of(name, turn) * 1e3, 2) for name in names)]
+        for turn in places
+    ]
+    ratios = [["chat, last turn / second", number(of("chat", last) / of("chat", 1), 2)]]
+    for name in names[1:]:
+        share = [number(of(name, turn) / of("chat", turn), 2) for turn in (1, last)]
+        ratios.append([f"{name} / chat, second turn and last", " ".join(share)])
+    return f"{table(['turn', 'tokens', *names], rows, markdown)}\n\n{table(['ratio', ''], ratios, markdown)}"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=5, help="episodes of each, with 8 agents (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=50, help="turns of each session (default: %(default)s)")
+    parser.add_argument("--apis", nargs="+", choices=APIS, default=list(APIS), help="what agents speak; chat among it")
+    parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measure the router of this one beside")
+    parser.add_argument("--markdown", action="store_true", help="print the tables as GitHub markdown")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every time")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = arguments()
+    for name, value in environment().items():
+        print(f"{name}: {value}")
+    times, tokens = measured(options)
+    print(shown(times, tokens, markdown=options.markdown))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"environment": environment(), "seconds": times, "tokens": tokens}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
