@@ -52,9 +52,12 @@ class Metrics(Statistics, prefix="miles_router"):
     unread_replies = counter("Replies that passed a layer unread, by layer and reason.", by=("layer", "reason"))
     transitions = counter("Changes of a worker's state.", by=("before", "after"), name="worker_transitions")
     unkeyed_generations = counter("Generations that may use a cache of older weights: their path takes no key of it.")
+    unpinned_generations = counter("Generations on workers with ranks whose path takes none: the engine chooses.")
+    ignored_ranks = counter("Answers of another rank than the one that was meant.")
     stalled_workers = counter("Workers given up since their engine stood still under requests.")
     dropped_log_lines = counter("Log lines that nobody took in time.")
     in_flight = gauge("Leases held.", by="worker")
+    rank_in_flight = gauge("Leases held on workers with several ranks.", by=("worker", "rank"))
     worker_routable = gauge("1: takes new requests.", by="worker")
     workers = gauge("Registered workers by state.", by="state")
 
@@ -63,6 +66,9 @@ class Metrics(Statistics, prefix="miles_router"):
         super().__init__(
             dropped_log_lines=dropped_lines,
             in_flight=lambda: {worker.url: worker.in_flight for worker in pool},
+            rank_in_flight=lambda: {
+                (worker.url, unit.rank): unit.in_flight for worker in pool for unit in worker.ranks
+            },
             worker_routable=lambda: {worker.url: worker.state is WorkerState.READY for worker in pool},
             workers=lambda: _states(pool),
         )
