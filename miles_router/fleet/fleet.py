@@ -66,6 +66,10 @@ class Orders(Protocol):
         ...
 
 
+#: Of a fleet's model that are remembered.
+MAX_NAMES = 64
+
+
 class RankFault:
     """Why the ranks of one engine process are not chosen, if they are not. Kept with its facts, and gone with them."""
 
@@ -89,6 +93,8 @@ class Fleet:
         self._released: set[str] = set()  # the parts of its memory that the fleet is without,
         self._memory_orders: list[Order] = []  # and what led to that
         self._asking: dict[Worker, asyncio.Task[Facts]] = {}
+        #: What its engines have called their model, in that order: a new checkpoint from disk changes the name.
+        self.model_names: dict[str, None] = {}
         pool.listeners.append(self._changed)
 
     # What may be chosen
@@ -297,8 +303,14 @@ class Fleet:
         if process is not None and self.pool.find(worker.url) is worker:
             worker.facts, worker.facts_of = facts.after(worker.facts), process
             self._count_on_ranks(worker, worker.facts)
+            self._note_names(worker.facts)
             return worker.facts
         return facts
+
+    def _note_names(self, facts: Facts) -> None:
+        for name in (facts.served_model_name, facts.model_path):
+            if name and len(self.model_names) < MAX_NAMES:
+                self.model_names[name] = None
 
     def _count_on_ranks(self, worker: Worker, facts: Facts) -> None:
         """Each rank of its engine is a unit, unless this very process has ignored which one was meant."""

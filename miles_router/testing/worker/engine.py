@@ -284,6 +284,7 @@ class Engine:
 
 
 def _cache_key(generation: Generation) -> str:
-    """What shares a prefix: each rank has a cache of its own."""
-    key = generation.request.extra_key or ""
-    return key if generation.dp_rank is None else f"{generation.dp_rank} {key}"
+    """What shares a prefix: each rank has a cache of its own, and so has each adapter."""
+    request, rank = generation.request, generation.dp_rank
+    parts = [request.extra_key or "", *(str(each) for each in (rank, request.lora_path) if each is not None)]
+    return "\n".join(parts)

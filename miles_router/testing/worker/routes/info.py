@@ -99,7 +99,12 @@ async def loads(visit: Visit) -> web.StreamResponse:
 
 
 async def models(visit: Visit) -> web.StreamResponse:
-    return await visit.reply.json({"object": "list", "data": [_model_card(visit)]})
+    base = _model_card(visit)
+    loaded = visit.engine.adapters.items()
+    adapters = [
+        {**base, "id": name, "root": path, "parent": base["id"], "max_model_len": None} for name, path in loaded
+    ]
+    return await visit.reply.json({"object": "list", "data": [base, *adapters]})
 
 
 async def model(visit: Visit) -> web.StreamResponse:

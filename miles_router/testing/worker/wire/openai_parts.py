@@ -16,6 +16,15 @@ def require_json(visit: Visit) -> None:
         raise invalid_body({"loc": ["header", "content-type"], "msg": message, "type": "value_error"})
 
 
+def adapter_of(visit: Visit, body: Mapping[str, Any]) -> Any:
+    """The adapter that answers: by `base:adapter` in `model`, whatever the base, else by `lora_path`. Any other name is
+    the base model's."""
+    model, served = str(body.get("model") or ""), visit.settings.served_model_name
+    behind = model[len(served) :] if model.startswith(f"{served}:") else model[model.find(":") :]
+    named = behind[1:].strip() if ":" in model and model != served else ""
+    return named or body.get("lora_path")
+
+
 def routed_rank(visit: Visit, body: Mapping[str, Any]) -> Any:
     """The rank that a request is pinned to: by its header, else by its body."""
     header = visit.exchange.header("x-data-parallel-rank")
