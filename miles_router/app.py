@@ -81,6 +81,7 @@ def create_app(
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
     stack = Reception(outermost, pools)
+    pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
     for url in config.worker_urls:
         pools.default.fleet.pool.add(parse_worker_url(url))
     admin = Admin(pools, _described(loaded))

@@ -7,7 +7,7 @@ from miles_router.asgi.headers import first
 from miles_router.engines import models
 from miles_router.errors import BadRequest, UnknownModel
 from miles_router.fleet.gate import SESSION_PREFIX, computes
-from miles_router.pools.pools import SHOWN, ModelPool, Pools
+from miles_router.pools.pools import SHOWN, SHOWN_ADAPTERS, ModelPool, Pools
 
 MULTIPART = b"multipart/"
 
@@ -46,7 +46,7 @@ class PoolChoice:
         """The model that a request names."""
         headers = scope["headers"]
         kind = first(headers, b"content-type") or b""
-        if body and (first(headers, b"content-encoding") is not None or kind.startswith(MULTIPART)):
+        if body and (first(headers, b"content-encoding") is not None or kind.lower().startswith(MULTIPART)):
             raise BadRequest("the model of a body that is compressed or no JSON cannot be read")
         model = models.model_of(body, read_json)
         if model is not None and not isinstance(model, str):
@@ -96,5 +96,5 @@ class PoolChoice:
         if len(having) == 1:
             return having[0], model
         written = sorted(pool.spelled(adapter) for pool, each in adapters.items() for adapter in each)
-        more = f"; adapters: {', '.join(written)}" if written else ""
+        more = f"; adapters: {', '.join(written[:SHOWN_ADAPTERS])}" if written else ""
         raise UnknownModel(f"the model {model[:SHOWN]!r} does not exist; {self._pools.known()}{more}", models.MODEL)

@@ -24,8 +24,8 @@ from miles_router.middlewares.router import Router
 MAX_POOLS = 64
 #: Seconds for which an answer holds.
 FRESH = 1.0
-#: Names of one model, and characters of a request's own, that a refusal repeats.
-SHOWN_NAMES, SHOWN = 4, 100
+#: Names of one model, adapters, and characters of a request's own, that a refusal repeats.
+SHOWN_NAMES, SHOWN_ADAPTERS, SHOWN = 4, 16, 100
 
 Answer = TypeVar("Answer")
 
@@ -128,6 +128,8 @@ class Pools:
         self._running: AsyncExitStack | None = None
         #: Whether some worker has ever been registered with a `model_id`. Until then nobody looks at a request's model.
         self.named = False
+        #: Whether some layer is of one model: which one must not depend on who registers first.
+        self.layered = False
         self.default = self._new(default)
 
     def __iter__(self) -> Iterator[ModelPool]:
@@ -166,12 +168,14 @@ class Pools:
         """The pool of a `model_id`, made where there is none; the default one for None.
 
         Raises:
-            BadRequest: there are too many.
+            BadRequest: there are too many, or nobody has said which model the layers are for.
         """
         if name is None:
             return self.default
         pool = self._pools.get(name)
         if pool is None:
+            if self.layered and not self.default.name:
+                raise BadRequest("model_id: the router's middlewares are of one model; say by --model-id which that is")
             if len(self._pools) >= MAX_POOLS:
                 raise BadRequest(f"there are {MAX_POOLS} models already; a router takes no more")
             pool = self._new(name)

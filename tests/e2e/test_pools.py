@@ -329,7 +329,11 @@ async def test_layers_that_hold_tokens_are_for_the_default_pool_and_others_pass_
         )
     )
     settings = {"middlewares": middlewares, "hf_checkpoint": tokenizer_directory("qwen3")}
-    async with scene("judge", settings=settings) as made:
+    async with SimulatedWorker() as worker, running_router(**settings) as router:
+        refusal = await register(router, worker, "judge")  # else it would depend on who registers first
+        assert (refusal.status, "--model-id" in refusal.json()["error"]["message"]) == (400, True)
+        assert (await register(router, worker, None)).status == 201
+    async with scene("judge", settings={**settings, "model_id": "actor"}) as made:
         judge = made["judge"]
         body = orjson.dumps({**ROUTES["/generate"], "model": "judge"})
         assert (await made.router.ask("POST", "/generate", JSON, body)).status == 200
@@ -339,7 +343,7 @@ async def test_layers_that_hold_tokens_are_for_the_default_pool_and_others_pass_
         assert judge.door.last.body == chat
         session = (await post(made.router, "/sessions")).json()["session_id"]
         answer = await made.router.ask("POST", f"/sessions/{session}{CHAT}", JSON, chat)
-        assert (answer.status, b"sessions are of the model 'default'" in answer.body) == (400, True)
+        assert (answer.status, b"sessions are of the model 'actor'" in answer.body) == (400, True)
 
 
 class Onlooker:
