@@ -88,7 +88,9 @@ def create_app(
     routes, doors = _own_routes(config, admin, ControlRoutes(pools), layers, stack)
     routes.lifespan_context = _lifespan(layers, pools, upstream, loop_delay)
     _register_metrics(router, layers)
-    return RouterApp(config=config, pools=pools, routes=routes, doors=doors, stack=stack, clients=clients)
+    return RouterApp(
+        config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients
+    )
 
 
 def _pool(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -38,9 +39,12 @@ class RouterApp:
         routes: Routes,
         doors: Doors,
         stack: ASGIApp,
+        layers: Sequence[ASGIApp],
         clients: ClientStatistics,
     ) -> None:
         self.pools = pools
+        #: The middlewares, outermost first.
+        self.layers = layers
         #: The handle that the layers have.
         self.router = router = pools.default.router
         self.doors = doors
