@@ -7,6 +7,7 @@ name of an adapter and never applies it, and so do the APIs of Ollama.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -23,6 +24,7 @@ DEFAULT = "default"
 #: Paths where `base:adapter` is applied.
 BY_NAME = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.INVOCATIONS, paths.EMBEDDINGS})
 _MODEL = Field(MODEL)
+_FIRST = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"model"[ \t\r\n]*:[ \t\r\n]*')
 
 
 def model_of(body: bytes, parse: Parse) -> object:
@@ -31,13 +33,12 @@ def model_of(body: bytes, parse: Parse) -> object:
     Raises:
         What `parse` raises.
     """
-    found = _MODEL.find(body)
-    if found is None:
-        return None
-    name, value = found
+    first = _FIRST.match(body)
     with suppress(Incomplete):
-        return value_at(body, value) if body[:name].strip() == b"{" else _MODEL.last(body)
-    parsed = parse(body)  # else it may be part of something else, as a parameter of a tool
+        return value_at(body, first.end()) if first is not None else _MODEL.last(body)
+    if _MODEL.find(body) is None:
+        return None
+    parsed = parse(body)  # it may be part of something else, as a parameter of a tool
     return parsed.get(MODEL) if isinstance(parsed, dict) else None
 
 
