@@ -59,12 +59,9 @@ class PoolChoice:
             return pool, None
         if model == models.DEFAULT:
             return self._pools.meant(models.MODEL), None
-        found = self._by_names(model)
-        if found is None:
-            for each in self._pools:
-                await each.learn()
-            found = self._by_names(model) or await self._by_adapter(model)
-        return found
+        for each in self._pools:
+            await each.learn()  # first: a name that another pool has too is none
+        return self._by_names(model) or await self._by_adapter(model)
 
     def _by_names(self, model: str) -> tuple[ModelPool, str | None] | None:
         """The only pool that calls its model so, or has it as the base of this adapter."""

@@ -101,8 +101,9 @@ class ModelPool:
         self._adapters = Inquiry(self._ask_adapters)
 
     async def learn(self) -> None:
-        """Have workers asked what they are that have not said it yet."""
-        await self._facts.answer()
+        """Have workers asked what they are where none has said it yet."""
+        if self.peopled and not self.fleet.model_names:
+            await self._facts.answer()
 
     async def _ask_adapters(self) -> frozenset[str]:
         for worker in self.fleet.pool.routable[:1]:
@@ -110,8 +111,7 @@ class ModelPool:
         return frozenset()
 
     async def _ask_facts(self) -> None:
-        if any(worker.facts is None for worker in self.fleet.pool.routable):
-            await self.fleet.all_facts()
+        await self.fleet.all_facts()
 
 
 class Pools:
