@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -26,6 +27,23 @@ class PauseMode(str, Enum):
     ABORT = "abort"
     RETRACT = "retract"
     IN_PLACE = "in_place"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine tells of its load; tokens are those of `/v1/loads`."""
+
+    capacity: int
+    running: int = 0
+    waiting: int = 0
+    used_tokens: int = 0
+    waiting_tokens: int = 0
+    waiting_uncached_tokens: int = 0
+    max_running: int = 256
+    tokens_per_second: float = 0.0
+    cache_hit_rate: float = 0.0
+    prefilled_tokens: int = 0
+    prefill_seconds: float = 0.0
 
 
 class Engine:
@@ -76,6 +94,7 @@ class Engine:
 
     @weight_version.setter
     def weight_version(self, version: str) -> None:
+        self.catch_up()
         self._weight_version = version
         self.named_version = version
         """What `/model_info` names; SGLang's is still the old one after an update that failed half way."""
@@ -132,11 +151,7 @@ class Engine:
 
     def begin(self, request: GenerationRequest) -> Generation:
         """Put a generation among the running ones. The caller must `end()` it."""
-        rest = self._rests.pop(context_hash(request.input_ids), None)
-        if rest is not None:
-            request.script = rest
-        elif self.scripts:
-            request.script = self.scripts.popleft()
+        self._take_script(request)
         generation = Generation(self.model, request)
         key = request.extra_key or ""
         generation.cached_tokens = self._cached_tokens(request, key)
@@ -154,8 +169,7 @@ class Engine:
         script, said = generation.request.script, len(generation.output_ids)
         if script is not None and said < len(script):
             self._rests[context_hash(sequence_of(generation))] = script[said:]
-        # The last id was sampled but never fed back, so its keys and values do not exist.
-        self.cache.insert(sequence_of(generation)[:-1], generation.request.extra_key or "", self.weight_version)
+        self._leave_in_cache(generation)
         self._pulse()
 
     async def outputs(self, generation: Generation) -> AsyncIterator[None]:
@@ -204,6 +218,18 @@ class Engine:
         """Wait until the scheduler moves; a paused one does."""
         await self._until(lambda: not self.stopped)
 
+    def load(self) -> Load:
+        """What runs. SGLang shows retracted requests as running, since it publishes nothing new while it is paused."""
+        used = sum(generation.prompt_tokens + len(generation.output_ids) for generation in self.running.values())
+        return Load(self.model.context_len, running=len(self.running), used_tokens=used)
+
+    def catch_up(self) -> None:
+        """Say what should be said by now; here every generation does that for itself."""
+
+    def flush(self) -> None:
+        """Forget the prefix cache."""
+        self.cache.clear()
+
     async def idle(self) -> None:
         """Wait until nothing runs."""
         await self._until(lambda: not self.running)
@@ -220,6 +246,18 @@ class Engine:
     def can_flush(self) -> bool:
         """Whether no generation holds memory; retracted ones do not."""
         return all(generation.waiting for generation in self.running.values())
+
+    def _take_script(self, request: GenerationRequest) -> None:
+        """What this generation is to say, if that was planned."""
+        rest = self._rests.pop(context_hash(request.input_ids), None)
+        if rest is not None:
+            request.script = rest
+        elif self.scripts:
+            request.script = self.scripts.popleft()
+
+    def _leave_in_cache(self, generation: Generation) -> None:
+        # The last id was sampled but never fed back, so its keys and values do not exist.
+        self.cache.insert(sequence_of(generation)[:-1], generation.request.extra_key or "", self.weight_version)
 
     def _cached_tokens(self, request: GenerationRequest, key: str) -> int:
         """Logprobs of the prompt cost the cache: positions that need one are computed anew."""

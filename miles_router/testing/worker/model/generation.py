@@ -104,6 +104,11 @@ class Generation:
         self._choose = self._chooser()
 
     @property
+    def aborted(self) -> bool:
+        """Whether it ends with its next token, for that reason."""
+        return self._to_finish is not None and self.finish_reason is None
+
+    @property
     def text(self) -> str:
         return self._detokenizer.text
 
@@ -130,6 +135,21 @@ class Generation:
         self._context = context_hash((token,), self._context)
         self._note_version(version)
         self._check_finish(token)
+
+    def extend(self, count: int, version: str) -> None:
+        """`step` so many times, or until the end; at once where a script says what comes and no logprob is wanted."""
+        script, done = self.request.script, len(self.output_ids)
+        if script is not None and not self.request.return_logprob and self._goes_on_without_a_look():
+            known = script[done : min(done + count, len(script) - 1, self.max_new_tokens - 1)]
+            if known and self._to_finish is None and self._stop_ids.isdisjoint(known):
+                self.output_ids += known
+                self._choose = iter(script[len(self.output_ids) :]).__next__
+                self._note_version(version, len(known))
+                count -= len(known)
+        for _ in range(count):
+            if self.finish_reason is not None:
+                return
+            self.step(version)
 
     def due_for_forced_output(self) -> bool:
         """Whether SGLang would detokenize now although nobody streams."""
@@ -197,12 +217,16 @@ class Generation:
             token = sampler.sampled(self._context, noise, done + attempt * 1_000_003)
         return token
 
-    def _note_version(self, version: str) -> None:
+    def _note_version(self, version: str, new: int = 1) -> None:
         count = len(self.output_ids)
         if self.spans and self.spans[-1].version == version:
             self.spans[-1].end = count
         else:
-            self.spans.append(VersionSpan(version, count - 1, count))
+            self.spans.append(VersionSpan(version, count - new, count))
+
+    def _goes_on_without_a_look(self) -> bool:
+        """Whether neither a stop string nor a pattern can end it."""
+        return not self._stop_windows and self.request.sampling.stop_regex is None
 
     def _check_finish(self, token: int) -> None:
         """SGLang's order: an abort, then stop strings, then stop ids, then the budget."""
