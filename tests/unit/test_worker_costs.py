@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 
 import pytest
 
 from miles_router.testing.worker.costs.gpu import QWEN3_8B_H100, Gpu, gpu_named
+from miles_router.testing.worker.costs.pacer import Pacer
 from miles_router.testing.worker.costs.prefix_tree import PrefixTree, packed
 from miles_router.testing.worker.costs.schedule import Job, Schedule
+from tests.support.waiting import PATIENCE
 
 #: Seconds that are easy to add up: a prefill 1, each of its tokens 0.1; a step 1, each sequence in it 0.01.
 PLAIN = Gpu(
@@ -332,3 +335,28 @@ def test_whatever_comes_every_job_ends_and_no_memory_is_lost(page: int, memory: 
     assert (schedule.used, schedule.running, list(schedule.waiting)) == (0, 0, [])
     assert schedule.tree.size <= memory
     assert memory == 60_000 or schedule.counts.retractions > 0
+
+
+# In real time
+
+
+async def test_who_is_done_hears_of_it_though_another_leaves_before_the_timer_rings() -> None:
+    pacer = Pacer(PLAIN, time_scale=1e9)  # whatever was begun is over at the next look
+    one, other = job([1] * 5, 3), job([2] * 5, 3)
+    pacer.enter(one)
+    pacer.enter(other)
+    pacer.leave(other)
+    assert pacer.schedule.ends is None
+    assert await asyncio.wait_for(pacer.news(one), PATIENCE) == 3
+
+
+async def test_time_stands_still_in_a_pause() -> None:
+    pacer = Pacer(PLAIN, time_scale=1e9)
+    lone = job([1] * 5, 3)
+    pacer.stand_still(retract=True)
+    pacer.enter(lone)
+    waiting = asyncio.ensure_future(pacer.news(lone))
+    await asyncio.wait([waiting], timeout=0.01)
+    assert not waiting.done()
+    pacer.go_on()
+    assert await asyncio.wait_for(waiting, PATIENCE) == 3

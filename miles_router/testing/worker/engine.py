@@ -249,7 +249,7 @@ class Engine:
 
     def _take_script(self, request: GenerationRequest) -> None:
         """What this generation is to say, if that was planned."""
-        rest = self._rests.pop(context_hash(request.input_ids), None)
+        rest = self._rests.pop(context_hash(request.input_ids), None) if self._rests else None
         if rest is not None:
             request.script = rest
         elif self.scripts:

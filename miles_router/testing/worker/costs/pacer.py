@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 
 from miles_router.testing.worker.costs.gpu import Gpu
 from miles_router.testing.worker.costs.schedule import Job, Schedule
@@ -25,13 +27,13 @@ class Pacer:
         """Queue a job; ValueError when it exceeds the memory."""
         self.schedule.enter(job, self._now())
         self._news[job] = asyncio.Event()
-        self._rearm()
+        self._look()
 
     def leave(self, job: Job) -> None:
         """Let go of a job, done or not."""
         if self._news.pop(job, None) is not None:
             self.schedule.leave(job, self._now())
-            self._rearm()
+            self._look()
 
     async def news(self, job: Job) -> int:
         """Wait for a job's next milestone, or `wake`; gives how many tokens it has said."""
@@ -56,9 +58,8 @@ class Pacer:
             now = self._now()
             if retract:
                 self.schedule.retract_all(now)
-            self._hear()
             self._stopped_at = now
-            self._rearm()
+            self._look()
 
     def go_on(self) -> None:
         """End that."""
@@ -66,10 +67,10 @@ class Pacer:
             self._behind += self._clock() - self._behind - self._stopped_at
             self._stopped_at = None
             self.schedule.resume()
-            self._rearm()
+            self._look()
 
     def _clock(self) -> float:
-        return asyncio.get_running_loop().time() * self.time_scale
+        return time.monotonic() * self.time_scale  # a loop's own clock may stand still within a turn of the loop
 
     def _now(self) -> float:
         """The model's time."""
@@ -85,9 +86,11 @@ class Pacer:
             self._timer = None
         ends = self.schedule.ends
         if ends is not None and self._stopped_at is None:
-            when = (ends + self._behind) / self.time_scale
-            self._timer = asyncio.get_running_loop().call_at(when, self._on_timer)
+            delay = max(0.0, (ends - self._now()) / self.time_scale)
+            # In whole milliseconds, which is what loops wait for: one that rings too early would ring again and again.
+            self._timer = asyncio.get_running_loop().call_later(math.ceil(delay * 1000) / 1000, self._look)
 
-    def _on_timer(self) -> None:
+    def _look(self) -> None:
+        """Tell who is to hear, which a change may have brought about, and wait for what comes next."""
         self._hear()
         self._rearm()
