@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import uvloop
@@ -36,7 +36,7 @@ LISTS = {"shipped": list(SHIPPED.values()), "adversarial": list(ADVERSARIAL.valu
 BAR = 24
 
 
-def arguments() -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--workload", nargs="+", default=["shipped"], metavar="NAME|FILE", help=f"{', '.join([*LISTS, *SCENARIOS])}")
@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     add("--markdown", action="store_true", help="print the tables as GitHub markdown")
     add("--json", action="store_true", help="print the results as one line of JSON at the end")
     add("--plot", type=Path, metavar="FILE.png", help="draw the makespans")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     try:
         options.speeds = tuple(float(part) for part in options.gpu_speed.split(",") if part)
         options.scenarios = list(_scenarios(options))

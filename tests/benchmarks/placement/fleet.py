@@ -73,7 +73,7 @@ async def _serve(options: argparse.Namespace) -> None:
         workers = [
             SimulatedWorker(
                 host=HOST, port=int(port), replica=number, gpu=gpu.scaled(float(speed)), time_scale=options.time_scale,
-                context_len=gpu.kv_tokens, door_limit=4,
+                context_len=2 * gpu.kv_tokens, door_limit=4,
             )
             for number, (port, speed) in enumerate(made)
         ]  # fmt: skip

@@ -69,7 +69,7 @@ def _episode(given: Mapping[str, object]) -> Episode:
     turns = given["turns"]
     if not isinstance(turns, list) or not turns:
         raise ValueError("turns must be a list of at least one")
-    return Episode(
+    episode = Episode(
         turns=tuple(
             Turn(
                 _count(turn, "output_tokens", least=1),
@@ -78,15 +78,20 @@ def _episode(given: Mapping[str, object]) -> Episode:
             )
             for turn in turns
         ),
-        prompt_tokens=_count(given, "prompt_tokens", least=1),
+        prompt_tokens=_count(given, "prompt_tokens"),
         shared_prefix=_count(given, "shared_prefix", default=0),
         group=str(given.get("group") or ""),
         at=_seconds(given, "at"),
     )
+    if not episode.prompt:
+        raise ValueError("the prompt is empty")
+    return episode
 
 
 def _count(given: Mapping[str, object], name: str, *, least: int = 0, default: int | None = None) -> int:
     value = given.get(name, default)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     return value
