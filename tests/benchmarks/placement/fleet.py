@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,9 +16,8 @@ from pathlib import Path
 
 import uvloop
 
-from miles_router.testing import Engine, SimulatedWorker
+from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.costs.gpu import gpu_named
-from miles_router.testing.worker.costs.paced_engine import PacedEngine
 from tests.benchmarks.process import HOST, free_port, started
 
 
@@ -39,28 +37,21 @@ class RunningFleet:
 
     urls: list[str]
     pid: int
-    report: Path
-
-    def counts(self) -> dict[str, float]:
-        """What its schedules counted; there once it has ended."""
-        counts: dict[str, float] = json.loads(self.report.read_text())
-        return counts
 
 
 @contextlib.contextmanager
 def running_fleet(fleet: Fleet, root: Path) -> Iterator[RunningFleet]:
     """A fleet with empty caches, until the block ends."""
     ports = [free_port() for _ in fleet.speeds]
-    report = root / "fleet.json"
     command = [
         sys.executable, "-m", "tests.benchmarks.placement.fleet", "--gpu", fleet.gpu,
         "--ports", ",".join(map(str, ports)), "--speeds", ",".join(map(str, fleet.speeds)),
-        "--time-scale", str(fleet.time_scale), "--report", str(report),
+        "--time-scale", str(fleet.time_scale),
     ]  # fmt: skip
     if fleet.loses_at is not None:
         command += ["--loses-at", str(fleet.loses_at)]
     with started(command, ports[-1], "/model_info", root / "fleet.log") as pid:
-        yield RunningFleet([f"http://{HOST}:{port}" for port in ports], pid, report)
+        yield RunningFleet([f"http://{HOST}:{port}" for port in ports], pid)
 
 
 async def _serve(options: argparse.Namespace) -> None:
@@ -83,8 +74,6 @@ async def _serve(options: argparse.Namespace) -> None:
             losing = asyncio.ensure_future(_lose(workers, options.loses_at / options.time_scale))
             stack.callback(losing.cancel)
         await stopped.wait()
-    if options.report:
-        options.report.write_text(json.dumps(_counts([worker.engine for worker in workers])))
 
 
 async def _lose(workers: list[SimulatedWorker], seconds: float) -> None:
@@ -97,15 +86,6 @@ async def _lose(workers: list[SimulatedWorker], seconds: float) -> None:
     await workers[-1].kill()
 
 
-def _counts(engines: list[Engine]) -> dict[str, float]:
-    counts = [engine.pacer.schedule.counts for engine in engines if isinstance(engine, PacedEngine)]
-    return {
-        "retractions": sum(each.retractions for each in counts),
-        "prefill_seconds": sum(each.prefill_seconds for each in counts),
-        "decode_seconds": sum(each.decode_seconds for each in counts),
-    }
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", required=True)
@@ -113,7 +93,6 @@ def main() -> int:
     parser.add_argument("--speeds", required=True, help="of the workers, against the GPU's")
     parser.add_argument("--time-scale", type=float, required=True, help="seconds of the GPU in one")
     parser.add_argument("--loses-at", type=float, help="when the last worker is lost, in the GPU's seconds")
-    parser.add_argument("--report", type=Path, help="where to write what the schedules counted")
     uvloop.run(_serve(parser.parse_args()))
     return 0
 
