@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from miles_router.testing.worker.model.indexer import IndexerShape
     from miles_router.testing.worker.model.moe import MoeShape
     from miles_router.testing.worker.model.vocabulary import Tokenizer, ToyTokenizer
+    from miles_router.testing.worker.pairing import Pairing
     from miles_router.testing.worker.simulated_worker import SimulatedWorker
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "GenerationRecord",
     "IndexerShape",
     "MoeShape",
+    "Pairing",
     "PauseMode",
     "SimulatedWorker",
     "Tokenizer",
@@ -37,6 +39,7 @@ _MODULES = {
     "GenerationRecord": "worker.door",
     "IndexerShape": "worker.model.indexer",
     "MoeShape": "worker.model.moe",
+    "Pairing": "worker.pairing",
     "PauseMode": "worker.engine",
     "SimulatedWorker": "worker.simulated_worker",
     "Tokenizer": "worker.model.vocabulary",

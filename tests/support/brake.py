@@ -14,8 +14,8 @@ class Brake:
     def __init__(self, engine: Engine) -> None:
         self.on = False
         self._engine = engine
-        self._thaw = engine._thaw
-        engine._thaw = self._held  # type: ignore[method-assign]
+        self._thaw = engine.thaw
+        engine.thaw = self._held  # type: ignore[method-assign]
 
     async def _held(self, generation: Generation) -> None:
         await self._thaw(generation)

@@ -27,6 +27,7 @@ from miles_router.testing.worker.model.indexer import IndexerShape
 from miles_router.testing.worker.model.moe import MoeShape
 from miles_router.testing.worker.model.script import Script
 from miles_router.testing.worker.model.vocabulary import Tokenizer, ToyTokenizer
+from miles_router.testing.worker.pairing import Pairing
 from miles_router.testing.worker.reply import Reply, reset
 from miles_router.testing.worker.routes.chat import chat_completions
 from miles_router.testing.worker.routes.completions import completions
@@ -74,7 +75,7 @@ class SimulatedWorker:
     `spaced_json` it writes spaces between the parts of its JSON. `tokenizer` is a directory with `tokenizer.json`, any
     `Tokenizer`, or None for the toy vocabulary. With `router_url` the worker registers itself there, as often as it
     takes. `script` is what it answers to agents: a `Script`, or the steps of one. `stream_abort_s` after a stream has
-    ended it aborts what bears the stream's `rid` then.
+    ended it aborts what bears the stream's `rid` then. With `pairing` it is one half of a prefill/decode pair.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class SimulatedWorker:
         profile: ProfileName = "sglang",
         spaced_json: bool = False,
         stream_abort_s: float = 2.0,
+        pairing: Pairing | None = None,
     ) -> None:
         self.host = host
         self.port = port
@@ -141,6 +143,7 @@ class SimulatedWorker:
             started_at=int(time.time()),
             startup_s=random.random(),
             profile=profile,
+            pairing=pairing,
         )
         self._routes = _ROUTES_OF[profile]
         self._spaced_json = spaced_json
@@ -209,6 +212,7 @@ class SimulatedWorker:
             await asyncio.wait([self._registration])
             self._registration = None
         await self.refuse()
+        await self._leave_pair()
         if self._server is not None:
             await self._abort_connections()
             await self._server.shutdown(timeout=1.0)
@@ -220,7 +224,12 @@ class SimulatedWorker:
     async def kill(self) -> None:
         """Die as a crashed process does: every connection is reset and new ones are refused."""
         await self.refuse()
+        await self._leave_pair()
         await self._abort_connections()
+
+    async def _leave_pair(self) -> None:
+        if self.settings.pairing is not None:
+            await self.settings.pairing.stop()
 
     async def refuse(self) -> None:
         """Refuse new connections. Idle ones are closed; requests being answered go on."""
@@ -239,6 +248,8 @@ class SimulatedWorker:
         if self._listener is not None:
             return
         assert self._server is not None, "start() the worker first"
+        if self.settings.pairing is not None:
+            await self.settings.pairing.start(self.engine)
         sock, self._reserved = self._reserved or self._bind(), None
         self.port = sock.getsockname()[1]
         self._listener = await asyncio.get_running_loop().create_server(self._server, sock=sock, backlog=1024)
@@ -266,10 +277,11 @@ class SimulatedWorker:
 
     async def _register(self, router_url: str) -> None:
         target = f"{router_url.rstrip('/')}/add_worker"
+        asked = {"url": self.url, **(self.settings.pairing.registration if self.settings.pairing is not None else {})}
         async with aiohttp.ClientSession() as session:
             while True:
                 try:
-                    async with session.post(target, params={"url": self.url}) as response:
+                    async with session.post(target, params=asked) as response:
                         if response.status == 200:
                             logger.info("registered %s with %s", self.url, router_url)
                             return
@@ -295,6 +307,9 @@ class SimulatedWorker:
         except asyncio.CancelledError:
             exchange.disconnected = not reply.cut
             raise
+        except ConnectionResetError:  # the client has left, and this was not cancelled yet
+            exchange.disconnected = not reply.cut
+            raise asyncio.CancelledError from None
         finally:
             exchange.done = True
             self.door.notify()

@@ -45,7 +45,7 @@ async def model_info(visit: Visit) -> web.StreamResponse:
             "load_format": "auto",
             "reasoning_parser": settings.reasoning_parser,
             "tool_call_parser": settings.tool_call_parser,
-            "disaggregation_mode": "null",
+            "disaggregation_mode": settings.disaggregation_mode,
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "model_type": kind,
@@ -65,7 +65,7 @@ async def server_info(visit: Visit) -> web.StreamResponse:
             "context_length": settings.context_len,
             "max_total_num_tokens": settings.context_len,
             "max_req_input_len": settings.context_len - 6,
-            "disaggregation_mode": "null",
+            "disaggregation_mode": settings.disaggregation_mode,
             "status": "ready",
             "incremental_streaming_output": settings.incremental_streaming_output,
             "enable_return_routed_experts": settings.moe is not None,
@@ -177,7 +177,7 @@ def _load(visit: Visit) -> dict[str, Any]:
         "total_prefill_busy_us": 0,
         "decode_moments": None,
         "memory": {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": visit.settings.context_len},
-        "disaggregation": {"mode": "null"},
+        "disaggregation": {"mode": visit.settings.disaggregation_mode},
         "queues": {"waiting": 0, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
     }
 
