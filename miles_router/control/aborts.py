@@ -24,7 +24,7 @@ async def abort(call: Call) -> list[Outcome]:
     concerned = await call.in_flight.abort(rid)
     for exchange in concerned:
         call.fleet.gate.release(exchange.flight)
-    urls = {exchange.flight.worker_url for exchange in concerned} if rid else set()
+    urls = set[str]().union(*(exchange.flight.urls for exchange in concerned)) if rid else set()
     workers = [worker for worker in call.fleet.pool if worker.url in urls] or call.workers()
     inward = [_inward(call, worker, rid, concerned) for worker in workers] if rid else []
     outcomes, *others = await asyncio.gather(call.ask(workers), *inward)
@@ -35,9 +35,7 @@ async def abort(call: Call) -> list[Outcome]:
 async def _inward(call: Call, worker: Worker, rid: str, concerned: Mapping[Exchange, Set[str]]) -> list[Outcome]:
     """Abort what one worker may know by other names than its client does. A worker that does not know `rid` itself
     aborts nothing that begins with it, so that it is told those names as well."""
-    there = {
-        exchange.flight: names for exchange, names in concerned.items() if exchange.flight.worker_url == worker.url
-    }
+    there = {exchange.flight: names for exchange, names in concerned.items() if worker.url in exchange.flight.urls}
     if not any(flight.inward for flight in there):
         return []
     names = {each for flight, own in there.items() for name in own for each in (name, *flight.names_inward(name))}

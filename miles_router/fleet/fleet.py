@@ -17,7 +17,8 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.profile import USUAL, Profile
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import Gate
-from miles_router.fleet.pool import Lease, Policy, Snapshot, WorkerPool
+from miles_router.fleet.pool import Lease, Policy, WorkerPool
+from miles_router.fleet.snapshot import Snapshot
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 
@@ -90,9 +91,20 @@ class Fleet:
         """What is routable now."""
         return self.pool.snapshot
 
-    def lease(self, key: str | None = None, excluded: Collection[Worker] = (), preferred: str | None = None) -> Lease:
+    def lease(
+        self,
+        key: str | None = None,
+        excluded: Collection[Worker] = (),
+        preferred: str | None = None,
+        *,
+        generates: bool = False,
+    ) -> Lease:
         """A slot on the unit that the policy chooses, as `WorkerPool.lease`."""
-        return self.pool.lease(self._policy, key, excluded, preferred)
+        return self.pool.lease(self._policy, key, excluded, preferred, generates=generates)
+
+    def lease_prefill(self, key: str | None = None, excluded: Collection[Worker] = ()) -> Lease:
+        """The same for the other half of a pair, as `WorkerPool.lease_prefill`."""
+        return self.pool.lease_prefill(self._policy, key, excluded)
 
     def subscribe(self, listener: Callable[[Transition], None]) -> Callable[[], None]:
         """Tell `listener` of every change of a worker's state, until what this returns is called."""
@@ -101,7 +113,7 @@ class Fleet:
 
     def _changed(self, transition: Transition) -> None:
         _log(transition)
-        self.gate.workers_paused(not self.snapshot.routable and bool(self.snapshot.paused))
+        self.gate.workers_paused(not self.snapshot.generating and bool(self.snapshot.paused))
 
     # Who joins, and who leaves
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from typing import NamedTuple
 
 from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
 from miles_router.engines.caches import takes_cache_key, with_cache_key
+from miles_router.engines.disaggregation.request import PairedRequest
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.profile import CannotServe, Translation
 from miles_router.errors import BadRequest, FleetPaused, UnsupportedByEngine, UpstreamUnreachable
@@ -19,11 +21,12 @@ from miles_router.fleet.caches import cache_key
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.pool import Lease
-from miles_router.fleet.workers import Worker
+from miles_router.fleet.workers import Role, Worker
 from miles_router.forwarding.outgoing import Outgoing, send
+from miles_router.forwarding.pairs import Halves, HeldReply, JoinedReply, PairExchange, PrefillLost
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.translated import TranslatedReply, translated
-from miles_router.forwarding.upstream import NotAdmitted, Upstream
+from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
 from miles_router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -31,12 +34,25 @@ logger = logging.getLogger(__name__)
 ABORTED = "aborted while it waited for the fleet to go on"
 
 
+#: What a request comes to, however it was asked.
+AnyReply = Reply | TranslatedReply | HeldReply | JoinedReply
+
+
+class CacheChoice(NamedTuple):
+    """The prefix cache of one generation: the body that names it (None: the request's own), whether that is still true,
+    and what is noted of it."""
+
+    body: bytes | None
+    admit: Admit
+    used: UsedCache
+
+
 class Forwarded:
     """A reply together with the lease that pays for it."""
 
     __slots__ = ("lease", "reply")
 
-    def __init__(self, lease: Lease, reply: Reply | TranslatedReply) -> None:
+    def __init__(self, lease: Lease, reply: AnyReply) -> None:
         self.lease = lease
         self.reply = reply
 
@@ -75,8 +91,8 @@ class Forwarder:
         reached is replaced by another, `max_retries` times.
 
         Raises:
-            NotAdmitted: the gate has closed, or the worker's weights have changed, before a byte of it was written.
-                Wait at the gate, and call again.
+            NotAdmitted: the gate has closed, or the worker's weights have changed, before a byte of it was written, or
+                `PairInterrupted`. Wait at the gate, and call again.
             NoWorkerAvailable: no routable worker at all.
             UpstreamUnreachable: those that were tried could not be reached.
             UpstreamInvalidResponse: a worker answered something that is not HTTP.
@@ -85,7 +101,8 @@ class Forwarder:
         """
         unable: tuple[Worker, ...] = ()
         while True:
-            lease = self._fleet.lease(request.key, (*request.tried, *unable), request.preferred)
+            excluded = (*request.tried, *unable)
+            lease = self._fleet.lease(request.key, excluded, request.preferred, generates=request.generates)
             worker = lease.worker
             if flight is not None:
                 flight.worker_url = worker.url
@@ -94,13 +111,14 @@ class Forwarder:
             except CannotServe as refusal:
                 lease.release()
                 unable += (worker,)
-                if not self._others((*request.tried, *unable)):
+                if not self._others(request, (*request.tried, *unable)):
                     raise UnsupportedByEngine(f"the engine of {worker.url} cannot serve this: {refusal}") from None
             except UpstreamUnreachable as error:
                 lease.release()
-                request.tried += (worker,)
-                self._unreachable(worker, error)
-                if len(request.tried) > self._max_retries or not self._others(request.tried):
+                lost = error.worker if isinstance(error, PrefillLost) else worker
+                request.tried += (lost,)
+                self._unreachable(lost, error)
+                if len(request.tried) > self._max_retries or not self._others(request, request.tried):
                     error.attempts = len(request.tried)
                     raise
                 self._metrics.retries += 1
@@ -108,7 +126,7 @@ class Forwarder:
                 lease.release()
                 raise
 
-    async def _ask(self, worker: Worker, request: Outgoing, flight: Flight | None) -> Reply | TranslatedReply:
+    async def _ask(self, worker: Worker, request: Outgoing, flight: Flight | None) -> AnyReply:
         """Ask one worker as its engine has to be asked.
 
         Raises:
@@ -116,6 +134,8 @@ class Forwarder:
             The errors of `open`.
         """
         profile = (worker.profile or await self._fleet.profile(worker)) if request.computes else None
+        if request.generates and worker.role is Role.DECODE:
+            return await self._ask_pair(worker, request, flight)
         translation = None
         if profile is not None and profile.translate is not None:
             try:
@@ -142,9 +162,61 @@ class Forwarder:
     async def _generate(
         self, worker: Worker, request: Outgoing, translation: Translation | None, flight: Flight | None
     ) -> Reply:
-        """Send what generates. Once the worker's weights have changed, it is kept apart from older caches."""
-        gate, caches, cache = self._fleet.gate, worker.caches, 0
+        """Send what generates."""
         body = None if translation is None else translation.body
+        cache = await self._choose_cache(worker, request, body, translation, flight)
+        reply = await send(self._upstream, worker, request, body=cache.body, admit=cache.admit)
+        if flight is not None:
+            flight.caches.append(cache.used)
+        return reply
+
+    async def _ask_pair(self, decode: Worker, request: Outgoing, flight: Flight | None) -> AnyReply:
+        """Ask a decode half, and a prefill half for it. The prefix cache is the prefill half's.
+
+        Raises:
+            PrefillLost: that one is not there.
+            The errors of `_ask`.
+        """
+        paired = PairedRequest.read(endpoint(request.path), request.body, read_json)
+        gate = self._fleet.gate
+        cuts = gate.cuts
+        lease = self._fleet.lease_prefill(request.key, request.tried)
+        prefill = lease.worker
+        try:
+            try:
+                await self._fleet.profile(prefill)
+            except UpstreamUnreachable as error:
+                raise PrefillLost(prefill, error) from error
+            halves = Halves(lease, decode)
+            halves.check()
+            cache = await self._choose_cache(prefill, request, paired.body, None, flight)
+            exchange = PairExchange(
+                self._upstream,
+                halves,
+                request,
+                paired,
+                paired.body if cache.body is None else cache.body,
+                admit=cache.admit,
+                cut=lambda: gate.cuts != cuts or (flight is not None and flight.aborted),
+                limit=self._max_answer_bytes,
+            )
+            reply = await exchange.open(flight)
+        finally:
+            lease.release()
+        if flight is not None:
+            flight.caches.append(cache.used)
+        return reply
+
+    async def _choose_cache(
+        self,
+        worker: Worker,
+        request: Outgoing,
+        body: bytes | None,
+        translation: Translation | None,
+        flight: Flight | None,
+    ) -> CacheChoice:
+        """Once a worker's weights have changed, a generation is kept apart from older caches."""
+        gate, caches, cache = self._fleet.gate, worker.caches, 0
         now = caches.number
         if now:
             cache = caches.choose(None if flight is None else flight.goes_on)
@@ -152,16 +224,11 @@ class Forwarder:
             body = with_cache_key(request.body if body is None else body, cache_key(cache))
         else:
             cache = 0
-        reply = await send(
-            self._upstream,
-            worker,
-            request,
-            body=body,
-            admit=lambda: not gate.closed and worker.caches is caches and caches.number == now,
+        return CacheChoice(
+            body,
+            lambda: not gate.closed and worker.caches is caches and caches.number == now,
+            UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)),
         )
-        if flight is not None:
-            flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
-        return reply
 
     async def _keyed(self, worker: Worker, request: Outgoing, translation: Translation | None) -> bool:
         """Whether the engine keeps the caches of this request apart by a key. One that does not is counted."""
@@ -192,11 +259,14 @@ class Forwarder:
                     raise FleetPaused(ABORTED)
             with suppress(NotAdmitted):
                 return await self.open(request)
+            if waiting.aborted:
+                raise FleetPaused(ABORTED)
 
     def _unreachable(self, worker: Worker, error: UpstreamUnreachable) -> None:
         logger.warning("worker_unreachable", extra={"fields": {"worker": worker.url, "reason": str(error)}})
         if error.refused:
             self._fleet.pool.record_failure(worker, str(error))
 
-    def _others(self, tried: tuple[Worker, ...]) -> bool:
-        return any(unit.worker not in tried for unit in self._fleet.snapshot.routable)
+    def _others(self, request: Outgoing, tried: tuple[Worker, ...]) -> bool:
+        snapshot = self._fleet.snapshot
+        return bool(snapshot.routable and snapshot.left(tried, generates=request.generates))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
@@ -13,6 +14,7 @@ from miles_router.forwarding.upstream import Admit, Upstream
 
 AFFINITY_HEADERS = (b"x-smg-routing-key", b"x-session-id")
 MAX_KEY_LENGTH = 512
+NO_VERSIONS: Mapping[Worker, str] = MappingProxyType({})
 DROPPED = REQUEST_DROPPED | {b"x-request-id"}
 
 
@@ -20,7 +22,20 @@ class Outgoing:
     """A request on its way to a worker: framing headers removed, the path as it was spelled. One that `generates` is
     written only while the gate is open; one that `computes` is lost when the worker's engine stands still."""
 
-    __slots__ = ("body", "computes", "generates", "headers", "key", "method", "path", "preferred", "target", "tried")
+    __slots__ = (
+        "body",
+        "computes",
+        "generates",
+        "headers",
+        "interrupted",
+        "key",
+        "method",
+        "path",
+        "preferred",
+        "target",
+        "tried",
+        "versions",
+    )
 
     def __init__(
         self,
@@ -48,6 +63,9 @@ class Outgoing:
         self.preferred = preferred
         #: Workers that lost it before a reply began.
         self.tried: tuple[Worker, ...] = ()
+        #: How often a pair was asked again since weights changed, and the versions that prefill halves named then.
+        self.interrupted = 0
+        self.versions: Mapping[Worker, str] = NO_VERSIONS
 
 
 def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing:

@@ -56,6 +56,7 @@ class Metrics(Statistics, prefix="miles_router"):
     dropped_log_lines = counter("Log lines that nobody took in time.")
     in_flight = gauge("Leases held.", by="worker")
     worker_routable = gauge("1: takes new requests.", by="worker")
+    worker_type = gauge("1: what part of a generation it does.", by=("worker", "type"))
     workers = gauge("Registered workers by state.", by="state")
 
     def __init__(self, fleet: Fleet) -> None:
@@ -64,6 +65,7 @@ class Metrics(Statistics, prefix="miles_router"):
             dropped_log_lines=dropped_lines,
             in_flight=lambda: {worker.url: worker.in_flight for worker in pool},
             worker_routable=lambda: {worker.url: worker.state is WorkerState.READY for worker in pool},
+            worker_type=lambda: {(worker.url, worker.role.value): 1 for worker in pool},
             workers=lambda: _states(pool),
         )
         self._registry = CollectorRegistry(auto_describe=True)  # else a name could be taken twice
