@@ -13,7 +13,7 @@ from typing import NamedTuple
 from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
 from miles_router.engines.caches import takes_cache_key, with_cache_key
-from miles_router.engines.disaggregation.request import PairedRequest
+from miles_router.engines.disaggregation.request import NO_NAMES, Names, PairedRequest
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.profile import CannotServe, Translation
 from miles_router.errors import BadRequest, FleetPaused, UnsupportedByEngine, UpstreamUnreachable
@@ -189,13 +189,18 @@ class Forwarder:
                 raise PrefillLost(prefill, error) from error
             halves = Halves(lease, decode)
             halves.check()
-            cache = await self._choose_cache(prefill, request, paired.body, None, flight)
+            body, names = Names.renamed(paired.body, read_json) if request.sendings else (paired.body, NO_NAMES)
+            request.sendings += 1
+            if flight is not None:
+                flight.inward |= names.inward
+            cache = await self._choose_cache(prefill, request, body, None, flight)
             exchange = PairExchange(
                 self._upstream,
                 halves,
                 request,
                 paired,
-                paired.body if cache.body is None else cache.body,
+                body if cache.body is None else cache.body,
+                names,
                 admit=cache.admit,
                 cut=lambda: gate.cuts != cuts or (flight is not None and flight.aborted),
                 limit=self._max_answer_bytes,

@@ -32,6 +32,7 @@ class Outgoing:
         "method",
         "path",
         "preferred",
+        "sendings",
         "target",
         "tried",
         "versions",
@@ -63,8 +64,9 @@ class Outgoing:
         self.preferred = preferred
         #: Workers that lost it before a reply began.
         self.tried: tuple[Worker, ...] = ()
-        #: How often a pair was asked again since weights changed, and the versions that prefill halves named then.
-        self.interrupted = 0
+        #: How often a pair was asked, and how often again since weights changed; the versions that prefill halves
+        #: named then.
+        self.sendings = self.interrupted = 0
         self.versions: Mapping[Worker, str] = NO_VERSIONS
 
 

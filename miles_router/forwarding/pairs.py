@@ -21,7 +21,7 @@ from miles_router.asgi.headers import RawHeaders, end_to_end, first
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.disaggregation.joining import first_version, one_answer, one_event
 from miles_router.engines.disaggregation.prefill import PrefillAnswer, fails, says_aborted
-from miles_router.engines.disaggregation.request import ROOM_BITS, PairedRequest, with_room
+from miles_router.engines.disaggregation.request import ROOM_BITS, Names, PairedRequest, with_room
 from miles_router.engines.events import Event, EventReader, write_event
 from miles_router.engines.profile import CannotServe
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
@@ -134,14 +134,15 @@ class HeldReply:
 class JoinedReply:
     """A decode half's stream, with what the prefill half alone knows in its events."""
 
-    def __init__(self, reply: Reply, request: PairedRequest, prefill: PrefillAnswer, limit: int) -> None:
+    def __init__(self, reply: Reply, request: PairedRequest, prefill: PrefillAnswer, names: Names, limit: int) -> None:
         self.status = reply.status
         self.headers = reply.headers
         #: Every byte was read.
         self.exhausted = False
         self._reply = reply
         self._request = request
-        self._prefill = prefill.metas()
+        self._names = names
+        self._prefill = prefill.metas() if request.rows or request.prompt_logprobs else {}
         self._limit = limit
         self._events = EventReader()
 
@@ -174,8 +175,8 @@ class JoinedReply:
         return b"".join(events)
 
     def _event(self, event: Event) -> bytes:
-        joined = one_event(event, self._prefill, self._request)
-        return event.raw if joined is None else write_event(joined, event.name)
+        joined = one_event(event, self._prefill, self._request) if self._prefill else None
+        return self._names.outward(event.raw if joined is None else write_event(joined, event.name))
 
     async def read_all(self, limit: int) -> bytes:
         """The rest of the body.
@@ -205,6 +206,7 @@ class PairExchange:
     Args:
         paired: what both are asked.
         body: the same, with what belongs to this one sending.
+        names: of its generations.
         admit: whether a byte of it may be written now.
         cut: whether a pause or an abort has ended what was sent before.
         limit: the bytes of an answer that are held.
@@ -217,6 +219,7 @@ class PairExchange:
         request: Outgoing,
         paired: PairedRequest,
         body: bytes,
+        names: Names,
         *,
         admit: Admit,
         cut: Callable[[], bool],
@@ -226,6 +229,7 @@ class PairExchange:
         self._halves = halves
         self._request = request
         self._paired = paired
+        self._names = names
         self._body = with_room(body, *halves.place, random.getrandbits(ROOM_BITS))
         self._admit = admit
         self._cut = cut
@@ -312,7 +316,7 @@ class PairExchange:
             if flight is not None:
                 flight.prefill_url = None
         if reply.status != OK:
-            return HeldReply(reply.status, reply.headers, body)
+            return self._held(reply, body)
         try:
             answer = PrefillAnswer.read(endpoint(self._request.path), body, streamed=_is_stream(reply))
         except UnreadableAnswer as error:
@@ -322,7 +326,7 @@ class PairExchange:
             raise PairInterrupted(cut=True)
         if answer.outcome == "handed_over":
             return answer
-        return HeldReply(reply.status, reply.headers, body, failed=answer.outcome == "failed")
+        return self._held(reply, body, failed=answer.outcome == "failed")
 
     async def _decode(self) -> Reply:
         """The decode half's reply, whose head has come."""
@@ -341,7 +345,7 @@ class PairExchange:
             return prefill
         refusal, said = prefill, b"" if prefill is None else prefill.body
         if decode is not None and decode.status != OK:
-            refusal = HeldReply(decode.status, decode.headers, await decode.read_all(self._limit))
+            refusal = self._held(decode, await decode.read_all(self._limit))
             said += refusal.body
         elif decode is not None:
             with suppress(TimeoutError):  # a stream, or nothing
@@ -361,9 +365,13 @@ class PairExchange:
             raise UpstreamUnreachable(str(error)) from error
         changed = self._halves.weights().decode != self._weights.decode
         try:
-            return HeldReply(reply.status, reply.headers, one_answer(body, prefill, self._paired, changed=changed))
+            whole = one_answer(body, prefill, self._paired, changed=changed)
         except UnreadableAnswer as error:
             raise UpstreamInvalidResponse(f"the answers of a pair do not fit together: {error}") from error
+        return self._held(reply, whole)
+
+    def _held(self, reply: Reply, body: bytes, *, failed: bool = False) -> HeldReply:
+        return HeldReply(reply.status, reply.headers, self._names.outward(body), failed=failed)
 
     async def _stream(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
         """A stream whose first token has come. Its events cannot say that another engine has sampled that."""
@@ -373,9 +381,9 @@ class PairExchange:
         said = first_version(first_bytes) or self._halves.decode.weight_version
         if None not in (prefill.version, said) and prefill.version != said:
             self._ask_again(f"{self._halves.decode.url} has other weights ({said}) than {prefill.version}")
-        if not (self._paired.rows or self._paired.prompt_logprobs):
+        if not (self._paired.rows or self._paired.prompt_logprobs or self._names):
             return reply
-        return JoinedReply(reply, self._paired, prefill, self._limit)
+        return JoinedReply(reply, self._paired, prefill, self._names, self._limit)
 
     def _check_first_token(self, prefill: PrefillAnswer) -> None:
         """A prefill half names the weights that it has once the prompt was handed over: where these have changed,

@@ -121,6 +121,13 @@ async def test_expert_rows_of_the_prompt_and_of_the_output(stage: Stage, stream:
         assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]], start))
 
 
+@whole_and_streamed
+async def test_expert_rows_of_an_answer_of_one_token(stage: Stage, stream: bool) -> None:
+    async with halves(stage, moe=MOE) as pair:
+        answer = await pair.answer(stream=stream, return_routed_experts=True, sampling_params={"max_new_tokens": 1})
+        assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]]))
+
+
 async def test_expert_rows_of_several_samples(stage: Stage) -> None:
     async with halves(stage, moe=MOE) as pair:
         answers = await pair.answer(sampling_params={**SHORT, "n": 3}, return_routed_experts=True)

@@ -205,6 +205,42 @@ async def test_an_answer_of_more_than_one_token_is_no_prefill_halfs(stage: Stage
         await pair.free()
 
 
+@whole_and_streamed
+async def test_what_is_sent_again_has_another_name_inward_and_its_own_outward(stage: Stage, stream: bool) -> None:
+    """An engine may still have what was sent to it before, and aborts what bears the name of an ended stream."""
+    async with halves(stage, prefills=2) as pair:
+        pair.hold(pair.prefills)
+        generating = pair.generating(rid='a "name"', stream=stream)
+        await pair.prefilling()
+        await next(worker for worker in pair.prefills if worker.running).kill()
+        await until(lambda: len(pair.decode.door.at("/generate")) == 2 and pair.decode.running, "it was sent again")
+        first, second = (exchange.json()["rid"] for exchange in pair.decode.door.at("/generate"))
+        assert first == 'a "name"' != second
+        for worker in pair.workers:
+            worker.engine.abort_ended_streams()
+        pair.release()
+        answer = last(await generating, stream=stream)
+        assert (answer["meta_info"]["id"], len(answer["output_ids"])) == ('a "name"', 6)
+
+
+async def test_an_abort_finds_what_was_sent_again(stage: Stage) -> None:
+    async with halves(stage, prefills=2) as pair:
+        pair.hold(pair.prefills)
+        generating = pair.generating(rid="r", input_ids=[PROMPT, PROMPT])
+        await pair.prefilling(2)
+        await next(worker for worker in pair.prefills if worker.running).kill()
+        await until(lambda: len(pair.decode.door.at("/generate")) == 2, "it was sent again")
+        await pair.prefilling(2)
+        pair.release()
+        pair.hold(pair.decodes)
+        await pair.decoding()
+        await control(pair, "/abort_request", rid="r_0")
+        pair.release()
+        answers = last(await generating, stream=False)
+        assert [answer["meta_info"]["id"] for answer in answers] == ["r_0", "r_1"]
+        assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["abort", "length"]
+
+
 # Clients
 
 

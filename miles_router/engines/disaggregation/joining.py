@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines.answers import MALFORMED, VERSION_NAMED, VERSIONS, UnreadableAnswer
+from miles_router.engines.answers import MALFORMED, VERSION_NAMED, VERSIONS, UnreadableAnswer, goes_on
 from miles_router.engines.disaggregation.prefill import PrefillAnswer, index_of, loads, meta_of, metas_of
 from miles_router.engines.disaggregation.request import PairedRequest, has_value
 from miles_router.engines.events import Event
@@ -84,7 +84,7 @@ def one_event(event: Event, prefill: Mapping[int, Mapping[str, Any]], request: P
     Raises:
         UnreadableAnswer: as `one_answer`.
     """
-    if not request.prompt_logprobs and not any(fields.rows.quoted in event.data for fields in request.rows):
+    if not request.prompt_logprobs and goes_on(event.data):
         return None
     parsed = event.parse()
     if parsed is None or event.is_error:
@@ -96,6 +96,8 @@ def one_event(event: Event, prefill: Mapping[int, Mapping[str, Any]], request: P
 def _mend(meta: dict[str, Any], theirs: Mapping[str, Any], request: PairedRequest) -> None:
     for fields in request.rows:
         own, prompts = fields.of(meta), fields.of(theirs)
+        if own is None and prompts is not None and meta.get("completion_tokens") == 1:
+            meta[fields.rows.name] = prompts  # it ends with what it was handed over, and collects nothing
         if own is None:
             continue
         if meta.get(RETRACTIONS.name):

@@ -91,6 +91,8 @@ class OutputBuilder:
 
     def _add_rows(self, meta: dict[str, Any], generation: Generation) -> None:
         request = generation.request
+        if self._decodes and len(generation.output_ids) == 1:  # it ends with what it was handed over
+            return
         if request.return_routed_experts and self._moe is not None:
             start = request.routed_experts_start_len
             meta["routed_experts"] = self._encoded(route(self._moe, sequence_of(generation), start), generation, start)
