@@ -12,7 +12,7 @@ import pytest
 from miles_router.testing import Pairing, SimulatedWorker
 from miles_router.testing.worker.model.moe import route
 from tests.support.events import events_of
-from tests.support.pairs import MOE, PROMPT, SHORT, Halves, halves, register
+from tests.support.pairs import MOE, PROMPT, SHORT, TELLING, Halves, halves, register
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -114,7 +114,7 @@ async def test_logprobs_of_the_output_and_of_the_prompt(stage: Stage, stream: bo
 @whole_and_streamed
 @pytest.mark.parametrize("start", [0, 2, len(PROMPT)])
 async def test_expert_rows_of_the_prompt_and_of_the_output(stage: Stage, stream: bool, start: int) -> None:
-    async with halves(stage, moe=MOE) as pair:
+    async with halves(stage, worker=TELLING) as pair:
         await pair.answer(input_ids=[9, 8, 7])
         answer = await pair.answer(stream=stream, return_routed_experts=True, routed_experts_start_len=start)
         check(pair, answer)
@@ -123,13 +123,13 @@ async def test_expert_rows_of_the_prompt_and_of_the_output(stage: Stage, stream:
 
 @whole_and_streamed
 async def test_expert_rows_of_an_answer_of_one_token(stage: Stage, stream: bool) -> None:
-    async with halves(stage, moe=MOE) as pair:
+    async with halves(stage, worker=TELLING) as pair:
         answer = await pair.answer(stream=stream, return_routed_experts=True, sampling_params={"max_new_tokens": 1})
         assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]]))
 
 
 async def test_expert_rows_of_several_samples(stage: Stage) -> None:
-    async with halves(stage, moe=MOE) as pair:
+    async with halves(stage, worker=TELLING) as pair:
         answers = await pair.answer(sampling_params={**SHORT, "n": 3}, return_routed_experts=True)
         for answer in answers:
             assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]]))

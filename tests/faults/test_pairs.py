@@ -16,7 +16,7 @@ from miles_router.testing.worker.model.moe import route
 from tests.support.events import events_of
 from tests.support.fleet import PROBING, becomes
 from tests.support.http import RawReply, request
-from tests.support.pairs import JSON, MOE, PROMPT, SHORT, Halves, halves, register
+from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves, register
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -290,7 +290,7 @@ async def test_an_abort_reaches_both_halves(stage: Stage, phase: str, stream: bo
 @pytest.mark.parametrize("phase", ["prefilling", "decoding"])
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
 async def test_generations_outlive_an_update_in_each_mode(stage: Stage, mode: str, phase: str, stream: bool) -> None:
-    async with halves(stage, moe=MOE, partial_rollout="resume") as pair:
+    async with halves(stage, worker=TELLING, partial_rollout="resume") as pair:
         pair.hold(pair.prefills if phase == "prefilling" else pair.decodes)
         generating = pair.generating(stream=stream, return_logprob=True, return_routed_experts=True)
         await (pair.prefilling() if phase == "prefilling" else pair.decoding())
@@ -393,7 +393,7 @@ async def test_a_prompt_whose_weights_changed_meanwhile_is_computed_anew(stage: 
 
 
 async def test_rows_of_what_the_decode_half_retracted_are_refused(stage: Stage) -> None:
-    async with halves(stage, moe=MOE) as pair:
+    async with halves(stage, worker=TELLING) as pair:
         pair.hold(pair.decodes)
         generating = pair.generating(return_routed_experts=True)
         await pair.decoding()

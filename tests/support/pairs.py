@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,8 @@ from tests.support.waiting import until
 
 JSON = [("Content-Type", "application/json")]
 MOE = MoeShape(3, 40, 2)
+#: Workers that tell their experts.
+TELLING = {"moe": MOE}
 SHORT = {"max_new_tokens": 6, "ignore_eos": True}
 PROMPT = [5, 6, 7, 8]
 
@@ -107,17 +109,23 @@ class Halves:
 
 @asynccontextmanager
 async def halves(
-    stage: Stage, prefills: int = 1, decodes: int = 1, *, moe: MoeShape | None = None, **settings: Any
+    stage: Stage,
+    prefills: int = 1,
+    decodes: int = 1,
+    *,
+    router: RunningRouter | None = None,
+    worker: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Halves]:
-    """So many of each, registered as frameworks do it."""
+    """So many of each with these options, registered as frameworks do it."""
     async with AsyncExitStack() as stack:
 
         async def started(pairing: Pairing) -> SimulatedWorker:
-            worker = SimulatedWorker(pairing=pairing, moe=moe, stop_probability=0.0)
-            return await stack.enter_async_context(worker)
+            own = SimulatedWorker(**{"pairing": pairing, "stop_probability": 0.0, **(worker or {})})
+            return await stack.enter_async_context(own)
 
         made = Halves(
-            await stage.router(**settings),
+            router or await stage.router(**settings),
             [await started(Pairing("prefill")) for _ in range(prefills)],
             [await started(Pairing("decode")) for _ in range(decodes)],
         )
