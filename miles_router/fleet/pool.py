@@ -223,7 +223,10 @@ class WorkerPool:
         Raises:
             NoWorkerAvailable: none is registered, none is routable, or all routable ones are excluded.
         """
-        candidates = self.snapshot.left(excluded, generates=generates)
+        snapshot = self.snapshot
+        candidates: Sequence[Unit] = (snapshot.generating if generates else snapshot.routable) or snapshot.paused
+        if excluded:
+            candidates = snapshot.left(excluded, generates=generates)
         if not candidates:
             raise NoWorkerAvailable(self._why_none())
         return self._lease(policy, key, candidates, preferred)

@@ -29,11 +29,8 @@ class Snapshot:
         return cls(number, routable, paused, prefill, generating)
 
     def left(self, excluded: Collection[Worker], *, generates: bool) -> Sequence[Unit]:
-        """What is left for a request where these workers are out of the question. Where nothing is routable, what is
-        paused: it answers what does not generate, and what does waits at the gate."""
+        """What is left for a request where these workers are out of the question."""
         candidates: Sequence[Unit] = (self.generating if generates else self.routable) or self.paused
-        if not excluded:
-            return candidates
         if generates and self.prefill and all(unit.worker in excluded for unit in self.prefill):
             candidates = [unit for unit in candidates if unit.worker.role is Role.REGULAR]
         return [unit for unit in candidates if unit.worker not in excluded]

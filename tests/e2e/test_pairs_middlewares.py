@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +18,11 @@ from tests.support.pairs import Halves, halves
 from tests.support.session_trial import CHAT, SESSIONS, exactly, message_of, user
 from tests.support.stage import Stage
 
-TURN = {"max_tokens": 8}
+TURN: dict[str, Any] = {"max_tokens": 8}
 
 
 @asynccontextmanager
-async def above(stage: Stage, **settings: object) -> AsyncIterator[tuple[ExpertsTrial, Halves]]:
+async def above(stage: Stage, **settings: Any) -> AsyncIterator[tuple[ExpertsTrial, Halves]]:
     """Sessions, the cache and a keeper of experts before two pairs that sample alike."""
     trial = await experts_trial(stage, around=(SESSIONS, CACHE), **settings)
     worker = {"moe": MOE, "tokenizer": checkpoint(), "weight_version": "1"}

@@ -129,8 +129,8 @@ async def halves(
             [await started(Pairing("prefill")) for _ in range(prefills)],
             [await started(Pairing("decode")) for _ in range(decodes)],
         )
-        for worker in made.workers:
-            await register(made.router, worker)
+        for half in made.workers:
+            await register(made.router, half)
         await until(lambda: not made.router.leftovers(), "the first probes are over")
         yield made
 
