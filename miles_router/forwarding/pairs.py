@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 from asyncio import FIRST_COMPLETED
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,10 +20,11 @@ from miles_router import tasks
 from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import RawHeaders, end_to_end, first
 from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.disaggregation.held_rows import RowStrings
 from miles_router.engines.disaggregation.joining import first_version, one_answer, one_event
 from miles_router.engines.disaggregation.prefill import PrefillAnswer, fails, says_aborted
 from miles_router.engines.disaggregation.request import ROOM_BITS, Names, PairedRequest, with_room
-from miles_router.engines.events import Event, EventReader, write_event
+from miles_router.engines.events import Event, EventReader
 from miles_router.engines.profile import CannotServe
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.gate import endpoint
@@ -102,33 +104,47 @@ class Halves:
 class HeldReply:
     """A reply that was read whole. `failed`: it says that an engine has failed."""
 
-    def __init__(self, status: int, headers: RawHeaders, body: bytes, *, failed: bool = False) -> None:
+    def __init__(self, status: int, headers: RawHeaders, pieces: Sequence[bytes], *, failed: bool = False) -> None:
+        length = sum(map(len, pieces))
         self.status = status
-        self.headers: RawHeaders = [*end_to_end(headers, OF_THE_BYTES), (b"content-length", b"%d" % len(body))]
+        self.headers: RawHeaders = [*end_to_end(headers, OF_THE_BYTES), (b"content-length", b"%d" % length)]
         self.failed = failed or status >= ERRORS
-        #: What has not been read of it.
-        self.body = body
+        self._pieces = deque(filter(None, pieces))
 
     @property
     def exhausted(self) -> bool:
         """Every byte was read."""
-        return not self.body
+        return not self._pieces
+
+    @property
+    def beginning(self) -> bytes:
+        """The first bytes, which stay to be read."""
+        return self._pieces[0] if self._pieces else b""
 
     def take(self) -> bytes:
-        """What there is."""
-        body, self.body = self.body, b""
-        return body
+        """What is there without waiting: nothing."""
+        return b""
 
     async def read(self) -> bytes:
-        """The same; b"" afterwards."""
-        return self.take()
+        """The next piece, of many once others have gone on; b"" after the last."""
+        if len(self._pieces) > 1:
+            await asyncio.sleep(0)
+        return self._pieces.popleft() if self._pieces else b""
 
     async def read_all(self, limit: int) -> bytes:
-        """The same."""
-        return self.take()
+        """The rest of the body.
+
+        Raises:
+            UpstreamInvalidResponse: it is longer than `limit` bytes.
+        """
+        if sum(map(len, self._pieces)) > limit:
+            raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
+        pieces, self._pieces = self._pieces, deque()
+        return b"".join(pieces)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing of it is held any more."""
+        self._pieces.clear()
 
 
 class JoinedReply:
@@ -142,7 +158,9 @@ class JoinedReply:
         self._reply = reply
         self._request = request
         self._names = names
-        self._prefill = prefill.metas() if request.rows or request.prompt_logprobs else {}
+        self._prefill = prefill
+        self._theirs = prefill.metas() if request.rows or request.prompt_logprobs else {}
+        self._rows = RowStrings(request.rows)
         self._limit = limit
         self._events = EventReader()
 
@@ -157,9 +175,9 @@ class JoinedReply:
             UpstreamBroken: the connection was lost inside the body, or the two answers do not fit together.
         """
         while not self.exhausted:
-            events = self._joined(await self._reply.read())
+            events = self._joined(self._rows.feed(await self._reply.read()))
             if self._reply.exhausted:
-                events += self._events.rest
+                events += self._joined(self._rows.end()) + self._events.rest
                 self.exhausted = True
             if events:
                 return events
@@ -175,8 +193,11 @@ class JoinedReply:
         return b"".join(events)
 
     def _event(self, event: Event) -> bytes:
-        joined = one_event(event, self._prefill, self._request) if self._prefill else None
-        return self._names.outward(event.raw if joined is None else write_event(joined, event.name))
+        joined = None
+        if self._theirs:
+            joined = one_event(event, self._rows, self._prefill, self._theirs, self._request)
+        first, *others = joined or [event.raw]
+        return b"".join((self._names.outward(first), *others))
 
     async def read_all(self, limit: int) -> bytes:
         """The rest of the body.
@@ -306,7 +327,7 @@ class PairExchange:
         try:
             reply = await send(self._upstream, worker, self._request, body=self._body, slot=False, admit=self._admit)
             try:
-                body = await reply.read_all(self._limit)
+                body, rows = await self._read(reply)
             finally:
                 reply.close()
         except (UpstreamUnreachable, UpstreamBroken) as error:
@@ -316,9 +337,9 @@ class PairExchange:
             if flight is not None:
                 flight.prefill_url = None
         if reply.status != OK:
-            return self._held(reply, body)
+            return self._held(reply, rows.as_it_came(body))
         try:
-            answer = PrefillAnswer.read(endpoint(self._request.path), body, streamed=_is_stream(reply))
+            answer = PrefillAnswer.read(endpoint(self._request.path), body, rows, streamed=_is_stream(reply))
         except UnreadableAnswer as error:
             raise UpstreamInvalidResponse(f"the answer of {worker.url} cannot be read: {error}") from error
         self._check_first_token(answer)
@@ -326,7 +347,7 @@ class PairExchange:
             raise PairInterrupted(cut=True)
         if answer.outcome == "handed_over":
             return answer
-        return self._held(reply, body, failed=answer.outcome == "failed")
+        return self._held(reply, rows.as_it_came(body), failed=answer.outcome == "failed")
 
     async def _decode(self) -> Reply:
         """The decode half's reply, whose head has come."""
@@ -343,10 +364,10 @@ class PairExchange:
         """
         if prefill is not None and not prefill.failed:
             return prefill
-        refusal, said = prefill, b"" if prefill is None else prefill.body
+        refusal, said = prefill, b"" if prefill is None else prefill.beginning
         if decode is not None and decode.status != OK:
-            refusal = self._held(decode, await decode.read_all(self._limit))
-            said += refusal.body
+            refusal = self._held(decode, [await decode.read_all(self._limit)])
+            said += refusal.beginning
         elif decode is not None:
             with suppress(TimeoutError):  # a stream, or nothing
                 said += await tasks.within(PATIENCE, decode.begun(), name="decode half's reason")
@@ -360,18 +381,35 @@ class PairExchange:
         try:
             if _is_stream(reply):
                 return await self._stream(prefill, reply)
-            body = await reply.read_all(self._limit)
+            body, rows = await self._read(reply)
         except UpstreamBroken as error:  # nothing of it was given
             raise UpstreamUnreachable(str(error)) from error
         changed = self._halves.weights().decode != self._weights.decode
         try:
-            whole = one_answer(body, prefill, self._paired, changed=changed)
+            whole = one_answer(body, rows, prefill, self._paired, changed=changed)
         except UnreadableAnswer as error:
             raise UpstreamInvalidResponse(f"the answers of a pair do not fit together: {error}") from error
         return self._held(reply, whole)
 
-    def _held(self, reply: Reply, body: bytes, *, failed: bool = False) -> HeldReply:
-        return HeldReply(reply.status, reply.headers, self._names.outward(body), failed=failed)
+    async def _read(self, reply: Reply) -> tuple[bytes, RowStrings]:
+        """The rest of a reply, without its rows, and these.
+
+        Raises:
+            UpstreamBroken: the connection was lost within it.
+            UpstreamInvalidResponse: it is longer than may be held.
+        """
+        rows, remains, size = RowStrings(self._paired.rows), [], 0
+        while chunk := await reply.read():
+            remains.append(rows.feed(chunk))
+            size += len(chunk)
+            if size > self._limit:
+                raise UpstreamInvalidResponse(f"the reply is longer than {self._limit} bytes")
+        return b"".join((*remains, rows.end())), rows
+
+    def _held(self, reply: Reply, pieces: Sequence[bytes], *, failed: bool = False) -> HeldReply:
+        """With its client's names."""
+        named = [self._names.outward(piece) for piece in pieces] if self._names else pieces
+        return HeldReply(reply.status, reply.headers, named, failed=failed)
 
     async def _stream(self, prefill: PrefillAnswer, reply: Reply) -> PairReply:
         """A stream whose first token has come. Its events cannot say that another engine has sampled that."""

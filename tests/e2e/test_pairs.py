@@ -9,7 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
-from miles_router.testing import Pairing, SimulatedWorker
+from miles_router.testing import MoeShape, Pairing, SimulatedWorker
 from miles_router.testing.worker.model.moe import route
 from tests.support.events import events_of
 from tests.support.pairs import MOE, PROMPT, SHORT, TELLING, Halves, halves, register
@@ -119,6 +119,18 @@ async def test_expert_rows_of_the_prompt_and_of_the_output(stage: Stage, stream:
         answer = await pair.answer(stream=stream, return_routed_experts=True, routed_experts_start_len=start)
         check(pair, answer)
         assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]], start))
+
+
+@whole_and_streamed
+async def test_many_rows_of_several_prompts(stage: Stage, stream: bool) -> None:
+    wide = MoeShape(48, 128, 8)
+    async with halves(stage, worker={"moe": wide}) as pair:
+        prompts = [list(range(100, 100 + count)) for count in (700, 3, 401)]
+        reply = await pair.generate(input_ids=prompts, stream=stream, return_routed_experts=True)
+        ends = {event["index"]: event for event in events_of(reply.body)} if stream else dict(enumerate(reply.json()))
+        for place, prompt in enumerate(prompts):
+            rows = np.frombuffer(base64.b64decode(ends[place]["meta_info"]["routed_experts"]), np.int32)
+            assert np.array_equal(rows.reshape(-1, 48, 8), route(wide, [*prompt, *ends[place]["output_ids"]]))
 
 
 @whole_and_streamed

@@ -10,7 +10,8 @@ import orjson
 import pytest
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.disaggregation.joining import LostAccount, one_answer, one_event, spliced
+from miles_router.engines.disaggregation.held_rows import RowStrings
+from miles_router.engines.disaggregation.joining import LostAccount, one_answer, one_event
 from miles_router.engines.disaggregation.prefill import PrefillAnswer
 from miles_router.engines.disaggregation.request import PairedRequest, with_room
 from miles_router.engines.events import Event, write_event
@@ -28,7 +29,22 @@ def asked(path: str = GENERATE, **body: Any) -> PairedRequest:
 def handed(version: str | None = "1", **meta: Any) -> PrefillAnswer:
     told = {"id": "p", "finish_reason": {"type": "length", "length": 0}, "completion_tokens": 1, **meta}
     body = {"text": "", "output_ids": [7], "meta_info": told | ({} if version is None else {"weight_version": version})}
-    return PrefillAnswer.read(GENERATE, orjson.dumps(body), streamed=False)
+    return read(orjson.dumps(body))
+
+
+def taken(body: bytes) -> tuple[bytes, RowStrings]:
+    """An answer without its rows, which came in pieces, and these."""
+    rows = RowStrings([EXPERT_FIELDS, INDEXER_FIELDS])
+    remains = b"".join(rows.feed(body[at : at + 7]) for at in range(0, len(body), 7))
+    return remains + rows.end(), rows
+
+
+def read(body: bytes, *, streamed: bool = False) -> PrefillAnswer:
+    return PrefillAnswer.read(GENERATE, *taken(body), streamed=streamed)
+
+
+def one(body: bytes, prefill: PrefillAnswer, request: PairedRequest, *, changed: bool = False) -> bytes:
+    return b"".join(one_answer(*taken(body), prefill, request, changed=changed))
 
 
 def answer(versions: list[tuple[str, int, int]] = [("1", 0, 3)], **meta: Any) -> bytes:  # noqa: B006
@@ -38,7 +54,7 @@ def answer(versions: list[tuple[str, int, int]] = [("1", 0, 3)], **meta: Any) ->
 
 
 def joined(body: bytes, prefill: PrefillAnswer, request: PairedRequest | None = None, *, changed: bool = False) -> Any:
-    return orjson.loads(one_answer(body, prefill, request or asked(), changed=changed))["meta_info"]
+    return orjson.loads(one(body, prefill, request or asked(), changed=changed))["meta_info"]
 
 
 def test_the_room_stands_behind_all_that_a_client_sent() -> None:
@@ -128,14 +144,14 @@ def test_what_a_pair_cannot_do_is_refused(path: str, body: dict[str, Any]) -> No
 )
 def test_what_became_of_a_prompt_is_seen(finishes: list[Any], outcome: str) -> None:
     answers = [{"meta_info": {"finish_reason": each, "completion_tokens": 1}} for each in finishes]
-    assert PrefillAnswer.read(GENERATE, orjson.dumps(answers), streamed=False).outcome == outcome
+    assert read(orjson.dumps(answers)).outcome == outcome
     events = b"".join(write_event({**each, "index": index}) for index, each in enumerate(answers))
-    assert PrefillAnswer.read(GENERATE, events, streamed=True).outcome == outcome
+    assert read(events, streamed=True).outcome == outcome
 
 
 def test_a_stream_that_tells_of_an_error_has_failed() -> None:
     event = write_event({"error": {"message": "temperature"}})
-    assert PrefillAnswer.read(GENERATE, event, streamed=True).outcome == "failed"
+    assert read(event, streamed=True).outcome == "failed"
 
 
 def test_more_than_the_first_token_is_no_prefill_halfs_answer() -> None:
@@ -147,14 +163,14 @@ def test_the_weights_that_a_prefill_half_names_are_one_or_uncertain() -> None:
     assert (handed().version, handed().several_versions) == ("1", False)
     assert handed(None).version is None
     two = orjson.dumps([{"meta_info": {"weight_version": each}} for each in "12"])
-    read = PrefillAnswer.read(GENERATE, two, streamed=False)
-    assert (read.version, read.several_versions) == (None, True)
+    told = read(two)
+    assert (told.version, told.several_versions) == (None, True)
 
 
 def test_an_answer_that_lacks_nothing_passes_byte_for_byte() -> None:
     spaced = answer().replace(b",", b" , ")
-    assert one_answer(spaced, handed(), asked(), changed=True) is spaced
-    assert one_answer(b"anything", handed(None), asked(), changed=False) == b"anything"
+    assert one(spaced, handed(), asked(), changed=True) == spaced
+    assert one(b"anything", handed(None), asked()) == b"anything"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +198,7 @@ def test_a_chats_account_is_stamped_in_both_places() -> None:
         "choices": [{"index": 0, "meta_info": {"weight_versions": spans}}],
         "metadata": {"weight_version": "2", "weight_versions": spans},
     }
-    whole = orjson.loads(one_answer(orjson.dumps(body), handed(), asked(), changed=False))
+    whole = orjson.loads(one(orjson.dumps(body), handed(), asked()))
     for told in (whole["metadata"], whole["choices"][0]["meta_info"]):
         assert [each["version"] for each in told["weight_versions"]] == ["1", "2"]
 
@@ -190,31 +206,59 @@ def test_a_chats_account_is_stamped_in_both_places() -> None:
 def test_what_was_retracted_over_an_update_is_refused() -> None:
     for told, changed in ((answer([("2", 0, 3)], num_retractions=1), False), (answer(num_retractions=1), True)):
         with pytest.raises(LostAccount, match="which weights"):
-            one_answer(told, handed(), asked(), changed=changed)
+            one(told, handed(), asked(), changed=changed)
     assert joined(answer(num_retractions=1), handed())["num_retractions"] == 1
 
 
 def test_rows_of_what_was_retracted_are_refused() -> None:
     told = answer(num_retractions=1, routed_experts="AAAA")
     with pytest.raises(LostAccount, match="its rows"):
-        one_answer(told, handed(routed_experts="AAAA"), asked(return_routed_experts=True), changed=False)
+        one(told, handed(routed_experts="AAAA"), asked(return_routed_experts=True))
 
 
 def test_rows_that_the_prefill_half_does_not_tell_are_missed() -> None:
     with pytest.raises(UnreadableAnswer, match="prefill half tells no routed_experts"):
-        one_answer(answer(routed_experts="AAAA"), handed(), asked(return_routed_experts=True), changed=False)
+        one(answer(routed_experts="AAAA"), handed(), asked(return_routed_experts=True))
+
+
+def test_rows_that_are_no_answers_are_refused() -> None:
+    told = orjson.dumps({**orjson.loads(answer()), "sglext": {"routed_experts": "AAAA"}})
+    with pytest.raises(UnreadableAnswer, match="no answer's"):
+        one(told, handed(routed_experts="AAAA"), asked(return_routed_experts=True))
+
+
+def test_a_refusal_keeps_its_rows() -> None:
+    body = orjson.dumps({"routed_experts": "AAAA", "indexer_topk": "BBBB", "more": {"routed_experts": ""}})
+    remains, rows = taken(body)
+    assert b"".join(rows.as_it_came(remains)) == body
+
+
+def event_of(told: dict[str, Any], prefill: PrefillAnswer) -> bytes | None:
+    remains, rows = taken(write_event(told))
+    pieces = one_event(Event.read(remains), rows, prefill, prefill.metas(), asked(return_routed_experts=True))
+    return None if pieces is None else b"".join(pieces)
 
 
 def test_an_answer_that_the_prefill_half_does_not_know_is_refused() -> None:
-    request = asked(return_routed_experts=True)
-    event = Event.read(write_event({"index": 3, "meta_info": {"routed_experts": "AAAA"}}))
     with pytest.raises(UnreadableAnswer, match="no answer 3"):
-        one_event(event, handed(routed_experts="AAAA").metas(), request)
+        event_of({"index": 3, "meta_info": {"routed_experts": "AAAA"}}, handed(routed_experts="AAAA"))
 
 
 def test_events_without_anything_of_the_prompt_are_not_touched() -> None:
-    event = Event.read(write_event({"meta_info": {"finish_reason": None}}))
-    assert one_event(event, handed().metas(), asked(return_routed_experts=True)) is None
+    assert event_of({"meta_info": {"finish_reason": None}}, handed()) is None
+
+
+def test_an_answer_of_one_token_has_the_rows_that_were_handed_over() -> None:
+    told = {"meta_info": {"finish_reason": {"type": "stop"}, "completion_tokens": 1}}
+    event = event_of(told, handed(routed_experts="AAAA"))
+    assert event is not None
+    assert Event.read(event).parse()["meta_info"]["routed_experts"] == "AAAA"
+
+
+def joint(own: bytes, prompts: bytes) -> bytes:
+    told, request = answer(routed_experts=base64.b64encode(own).decode()), asked(return_routed_experts=True)
+    meta = joined(told, handed(routed_experts=base64.b64encode(prompts).decode()), request)
+    return base64.b64decode(meta["routed_experts"], validate=True)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 8, 12])
@@ -224,15 +268,13 @@ def test_rows_are_joined_at_any_place(width: int) -> None:
         for sampled in range(-1, 4):
             theirs = dice.randbytes(prompts * width)
             own = dice.randbytes(max(0, prompts + sampled) * width)
-            joint = spliced(base64.b64encode(own).decode(), base64.b64encode(theirs).decode())
-            whole = (theirs + own[len(theirs) :])[: len(own)]
-            assert base64.b64decode(joint, validate=True) == whole
+            assert joint(own, theirs) == (theirs + own[len(theirs) :])[: len(own)]
 
 
 @pytest.mark.parametrize("broken", ["AAA", "A===", "****"])
 def test_rows_that_are_no_base64_are_refused(broken: str) -> None:
     with pytest.raises(UnreadableAnswer):
-        spliced(broken, base64.b64encode(b"ab").decode())
+        joined(answer(routed_experts=broken), handed(routed_experts="YWI="), asked(return_routed_experts=True))
 
 
 def test_an_engine_says_which_half_it_is() -> None:

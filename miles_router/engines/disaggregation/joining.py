@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
 from miles_router.engines.answers import MALFORMED, VERSION_NAMED, VERSIONS, UnreadableAnswer, goes_on
+from miles_router.engines.disaggregation.held_rows import JoinedString, RowStrings
 from miles_router.engines.disaggregation.prefill import PrefillAnswer, index_of, loads, meta_of, metas_of
 from miles_router.engines.disaggregation.request import PairedRequest, has_value
-from miles_router.engines.events import Event
-from miles_router.engines.rows import decoded
+from miles_router.engines.events import Event, write_event
 from miles_router.engines.scan import Field, Incomplete
 
-QUANTUM, CHARS = 3, 4  # bytes, and what base64 spells them with
 SPANS, RETRACTIONS = Field(VERSIONS), Field("num_retractions")
 RETRACTED = "the decode half has retracted the generation, and lost"
 #: Logprobs that the prefill half alone has.
@@ -49,10 +47,15 @@ def first_version(events: bytes) -> str | None:
     return None if version is None else str(version)
 
 
-def one_answer(answer: bytes, prefill: PrefillAnswer, request: PairedRequest, *, changed: bool) -> bytes:
-    """A decode half's whole answer with what the prefill half alone knows; byte for byte where that is nothing.
+def one_answer(
+    answer: bytes, rows: RowStrings, prefill: PrefillAnswer, request: PairedRequest, *, changed: bool
+) -> list[bytes]:
+    """A decode half's whole answer with what the prefill half alone knows, in pieces; byte for byte where that is
+    nothing.
 
     Args:
+        answer: without its rows.
+        rows: what was taken out of it.
         changed: the weights may have changed since the request was sent.
 
     Raises:
@@ -63,77 +66,60 @@ def one_answer(answer: bytes, prefill: PrefillAnswer, request: PairedRequest, *,
     if (others or changed) and has_value(answer, RETRACTIONS, bool):
         raise LostAccount("incomplete", f"{RETRACTED} which weights sampled what")
     if not (request.rows or request.prompt_logprobs or others):
-        return answer
+        return [answer]
     parsed = loads(answer)
     if request.rows or request.prompt_logprobs:
         theirs = prefill.metas()
         for place, meta in enumerate(metas_of(parsed)):
-            _mend(meta, _of_place(theirs, place), request)
+            _mend(meta, rows, _of_place(theirs, place), prefill, request)
     if others and known is not None:
         for meta in _all_metas(parsed):
             _stamp_first(meta, known)
-    return orjson.dumps(parsed)
+    return rows.whole(orjson.dumps(parsed))
 
 
-def one_event(event: Event, prefill: Mapping[int, Mapping[str, Any]], request: PairedRequest) -> Any:
-    """An event of a decode half's stream, parsed, with what the prefill half alone knows; None where that is nothing.
+def one_event(
+    event: Event,
+    rows: RowStrings,
+    prefill: PrefillAnswer,
+    theirs: Mapping[int, Mapping[str, Any]],
+    request: PairedRequest,
+) -> list[bytes] | None:
+    """An event of a decode half's stream with what the prefill half alone knows, in pieces; None where that is nothing.
 
     Args:
-        prefill: its `PrefillAnswer.metas`.
+        theirs: `prefill.metas()`.
 
     Raises:
         UnreadableAnswer: as `one_answer`.
     """
-    if not request.prompt_logprobs and goes_on(event.data):
+    has_rows = any(fields.rows.quoted in event.data for fields in request.rows)
+    if not (request.prompt_logprobs or has_rows) and goes_on(event.data):
         return None
     parsed = event.parse()
     if parsed is None or event.is_error:
         return None
-    _mend(meta_of(parsed), _of_place(prefill, index_of(parsed)), request)
-    return parsed
+    _mend(meta_of(parsed), rows, _of_place(theirs, index_of(parsed)), prefill, request)
+    return rows.whole(write_event(parsed, event.name))
 
 
-def _mend(meta: dict[str, Any], theirs: Mapping[str, Any], request: PairedRequest) -> None:
+def _mend(
+    meta: dict[str, Any], rows: RowStrings, theirs: Mapping[str, Any], prefill: PrefillAnswer, request: PairedRequest
+) -> None:
     for fields in request.rows:
-        own, prompts = fields.of(meta), fields.of(theirs)
-        if own is None and prompts is not None and meta.get("completion_tokens") == 1:
-            meta[fields.rows.name] = prompts  # it ends with what it was handed over, and collects nothing
-        if own is None:
-            continue
+        own, prompts = rows.of(fields, meta), prefill.rows.of(fields, theirs)
+        if own is None and (prompts is None or meta.get("completion_tokens") != 1):
+            continue  # one that ends with what it was handed over collects nothing
         if meta.get(RETRACTIONS.name):
             raise LostAccount("incomplete", f"{RETRACTED} its rows")
         if prompts is None:
             raise UnreadableAnswer("incomplete", f"the prefill half tells no {fields.rows.name}: {fields.remedy}")
-        meta[fields.rows.name] = spliced(own, prompts)
+        rows.put(fields, meta, JoinedString(prompts, own))
     if request.prompt_logprobs:
         meta |= {name: theirs[name] for name in INPUT_LOGPROBS if name in theirs}
         asked, first = meta.get(IDS_LOGPROBS), theirs.get(IDS_LOGPROBS)
         if asked and asked[0] is None and first:
             meta[IDS_LOGPROBS] = [first[0], *asked[1:]]
-
-
-def spliced(own: str, prompts: str) -> str:
-    """The decode half's rows, the first of which are the prefill half's. Only what both have a part of is decoded.
-
-    Raises:
-        UnreadableAnswer: one of them is no base64.
-    """
-    length = _length(own)
-    cut = min(_length(prompts), length)
-    whole, rest = divmod(cut, QUANTUM)
-    at = whole * CHARS
-    if not rest:
-        return prompts[:at] + own[at:]
-    theirs, ours = decoded(prompts[at : at + CHARS]), decoded(own[at : at + CHARS])
-    seam = base64.b64encode(theirs[:rest] + ours[rest:]).decode("ascii")
-    return prompts[:at] + seam + own[at + CHARS :]
-
-
-def _length(encoded: str) -> int:
-    """The bytes that base64 spells."""
-    if len(encoded) % CHARS:
-        raise UnreadableAnswer("incomplete", "rows are no base64")
-    return len(encoded) // CHARS * QUANTUM - encoded.count("=", -2 if len(encoded) > 1 else 0)
 
 
 def _stamp_first(meta: dict[str, Any], version: str) -> None:

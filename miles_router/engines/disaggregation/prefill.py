@@ -10,6 +10,7 @@ import orjson
 
 from miles_router.engines import paths
 from miles_router.engines.answers import FINISH_REASON, MALFORMED, VERSION_NAMED, UnreadableAnswer, is_abort
+from miles_router.engines.disaggregation.held_rows import RowStrings
 from miles_router.engines.events import Event, EventReader
 from miles_router.engines.scan import Field, Incomplete
 
@@ -30,14 +31,15 @@ class PrefillAnswer:
     """
 
     body: bytes
+    rows: RowStrings
     outcome: Outcome
     version: str | None = None
     several_versions: bool = False
     streamed: bool = False
 
     @classmethod
-    def read(cls, path: str, body: bytes, *, streamed: bool) -> PrefillAnswer:
-        """What an answer with status 200 says, without parsing it.
+    def read(cls, path: str, body: bytes, rows: RowStrings, *, streamed: bool) -> PrefillAnswer:
+        """What an answer with status 200 says, without parsing it; `rows` were taken out of it.
 
         Raises:
             UnreadableAnswer: it is none, or has more than the first token.
@@ -50,7 +52,7 @@ class PrefillAnswer:
         except Incomplete as error:
             raise UnreadableAnswer("incomplete", str(error)) from error
         version = versions.pop() if len(versions) == 1 else None
-        return cls(body, _outcome(finishes, body, streamed=streamed), version, bool(versions), streamed)
+        return cls(body, rows, _outcome(finishes, body, streamed=streamed), version, bool(versions), streamed)
 
     def metas(self) -> dict[int, Mapping[str, Any]]:
         """`meta_info` of each of its answers, by its place.
