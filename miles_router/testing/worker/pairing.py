@@ -7,6 +7,7 @@ that is aborted tells the other only if it is the decode half. A room is met in 
 """
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,9 +38,8 @@ class _Meeting:
 
     decode: asyncio.StreamWriter | None = None
     taken: bool = False
-    ended: bool = False
-    """The decode half has what it came for, or is gone without a word."""
     said: bytes = b""
+    """By the decode half, once it has what it came for, or was aborted."""
 
 
 @dataclass
@@ -108,13 +108,11 @@ class Pairing:
                 meeting = self._meetings.setdefault(int(number), _Meeting())
                 meeting.decode = writer
                 self._pulse()
-                meeting.said = await reader.readline()
+                meeting.said = await reader.readline() or meeting.said
         except ConnectionError:
             pass
         finally:
-            if meeting is not None:
-                meeting.ended = True
-                self._pulse()
+            self._pulse()
             self._open.discard(writer)
             writer.close()
 
@@ -183,11 +181,20 @@ class Pairing:
                 task.cancel()
             await asyncio.wait({coming, aborted})
         if handed is None:
+            if generation.ending:
+                await self._say_aborted(room)
             why = "Aborted by AbortReq." if generation.ending else "the prefill half is gone"
             generation.fail(
                 f"Decode transfer failed for request rank=0 req.rid={generation.request.rid!r}: {why}", FAILED
             )
         return handed
+
+    async def _say_aborted(self, room: Room) -> None:
+        """Tell the prefill half, which may not have been met yet."""
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(room.host, room.port)
+            writer.write(f"{room.number}\n".encode() + ABORT)
+            writer.close()
 
     async def _fetched(self, room: Room) -> dict[str, Any] | None:
         loop = asyncio.get_running_loop()
