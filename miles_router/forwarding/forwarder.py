@@ -23,9 +23,9 @@ from miles_router.fleet.gate import endpoint
 from miles_router.fleet.pool import Lease
 from miles_router.fleet.workers import Role, Worker
 from miles_router.forwarding.outgoing import Outgoing, send
-from miles_router.forwarding.pairs import Halves, HeldReply, JoinedReply, PairExchange, PrefillLost
+from miles_router.forwarding.pairs import Halves, PairExchange, PrefillLost
 from miles_router.forwarding.reply import Reply
-from miles_router.forwarding.translated import TranslatedReply, translated
+from miles_router.forwarding.translated import HeldReply, RewrittenStream, translated
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
 from miles_router.metrics import Metrics
 
@@ -35,7 +35,7 @@ ABORTED = "aborted while it waited for the fleet to go on"
 
 
 #: What a request comes to, however it was asked.
-AnyReply = Reply | TranslatedReply | HeldReply | JoinedReply
+AnyReply = Reply | HeldReply | RewrittenStream
 
 
 class CacheChoice(NamedTuple):

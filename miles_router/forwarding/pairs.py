@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import random
 from asyncio import FIRST_COMPLETED
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,24 +17,23 @@ from typing import NamedTuple
 
 from miles_router import tasks
 from miles_router.asgi.flight import Flight
-from miles_router.asgi.headers import RawHeaders, end_to_end, first
+from miles_router.asgi.headers import first
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.disaggregation.held_rows import RowStrings
 from miles_router.engines.disaggregation.joining import first_version, one_answer, one_event
 from miles_router.engines.disaggregation.prefill import PrefillAnswer, fails, says_aborted
 from miles_router.engines.disaggregation.request import ROOM_BITS, Names, PairedRequest, with_room
-from miles_router.engines.events import Event, EventReader
+from miles_router.engines.events import Event
 from miles_router.engines.profile import CannotServe
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.pool import Lease
-from miles_router.fleet.workers import Worker
+from miles_router.fleet.workers import BOOTSTRAP_PORT, Worker
 from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.reply import Reply
-from miles_router.forwarding.translated import EVENTS, OF_THE_BYTES, OK
+from miles_router.forwarding.translated import EVENTS, FAILED, OK, HeldReply, RewrittenStream
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
 
-ERRORS = 500
 #: Seconds that one half has to say why the other one has failed.
 PATIENCE = 10.0
 #: How often one request is asked again since weights changed meanwhile.
@@ -99,126 +97,12 @@ class Halves:
                 raise CannotServe(f"{worker.url} is registered as {worker.role.value}, and says that it is {said}")
             if worker.profile is not None and worker.profile.translate is not None:
                 raise CannotServe(f"{worker.url} is no half of a pair: its engine ({worker.profile.name}) has none")
-
-
-class HeldReply:
-    """A reply that was read whole. `failed`: it says that an engine has failed."""
-
-    def __init__(self, status: int, headers: RawHeaders, pieces: Sequence[bytes], *, failed: bool = False) -> None:
-        length = sum(map(len, pieces))
-        self.status = status
-        self.headers: RawHeaders = [*end_to_end(headers, OF_THE_BYTES), (b"content-length", b"%d" % length)]
-        self.failed = failed or status >= ERRORS
-        self._pieces = deque(filter(None, pieces))
-
-    @property
-    def exhausted(self) -> bool:
-        """Every byte was read."""
-        return not self._pieces
-
-    @property
-    def beginning(self) -> bytes:
-        """The first bytes, which stay to be read."""
-        return self._pieces[0] if self._pieces else b""
-
-    def take(self) -> bytes:
-        """What is there without waiting: nothing."""
-        return b""
-
-    async def read(self) -> bytes:
-        """The next piece, of many once others have gone on; b"" after the last."""
-        if len(self._pieces) > 1:
-            await asyncio.sleep(0)
-        return self._pieces.popleft() if self._pieces else b""
-
-    async def read_all(self, limit: int) -> bytes:
-        """The rest of the body.
-
-        Raises:
-            UpstreamInvalidResponse: it is longer than `limit` bytes.
-        """
-        if sum(map(len, self._pieces)) > limit:
-            raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
-        pieces, self._pieces = self._pieces, deque()
-        return b"".join(pieces)
-
-    def close(self) -> None:
-        """Nothing of it is held any more."""
-        self._pieces.clear()
-
-
-class JoinedReply:
-    """A decode half's stream, with what the prefill half alone knows in its events."""
-
-    def __init__(self, reply: Reply, request: PairedRequest, prefill: PrefillAnswer, names: Names, limit: int) -> None:
-        self.status = reply.status
-        self.headers = reply.headers
-        #: Every byte was read.
-        self.exhausted = False
-        self._reply = reply
-        self._request = request
-        self._names = names
-        self._prefill = prefill
-        self._theirs = prefill.metas() if request.rows or request.prompt_logprobs else {}
-        self._rows = RowStrings(request.rows)
-        self._limit = limit
-        self._events = EventReader()
-
-    def take(self) -> bytes:
-        """What is there without waiting: nothing."""
-        return b""
-
-    async def read(self) -> bytes:
-        """The next events; b"" after the last.
-
-        Raises:
-            UpstreamBroken: the connection was lost inside the body, or the two answers do not fit together.
-        """
-        while not self.exhausted:
-            events = self._joined(self._rows.feed(await self._reply.read()))
-            if self._reply.exhausted:
-                events += self._joined(self._rows.end()) + self._events.rest
-                self.exhausted = True
-            if events:
-                return events
-        return b""
-
-    def _joined(self, chunk: bytes) -> bytes:
-        try:
-            events = [self._event(Event.read(raw)) for raw in self._events.feed(chunk)]
-        except UnreadableAnswer as error:
-            raise UpstreamBroken(f"the answers of a pair do not fit together: {error}") from error
-        if self._events.pending > self._limit:
-            raise UpstreamBroken(f"an event of the worker's is longer than {self._limit} bytes")
-        return b"".join(events)
-
-    def _event(self, event: Event) -> bytes:
-        joined = None
-        if self._theirs:
-            joined = one_event(event, self._rows, self._prefill, self._theirs, self._request)
-        first, *others = joined or [event.raw]
-        return b"".join((self._names.outward(first), *others))
-
-    async def read_all(self, limit: int) -> bytes:
-        """The rest of the body.
-
-        Raises:
-            UpstreamInvalidResponse: it is longer than `limit` bytes.
-        """
-        parts = []
-        while chunk := await self.read():
-            parts.append(chunk)
-            if sum(map(len, parts)) > limit:
-                raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
-        return b"".join(parts)
-
-    def close(self) -> None:
-        """As `Reply.close`."""
-        self._reply.close()
+        if self.prefill.worker.bootstrap_port is None:
+            raise CannotServe(f"{self.prefill.worker.url} has no {BOOTSTRAP_PORT}, at which it is met")
 
 
 #: What one of a pair's requests comes to.
-PairReply = Reply | HeldReply | JoinedReply
+PairReply = Reply | HeldReply | RewrittenStream
 
 
 class PairExchange:
@@ -303,7 +187,7 @@ class PairExchange:
             status = decode.result().status if decode.done() else None
             if held is not None and status is not None:
                 return
-            failed = status is not None and status >= ERRORS
+            failed = status is not None and status >= FAILED
             if isinstance(held, HeldReply):
                 failed = held.failed
                 if not failed:
@@ -342,10 +226,10 @@ class PairExchange:
             answer = PrefillAnswer.read(endpoint(self._request.path), body, rows, streamed=_is_stream(reply))
         except UnreadableAnswer as error:
             raise UpstreamInvalidResponse(f"the answer of {worker.url} cannot be read: {error}") from error
-        self._check_first_token(answer)
         if answer.outcome == "partly_aborted":
             raise PairInterrupted(cut=True)
         if answer.outcome == "handed_over":
+            self._check_first_token(answer)
             return answer
         return self._held(reply, rows.as_it_came(body), failed=answer.outcome == "failed")
 
@@ -421,7 +305,15 @@ class PairExchange:
             self._ask_again(f"{self._halves.decode.url} has other weights ({said}) than {prefill.version}")
         if not (self._paired.rows or self._paired.prompt_logprobs or self._names):
             return reply
-        return JoinedReply(reply, self._paired, prefill, self._names, self._limit)
+        rows = RowStrings(self._paired.rows)
+        theirs = prefill.metas() if self._paired.rows or self._paired.prompt_logprobs else {}
+
+        def rewrite(event: Event) -> bytes:
+            joined = one_event(event, rows, prefill, theirs, self._paired) if theirs else None
+            written, *others = joined or [event.raw]
+            return b"".join((self._names.outward(written), *others))
+
+        return RewrittenStream(reply, rewrite, self._limit, rows)
 
     def _check_first_token(self, prefill: PrefillAnswer) -> None:
         """A prefill half names the weights that it has once the prompt was handed over: where these have changed,
