@@ -94,8 +94,8 @@ class GenerateAnswer:
             if entries is not None:
                 check_logprobs(ids, entries)
             text, finish = answer["text"], reason["type"]
-            if not (isinstance(text, str) and isinstance(finish, str)):
-                raise UnreadableAnswer("incomplete", "text or finish_reason.type is no string")
+            if not (isinstance(text, str) and isinstance(finish, str) and isinstance(ids, list)):
+                raise UnreadableAnswer("incomplete", "text, output_ids or finish_reason.type has another type")
             return cls(
                 text=text,
                 ids=ids,
@@ -110,7 +110,7 @@ class GenerateAnswer:
 
 
 def check_logprobs(ids: Sequence[int], entries: Sequence[Sequence[Any]], start: int = 0) -> None:
-    """See that there is one entry for each id, and that those from `start` on are of these ids.
+    """See that there is one entry for each id, and that those from `start` on are of these ids, which are numbers.
 
     Raises:
         UnreadableAnswer: they are not.
@@ -119,6 +119,8 @@ def check_logprobs(ids: Sequence[int], entries: Sequence[Sequence[Any]], start: 
         raise UnreadableAnswer("token_counts_disagree", f"{len(ids)} ids, {len(entries)} logprobs")
     if [entry[1] for entry in entries[start:]] != ids[start:]:
         raise UnreadableAnswer("logprobs_of_other_tokens")
+    if not {int}.issuperset(map(type, ids[start:])):  # JSON's `true` is equal to 1
+        raise UnreadableAnswer("incomplete", "an id that is no whole number")
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:

@@ -97,6 +97,8 @@ class GrowingAnswer:
             if before and not aborted:  # an abort may repeat what has come, whatever the kind of stream
                 self.incremental = False
         elif before + len(ids) == count:
+            if self.incremental is False:
+                raise UnreadableAnswer("token_counts_disagree", f"{len(ids)} of {count} ids, and all came before")
             grown = self._appended(event)
             self.incremental = True
         elif self.answer is not None and aborted and count == before:
@@ -124,7 +126,8 @@ class GrowingAnswer:
                 meta[name] = meta[name][:count]
         ids = event["output_ids"] if len(event["output_ids"]) == count else event["output_ids"][:count]
         if meta.get(LOGPROBS) is not None:  # those of earlier events were seen then, and are seen again at the end
-            check_logprobs(ids, meta[LOGPROBS], before if meta.get("finish_reason") is None else 0)
+            seen = known.get(LOGPROBS) is not None and meta.get("finish_reason") is None
+            check_logprobs(ids, meta[LOGPROBS], before if seen else 0)
         return {**event, "output_ids": ids, "meta_info": meta}
 
     def _appended(self, event: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +152,8 @@ class GrowingAnswer:
     def _repeated(self, event: Mapping[str, Any]) -> dict[str, Any]:
         """The end of a generation that was aborted in the queue of a retracted one: it tells again what has come."""
         assert self.answer is not None
+        if (entries := self.answer["meta_info"].get(LOGPROBS)) is not None:
+            check_logprobs(self.answer["output_ids"], entries)
         meta = {name: value for name, value in event["meta_info"].items() if name not in OUTPUT_LISTS}
         return {**event, **self.answer, "meta_info": {**self.answer["meta_info"], **meta}}
 

@@ -28,6 +28,8 @@ JSON = [("Content-Type", "application/json")]
 CHAT = "/v1/chat/completions"
 SHORT = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0}
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
+#: The engine answers an aborted request before its scheduler has let it go: it waits for that, up to so many seconds.
+FLUSH = "/flush_cache?timeout=60"
 
 
 async def post(url: str, path: str, *, status: int = 200, **fields: Any) -> Any:
@@ -61,7 +63,7 @@ async def router(sglang_workers: list[RealWorker]) -> AsyncIterator[RunningRoute
             await post(url, "/abort_request", abort_all=True)
             await post(url, "/update_weight_version", new_version="default")
             await until(lambda: running.pool.in_flight == 0, "nothing runs")
-            await post(url, "/flush_cache")
+            await post(url, FLUSH)
 
 
 @asynccontextmanager
@@ -99,7 +101,7 @@ async def test_a_new_generation_finds_no_cache_of_older_weights(
         assert [each["meta_info"]["weight_version"] for each in answers] == [mode] * 4
         cached = [(await chat(router.url, CHAT, **old))["usage"]["prompt_tokens_details"] for _ in range(2)]
         assert not (cached[0] or {}).get("cached_tokens")
-    await post(router.url, "/flush_cache")
+    await post(router.url, FLUSH)
     assert [await generate(router.url, start) for _ in range(2)] == [(mode, 0), (mode, 79)]
     assert (await generate(worker, start))[1] == 79, "behind a flush there is one cache for all"
 
