@@ -11,7 +11,7 @@ import pytest
 
 from tests.sglang_worker import RealWorker
 from tests.support.door import Door
-from tests.support.http import CutReply, RawReply, ask
+from tests.support.http import RawReply, ask, whole_or_cut
 from tests.support.real_sessions import real_sessions
 from tests.support.session_apis import MESSAGES, RESPONSES, Api
 from tests.support.session_trial import CHAT, SessionTrial, exactly_through, message_of, user
@@ -51,10 +51,7 @@ class Scene:
 
     async def ask(self, api: Api, session: str, **fields: Any) -> RawReply:
         """A turn without an end, and what came of it."""
-        try:
-            return await api.ask(self.trial, session, LONGEST, **ENDLESS, **fields)
-        except CutReply as cut:
-            return cut.reply
+        return await whole_or_cut(api.ask(self.trial, session, LONGEST, **ENDLESS, **fields))
 
     @property
     def asked(self) -> int:
