@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.clients.table import CLAUDE_CODE
+from tests.support.agent_process import work_file
 from tests.support.claude_code import COUNTING, claude_code, edits
 from tests.support.cuts import check_cut, update_within
 from tests.support.session_trial import exactly, simulated_sessions
@@ -20,9 +21,7 @@ CONTEXT = 200_000
 async def test_it_edits_a_file_and_leaves_one_exact_segment_and_that_of_its_sub_agent(
     stage: Stage, tmp_path: Path
 ) -> None:
-    file = tmp_path / "work" / "a.txt"
-    file.parent.mkdir()
-    file.write_text("hello\n", encoding="utf-8")
+    file = work_file(tmp_path, "hello\n")
     script: list[Any] = [*edits(file), {"reasoning": "Easy.", "text": "One file.", "when": "Count the files."}]
     async with simulated_sessions(stage, script=script, reasoning_parser="qwen3", context_len=CONTEXT) as trial:
         session = await trial.create()
@@ -44,9 +43,7 @@ async def test_it_edits_a_file_and_leaves_one_exact_segment_and_that_of_its_sub_
 
 
 async def test_it_notices_nothing_of_new_weights_in_the_middle_of_a_call(stage: Stage, tmp_path: Path) -> None:
-    file = tmp_path / "work" / "a.txt"
-    file.parent.mkdir()
-    file.write_text("hello\n", encoding="utf-8")
+    file = work_file(tmp_path, "hello\n")
     steps = edits(file)
     del steps[COUNTING]
     kind: dict[str, Any] = {"script": steps, "reasoning_parser": "qwen3", "context_len": CONTEXT}

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.clients.table import CODEX
+from tests.support.agent_process import work_file
 from tests.support.codex import KNOWN_MODEL, UNKNOWN_MODEL, codex, edits
 from tests.support.cuts import check_cut, update_within
 from tests.support.session_trial import exactly, simulated_sessions
@@ -20,9 +21,7 @@ CONTEXT = 200_000
 
 @pytest.mark.parametrize("model", [UNKNOWN_MODEL, KNOWN_MODEL])
 async def test_it_edits_a_file_and_leaves_one_exact_segment(stage: Stage, tmp_path: Path, model: str) -> None:
-    file = tmp_path / "work" / "a.txt"
-    file.parent.mkdir()
-    file.write_text('hello "you"\n', encoding="utf-8")
+    file = work_file(tmp_path, 'hello "you"\n')
     async with simulated_sessions(stage, script=edits(model), reasoning_parser="qwen3", context_len=CONTEXT) as trial:
         session = await trial.create()
         url = f"{trial.router.url}/sessions/{session}/v1"
@@ -40,9 +39,7 @@ async def test_it_edits_a_file_and_leaves_one_exact_segment(stage: Stage, tmp_pa
 
 
 async def test_it_notices_nothing_of_new_weights_in_the_middle_of_a_call(stage: Stage, tmp_path: Path) -> None:
-    file = tmp_path / "work" / "a.txt"
-    file.parent.mkdir()
-    file.write_text('hello "you"\n', encoding="utf-8")
+    file = work_file(tmp_path, 'hello "you"\n')
     steps = edits(KNOWN_MODEL)
     kind: dict[str, Any] = {"script": steps, "reasoning_parser": "qwen3", "context_len": CONTEXT}
     async with simulated_sessions(stage, settings={"partial_rollout": "resume"}, **kind) as trial:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_cut_turns import cuttable, go_on, reached
 from tests.support.brake import Brake
-from tests.support.cuts import pause
+from tests.support.cuts import cut, cuttable, go_on, pause, reached
 from tests.support.events import answers_of
-from tests.support.http import CutReply, RawReply
+from tests.support.http import RawReply, whole_or_cut
 from tests.support.session_apis import COMPLETIONS, MESSAGES, RESPONSES, Api
 from tests.support.session_trial import CHAT, SessionTrial, exactly
 from tests.support.stage import Stage
@@ -30,10 +29,7 @@ async def between_two_parts(trial: SessionTrial, brake: Brake) -> None:
 
 async def asked(api: Api, trial: SessionTrial, session: str, *, stream: bool) -> RawReply:
     """A long turn's reply, cut off or not."""
-    try:
-        return await api.ask(trial, session, 1000, stream=stream, ignore_eos=True)
-    except CutReply as cut:
-        return cut.reply
+    return await whole_or_cut(api.ask(trial, session, 1000, stream=stream, ignore_eos=True))
 
 
 @both
@@ -77,9 +73,7 @@ async def test_completions_that_were_cut_count_what_was_recorded(stage: Stage, p
         session = await trial.create(contract={"budget": {"max_tokens": 60}})
         ask = {"model": "m", "prompt": prompts, "max_tokens": 20, "ignore_eos": True}
         async with under_way(trial.ask("POST", f"/sessions/{session}{COMPLETIONS}", ask)) as turn:
-            await reached(trial, brake, 3)
-            await pause(trial)
-            await go_on(trial, brake)
+            await cut(trial, brake, 3)
             assert (await turn).status == 200
         counted = sum(record["completion_tokens"] for record in await trial.records(session))
         told = sum(sum(sample["loss_mask"]) for sample in await trial.samples(session))

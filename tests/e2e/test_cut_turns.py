@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from miles_router.errors import ConfigError
-from miles_router.testing.worker.engine import Engine
 from tests.support.brake import Brake
 from tests.support.chat_turns import read_stream
-from tests.support.cuts import continue_, pause
+from tests.support.cuts import cut, cuttable, go_on, pause, reached
 from tests.support.http import CutReply, request
 from tests.support.session_trial import (
     ADD,
@@ -97,33 +95,6 @@ async def test_a_call_that_was_sampled_to_its_end_is_complete_whatever_ends_the_
         assert finish == "length"
 
 
-@asynccontextmanager
-async def cuttable(
-    stage: Stage, *, options: dict[str, Any] | None = None, settings: dict[str, Any] | None = None, **worker: Any
-) -> AsyncIterator[tuple[SessionTrial, Brake]]:
-    """Sessions before a worker that can be stopped between two tokens."""
-    kind = {"token_latency_s": 0.0002, "reasoning_parser": "qwen3", **worker}
-    resume = {"partial_rollout": "resume", **(settings or {})}
-    async with simulated_sessions(stage, options=options, settings=resume, **kind) as trial:
-        yield trial, Brake(trial.worker.engine)
-
-
-async def reached(trial: SessionTrial, brake: Brake, tokens: int) -> None:
-    """Every generation stands behind so many tokens, or a few more."""
-    await soon(_reached(trial.worker.engine, tokens))
-    brake.on = True
-
-
-async def _reached(engine: Engine, tokens: int) -> None:
-    while min((len(each.output_ids) for each in engine.running.values()), default=-1) < tokens:  # noqa: ASYNC110
-        await asyncio.sleep(0)
-
-
-async def go_on(trial: SessionTrial, brake: Brake, version: str | None = None) -> None:
-    brake.on = False
-    await continue_(trial, version)
-
-
 def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         str(each.__dict__["fields"]["reason"])
@@ -150,9 +121,7 @@ async def test_a_whole_answer_that_only_one_go_can_give_is_asked_for_again(
         session = await trial.create()
         with caplog.at_level("WARNING"):
             async with under_way(trial.turn(session, HI, max_tokens=40, **BOUND[reason])) as turn:
-                await reached(trial, brake, 1)
-                await pause(trial)
-                await go_on(trial, brake, "2")
+                await cut(trial, brake, 1, "2")
                 answer = (await turn).json()
         first, second = trial.door
         again = {name: value for name, value in json.loads(second.body).items() if name != "extra_key"}
@@ -173,9 +142,7 @@ async def test_a_penalty_of_the_model_s_own_counts_like_one_of_the_agent_s(
         session = await trial.create()
         with caplog.at_level("WARNING"):
             async with under_way(trial.chat(session, HI, max_tokens=20, ignore_eos=True)) as turn:
-                await reached(trial, brake, 3)
-                await pause(trial)
-                await go_on(trial, brake)
+                await cut(trial, brake, 3)
                 await turn
         assert given_up(caplog) == ["repetition_penalty depends on the output so far"]
 
@@ -188,9 +155,7 @@ async def test_a_stream_that_only_one_go_can_give_ends_with_what_there_is(
         session = await trial.create()
         with caplog.at_level("WARNING"):
             async with under_way(trial.stream(session, HI, max_tokens=40, **BOUND[reason])) as turn:
-                await reached(trial, brake, 5)
-                await pause(trial)
-                await go_on(trial, brake, "2")
+                await cut(trial, brake, 5, "2")
                 chunks = await turn
         assert [each["choices"][0]["finish_reason"] for each in chunks][-1] == "abort"
         assert any(each.startswith(reason) for each in given_up(caplog))
@@ -205,9 +170,7 @@ async def test_every_choice_of_a_turn_goes_on(stage: Stage, stream: bool) -> Non
         session = await trial.create()
         fields: dict[str, Any] = {"n": 3, "max_tokens": 30, "logprobs": True, "top_logprobs": 2}
         async with under_way(trial.turn(session, HI, stream=stream, **fields)) as turn:
-            await reached(trial, brake, 4)
-            await pause(trial)
-            await go_on(trial, brake, "2")
+            await cut(trial, brake, 4, "2")
             answer = await turn
         begun, *rest = trial.door
         first = begun.generations
@@ -239,9 +202,7 @@ async def test_a_turn_of_another_api_goes_on(stage: Stage, api: str, tokens: int
         trial.worker.say(said)
         session, ask = await trial.create(), asking(trial, api, live=live)
         async with under_way(ask(session)) as turn:
-            await reached(trial, brake, tokens)
-            await pause(trial)
-            await go_on(trial, brake, "2")
+            await cut(trial, brake, tokens, "2")
             answer = await turn
         trial.worker.say(said)
         uncut = await ask(await trial.create())
@@ -291,9 +252,7 @@ async def test_what_follows_a_cut_is_shown_as_it_comes(stage: Stage) -> None:
         body = json.dumps({"model": "m", "messages": HI, "stream": True, "max_tokens": 500, "tools": [ADD]}).encode()
         await client.send(request("POST", f"/sessions/{session}{CHAT}", JSON, body))
         await client.read_head("POST")
-        await reached(trial, brake, 4)
-        await pause(trial)
-        await go_on(trial, brake, "2")
+        await cut(trial, brake, 4, "2")
         seen = b""
         for behind, shown in ((8, b'" is"'), (14, b'" forty"')):
             await reached(trial, brake, behind)
@@ -333,9 +292,7 @@ async def test_where_the_engine_s_parsers_fail_those_here_read_the_turn(
         session = await trial.create()
         with caplog.at_level("WARNING"):
             async with under_way(trial.stream(session, HI, max_tokens=500, tools=[ADD])) as turn:
-                await reached(trial, brake, 9)
-                await pause(trial)
-                await go_on(trial, brake)
+                await cut(trial, brake, 9)
                 chunks = await turn
         finish = chunks[-1]["choices"][0]["finish_reason"]
         if parsers == "engine":

@@ -4,22 +4,19 @@ their calls, given new weights, and carried on."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from miles_router.settings.config import MiddlewareSpec
-from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.chat_turns import plain, read_stream
 from tests.support.cuts import ScriptedCut, new_version
 from tests.support.door import Door
 from tests.support.generations import Generation
-from tests.support.running_router import running_router
-from tests.support.session_trial import ADD, ASK_ADD, IM_END, SESSIONS, SessionTrial, message_of, qwen3, user
+from tests.support.real_sessions import real_sessions, write_script
+from tests.support.session_trial import ADD, ASK_ADD, IM_END, SessionTrial, message_of, qwen3, user
 from tests.support.tiers import size
 from tests.support.waiting import soon
 
@@ -47,7 +44,7 @@ class Scene:
 
     async def turn(self, text: str, cut: int | None, **fields: Any) -> tuple[Any, Any, list[Generation]]:
         """A turn that says this, cut before one of its tokens: its answer, its sample, and how it was generated."""
-        self.script.write_text(json.dumps([[*qwen3().encode(text), IM_END]]))
+        write_script(self.script, text)
         if cut is not None:
             self.cut.before(cut)
         session = await self.trial.create()
@@ -73,16 +70,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RealWorke
 @pytest.fixture
 async def scene(engine: tuple[RealWorker, Path]) -> AsyncIterator[Scene]:
     worker, script = engine
-    sessions = (MiddlewareSpec(SESSIONS, {}),)
-    async with (
-        Door(worker.url) as door,
-        running_router(
-            door.url, middlewares=sessions, partial_rollout="resume", hf_checkpoint=str(ensure().dense_model)
-        ) as router,
-    ):
-        made = Scene(SessionTrial(router, ()), worker, door, script)
-        yield made
-        await new_version(made.trial, FIRST_VERSION)  # of the next scene
+    async with real_sessions(worker, partial_rollout="resume") as (trial, door):
+        yield Scene(trial, worker, door, script)
+        await new_version(trial, FIRST_VERSION)  # of the next scene
 
 
 def places(text: str) -> list[int]:

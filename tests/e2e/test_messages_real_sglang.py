@@ -8,13 +8,9 @@ from typing import Any
 import pytest
 from anthropic import AsyncAnthropic
 
-from miles_router.settings.config import MiddlewareSpec
-from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.agents import arguments_for, usual_tokens
-from tests.support.door import Door
-from tests.support.running_router import running_router
-from tests.support.session_trial import SESSIONS, SessionTrial
+from tests.support.real_sessions import real_sessions
 
 pytestmark = pytest.mark.sglang
 
@@ -35,14 +31,9 @@ FIELDS: Any = {"model": "m", "tools": [GO], "system": [{"type": "text", "text": 
 @pytest.mark.parametrize("thinking", [{"type": "disabled"}, {"type": "enabled", "budget_tokens": 1024}])
 async def test_turns_are_counted_and_continued_exactly(sglang_workers: list[RealWorker], thinking: Any) -> None:
     asked = {**FIELDS, "thinking": thinking}
-    sessions = (MiddlewareSpec(SESSIONS, {}),)
-    async with (
-        Door(sglang_workers[0].url) as door,
-        running_router(door.url, middlewares=sessions, hf_checkpoint=str(ensure().dense_model)) as router,
-    ):
-        trial = SessionTrial(router, ())
+    async with real_sessions(sglang_workers[0]) as (trial, door):
         session = await trial.create()
-        url = f"{router.url}/sessions/{session}"
+        url = f"{trial.router.url}/sessions/{session}"
         async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
             history: list[Any] = [{"role": "user", "content": "Go."}]
             counts = []

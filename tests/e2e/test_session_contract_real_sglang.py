@@ -9,14 +9,12 @@ from typing import Any
 import orjson
 import pytest
 
-from miles_router.settings.config import MiddlewareSpec
-from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.door import Door
-from tests.support.http import CutReply, RawReply, ask
-from tests.support.running_router import running_router
+from tests.support.http import RawReply, ask, whole_or_cut
+from tests.support.real_sessions import real_sessions
 from tests.support.session_apis import MESSAGES, RESPONSES, Api
-from tests.support.session_trial import CHAT, SESSIONS, SessionTrial, exactly_through, message_of, user
+from tests.support.session_trial import CHAT, SessionTrial, exactly_through, message_of, user
 from tests.support.under_way import under_way
 from tests.support.waiting import until
 
@@ -53,10 +51,7 @@ class Scene:
 
     async def ask(self, api: Api, session: str, **fields: Any) -> RawReply:
         """A turn without an end, and what came of it."""
-        try:
-            return await api.ask(self.trial, session, LONGEST, **ENDLESS, **fields)
-        except CutReply as cut:
-            return cut.reply
+        return await whole_or_cut(api.ask(self.trial, session, LONGEST, **ENDLESS, **fields))
 
     @property
     def asked(self) -> int:
@@ -82,13 +77,9 @@ def worker() -> Iterator[RealWorker]:
 
 @pytest.fixture
 async def scene(worker: RealWorker) -> AsyncIterator[Scene]:
-    sessions = (MiddlewareSpec(SESSIONS, {}),)
-    async with (
-        Door(worker.url) as door,
-        running_router(door.url, middlewares=sessions, hf_checkpoint=str(ensure().dense_model)) as router,
-    ):
-        await until(lambda: router.pool.weight_version is not None, "the probe has passed")
-        made = Scene(SessionTrial(router, ()), worker, door)
+    async with real_sessions(worker) as (trial, door):
+        await until(lambda: trial.router.pool.weight_version is not None, "the probe has passed")
+        made = Scene(trial, worker, door)
         yield made
         await made.becomes(0)
 

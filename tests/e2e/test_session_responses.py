@@ -5,13 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import openai
 import pytest
 
-from tests.support.scripted_chat import DONE, able, chat_events, chat_reply, delta, event, streamed
+from tests.support.scripted_chat import (
+    able,
+    chat_events,
+    chat_reply,
+    cut_answer,
+    failed_stream,
+    streamed,
+)
 from tests.support.scripted_worker import script
 from tests.support.session_trial import SessionTrial, exactly, session_trial, simulated_sessions
 from tests.support.stage import Stage
@@ -56,10 +64,7 @@ ITEMS = [
 ]
 
 
-@contextlib.asynccontextmanager
-async def scripted(stage: Stage, steps: Sequence[Any] = SCRIPT, **worker: Any) -> AsyncIterator[SessionTrial]:
-    async with simulated_sessions(stage, script=steps, reasoning_parser="qwen3", **worker) as trial:
-        yield trial
+scripted = functools.partial(simulated_sessions, script=SCRIPT, reasoning_parser="qwen3")
 
 
 @contextlib.asynccontextmanager
@@ -160,7 +165,7 @@ async def test_an_episode_is_one_exact_segment(stage: Stage, live: Sequence[bool
 async def test_what_an_agent_writes_anew_is_the_answer_it_got(stage: Stage) -> None:
     """Without ids, without reasoning, with only what stands for it, with the results between the calls."""
     steps = [*SCRIPT[:1], "So it is."]
-    async with scripted(stage, steps) as trial:
+    async with scripted(stage, script=steps) as trial:
         session = await trial.create()
         async with agent(trial, session) as client:
             question: Any = [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
@@ -268,7 +273,7 @@ async def test_usage_tells_what_the_prefix_cache_had(stage: Stage, live: bool) -
 
 async def test_stored_responses_take_little_beside_their_turns(stage: Stage) -> None:
     steps = ["one", "two", "three", "four"]
-    async with scripted(stage, steps) as trial:
+    async with scripted(stage, script=steps) as trial:
         sessions = [await trial.create() for _ in range(2)]
         tools = [{**ADD, "description": "word " * 5000}]
         sizes = []
@@ -354,7 +359,7 @@ async def test_a_call_that_was_cut_never_looks_complete(stage: Stage, live: bool
         {"text": "Now.", "calls": [{"name": "add", "arguments": {"a": 17, "b": 25}}], "when": "Add"},
         {"calls": [{"name": "patch", "arguments": {"input": "a b c d e f"}}], "when": "Patch"},
     ]
-    async with scripted(stage, steps) as trial:
+    async with scripted(stage, script=steps) as trial:
         session = await trial.create()
         async with agent(trial, session) as client:
             for word in ("Add", "Patch"):
@@ -384,10 +389,7 @@ async def test_a_call_that_was_cut_never_looks_complete(stage: Stage, live: bool
 
 
 async def test_a_stream_that_fails_says_so_and_is_no_turn(stage: Stage) -> None:
-    worker = able(await stage.worker())
-    begun, *_ = chat_events([7], ["Hel"])
-    broken = b'data: {"error": {"message": "CUDA out of memory", "code": 500}}\n\n'
-    worker.always(streamed(begun, event([delta("Hel")]), broken, DONE))
+    worker = able(await stage.worker()).always(failed_stream("CUDA out of memory"))
     trial = await session_trial(stage, worker)
     session = await trial.create()
     async with agent(trial, session) as client:
@@ -399,12 +401,7 @@ async def test_a_stream_that_fails_says_so_and_is_no_turn(stage: Stage) -> None:
 
 @pytest.mark.parametrize("live", [False, True])
 async def test_an_answer_that_was_cut_off_has_failed_and_stays_recorded(stage: Stage, live: bool) -> None:
-    worker = able(await stage.worker())
-    *before, _, ids, done = chat_events([7], ["Hel"])
-    finish = event([{**delta(None, 0), "delta": {}, "finish_reason": "abort"}])
-    worker.always(
-        streamed(*before, finish, ids, done) if live else script(chat_reply([7], "Hel", finish_reason="abort"))
-    )
+    worker = able(await stage.worker()).always(cut_answer(stream=live))
     trial = await session_trial(stage, worker)
     session = await trial.create()
     async with agent(trial, session) as client:
@@ -476,7 +473,7 @@ async def test_a_turn_that_is_asked_for_again_is_answered_once(stage: Stage) -> 
 
 
 async def test_the_apis_of_a_session_share_its_turns(stage: Stage) -> None:
-    async with scripted(stage, [SCRIPT[0] | {"calls": SCRIPT[0]["calls"][:1]}, "It is 43.", "Yes."]) as trial:
+    async with scripted(stage, script=[SCRIPT[0] | {"calls": SCRIPT[0]["calls"][:1]}, "It is 43.", "Yes."]) as trial:
         session = await trial.create()
         function = {name: ADD[name] for name in ("name", "description", "parameters")}
         async with agent(trial, session) as client:
@@ -502,7 +499,7 @@ async def test_the_apis_of_a_session_share_its_turns(stage: Stage) -> None:
 
 async def test_settings_reach_the_engine_as_a_chat_request_has_them(stage: Stage) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    async with scripted(stage, ["Yes."]) as trial:
+    async with scripted(stage, script=["Yes."]) as trial:
         session = await trial.create()
         async with agent(trial, session) as client:
             answer = await client.responses.create(

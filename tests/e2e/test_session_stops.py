@@ -10,7 +10,7 @@ import pytest
 
 from miles_router.client import NotFound, RouterClient
 from tests.support.fleet import post, posting
-from tests.support.http import CutReply, RawReply
+from tests.support.http import RawReply, whole_or_cut
 from tests.support.session_trial import SessionTrial, chunks_of, exactly, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
@@ -183,14 +183,7 @@ async def test_a_deadline_ends_the_turn_under_way(trial: SessionTrial, stream: b
 @both
 async def test_a_session_deleted_with_abort_leaves_no_work_behind(trial: SessionTrial, stream: bool) -> None:
     session = await trial.create()
-
-    async def ask() -> RawReply:
-        try:
-            return await trial.turn(session, HI, stream=stream, **ENDLESS)
-        except CutReply as cut:
-            return cut.reply
-
-    async with under_way(ask()) as turn:
+    async with under_way(whole_or_cut(trial.turn(session, HI, stream=stream, **ENDLESS))) as turn:
         await it_samples(trial)
         assert (await trial.ask("DELETE", f"/sessions/{session}?abort=true")).status == 204
         await gone(trial)

@@ -16,6 +16,7 @@ from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.door import GenerationRecord
 from tests.support.brake import Brake
 from tests.support.chat_turns import plain, read_stream
+from tests.support.cuts import continue_, pause
 from tests.support.session_trial import ADD, ASK_ADD, SessionTrial, qwen3, session_trial, user
 from tests.support.stage import Stage
 from tests.support.tiers import examples, nightly
@@ -106,13 +107,8 @@ class Scene:
             return False
         self.brake.on = True
         self.version += 1
-        for path, body in (
-            ("/pause_generation", {"mode": "abort"}),
-            ("/update_weight_version", {"new_version": str(self.version), "abort_all_requests": False}),
-            ("/continue_generation", {}),
-        ):
-            answer = await self.trial.ask("POST", path, body)
-            assert answer.status == 200, answer.body
+        await pause(self.trial)
+        await continue_(self.trial, str(self.version))
         self.brake.on = False
         return True
 

@@ -54,6 +54,14 @@ async def run_agent(command: Sequence[str], directory: Path, home: Path, environ
     return Run(process.returncode, said.decode(), complained.decode())
 
 
+def work_file(parent: Path, text: str) -> Path:
+    """A file with this text, in a directory of its own that an agent may work in."""
+    file = parent / "work" / "a.txt"
+    file.parent.mkdir()
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
 def home_beside(directory: Path) -> Path:
     """A home of its own for who works in a directory."""
     home = directory.with_name(f"{directory.name}.home")

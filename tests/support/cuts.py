@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from miles_router.testing.worker.engine import Engine
 from tests.sglang.scripted_sampling import SLOWLY
 from tests.sglang_worker import RealWorker
 from tests.support.brake import Brake
 from tests.support.http import ask
-from tests.support.session_trial import SessionTrial, exactly
+from tests.support.session_trial import SessionTrial, exactly, simulated_sessions
+from tests.support.stage import Stage
 from tests.support.waiting import PATIENCE, soon, until
 
 
@@ -34,6 +38,41 @@ async def continue_(trial: SessionTrial, version: str | None = None) -> None:
     await _order(trial, "/continue_generation")
 
 
+@asynccontextmanager
+async def cuttable(
+    stage: Stage, *, options: dict[str, Any] | None = None, settings: dict[str, Any] | None = None, **worker: Any
+) -> AsyncIterator[tuple[SessionTrial, Brake]]:
+    """Sessions before a worker that can be stopped between two tokens."""
+    kind = {"token_latency_s": 0.0002, "reasoning_parser": "qwen3", **worker}
+    resume = {"partial_rollout": "resume", **(settings or {})}
+    async with simulated_sessions(stage, options=options, settings=resume, **kind) as trial:
+        yield trial, Brake(trial.worker.engine)
+
+
+async def reached(trial: SessionTrial, brake: Brake, tokens: int) -> None:
+    """Every generation stands behind so many tokens, or a few more."""
+    await soon(_reached(trial.worker.engine, tokens))
+    brake.on = True
+
+
+async def _reached(engine: Engine, tokens: int) -> None:
+    while min((len(each.output_ids) for each in engine.running.values()), default=-1) < tokens:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def go_on(trial: SessionTrial, brake: Brake, version: str | None = None) -> None:
+    """What was stopped and paused goes on, with new weights if there is a version."""
+    brake.on = False
+    await continue_(trial, version)
+
+
+async def cut(trial: SessionTrial, brake: Brake, tokens: int, version: str | None = None) -> None:
+    """Cut every generation behind so many tokens, or a few more, and let them go on."""
+    await reached(trial, brake, tokens)
+    await pause(trial)
+    await go_on(trial, brake, version)
+
+
 async def update_within(trial: SessionTrial, said: str, version: str) -> None:
     """Cut what the only simulated worker samples right behind this text, and give it new weights."""
     engine = trial.worker.engine
@@ -42,8 +81,7 @@ async def update_within(trial: SessionTrial, said: str, version: str) -> None:
     await until(lambda: brake.on, f"{said!r} is said", deadline=10 * PATIENCE)
     await pause(trial)
     await until(lambda: trial.router.app.router.gate.held, "it waits to be carried on")
-    brake.on = False
-    await continue_(trial, version)
+    await go_on(trial, brake, version)
 
 
 async def check_cut(trial: SessionTrial, session: str, *, turns: int) -> None:

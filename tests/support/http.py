@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -58,6 +58,14 @@ class CutReply(Exception):
     def __init__(self, reply: RawReply) -> None:
         super().__init__(f"cut after status {reply.status} and {len(reply.body)} body bytes")
         self.reply = reply
+
+
+async def whole_or_cut(asked: Awaitable[RawReply]) -> RawReply:
+    """A reply, or what came of it."""
+    try:
+        return await asked
+    except CutReply as cut:
+        return cut.reply
 
 
 def request(method: str, target: str, headers: Pairs = (), body: bytes | None = None, *, version: str = "1.1") -> bytes:

@@ -83,6 +83,11 @@ def delta(text: str | None, tokens: int = 1, *, index: int = 0, **fields: Any) -
     }
 
 
+def finish_event(reason: str) -> bytes:
+    """The event that ends the only choice."""
+    return event([{**delta(None, 0), "delta": {}, "finish_reason": reason}])
+
+
 def chat_events(ids: Sequence[int], texts: Sequence[str], **sglext: Any) -> list[bytes]:
     """The events of a stream that can be recorded: the role, a text with a logprob for each id, the finish reason, the
     ids, `[DONE]`. A field of `sglext` that is None is left out."""
@@ -91,7 +96,7 @@ def chat_events(ids: Sequence[int], texts: Sequence[str], **sglext: Any) -> list
     return [
         event([{**delta("", 0), "delta": {"role": "assistant", "content": ""}}]),
         *(event([delta(text)]) for text in texts),
-        event([{**delta(None, 0), "delta": {}, "finish_reason": "length"}]),
+        finish_event("length"),
         *([event([], sglext=told)] if told else []),
         DONE,
     ]
@@ -101,3 +106,18 @@ def streamed(*events: bytes | asyncio.Event) -> Behaviour:
     """A stream of events; it waits where it meets an `asyncio.Event`."""
     steps = [chunk(each) if isinstance(each, bytes) else each for each in events]
     return script(chunked_head(EVENT_STREAM), *steps, LAST_CHUNK)
+
+
+def failed_stream(message: str) -> Behaviour:
+    """A stream that begins with `Hel`, and ends with an error of the engine's."""
+    begun, said, *_ = chat_events([7], ["Hel"])
+    error = json.dumps({"error": {"message": message, "code": 500}}).encode()
+    return streamed(begun, said, b"data: %b\n\n" % error, DONE)
+
+
+def cut_answer(*, stream: bool) -> Behaviour:
+    """An answer, `Hel`, that the engine broke off."""
+    *begun, _, ids, done = chat_events([7], ["Hel"])
+    if stream:
+        return streamed(*begun, finish_event("abort"), ids, done)
+    return script(chat_reply([7], "Hel", finish_reason="abort"))

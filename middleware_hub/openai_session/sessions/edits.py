@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.equality import MEANING, STRICT, Difference
-from middleware_hub.openai_session.sessions.messages import Message
+from middleware_hub.openai_session.sessions.messages import Message, alike
 
 #: Characters that are shown of either text, and how many of them stand before the first that differs.
 SHOWN, BEFORE = 160, 40
@@ -35,18 +35,9 @@ def context_edit(held: bytes, sent: bytes) -> Mapping[str, Any]:
 
 def _edit(place: int | None, difference: Difference) -> Mapping[str, Any]:
     held, sent = _text(difference.held), _text(difference.sent)
-    same = _shared(held or "", sent or "")
+    same = alike(held or "", sent or "")
     shown = {"held": _around(held, same), "sent": _around(sent, same)}
     return {"message": place, "field": difference.field, **shown}
-
-
-def _shared(one: str, other: str) -> int:
-    """How many characters two texts begin with alike."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low
 
 
 def _text(value: object) -> str | None:

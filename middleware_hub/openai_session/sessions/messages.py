@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
-from typing import Any
+from typing import Any, AnyStr
 
 import orjson
 
@@ -41,6 +41,31 @@ class SentList(list[Any]):
         super().__init__(items)
         self.number = next(_numbers)
         self.base, self.shared = (0, 0) if base is None else (base.number, len(base))
+
+    @classmethod
+    def after(cls, before: SentList | None, items: Sequence[Any]) -> SentList:
+        """These items, as a list that begins with the one before if they do."""
+        goes_on = before is not None and items[: len(before)] == before
+        return cls(items, before if goes_on else None)
+
+
+class ListReading:
+    """What was read of the last request's list, for a request whose list begins with that."""
+
+    def __init__(self) -> None:
+        self._number, self._read = 0, None
+
+    def before(self, given: object) -> Any:
+        """What was read of the list that this one begins with; None where that is not known. It is given once: a
+        request that is refused may have been read in part."""
+        number, read = self._number, self._read
+        self._number, self._read = 0, None
+        return read if isinstance(given, SentList) and given.base == number else None
+
+    def keep(self, given: object, read: Any) -> None:
+        """This was read of a list."""
+        if isinstance(given, SentList):
+            self._number, self._read = given.number, read
 
 
 def checked(parsed: object) -> Sequence[Message]:
@@ -92,6 +117,15 @@ def parse_text(text: str) -> Any:
     if is_too_deep(data, parsed):
         raise ValueError("nested too deep")
     return parsed
+
+
+def alike(one: AnyStr, other: AnyStr) -> int:
+    """How many characters, or bytes, two texts begin with alike."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
+    return low
 
 
 def message_bytes(message: object) -> int:

@@ -13,7 +13,7 @@ from weakref import ref
 
 import orjson
 
-from middleware_hub.openai_session.sessions.messages import SentList
+from middleware_hub.openai_session.sessions.messages import SentList, alike
 from middleware_hub.openai_session.sessions.pending import TokenPrompt
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.middlewares import nests_too_deep, read_json
@@ -149,7 +149,7 @@ def _end_of_list(known: KnownRequest, body: bytes, parsed: Any) -> int:
     changed nothing else, that bracket is the list's own.
     """
     name, first = known.name, known.parsed
-    end = _alike(known.before, body)
+    end = alike(known.before, body)
     before, behind = known.before[:end], known.before[end:]
     if not (behind.lstrip().startswith(b"]") and _goes_on(body, before, behind) and isinstance(parsed, dict)):
         return len(body)
@@ -157,12 +157,3 @@ def _end_of_list(known: KnownRequest, body: bytes, parsed: Any) -> int:
     if not (isinstance(items, list) and 0 < count < len(items) and {**parsed, name: items[:count]} == first):
         return len(body)
     return len(body) - len(behind)
-
-
-def _alike(one: bytes, other: bytes) -> int:
-    """How many bytes two texts begin with alike."""
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
-    return low

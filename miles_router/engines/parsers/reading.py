@@ -89,6 +89,12 @@ def up_to_last(text: str, end: str) -> str:
     return text[: text.rfind(end) + len(end)] if end in text else ""
 
 
+def open_block(text: str, begin: str, end: str) -> str:
+    """What a text ends within: what follows its last `begin`, without an `end`; empty where it ends elsewhere."""
+    _, found, block = text.rpartition(begin)
+    return block if found and end not in block else ""
+
+
 def known(calls: Sequence[ReadCall], tools: Tools) -> list[ReadCall]:
     """Those of tools that there are: the engine drops the others."""
     return [call for call in calls if call.name in tools]

@@ -64,7 +64,7 @@ class Reply:
             await self._reset()
         if fault.name != "hang":
             self._close()
-        await _forever()
+        await forever()
 
     async def json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.StreamResponse:
         """Answer with a JSON value."""
@@ -145,7 +145,7 @@ class Reply:
         if self._fault.name == "reset_in_body":
             await self._reset()
         self._close()
-        await _forever()
+        await forever()
 
     def _write_raw(self, raw: bytes) -> None:
         transport = self._request.transport
@@ -155,7 +155,7 @@ class Reply:
     async def _reset(self) -> NoReturn:
         self.cut = True
         reset(self._request.transport)
-        await _forever()
+        await forever()
 
     def _close(self) -> None:
         self.cut = True
@@ -174,7 +174,7 @@ def reset(transport: asyncio.Transport | None) -> None:
     transport.abort()
 
 
-async def _forever() -> NoReturn:
+async def forever() -> NoReturn:
     """Wait for the cancellation that the connection's end brings."""
     await asyncio.get_running_loop().create_future()
     raise AssertionError("unreachable")

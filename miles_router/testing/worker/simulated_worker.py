@@ -27,7 +27,7 @@ from miles_router.testing.worker.model.indexer import IndexerShape
 from miles_router.testing.worker.model.moe import MoeShape
 from miles_router.testing.worker.model.script import Script
 from miles_router.testing.worker.model.vocabulary import Tokenizer, ToyTokenizer
-from miles_router.testing.worker.reply import Reply, reset
+from miles_router.testing.worker.reply import Reply, forever, reset
 from miles_router.testing.worker.routes.chat import chat_completions
 from miles_router.testing.worker.routes.completions import completions
 from miles_router.testing.worker.routes.control import CONTROL_ROUTES, Route
@@ -297,8 +297,7 @@ class SimulatedWorker:
             raise
         except ConnectionResetError:  # its client has left, and the server is about to cancel this
             exchange.disconnected = not reply.cut
-            await asyncio.get_running_loop().create_future()
-            raise
+            await forever()
         finally:
             exchange.done = True
             self.door.notify()

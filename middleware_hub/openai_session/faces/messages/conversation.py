@@ -62,9 +62,7 @@ class MessagesConversation:
         ended._end_assistant()
         if not ended._messages:
             raise invalid("messages", "nothing is said in them")
-        before = self._whole
-        goes_on = before is not None and ended._messages[: len(before)] == before
-        self._whole = SentList(ended._messages, before if goes_on else None)
+        self._whole = SentList.after(self._whole, ended._messages)
         return self._whole
 
     def _add(self, message: object, where: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.equality import same_json
-from middleware_hub.openai_session.sessions.messages import Message, parse_text
+from middleware_hub.openai_session.sessions.messages import ListReading, Message, parse_text
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.middlewares import nests_too_deep
 
@@ -57,8 +57,8 @@ class Echo:
         self._answers: dict[tuple[Any, ...], Message] = {}  # by all that each says
         self._known: dict[bytes, Message] = {}  # by the digest of the content that came back
         self._digests: dict[tuple[Any, ...], bytes] = {}  # the last one of each answer
-        #: The last request's list of messages, by its number, and what was read of it.
-        self.conversation: tuple[int, Any] = (0, None)
+        #: The conversation that was read last, by its messages.
+        self.conversation = ListReading()
 
     @classmethod
     def of(cls, session: Session) -> Echo:

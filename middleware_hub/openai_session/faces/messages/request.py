@@ -97,16 +97,15 @@ def read(request: object, echo: Echo, *, system_anywhere: bool, counts: bool = F
 
 def _messages(request: Mapping[str, Any], echo: Echo, *, system_anywhere: bool) -> tuple[SentList, MessagesTools]:
     """The messages of a request, and its tools. Of one that only goes on from the last one, what is new is read."""
-    given = request.get("messages")
-    (number, conversation), echo.conversation = echo.conversation, (0, None)
-    if isinstance(given, SentList) and number and given.base == number:
+    given: Any = request.get("messages")
+    conversation = echo.conversation.before(given)
+    if conversation is not None:
         messages = conversation.go_on(given, given.shared)
     else:
         tools = MessagesTools(request.get("tools"))
         conversation = MessagesConversation(echo, tools, system_anywhere=system_anywhere)
         messages = conversation.read(request.get("system"), given)
-    if isinstance(given, SentList):
-        echo.conversation = given.number, conversation
+    echo.conversation.keep(given, conversation)
     return messages, conversation.tools
 
 

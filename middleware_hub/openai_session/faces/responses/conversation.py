@@ -99,9 +99,7 @@ class ResponsesConversation:
         ended._end_head()
         if not ended._messages:
             raise InvalidParameter("input", "'input' must have at least one item.")
-        before = self._whole
-        goes_on = before is not None and ended._messages[: len(before)] == before
-        self._whole = SentList(ended._messages, before if goes_on else None)
+        self._whole = SentList.after(self._whole, ended._messages)
         return self._whole
 
     def _write_answers(self, messages: list[Message]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from middleware_hub.openai_session.faces.responses.items import RESPONSE, ItemWriter, input_items, text_of
 from middleware_hub.openai_session.faces.responses.tools import ResponsesTools
-from middleware_hub.openai_session.sessions.messages import Message, message_bytes
+from middleware_hub.openai_session.sessions.messages import ListReading, Message, message_bytes
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 
 #: Under which a session remembers its responses.
@@ -136,8 +136,8 @@ class Responses:
         self._settings: list[Settings] = []  # the last ones that differ
         self._answers: dict[str, Message] = {}  # of every response, stored or not
         self._calls: dict[str, list[tuple[str, Message]]] = {}  # by their ids, with the response that each is of
-        #: The last request's list of items, by its number, and what was read of it.
-        self.conversation: tuple[int, Any] = (0, None)
+        #: The conversation that was read last, by its items.
+        self.conversation = ListReading()
 
     @classmethod
     def of(cls, session: Session) -> Responses:

@@ -161,15 +161,14 @@ def _messages(request: Mapping[str, Any], responses: Responses, *, system_anywhe
                 "previous_response_not_found",
             )
     given = request["input"]
-    (number, conversation), responses.conversation = responses.conversation, (0, None)
-    if isinstance(given, SentList) and number and given.base == number and before is None:
+    conversation = responses.conversation.before(given)
+    if conversation is not None and before is None:
         messages: SentList = conversation.go_on(given, given.shared)
     else:
         conversation = ResponsesConversation(responses, system_anywhere=system_anywhere)
         history = before.history() if before is not None else ()
         messages = conversation.read(request.get("instructions"), history, given)
-    if isinstance(given, SentList):
-        responses.conversation = given.number, conversation
+    responses.conversation.keep(given, conversation)
     return messages
 
 

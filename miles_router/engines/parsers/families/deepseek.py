@@ -7,7 +7,17 @@ import json
 import re
 from typing import Any
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, begun, known, of_json, up_to_last, written
+from miles_router.engines.parsers.reading import (
+    ReadCall,
+    ReadCalls,
+    Tools,
+    begun,
+    known,
+    of_json,
+    open_block,
+    up_to_last,
+    written,
+)
 
 _BEGIN, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _CALL = re.compile(r"<｜tool▁call▁begin｜>.*?<｜tool▁call▁end｜>", re.DOTALL)
@@ -54,10 +64,9 @@ class DeepSeekMarks:
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
         """See `CallFormat`."""
-        block = text.rpartition(_BEGIN)[2] if _BEGIN in text else self.end
-        head, begin, arguments = block.partition(self._between)
+        head, begin, arguments = open_block(text, _BEGIN, self.end).partition(self._between)
         name = head.rpartition(_SEPARATOR)[2]
-        if not begin or self.end in block or name not in tools:
+        if not begin or name not in tools:
             return None
         return ReadCall(name, arguments.partition("\n```")[0] if self._between == _FENCE else arguments)
 

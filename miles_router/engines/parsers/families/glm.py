@@ -14,6 +14,7 @@ from miles_router.engines.parsers.reading import (
     Tools,
     begun,
     known,
+    open_block,
     plain_type,
     up_to_last,
     written,
@@ -42,9 +43,8 @@ class Glm:
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
         """See `CallFormat`."""
-        block = text.rpartition(self.begin)[2] if self.begin in text else self.end
-        name, begin, rest = block.partition("<arg_key>")
-        if self.end in block or not begin or name not in tools:
+        name, begin, rest = open_block(text, self.begin, self.end).partition(_KEY)
+        if not begin or name not in tools:
             return None
         return ReadCall(name, begun(_values(name, begin + rest, tools)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, of_json, up_to_last
+from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, of_json, open_block, up_to_last
 
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"]+)"(?:\s*,\s*"(?:arguments|parameters)"\s*:\s*(.*))?', re.DOTALL)
 _VALUE = json.JSONDecoder()
@@ -32,8 +32,7 @@ class Hermes:
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
         """See `CallFormat`."""
-        block = text.rpartition(self.begin)[2] if self.begin in text else ""
-        head = _HEAD.match(block) if self.end not in block else None
+        head = _HEAD.match(open_block(text, self.begin, self.end))
         if head is None or head[1] not in tools:
             return None
         return ReadCall(head[1], _sampled(head[2] or ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, Unparsable, up_to_last
+from miles_router.engines.parsers.reading import ReadCall, ReadCalls, Tools, Unparsable, open_block, up_to_last
 
 _BEGIN, _ARGUMENTS = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
 _CALL = re.compile(
@@ -29,9 +29,8 @@ class Kimi:
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
         """See `CallFormat`."""
-        block = text.rpartition(_BEGIN)[2] if _BEGIN in text else self.end
-        call, begin, arguments = block.partition(_ARGUMENTS)
-        name = _name(call.strip(), tools) if begin and self.end not in block else None
+        call, begin, arguments = open_block(text, _BEGIN, self.end).partition(_ARGUMENTS)
+        name = _name(call.strip(), tools) if begin else None
         return None if name is None else ReadCall(name, arguments.lstrip())
 
 

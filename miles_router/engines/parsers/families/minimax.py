@@ -12,6 +12,7 @@ from miles_router.engines.parsers.reading import (
     Tools,
     begun,
     known,
+    open_block,
     plain_type,
     properties_of,
     up_to_last,
@@ -41,9 +42,9 @@ class MiniMax:
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
         """See `CallFormat`."""
-        block = text.rpartition(self.begin)[2] if self.begin in text else self.end
+        block = open_block(text, self.begin, self.end)
         name, head, body = block.rpartition('<invoke name="')[2].partition('">')
-        if self.end in block or "</invoke>" in body or not head or name not in tools:
+        if "</invoke>" in body or not head or name not in tools:
             return None
         closed = up_to_last(body, "</parameter>")
         values = {key: _value(value.strip("\n"), key, tools[name]) for key, value in _CLOSED.findall(closed)}

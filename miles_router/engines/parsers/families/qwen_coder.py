@@ -14,6 +14,7 @@ from miles_router.engines.parsers.reading import (
     ReadCalls,
     Tools,
     begun,
+    open_block,
     plain_type,
     properties_of,
     up_to_last,
@@ -48,9 +49,9 @@ class QwenCoder:
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
         """See `CallFormat`."""
-        block = text.rpartition(self.begin)[2] if self.begin in text else self.end
+        block = open_block(text, self.begin, self.end)
         name, head, body = block.partition("<function=")[2].partition(">")
-        if self.end in block or not head:
+        if not head:
             return None
         return ReadCall(name, begun(_values(name, _CLOSED.findall(up_to_last(body, _PARAMETER_END)), tools)))
 
