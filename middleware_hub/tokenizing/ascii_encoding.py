@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Mapping
 from itertools import product
 from typing import Any
@@ -124,6 +125,12 @@ def _in_ascii(pattern: str | None) -> re.Pattern[str] | None:
 def _finds_added_tokens_as_they_are(backend: Any) -> bool:
     """Whether a text is first cut at the added tokens, all at once, with nothing taken or asked of what stands around
     them."""
-    added = [each for each in backend.get_added_tokens_decoder().values() if each.content.isascii()]
+    added = [each for each in backend.get_added_tokens_decoder().values() if _is_found_in_ascii(each)]
     plain = not any(each.single_word or each.lstrip or each.rstrip or not each.content for each in added)
+    plain = plain and all(each.content.isascii() for each in added)
     return plain and len({each.normalized for each in added}) <= 1 and not backend.encode_special_tokens
+
+
+def _is_found_in_ascii(added: Any) -> bool:
+    """Whether an added token may stand in ASCII. A normalizer may make ASCII of it, as of the sign for kelvin."""
+    return (unicodedata.normalize("NFKC", added.content) if added.normalized else added.content).isascii()

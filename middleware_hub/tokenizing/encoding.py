@@ -47,6 +47,8 @@ class TextEncoder:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigError(f"hf_checkpoint: {type(tokenizer).__name__} has no fast tokenizer (tokenizer.json)")
+        backend.no_truncation()  # as transformers does at its first call, which is how an engine encodes
+        backend.no_padding()
         self._backend = backend
         self._speller = speller_for(backend)
         self._ascii = ascii_encoder(backend)

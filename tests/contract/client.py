@@ -16,6 +16,8 @@ from miles_router.tasks import cancelled, spawn
 from tests.support.waiting import PATIENCE, soon
 
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
+#: An engine answers an aborted request before its scheduler has let it go: it waits for that, up to so many seconds.
+FLUSH = "/flush_cache?timeout=60"
 
 
 @dataclass(frozen=True)

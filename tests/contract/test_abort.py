@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from miles_router.tasks import cancelled, spawn
-from tests.contract.client import ENDLESS, WorkerClient, covers, unfinished
+from tests.contract.client import ENDLESS, FLUSH, WorkerClient, covers, unfinished
 from tests.support.waiting import soon
 
 AFTER_A_STREAM = 2  # seconds
@@ -111,7 +111,7 @@ async def test_a_plain_request_s_client_that_leaves_frees_the_worker(worker: Wor
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 async def test_flushing_the_cache_answers_in_text(worker: WorkerClient, method: str) -> None:
-    flushed = await worker.ask(method, "/flush_cache")
+    flushed = await worker.ask(method, FLUSH)
     assert flushed.status == 200
     assert flushed.body.startswith(FLUSHED)
     assert "content-type" not in flushed.headers

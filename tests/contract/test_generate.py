@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.client import WorkerClient, covers
+from tests.contract.client import FLUSH, WorkerClient, covers
 
 SHORT = {"max_new_tokens": 6, "ignore_eos": True}
 META = {
@@ -158,7 +158,7 @@ async def test_top_logprobs_list_alternatives_for_each_token(worker: WorkerClien
 
 async def test_a_prompt_seen_before_is_cached_but_for_its_last_token(worker: WorkerClient) -> None:
     prompt = list(range(100, 140))
-    assert (await worker.ask("POST", "/flush_cache")).status == 200
+    assert (await worker.ask("POST", FLUSH)).status == 200
     first = await worker.generate(input_ids=prompt, sampling_params=SHORT)
     second = await worker.generate(input_ids=prompt, sampling_params=SHORT)
     longer = await worker.generate(input_ids=[*prompt, 7, 8], sampling_params=SHORT)
@@ -168,7 +168,7 @@ async def test_a_prompt_seen_before_is_cached_but_for_its_last_token(worker: Wor
 
 async def test_a_prompt_is_cached_for_requests_with_the_same_extra_key_alone(worker: WorkerClient) -> None:
     prompt = list(range(100, 140))
-    assert (await worker.ask("POST", "/flush_cache")).status == 200
+    assert (await worker.ask("POST", FLUSH)).status == 200
     keys: list[dict[str, Any]] = [{}, {"extra_key": "a"}, {"extra_key": "a"}, {"extra_key": "b"}, {"extra_key": ""}]
     answers = [await worker.generate(input_ids=prompt, sampling_params=SHORT, **key) for key in keys]
     assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0, 0, 39, 0, 39]

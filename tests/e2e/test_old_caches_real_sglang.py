@@ -11,6 +11,7 @@ import pytest
 
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
+from tests.contract.client import FLUSH
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
 from tests.support.http import ask
@@ -28,8 +29,6 @@ JSON = [("Content-Type", "application/json")]
 CHAT = "/v1/chat/completions"
 SHORT = {"max_new_tokens": 4, "ignore_eos": True, "temperature": 0}
 ENDLESS = {"max_new_tokens": 4000, "ignore_eos": True}
-#: The engine answers an aborted request before its scheduler has let it go: it waits for that, up to so many seconds.
-FLUSH = "/flush_cache?timeout=60"
 
 
 async def post(url: str, path: str, *, status: int = 200, **fields: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -118,6 +119,21 @@ async def test_an_engine_that_does_not_end_it_is_left(trial: SessionTrial, monke
         await trial.ask("POST", "/abort_request", {"group": "g"})
         assert (await turn).status == 400
         await gone(trial)
+
+
+async def test_an_engine_that_is_silent_when_it_is_told_is_left(
+    trial: SessionTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("middleware_hub.openai_session.turns.running.GRACE", 0.01)
+    rows = trial.router.app.router.control.rows
+    monkeypatch.setitem(rows, "/abort_request", replace(rows["/abort_request"], timeout=3600.0))
+    session = await trial.create(contract={"group": "g"})
+    trial.worker.faults.hang(path="/abort_request", times=None)
+    async with under_way(trial.turn(session, HI, **ENDLESS)) as turn:
+        await it_samples(trial)
+        await trial.ask("POST", "/abort_request", {"group": "g"})
+        await gone(trial)
+        assert (await turn).status == 400
 
 
 async def test_a_turn_that_waits_at_the_gate_waits_no_longer(trial: SessionTrial) -> None:

@@ -203,7 +203,8 @@ def _same_when_skimmed(events: Sequence[Any], growing: GrowingAnswer) -> None:
     skimming = GrowingAnswer()
     for event in deepcopy(events):
         skimming.skim(event)
-    assert skimming.answer is not None and growing.answer is not None
+    assert skimming.answer is not None
+    assert growing.answer is not None
     meta, whole = skimming.answer["meta_info"], growing.answer["meta_info"]
     unrepeated = whole.keys() - events[-1]["meta_info"].keys() - meta.keys()  # an event in the midst alone said them
     seen = {**growing.answer, "meta_info": {name: whole[name] for name in whole.keys() - unrepeated}}

@@ -160,8 +160,8 @@ async def play(scene: Scene, plan: Plan) -> None:
 
 
 def ends_within_a_call(found: Any, expected: Any) -> bool:
-    """How far the arguments of a call go that nobody has finished, a stream leaves open: it may show less of them. And a
-    tag with which one would begin it may show as text, where that is the end."""
+    """How far the arguments of a call go that nobody has finished, a stream leaves open: it may show less of them. And
+    a tag with which one would begin it may show as text, where that is the end."""
     calls, others = found.message.pop("tool_calls"), expected.message.pop("tool_calls")
     for message in (found.message, expected.message):
         message["content"] = message["content"].rstrip().removesuffix("<tool_call>").rstrip()

@@ -103,6 +103,10 @@ def of_first_added(**fields: Any) -> Callable[[Any], None]:
     return lambda parsed: parsed["added_tokens"][0].update(fields)
 
 
+def normalizing(kind: str) -> Callable[[Any], None]:
+    return lambda parsed: parsed.update(normalizer={"type": kind})
+
+
 def splitting(*splits: Any) -> Callable[[Any], None]:
     last = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     return lambda parsed: parsed.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [*splits, last]})
@@ -119,7 +123,7 @@ def split(pattern: str, behavior: str = "Isolated") -> dict[str, Any]:
         of_first_added(rstrip=True),
         of_first_added(single_word=True),
         of_first_added(normalized=True),
-        lambda parsed: parsed.update(normalizer={"type": "Lowercase"}),
+        normalizing("Lowercase"),
         lambda parsed: parsed["pre_tokenizer"].update(add_prefix_space=True),
         lambda parsed: parsed["pre_tokenizer"].update(use_regex=False),
         lambda parsed: parsed.update(pre_tokenizer=None),
@@ -129,6 +133,7 @@ def split(pattern: str, behavior: str = "Isolated") -> dict[str, Any]:
         splitting(split(r"\s+")),  # leaves gaps, which are pieces too
         splitting(split(r"\d"), split(r"\S+|\s+")),
         lambda parsed: parsed["model"].update(dropout=0.5),
+        lambda parsed: (of_first_added(content="\u212aing", normalized=True)(parsed), normalizing("NFC")(parsed)),
     ],
 )  # fmt: skip
 def test_what_is_not_known_to_give_the_same_ids_is_not_used(

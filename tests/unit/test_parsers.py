@@ -207,6 +207,29 @@ def test_marks_that_repeat_themselves_are_read_in_time_that_grows_with_them_alon
     family.calls.unfinished(text, {"f": {}})
 
 
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [
+        ("deepseekv3", "<｜tool▁sep｜>f\n```json\n"),
+        ("deepseekv3", "<｜tool▁call▁begin｜>"),
+        ("deepseekv31", "<｜tool▁call▁begin｜>"),
+    ],
+)
+def test_a_call_that_says_its_marks_again_and_again_is_none(name: str, again: str) -> None:
+    """Cubic, it would be read for ever."""
+    text = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{again * 20_000}<｜tool▁call▁end｜>"
+    assert KNOWN[name].calls.read(text, {"f": {}}) == (text, [])
+
+
+@pytest.mark.parametrize("name", ["deepseekv3", "deepseekv31"])
+def test_of_marks_that_a_call_says_twice_the_last_count(name: str) -> None:
+    fence, end = ("\n```json\n", "\n```") if name == "deepseekv3" else ("<｜tool▁sep｜>", "")
+    call = f"x<｜tool▁sep｜>g{fence}y<｜tool▁sep｜>f{fence}{{}}{end}"
+    text = f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>"
+    wanted = "f" if name == "deepseekv3" else f"x<｜tool▁sep｜>g{fence}y<｜tool▁sep｜>f"
+    assert KNOWN[name].calls.read(text, {wanted: {}}).calls == [(wanted, "{}")]
+
+
 BEYOND = [f'{{"a": {"[" * 100_000}', f'{{"a": {"1" * 5000}', "{1, 2}", "{[]: 1}"]
 WRITTEN = {
     "qwen3": '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>',

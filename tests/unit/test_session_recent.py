@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.openai_session.sessions import recent
+from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.pending import TokenPrompt
 from middleware_hub.openai_session.sessions.recent import KnownRequests, WrittenIds
 from middleware_hub.openai_session.sessions.tree import Turn
@@ -163,6 +164,32 @@ def read(work: Callable[[], Any]) -> tuple[object, str]:
         return None, type(error).__name__
 
 
+HIDDEN: dict[str, tuple[bytes, bytes, bytes]] = {
+    "a list in an item": (
+        b'{"l":[{"a":[1]}]}',
+        b'{"l":[{"a":[1,2],"a":[1]},{"b":[3]}]}',
+        b'{"l":[{"a":[1,2],"a":[1]},{"b":[3,4]}]}',
+    ),
+    "a list beside it": (
+        b'{"l":[5],"x":[1]}',
+        b'{"l":[5],"x":[1,2],"l":[5,6],"x":[1]}',
+        b'{"l":[5],"x":[1,2],"l":[5,6],"x":[1,3]}',
+    ),
+    "a text": (
+        b'{"l":[{"a":"]"}]}',
+        b'{"l":[{"a":",","a":"]"},{"b":"]"}]}',
+        b'{"l":[{"a":",","a":"]"},{"b":",1]"}]}',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_a_bracket_in_front_of_which_fields_hide_others_is_not_taken_for_the_list_s(case: str) -> None:
+    requests = KnownRequests()
+    for body in HIDDEN[case]:
+        assert requests.read("s", body, "l") == orjson.loads(body)
+
+
 PIECES = (b'{"l":[', b"]", b"}", b",", b"1", b"true", b'"]"', b'"x', b'"', b"[", b"[]", b'{"l":1}', b'"l":', b" ")
 puts = st.lists(st.sampled_from(PIECES), max_size=4).map(b"".join)
 
@@ -196,3 +223,14 @@ def test_a_request_with_another_list_and_a_long_one_are_read_as_they_are(monkeyp
     size = requests.nbytes
     assert requests.read("t", orjson.dumps(asked("a")), "messages") == asked("a")
     assert requests.nbytes == size
+
+
+@pytest.mark.parametrize("item", [b"{}", b'{"":0}', b"[0]", b"1.5", b'"ab"'])
+def test_what_is_kept_counts_with_the_memory_that_it_takes(item: bytes) -> None:
+    requests = KnownRequests()
+    for count in (1, 1000, 2000, 3000):
+        body = b'{"l":[%b]}' % b",".join([item] * count)
+        assert requests.nbytes < len(body) + message_bytes(parsed := requests.read("s", body, "l")) <= requests.nbytes
+    assert parsed["l"].shared == 2000
+    requests.forget("s")
+    assert requests.nbytes == 0

@@ -65,6 +65,20 @@ def test_a_continuation_has_no_dummy_prefix() -> None:
     ]
 
 
+@pytest.mark.parametrize("text", ["a b " * 20, "é a b " * 20])
+def test_a_tokenizer_that_cuts_and_pads_what_it_is_given_does_neither_here(text: str) -> None:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer.from_str(tokenizer("qwen3").backend_tokenizer.to_str())
+    backend.enable_truncation(1600)  # longer than what is tried first
+    backend.enable_padding(pad_to_multiple_of=7)
+    made = TextEncoder(PreTrainedTokenizerFast(tokenizer_object=backend))
+    for long in (text, text * 90):
+        assert made.encode_rendered(long).tolist() == encoder("qwen3").encode_rendered(long).tolist()
+        assert made.encode_whole(long).ids.tolist() == encoder("qwen3").encode_whole(long).ids.tolist()
+
+
 @pytest.mark.parametrize("name", ["llama2", "gemma3"])
 def test_no_text_gets_its_beginning_twice(name: str) -> None:
     bos = tokenizer(name).bos_token_id

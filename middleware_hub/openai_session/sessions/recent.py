@@ -13,7 +13,7 @@ from weakref import ref
 
 import orjson
 
-from middleware_hub.openai_session.sessions.messages import SentList, alike
+from middleware_hub.openai_session.sessions.messages import SentList, alike, message_bytes
 from middleware_hub.openai_session.sessions.pending import TokenPrompt
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.middlewares import nests_too_deep, read_json
@@ -89,12 +89,13 @@ def _more(piece: Piece) -> tuple[bytes, ...]:
 
 class KnownRequest(NamedTuple):
     """A request whose list has this name. `behind` begins where the last item ends; where that is not known it is
-    empty."""
+    empty. `parsed` takes so many bytes."""
 
     name: str
     before: bytes
     behind: bytes
     parsed: dict[str, Any]
+    parsed_bytes: int
 
 
 class KnownRequests(Recent[KnownRequest]):
@@ -108,16 +109,23 @@ class KnownRequests(Recent[KnownRequest]):
             known = None
         if known is not None and known.behind and (items := _added(known, body)):
             before = known.parsed[name]
-            parsed: Any = {**known.parsed, name: SentList((*before, *items), before)}
-            end = len(body) - len(known.behind)
-        else:
-            parsed = read_json(body)
-            end = _end_of_list(known, body, parsed) if known is not None and not known.behind else len(body)
+            grown = {**known.parsed, name: SentList((*before, *items), before)}
+            self._keep(session_id, body, len(known.behind), name, grown, known.parsed_bytes + message_bytes(items))
+            return grown
+        parsed = read_json(body)
         if isinstance(parsed, dict) and isinstance(parsed.get(name), list) and len(body) <= LONGEST:
-            if not isinstance(parsed[name], SentList):
-                parsed[name] = SentList(parsed[name])
-            self.keep(session_id, KnownRequest(name, body[:end], body[end:], parsed), 2 * len(body))
+            open_end = known is not None and not known.behind
+            behind = _behind_list(known, body, len(parsed[name])) if known is not None and open_end else b""
+            parsed[name] = SentList(parsed[name])
+            self._keep(session_id, body, len(behind), name, parsed, message_bytes(parsed))
         return parsed
+
+    def _keep(
+        self, session_id: str, body: bytes, behind: int, name: str, parsed: dict[str, Any], parsed_bytes: int
+    ) -> None:
+        end = len(body) - behind
+        known = KnownRequest(name, body[:end], body[end:], parsed, parsed_bytes)
+        self.keep(session_id, known, len(body) + parsed_bytes)
 
 
 def _added(known: KnownRequest, body: bytes) -> list[Any] | None:
@@ -142,18 +150,18 @@ def _goes_on(body: bytes, before: bytes, behind: bytes) -> bool:
     return body.startswith(before) and body.endswith(behind)
 
 
-def _end_of_list(known: KnownRequest, body: bytes, parsed: Any) -> int:
-    """Where in a request the items of its list end, as the request before shows; at its end where that does not.
+def _behind_list(known: KnownRequest, body: bytes, count: int) -> bytes:
+    """What stands in a request behind the last item of its list, which has so many, as the request before shows;
+    nothing where that does not.
 
-    Between the two stands text that begins with a comma, in front of a closing bracket. As it made the list longer, and
-    changed nothing else, that bracket is the list's own.
+    The two differ in text in front of a closing bracket. Whether that bracket is the list's own shows a further item in
+    front of it: of another list, of one that a second field of its name hides, or of a text, the list has no more.
     """
-    name, first = known.name, known.parsed
-    end = alike(known.before, body)
-    before, behind = known.before[:end], known.before[end:]
-    if not (behind.lstrip().startswith(b"]") and _goes_on(body, before, behind) and isinstance(parsed, dict)):
-        return len(body)
-    items, count = parsed.get(name), len(first[name])
-    if not (isinstance(items, list) and 0 < count < len(items) and {**parsed, name: items[:count]} == first):
-        return len(body)
-    return len(body) - len(behind)
+    behind = known.before[alike(known.before, body) :]
+    if not (behind.lstrip().startswith(b"]") and body.endswith(behind)):
+        return b""
+    try:
+        longer = orjson.loads(b"%b,0%b" % (body[: len(body) - len(behind)], behind))
+    except orjson.JSONDecodeError:
+        return b""
+    return behind if len(longer[known.name]) == count + 1 else b""

@@ -46,13 +46,18 @@ class RunningTurn:
         self._ended.set()
 
     async def _abort(self, rid: str, error: RouterError) -> None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + GRACE
-        while not self._ended.is_set() and loop.time() < until:
-            await self._tell(rid)
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), AGAIN)
+        spawn(self._tell_until_it_ends(rid), name=f"tell {rid}")
+        await self._ends_within(GRACE)
         self._break_off(error)
+
+    async def _tell_until_it_ends(self, rid: str) -> None:
+        while not self._ended.is_set():
+            await self._tell(rid)
+            await self._ends_within(AGAIN)
+
+    async def _ends_within(self, seconds: float) -> None:
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), seconds)
 
     async def _drop(self, rid: str, error: RouterError) -> None:
         await asyncio.wait({spawn(self._tell(rid), name=f"tell {rid}")}, timeout=AGAIN)

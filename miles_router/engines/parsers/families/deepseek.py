@@ -21,8 +21,8 @@ from miles_router.engines.parsers.reading import (
 
 _BEGIN, _SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
 _CALL = re.compile(r"<｜tool▁call▁begin｜>.*?<｜tool▁call▁end｜>", re.DOTALL)
-#: What stands between the name of a function and its arguments.
-_FENCE = "\n```json\n"
+#: What stands between the name of a function and its arguments, and behind them.
+_FENCE, _FENCE_END = "\n```json\n", "\n```"
 _DSML = "｜DSML｜"
 _SECTION = re.compile(r"<｜DSML｜function_calls>(.*?)</｜DSML｜function_calls>", re.DOTALL)
 _INVOKE = re.compile(
@@ -43,8 +43,6 @@ class DeepSeekMarks:
 
     def __init__(self, *, fenced: bool = False) -> None:
         self._between = _FENCE if fenced else _SEPARATOR
-        inner = rf".*{_SEPARATOR}(.*){_FENCE}(.*)\n```" if fenced else rf"(.*){_SEPARATOR}(.*)"
-        self._parts = re.compile(f"{_BEGIN}{inner}{self.end}", re.DOTALL)
 
     def read(self, text: str, tools: Tools) -> ReadCalls:
         """See `CallFormat`."""
@@ -54,13 +52,24 @@ class DeepSeekMarks:
         calls: list[ReadCall] = []
         try:
             for block in _CALL.findall(up_to_last(begin + rest, self.end)):
-                parts = self._parts.search(block)
+                parts = self._parts(block[len(_BEGIN) : -len(self.end)])
                 if parts is None:
                     return ReadCalls(text, [])
-                calls += of_json({"name": parts[1], "parameters": json.loads(parts[2])}, tools)
+                name, arguments = parts
+                calls += of_json({"name": name, "parameters": json.loads(arguments)}, tools)
         except json.JSONDecodeError:
             return ReadCalls(text, [])
         return ReadCalls(content.strip(), calls)
+
+    def _parts(self, call: str) -> tuple[str, str] | None:
+        """The name and the arguments of a call; None for one that is none. Of several marks the last count, as in the
+        engine's regular expression."""
+        if self._between == _SEPARATOR:
+            name, mark, arguments = call.rpartition(_SEPARATOR)
+            return (name, arguments) if mark else None
+        head, _, arguments = call.removesuffix(_FENCE_END).rpartition(_FENCE)
+        _, mark, name = head.rpartition(_SEPARATOR)
+        return (name, arguments) if mark and call.endswith(_FENCE_END) else None
 
     def unfinished(self, text: str, tools: Tools) -> ReadCall | None:
         """See `CallFormat`."""
@@ -68,7 +77,7 @@ class DeepSeekMarks:
         name = head.rpartition(_SEPARATOR)[2]
         if not begin or name not in tools:
             return None
-        return ReadCall(name, arguments.partition("\n```")[0] if self._between == _FENCE else arguments)
+        return ReadCall(name, arguments.partition(_FENCE_END)[0] if self._between == _FENCE else arguments)
 
 
 class DeepSeekTags:
