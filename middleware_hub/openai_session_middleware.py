@@ -73,6 +73,8 @@ class OpenAISessionMiddleware:
             that answered it.
     """
 
+    one_model = True
+
     def __init__(
         self,
         app: ASGIApp,

@@ -52,6 +52,8 @@ class RadixTreeMiddleware:
         keep_versions: how many weight versions before the newest are kept when room is needed; older ones go first.
     """
 
+    one_model = True
+
     def __init__(self, app: ASGIApp, *, router: Router, max_tokens: int = 16_000_000, keep_versions: int = 2) -> None:
         if max_tokens < 1:
             raise ConfigError(f"radix_tree_middleware.max_tokens: must be at least 1, not {max_tokens}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -44,6 +45,8 @@ from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, Ha
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, load_middlewares
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
+from miles_router.pools.apps import Dispatch, Reception
+from miles_router.pools.pools import ModelPool, Pools
 from miles_router.settings.config import RouterConfig, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
 
@@ -68,6 +71,41 @@ def create_app(
         connect_timeout=config.connect_timeout, max_connections=config.max_connections, backlog=clients.backlog
     )
     probes, fan_out = Probes(upstream, timeout=config.health_check_timeout), FanOut(upstream)
+    metrics, loop_delay = Metrics(), LoopDelay()
+    metrics.register(clients)
+    metrics.register(loop_delay)
+    dispatch = Dispatch()
+    pools = dispatch.pools = Pools(
+        config.model_id or "", lambda name: _pool(name, config, upstream, probes, fan_out, metrics, args, tokenizer)
+    )
+    router = pools.default.router
+    outermost, layers = build_stack(dispatch, loaded, router)
+    stack = Reception(outermost, pools)
+    pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
+    for url in config.worker_urls:
+        pools.default.fleet.pool.add(parse_worker_url(url))
+    admin = Admin(pools, _described(loaded))
+    routes, doors = _own_routes(config, admin, ControlRoutes(pools), layers, stack)
+    routes.lifespan_context = _lifespan(layers, pools, upstream, loop_delay)
+    _register_metrics(router, layers)
+    return RouterApp(
+        config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients
+    )
+
+
+def _pool(
+    name: str,
+    config: RouterConfig,
+    upstream: Upstream,
+    probes: Probes,
+    fan_out: FanOut,
+    metrics: Metrics,
+    args: Namespace | None,
+    tokenizer: Any,
+) -> ModelPool:
+    """The workers of one model, and all that serves them alone. The checkpoint is that of the default pool."""
+    if name != (config.model_id or ""):
+        config, tokenizer = replace(config, hf_checkpoint=None, chat_template_path=None), None
     fleet = Fleet(
         pool=WorkerPool(failure_threshold=config.health_check_failure_threshold, readmit=config.readmit),
         gate=Gate(max_held=config.gate_max_held, timeout=config.gate_timeout),
@@ -75,9 +113,7 @@ def create_app(
         questions=probes,
         orders=fan_out,
     )
-    metrics, loop_delay = Metrics(fleet), LoopDelay()
-    metrics.register(clients)
-    metrics.register(loop_delay)
+    metrics.count(fleet)
     forwarder = Forwarder(
         fleet=fleet,
         upstream=upstream,
@@ -121,14 +157,16 @@ def create_app(
             resume_cut=config.partial_rollout == "resume",
             resume_lost=config.resume_on_worker_loss,
         )
-    stack, layers = build_stack(innermost, loaded, router)
-    for url in config.worker_urls:
-        fleet.pool.add(parse_worker_url(url))
-    admin = Admin(router, _described(loaded))
-    routes, doors = _own_routes(config, admin, ControlRoutes(control), layers, stack)
-    routes.lifespan_context = _lifespan(layers, health, stalls, fleet, upstream, loop_delay)
-    _register_metrics(router, layers)
-    return RouterApp(config=config, router=router, routes=routes, doors=doors, stack=stack, clients=clients)
+    return ModelPool(name, router, innermost, probes, lambda: _looking_after(fleet, health, stalls))
+
+
+@asynccontextmanager
+async def _looking_after(fleet: Fleet, health: HealthMonitor, stalls: StallWatch) -> AsyncIterator[None]:
+    async with AsyncExitStack() as running:
+        running.push_async_callback(fleet.close)
+        await running.enter_async_context(health.running())
+        await running.enter_async_context(stalls.running())
+        yield
 
 
 def _own_routes(
@@ -194,14 +232,7 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
                 router.metrics.register(collector)
 
 
-def _lifespan(
-    layers: Iterable[ASGIApp],
-    health: HealthMonitor,
-    stalls: StallWatch,
-    fleet: Fleet,
-    upstream: Upstream,
-    loop_delay: LoopDelay,
-) -> Lifespan[Any]:
+def _lifespan(layers: Iterable[ASGIApp], pools: Pools, upstream: Upstream, loop_delay: LoopDelay) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last."""
 
     @asynccontextmanager
@@ -209,9 +240,7 @@ def _lifespan(
         async with AsyncExitStack() as running:
             await running.enter_async_context(loop_delay.running())
             running.push_async_callback(upstream.close)
-            running.push_async_callback(fleet.close)
-            await running.enter_async_context(health.running())
-            await running.enter_async_context(stalls.running())
+            await running.enter_async_context(pools.running())
             for layer in layers:
                 if isinstance(layer, HasLifespan):
                     await running.enter_async_context(layer.lifespan())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -21,7 +22,7 @@ from miles_router.asgi.path import decoded
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
 from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp
-from miles_router.middlewares.router import Router
+from miles_router.pools.pools import Pools
 from miles_router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
@@ -29,19 +30,24 @@ access_logger = logging.getLogger("miles_router.access")
 
 
 class RouterApp:
-    """The whole router as one ASGI app. `router` is the handle that middlewares have too."""
+    """The whole router as one ASGI app."""
 
     def __init__(
         self,
         *,
         config: RouterConfig,
-        router: Router,
+        pools: Pools,
         routes: Routes,
         doors: Doors,
         stack: ASGIApp,
+        layers: Sequence[ASGIApp],
         clients: ClientStatistics,
     ) -> None:
-        self.router = router
+        self.pools = pools
+        #: The middlewares, outermost first.
+        self.layers = layers
+        #: The handle that the layers have.
+        self.router = router = pools.default.router
         self.doors = doors
         #: What the server of this app counts.
         self.clients = clients

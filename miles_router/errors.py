@@ -7,6 +7,7 @@
     │   ├── Unauthorized            401 unauthorized
     │   ├── ForeignOrigin           403 foreign_origin
     │   ├── NotFound                404 not_found
+    │   │   └── UnknownModel        404 model_not_found
     │   ├── MethodNotAllowed        405 method_not_allowed
     │   ├── BodyTooLarge            413 request_too_large
     │   ├── RequestTimeout          408 request_timeout
@@ -83,6 +84,21 @@ class NotFound(BadRequest):
 
     status = 404
     type = "not_found"
+
+
+class UnknownModel(NotFound):
+    """A request names a model that no worker has, or names none where there are several."""
+
+    type = "model_not_found"
+
+    def __init__(self, message: str, parameter: str = "model") -> None:
+        super().__init__(message)
+        self._parameter = parameter
+
+    def body(self, request_id: str) -> dict[str, dict[str, str]]:
+        """As OpenAI's API and SGLang say it."""
+        error = {"message": str(self), "type": "invalid_request_error", "param": self._parameter, "code": self.type}
+        return {"error": {**error, "request_id": request_id}}
 
 
 class MethodNotAllowed(BadRequest):

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -48,12 +48,12 @@ class Nursery:
             )
         atexit.register(self.close)
 
-    def fork(self, flags: tuple[str, ...], log_path: Path, scratch: str) -> int:
+    def fork(self, flags: tuple[str, ...], environment: Mapping[str, str], log_path: Path, scratch: str) -> int:
         """Starts a worker and returns its process id, which is also its process group."""
         assert self._process.stdin
         assert self._process.stdout
         with contextlib.suppress(BrokenPipeError):
-            order = {"flags": flags, "log": str(log_path), "scratch": scratch}
+            order = {"flags": flags, "environment": environment, "log": str(log_path), "scratch": scratch}
             print(json.dumps(order), file=self._process.stdin, flush=True)
         answer = self._process.stdout.readline()
         if not answer:
@@ -82,15 +82,18 @@ class RealWorker:
 
     port: int
     flags: tuple[str, ...] = field(repr=False)
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     pid: int | None = None
     _scratch: str = field(default="", repr=False)
 
     @classmethod
-    def start(cls, *flags: str, moe: bool = False, port: int | None = None) -> RealWorker:
+    def start(
+        cls, *flags: str, moe: bool = False, port: int | None = None, environment: Mapping[str, str] | None = None
+    ) -> RealWorker:
         """Starts the processes and returns, so that several can come up side by side; `wait` or `with` waits."""
-        environment = ensure()
-        model = environment.moe_model if moe else environment.dense_model
-        worker = cls(port or free_ports(1)[0], ("--model-path", str(model), *FLAGS, *flags))
+        built = ensure()
+        model = built.moe_model if moe else built.dense_model
+        worker = cls(port or free_ports(1)[0], ("--model-path", str(model), *FLAGS, *flags), environment or {})
         worker._spawn()
         return worker
 
@@ -151,7 +154,9 @@ class RealWorker:
 
     def _spawn(self) -> None:
         self._scratch = tempfile.mkdtemp(prefix="sglang-")
-        self.pid = nursery().fork(("--port", str(self.port), *self.flags), self.log_path, self._scratch)
+        self.pid = nursery().fork(
+            ("--port", str(self.port), *self.flags), self.environment, self.log_path, self._scratch
+        )
         RealWorker.running.append(self)
 
     def _kill_and_clear(self, leftovers: list[Path]) -> None:

@@ -47,6 +47,7 @@ class RowKeeper:
         max_bytes: bytes of rows held; the least recently used go first.
     """
 
+    one_model = True
     #: Of the kind that it keeps.
     fields: ClassVar[RowFields]
     #: The option that says the shape of the model's rows.

@@ -6,38 +6,51 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from miles_router.asgi.exchange import Exchange
-from miles_router.control.control import Control
+from miles_router.asgi.exchange import Exchange, Scope
 from miles_router.control.row import Row
 from miles_router.forwarding.outgoing import outgoing
+from miles_router.pools.pools import Pools
 
 #: SGLang reads a body only if it is declared as JSON.
+#: Which pool is meant.
+MODEL_ID = "model_id"
 AS_JSON = (b"content-type", b"application/json")
 
 
 class ControlRoutes:
     """Answers control requests."""
 
-    def __init__(self, control: Control) -> None:
-        self._control = control
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
 
     def routes(self) -> list[BaseRoute]:
         """One for each row of the table."""
-        return [self._route(row) for row in self._control.rows.values()]
+        return [self._route(row) for row in self._pools.default.router.control.rows.values()]
 
     def _route(self, row: Row) -> BaseRoute:
         async def answer(request: Request) -> Response:
             exchange = Exchange.of(request.scope)
+            pool = self._pools.of_id(request.query_params.get(MODEL_ID))
             body = await exchange.read(request.receive)
             if not body.strip() and row.needs_body:
                 body = b"{}"
-            sent = outgoing(request.scope, exchange.request_id, body)
+            sent = outgoing(_without_model_id(request.scope), exchange.request_id, body)
             if body.strip():
                 sent.headers = [pair for pair in sent.headers if pair[0] != b"content-type"] + [AS_JSON]
-            answered = await self._control.send(row.path, sent, exchange.request_id)
+            answered = await pool.router.control.send(row.path, sent, exchange.request_id)
+            pool.forget_adapters()
             response = Response(answered.body, answered.status)
             if answered.content_type is not None:
                 response.headers["content-type"] = answered.content_type.decode("latin-1")
             return response
 
         return Route(row.path, answer, methods=list(row.methods))
+
+
+def _without_model_id(scope: Scope) -> Scope:
+    """The request as workers get it: they are of one model."""
+    query = scope["query_string"]
+    if MODEL_ID.encode() not in query:
+        return scope
+    kept = [part for part in query.split(b"&") if part.partition(b"=")[0] != MODEL_ID.encode()]
+    return {**scope, "query_string": b"&".join(kept)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import resources
 from typing import Any
 
@@ -14,14 +15,14 @@ from starlette.routing import BaseRoute, Route
 
 from miles_router.asgi.exchange import Exchange
 from miles_router.control.engine_metrics import MEDIA_TYPE
-from miles_router.errors import BadRequest
+from miles_router.errors import BadRequest, NotFound
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import Worker, WorkerState
-from miles_router.middlewares.router import Router
-from miles_router.settings.config import FIELDS, shown
+from miles_router.pools.pools import ModelPool, Pools
+from miles_router.settings.config import FIELDS, model_id_problem, shown
 from miles_router.version import __version__
 
-#: What `POST /workers` may say of a worker besides its url and key; all of it is shown, none of it steers.
+#: What `POST /workers` may say of a worker besides its url and key; all of it is shown.
 ATTRIBUTES = ("worker_type", "bootstrap_port", "model_id", "labels", "priority", "cost")
 MAX_ATTRIBUTES_BYTES = 4096
 MAX_ADMIN_BODY = 64 * 1024
@@ -41,10 +42,9 @@ class Json(Response):
 class Admin:
     """Answers for one router."""
 
-    def __init__(self, router: Router, stack: list[dict[str, object]]) -> None:
-        self._router = router
-        self._fleet = router.fleet
-        self._pool = router.pool
+    def __init__(self, pools: Pools, stack: list[dict[str, object]]) -> None:
+        self._pools = pools
+        self._router = pools.default.router
         self._stack = stack
         self._started = time.time()
 
@@ -81,12 +81,11 @@ class Admin:
 
     async def remove_worker(self, request: Request) -> Response:
         arguments = await _arguments(request)
-        worker = self._pool.get(_url(arguments).url)
-        await self._remove(worker, drain=_flag(arguments, "drain"))
+        await self._remove(*self._pools.holding(_url(arguments).url), drain=_flag(arguments, "drain"))
         return Json({"status": "success", "worker_urls": self._in_flight()})
 
     async def list_workers(self, request: Request) -> Response:
-        return Json({"urls": [worker.url for worker in self._pool]})
+        return Json({"urls": [worker.url for worker in self._pools.workers]})
 
     # Workers, the REST spelling of the SGLang gateway
 
@@ -94,14 +93,15 @@ class Admin:
         return Json((await self._add(await _arguments(request))).describe(), status_code=201)
 
     async def show_workers(self, request: Request) -> Response:
-        return Json({"workers": [worker.describe() for worker in self._pool], "total": len(self._pool)})
+        workers = [worker.describe() for worker in self._pools.workers]
+        return Json({"workers": workers, "total": len(workers)})
 
     async def show_worker(self, request: Request) -> Response:
-        return Json(self._named(request).describe())
+        return Json(self._named(request)[1].describe())
 
     async def delete_worker(self, request: Request) -> Response:
-        worker = self._named(request)
-        await self._remove(worker, drain=_flag(request.query_params, "drain"))
+        pool, worker = self._named(request)
+        await self._remove(pool, worker, drain=_flag(request.query_params, "drain"))
         return Json({"status": "success", "id": worker.address.id, "url": worker.url})
 
     # The router itself
@@ -110,7 +110,7 @@ class Admin:
         return Json({"status": "ok", **self._counts()})
 
     async def readiness(self, request: Request) -> Response:
-        ready = bool(self._fleet.snapshot.routable)
+        ready = any(pool.fleet.snapshot.routable for pool in self._pools)
         return Json({"status": "ready" if ready else "no routable worker", **self._counts()}, 200 if ready else 503)
 
     async def info(self, request: Request) -> Response:
@@ -120,9 +120,10 @@ class Admin:
                 "version": __version__,
                 "uptime_seconds": round(time.time() - self._started, 3),
                 **self._counts(),
-                "weight_version": self._pool.weight_version,
+                "weight_version": self._router.pool.weight_version,
                 "gate": self._router.gate.describe(),
-                "workers": [worker.describe() for worker in self._pool],
+                **({"pools": self._each_pool()} if self._pools.named else {}),
+                "workers": [worker.describe() for worker in self._pools.workers],
                 "middlewares": self._stack,
                 "statistics": {name: give() for name, give in self._router.statistics.items()},
                 "config": {name: shown(config, name) for name in FIELDS},
@@ -131,22 +132,24 @@ class Admin:
 
     async def set_weight_version(self, request: Request) -> Response:
         """The weights that engines have which do not say it themselves."""
-        version = (await _arguments(request)).get("weight_version")
+        arguments = await _arguments(request)
+        version, fleet = arguments.get("weight_version"), self._pools.of_id(arguments.get("model_id")).fleet
         if not isinstance(version, str) or not version:
             raise BadRequest("weight_version must be a string that is not empty")
-        workers = list(self._pool)
-        profiles = await self._fleet.profiles(workers)
+        workers = list(fleet.pool)
+        profiles = await fleet.profiles(workers)
         silent = [worker for worker, each in zip(workers, profiles, strict=True) if not each.tells_version]
         if not silent:
             raise BadRequest("no worker is registered that does not say itself which weights it has")
-        self._pool.name_version(silent, version)
+        fleet.pool.name_version(silent, version)
         return Json({"weight_version": version, "workers": [worker.url for worker in silent]})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._router.metrics.render(), media_type=MEDIA_TYPE)
 
     async def engine_metrics(self, request: Request) -> Response:
-        return Response(await self._router.control.engine_metrics(), media_type=MEDIA_TYPE)
+        text = await self._router.control.engine_metrics(self._pools.workers)
+        return Response(text, media_type=MEDIA_TYPE)
 
     async def dashboard(self, request: Request) -> Response:
         page = resources.files("miles_router.admin").joinpath("dashboard.html").read_text(encoding="utf-8")
@@ -165,32 +168,60 @@ class Admin:
         attributes = {name: arguments[name] for name in ATTRIBUTES if name in arguments}
         if len(orjson.dumps(attributes)) > MAX_ATTRIBUTES_BYTES:
             raise BadRequest(f"a worker's attributes may take {MAX_ATTRIBUTES_BYTES} bytes")
-        return await self._fleet.join(address, api_key=api_key or None, attributes=attributes)
+        pool, known = await self._pool_of(address, arguments.get("model_id"))
+        if pool.name and (attributes or not known):  # without any, those of a worker that is known stay
+            attributes["model_id"] = pool.name
+        return await pool.fleet.join(address, api_key=api_key or None, attributes=attributes)
 
-    async def _remove(self, worker: Worker, *, drain: bool) -> None:
+    async def _pool_of(self, address: WorkerUrl, model_id: object) -> tuple[ModelPool, bool]:
+        """Where a worker belongs, and whether it is registered there. One that is stays there."""
+        if model_id is not None and (problem := model_id_problem(model_id)):
+            raise BadRequest(f"model_id: {problem}")
+        with suppress(NotFound):
+            pool, _ = self._pools.holding(address.url)
+            if model_id not in (None, pool.name):
+                where = f"for the model {pool.name!r}" if pool.name else "without a model_id"
+                raise BadRequest(f"{address.url} is registered {where}; remove it first")
+            return pool, True
+        return await self._pools.open(None if model_id is None else str(model_id)), False
+
+    async def _remove(self, pool: ModelPool, worker: Worker, *, drain: bool) -> None:
         if drain:
-            await self._fleet.drain(worker)
+            await pool.fleet.drain(worker)
         else:
-            self._pool.remove(worker)
+            pool.fleet.pool.remove(worker)
 
-    def _named(self, request: Request) -> Worker:
-        """The worker that a path names, by its id or by its URL, percent-encoded."""
+    def _named(self, request: Request) -> tuple[ModelPool, Worker]:
+        """The worker that a path names, by its id or by its URL, percent-encoded, and its pool."""
         name: str = request.path_params["id"]
-        return self._pool.get(parse_worker_url(name).url if ":" in name else name)
+        return self._pools.holding(parse_worker_url(name).url if ":" in name else name)
 
     def _in_flight(self) -> dict[str, int]:
-        return {worker.url: worker.in_flight for worker in self._pool}
+        return {worker.url: worker.in_flight for worker in self._pools.workers}
+
+    def _each_pool(self) -> dict[str, object]:
+        """What is of one pool alone, by its name."""
+        return {
+            pool.name: {
+                "weight_version": pool.fleet.pool.weight_version,
+                "gate": pool.fleet.gate.describe(),
+                "workers_total": len(pool.fleet.pool),
+                "workers_routable": len(pool.fleet.pool.routable),
+            }
+            for pool in self._pools
+            if pool.peopled
+        }
 
     def _counts(self) -> dict[str, int]:
-        states = [worker.state for worker in self._pool]
+        states = [worker.state for worker in self._pools.workers]
         return {
             "workers_total": len(states),
-            "workers_routable": len(self._pool.routable),
+            "workers_routable": states.count(WorkerState.READY),
             "workers_quarantined": states.count(WorkerState.QUARANTINED),
             "workers_draining": states.count(WorkerState.DRAINING),
             "workers_outdated": states.count(WorkerState.OUTDATED),
             "workers_paused": states.count(WorkerState.PAUSED),
-            "in_flight": self._pool.in_flight,
+            "in_flight": sum(pool.fleet.pool.in_flight for pool in self._pools),
         }
 
 

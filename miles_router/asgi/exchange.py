@@ -59,7 +59,17 @@ class ReadOnlyObject(dict[str, Any]):
 class Exchange:
     """What the layers of one request share. Get it with `Exchange.of(scope)`."""
 
-    __slots__ = ("_parses", "error_body", "flight", "max_answer_bytes", "max_body_bytes", "notes", "request_id")
+    __slots__ = (
+        "_parses",
+        "adapter",
+        "error_body",
+        "flight",
+        "max_answer_bytes",
+        "max_body_bytes",
+        "notes",
+        "pool",
+        "request_id",
+    )
 
     def __init__(self, request_id: str, *, max_body_bytes: int = UNBOUNDED, max_answer_bytes: int = UNBOUNDED) -> None:
         self.request_id = request_id
@@ -71,7 +81,11 @@ class Exchange:
         #: Where it is on its way to a worker.
         self.flight = Flight()
         #: How an error of the router's own is written: a layer that speaks another API sets it.
-        self.error_body: ErrorBody = RouterError.body
+        self.error_body: ErrorBody = _body_of
+        #: The name of the pool that takes it; None for the default one, which the layers are there for.
+        self.pool: str | None = None
+        #: The adapter of its model that it names.
+        self.adapter: str | None = None
         self._parses: list[tuple[bytes, Any]] = []
 
     @classmethod
@@ -138,6 +152,10 @@ class Exchange:
             parsed = ReadOnlyObject(parsed)
         self._parses = [*self._parses[1 - REMEMBERED_PARSES :], (body, parsed)]
         return parsed
+
+
+def _body_of(error: RouterError, request_id: str) -> Mapping[str, Any]:
+    return error.body(request_id)
 
 
 def read_json(body: bytes) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal, TypedDict
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import orjson
 
@@ -39,13 +39,22 @@ class FleetControl:
     or the router did, and otherwise as the tree in `errors` says.
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, model_id: str | None = None) -> None:
         self._admin = transport
+        self._model_id = model_id
+
+    def of_model(self, model_id: str) -> FleetControl:
+        """The same for the workers of one model, where the router has several."""
+        return FleetControl(self._admin, model_id)
+
+    def _order(self, path: str, fields: Mapping[str, Any], *, repeatable: bool = False) -> Request:
+        asked = path if self._model_id is None else f"{path}?{urlencode({'model_id': self._model_id})}"
+        return _post(asked, fields, repeatable=repeatable)
 
     async def control(self, path: str, **fields: Any) -> Any:
         """`POST` to a control endpoint, as `control("/load_lora_adapter", lora_name="a", lora_path="/a")`; the answer's
         JSON, or its text where it is not JSON. A field that is None is left out."""
-        raw = await self._admin.bytes(_post(path, fields))
+        raw = await self._admin.bytes(self._order(path, fields))
         try:
             return orjson.loads(raw) if raw else None
         except orjson.JSONDecodeError:
@@ -79,11 +88,11 @@ class FleetControl:
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stop generating, until `continue_()`, which `paused()` cannot forget. Unlike SGLang's, the default cuts
         nothing: generations under way are queued again, and go on behind the pause."""
-        await self._admin.bytes(_post("/pause_generation", {"mode": mode}, repeatable=True))
+        await self._admin.bytes(self._order("/pause_generation", {"mode": mode}, repeatable=True))
 
     async def continue_(self) -> None:
         """Generate again; harmless where nothing is paused."""
-        await self._admin.bytes(_post("/continue_generation", {}, repeatable=True))
+        await self._admin.bytes(self._order("/continue_generation", {}, repeatable=True))
 
     async def update_weights_from_disk(
         self, model_path: str, *, weight_version: str | None = None, flush_cache: bool | None = None, **fields: Any
@@ -113,7 +122,7 @@ class FleetControl:
 
     async def abort(self, rid: str) -> None:
         """End generations whose id is `rid` or begins with it; they come back with what they have."""
-        await self._admin.bytes(_post("/abort_request", {"rid": rid}, repeatable=True))
+        await self._admin.bytes(self._order("/abort_request", {"rid": rid}, repeatable=True))
 
     async def abort_group(self, group: str | int) -> None:
         """End the work of a group: its sessions, and the generations of its `X-Group-Id`."""
@@ -134,8 +143,9 @@ class FleetControl:
         return workers
 
     async def add_worker(self, url: str, *, api_key: str | None = None, **attributes: Any) -> WorkerInfo:
-        """Register a worker; harmless when repeated. Attributes, `labels` for example, are shown and steer nothing."""
-        body = {"url": url, "api_key": api_key, **attributes}
+        """Register a worker; harmless when repeated. Attributes, `labels` for example, are shown; its `model_id` says
+        which requests it gets."""
+        body = {"url": url, "api_key": api_key, "model_id": self._model_id, **attributes}
         worker: WorkerInfo = await self._admin.json(_post("/workers", body, repeatable=True))
         return worker
 

@@ -16,6 +16,7 @@ from miles_router.control.table import PAUSE, TABLE, own_row
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.inflight import InFlight
+from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing
 
 
@@ -92,9 +93,9 @@ class Control:
         """A control request of a layer's own. Raises as `send`."""
         return await self.send(row.path, outgoing_order(row.order(**fields)), request_id)
 
-    async def engine_metrics(self) -> str:
-        """What the engines say about themselves, as Prometheus reads it. Raises as `engine_metrics`."""
-        return await engine_metrics(self._fleet, self._fan_out, self._read_timeout)
+    async def engine_metrics(self, workers: Iterable[Worker]) -> str:
+        """What these engines say about themselves, as Prometheus reads it. Raises as `engine_metrics`."""
+        return await engine_metrics(workers, self._fan_out, self._read_timeout)
 
 
 def _object(body: bytes) -> Mapping[str, Any]:

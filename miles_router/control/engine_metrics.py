@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from miles_router.control.fan_out import FanOut, Outcome
 from miles_router.engines import paths
 from miles_router.errors import NoWorkerAvailable, PartlyFailed
-from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.workers import WorkerState
+from miles_router.fleet.workers import Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,18 +23,18 @@ SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?(\s+(?:[-+]?[\d.]\S*|[-+]?I
 ABOUT = re.compile(r"# (?:HELP|TYPE) ([A-Za-z_:][\w:]*)")
 
 
-async def engine_metrics(fleet: Fleet, fan_out: FanOut, timeout: float) -> str:
-    """What every worker that is not quarantined says about itself within `timeout` seconds.
+async def engine_metrics(workers: Iterable[Worker], fan_out: FanOut, timeout: float) -> str:
+    """What every one of these workers that is not quarantined says about itself within `timeout` seconds.
 
     Raises:
         NoWorkerAvailable: there is none.
         PartlyFailed: none of them answered.
     """
-    workers = [worker for worker in fleet.pool if worker.state is not WorkerState.QUARANTINED]
-    if not workers:
+    asked = [worker for worker in workers if worker.state is not WorkerState.QUARANTINED]
+    if not asked:
         raise NoWorkerAvailable("no worker is registered that answers")
     request = Outgoing("GET", paths.METRICS.encode("ascii"), [(b"accept", b"text/plain")], b"")
-    outcomes = await fan_out.ask(workers, request, timeout)
+    outcomes = await fan_out.ask(asked, request, timeout)
     if not any(outcome.ok for outcome in outcomes):
         raise PartlyFailed(f"no worker gave its metrics: {_refusals(outcomes)}")
     texts = {outcome.worker.url: outcome.body.decode("utf-8", "replace") for outcome in outcomes if outcome.ok}

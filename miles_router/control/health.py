@@ -114,7 +114,7 @@ class HealthMonitor:
                 return
             if epoch == self._pool.weights_epoch:
                 break
-        if not worker.failures and (worker in self._newcomers or failed):
+        if not worker.failures and (worker in self._newcomers or failed or worker.facts is None):
             self._newcomers.discard(worker)
             self._fleet.ask_for_facts(worker)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from miles_router.asgi.headers import RawHeaders
 from miles_router.engines import paths
 from miles_router.engines.facts import Facts, read_facts, sampling_version
+from miles_router.engines.models import adapters
 from miles_router.engines.profile import USUAL
 from miles_router.errors import UpstreamError, UpstreamTimeout
 from miles_router.fleet.workers import Worker
@@ -64,6 +65,14 @@ class Probes:
             if process is not None and process == self.process(worker):
                 return facts, process
         return facts, None
+
+    async def adapters(self, worker: Worker) -> frozenset[str]:
+        """The adapters that a worker has now; none where it does not say."""
+        try:
+            status, body = await self._get(worker, paths.MODELS, self._timeout)
+        except UpstreamError:
+            return frozenset()
+        return adapters(body) if status == OK else frozenset()
 
     def process(self, worker: Worker) -> int | None:
         """The number of the process at a worker's address; None where no connection to it is open."""

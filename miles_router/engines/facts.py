@@ -48,7 +48,7 @@ class Facts:
     #: `model_type` of the model's configuration, as "qwen3_moe".
     model_type: str | None = None
     weight_version: str | None = None
-    #: Data-parallel replicas behind this one address.
+    #: Data-parallel ranks behind this one address, be they replicas or groups of attention.
     dp_size: int | None = None
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
@@ -118,7 +118,7 @@ def read_facts(
         tokenizer_path=_text(both, "tokenizer_path"),
         model_type=_text(both, "model_type"),
         weight_version=weight_version(both),
-        dp_size=_count(server, "dp_size"),
+        dp_size=_ranks(server),
         tool_call_parser=_text(both, "tool_call_parser"),
         reasoning_parser=_text(both, "reasoning_parser"),
         template={name: server[name] for name in TEMPLATE_SETTINGS if name in server} if server else None,
@@ -178,6 +178,12 @@ def _window(server: Mapping[str, Any]) -> int | None:
     """SGLang says it only where it was set at the start; else it says how long a prompt may be, which is less."""
     said, longest = _count(server, "context_length"), _count(server, "max_req_input_len")
     return said or (None if longest is None else longest + 6)
+
+
+def _ranks(server: Mapping[str, Any]) -> int | None:
+    """SGLang 0.5.23 has one kind or the other (`runtime_context.num_dp_ranks_of`); before, both had the first name."""
+    replicas, groups = _count(server, "dp_size"), _count(server, "attn_dp_size")
+    return None if replicas is None else replicas * (groups or 1)
 
 
 def _flag(info: Mapping[str, Any], *names: str) -> bool | None:

@@ -15,11 +15,12 @@ from typing import Protocol
 from miles_router import tasks
 from miles_router.engines.facts import Facts
 from miles_router.engines.profile import USUAL, Profile
+from miles_router.engines.ranks import ranks
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.pool import Lease, Policy, Snapshot, WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import Transition, Worker, WorkerState
+from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,17 @@ class Orders(Protocol):
         ...
 
 
+#: Of a fleet's model that are remembered.
+MAX_NAMES = 64
+
+
+class RankFault:
+    """Why the ranks of one engine process are not chosen, if they are not. Kept with its facts, and gone with them."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+
+
 class Fleet:
     """Who the workers are."""
 
@@ -81,6 +93,8 @@ class Fleet:
         self._released: set[str] = set()  # the parts of its memory that the fleet is without,
         self._memory_orders: list[Order] = []  # and what led to that
         self._asking: dict[Worker, asyncio.Task[Facts]] = {}
+        #: What its engines have called their model, in that order: a new checkpoint from disk changes the name.
+        self.model_names: dict[str, None] = {}
         pool.listeners.append(self._changed)
 
     # What may be chosen
@@ -90,9 +104,15 @@ class Fleet:
         """What is routable now."""
         return self.pool.snapshot
 
-    def lease(self, key: str | None = None, excluded: Collection[Worker] = (), preferred: str | None = None) -> Lease:
+    def lease(
+        self,
+        key: str | None = None,
+        excluded: Collection[Worker] = (),
+        preferred: str | None = None,
+        rank: int | None = None,
+    ) -> Lease:
         """A slot on the unit that the policy chooses, as `WorkerPool.lease`."""
-        return self.pool.lease(self._policy, key, excluded, preferred)
+        return self.pool.lease(self._policy, key, excluded, preferred, rank)
 
     def subscribe(self, listener: Callable[[Transition], None]) -> Callable[[], None]:
         """Tell `listener` of every change of a worker's state, until what this returns is called."""
@@ -282,8 +302,30 @@ class Fleet:
         worker.profile = facts.profile or worker.profile
         if process is not None and self.pool.find(worker.url) is worker:
             worker.facts, worker.facts_of = facts.after(worker.facts), process
+            self._count_on_ranks(worker, worker.facts)
+            self._note_names(worker.facts)
             return worker.facts
         return facts
+
+    def _note_names(self, facts: Facts) -> None:
+        for name in (facts.served_model_name, facts.model_path):
+            if name and len(self.model_names) < MAX_NAMES:
+                self.model_names[name] = None
+
+    def _count_on_ranks(self, worker: Worker, facts: Facts) -> None:
+        """Each rank of its engine is a unit, unless this very process has ignored which one was meant."""
+        fault = facts.learned(RankFault).reason
+        if self.pool.set_ranks(worker, 1 if fault else ranks(facts), fault):
+            logger.info("worker_ranks", extra={"fields": {"worker": worker.url, "ranks": len(worker.units)}})
+
+    def rank_ignored(self, unit: Unit, reason: str) -> None:
+        """An engine has not heeded which rank was meant: it is one unit from now on, until another process is there."""
+        worker = unit.worker
+        if unit.retired or worker.facts is None:
+            return
+        worker.facts.learned(RankFault).reason = reason
+        logger.warning("rank_ignored", extra={"fields": {"worker": worker.url, "reason": reason}})
+        self._count_on_ranks(worker, worker.facts)
 
     async def close(self) -> None:
         """Ask nobody any more."""

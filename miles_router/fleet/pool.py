@@ -42,6 +42,8 @@ class Snapshot:
     number: int = 0
     routable: tuple[Unit, ...] = ()
     paused: tuple[Unit, ...] = ()
+    #: Whether some of them are ranks.
+    ranked: bool = False
 
 
 class Lease:
@@ -53,6 +55,7 @@ class Lease:
         self.unit = unit
         self._pool: WorkerPool | None = pool
         unit.in_flight += 1
+        unit.worker.in_flight += 1
 
     @property
     def worker(self) -> Worker:
@@ -221,10 +224,11 @@ class WorkerPool:
         key: str | None = None,
         excluded: Collection[Worker] = (),
         preferred: str | None = None,
+        rank: int | None = None,
     ) -> Lease:
         """Take a slot on the unit that `policy` chooses among the routable ones, without those of `excluded` workers.
         Where all are paused, among those: they answer what does not generate, and what does waits at the gate. Where
-        the worker at the URL `preferred` has some of them, among its own.
+        the worker at the URL `preferred` has some of them, among its own; where workers have this `rank`, among those.
 
         Raises:
             NoWorkerAvailable: none is registered, none is routable, or all routable ones are excluded.
@@ -236,6 +240,8 @@ class WorkerPool:
             raise NoWorkerAvailable(self._why_none())
         if preferred is not None:
             candidates = [unit for unit in candidates if unit.worker.url == preferred] or candidates
+        if rank is not None:
+            candidates = [unit for unit in candidates if unit.rank == rank] or candidates
         unit = candidates[0] if len(candidates) == 1 and key is None else policy.choose(candidates, key)
         self._choices += 1
         unit.chosen_at = self._choices
@@ -248,9 +254,10 @@ class WorkerPool:
         return "no routable worker: " + ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
 
     def _released(self, unit: Unit) -> None:
-        unit.in_flight -= 1
-        assert unit.in_flight >= 0, f"{unit!r} released more often than leased"
         worker = unit.worker
+        unit.in_flight -= 1
+        worker.in_flight -= 1
+        assert unit.in_flight >= 0, f"{unit!r} released more often than leased"
         if worker.state is WorkerState.DRAINING:
             if not worker.in_flight:
                 self._drained(worker)
@@ -265,6 +272,13 @@ class WorkerPool:
     def _end_drain(self, worker: Worker) -> None:
         for call in self._when_idle.pop(worker.url, ()):
             call()
+
+    def set_ranks(self, worker: Worker, count: int, fault: str | None = None) -> bool:
+        """As `Worker.set_ranks`."""
+        changed = worker.set_ranks(count, fault)
+        if changed:
+            self._publish()
+        return changed
 
     # Health
 
@@ -418,7 +432,8 @@ class WorkerPool:
             if worker.state in units:
                 units[worker.state] += worker.units
         routable, paused = (tuple(each) for each in units.values())
-        self.snapshot = Snapshot(self.snapshot.number + 1, routable, paused)
+        ranked = any(unit.rank is not None for unit in (*routable, *paused))
+        self.snapshot = Snapshot(self.snapshot.number + 1, routable, paused, ranked)
 
     def _tell(self, transition: Transition) -> None:
         for listener in self.listeners:

@@ -39,18 +39,22 @@ class Pulse:
 
 class Unit:
     """What one request is sent to, and what it is counted on: the part of a worker that generates on its own. A worker
-    is one unit."""
+    is one unit, or one for each of its ranks."""
 
-    __slots__ = ("chosen_at", "in_flight", "worker")
+    __slots__ = ("chosen_at", "in_flight", "rank", "retired", "worker")
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, rank: int | None = None) -> None:
         self.worker = worker
+        #: None: the whole worker.
+        self.rank = rank
         self.in_flight = 0
         #: When it was chosen last, as the number of that choice.
         self.chosen_at = 0
+        #: It is no part of its worker any more, which has others. What it has is left to finish.
+        self.retired = False
 
     def __repr__(self) -> str:
-        return f"<Unit of {self.worker!r}>"
+        return f"<Unit {self.rank} of {self.worker!r}>"
 
 
 class Worker:
@@ -64,9 +68,11 @@ class Worker:
         "facts",
         "facts_of",
         "failures",
+        "in_flight",
         "last_check",
         "profile",
         "pulse",
+        "rank_fault",
         "reason",
         "since",
         "stalled",
@@ -88,7 +94,11 @@ class Worker:
         self.url = address.url
         self.api_key = api_key
         self.attributes = dict(attributes or {})
-        self.units = (Unit(self),)
+        self.units: tuple[Unit, ...] = (Unit(self),)
+        #: Leases held on its units, retired ones included.
+        self.in_flight = 0
+        #: Why its ranks are not chosen, where they could be.
+        self.rank_fault: str | None = None
         self.state = WorkerState.READY
         self.reason = "registered"
         self.since = now
@@ -106,16 +116,31 @@ class Worker:
         #: How it is dealt with; None until that is known. `Fleet.profile` asks.
         self.profile: Profile | None = None
 
-    @property
-    def in_flight(self) -> int:
-        """Leases held on its units."""
-        return sum(unit.in_flight for unit in self.units)
-
     def __repr__(self) -> str:
         return f"<Worker {self.url} {self.state.value}, in flight: {self.in_flight}, failures: {self.failures}>"
 
+    @property
+    def ranks(self) -> tuple[Unit, ...]:
+        """Its units, where each of them is a rank."""
+        return self.units if len(self.units) > 1 else ()
+
+    def set_ranks(self, count: int, fault: str | None = None) -> bool:
+        """Count requests on each of so many ranks from now on; with 1, on the worker. Says whether that is new.
+
+        Args:
+            fault: why the ranks that it has are not chosen.
+        """
+        self.rank_fault = fault
+        if len(self.units) == count:
+            return False
+        for unit in self.units:
+            unit.retired = True
+        self.units = tuple(Unit(self, rank) for rank in range(count)) if count > 1 else (Unit(self),)
+        return True
+
     def describe(self) -> dict[str, object]:
         """What `GET /workers` shows; times are Unix seconds. The api key stays here."""
+        ranks = [{"rank": unit.rank, "in_flight": unit.in_flight} for unit in self.ranks]
         return {
             "id": self.address.id,
             "url": self.url,
@@ -126,6 +151,8 @@ class Worker:
             "weight_version": self.weight_version,
             "failures": self.failures,
             "last_check": self.last_check,
+            **({"ranks": ranks} if ranks else {}),
+            **({"rank_fault": self.rank_fault} if self.rank_fault else {}),
             **self.attributes,
         }
 

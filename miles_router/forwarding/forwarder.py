@@ -19,8 +19,9 @@ from miles_router.fleet.caches import cache_key
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.pool import Lease
-from miles_router.fleet.workers import Worker
+from miles_router.fleet.workers import Unit, Worker
 from miles_router.forwarding.outgoing import Outgoing, send
+from miles_router.forwarding.ranks import Ranks
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.translated import TranslatedReply, translated
 from miles_router.forwarding.upstream import NotAdmitted, Upstream
@@ -66,6 +67,7 @@ class Forwarder:
         self._fleet = fleet
         self._upstream = upstream
         self._metrics = metrics
+        self._ranks = Ranks(fleet, metrics)
         self._max_retries = max_retries
 
     async def open(self, request: Outgoing, flight: Flight | None = None) -> Forwarded:
@@ -85,12 +87,13 @@ class Forwarder:
         """
         unable: tuple[Worker, ...] = ()
         while True:
-            lease = self._fleet.lease(request.key, (*request.tried, *unable), request.preferred)
+            rank = self._ranks.wished(request) if self._fleet.snapshot.ranked else None
+            lease = self._fleet.lease(request.key, (*request.tried, *unable), request.preferred, rank)
             worker = lease.worker
             if flight is not None:
                 flight.worker_url = worker.url
             try:
-                return Forwarded(lease, await self._ask(worker, request, flight))
+                return Forwarded(lease, await self._ask(lease.unit, request, flight))
             except CannotServe as refusal:
                 lease.release()
                 unable += (worker,)
@@ -108,13 +111,14 @@ class Forwarder:
                 lease.release()
                 raise
 
-    async def _ask(self, worker: Worker, request: Outgoing, flight: Flight | None) -> Reply | TranslatedReply:
-        """Ask one worker as its engine has to be asked.
+    async def _ask(self, unit: Unit, request: Outgoing, flight: Flight | None) -> Reply | TranslatedReply:
+        """Ask one unit as its engine has to be asked.
 
         Raises:
             CannotServe: the engine would answer something else than is meant; it was not asked.
             The errors of `open`.
         """
+        worker = unit.worker
         profile = (worker.profile or await self._fleet.profile(worker)) if request.computes else None
         translation = None
         if profile is not None and profile.translate is not None:
@@ -126,7 +130,7 @@ class Forwarder:
             flight.inward |= translation.rids
         version = worker.weight_version
         if request.generates:
-            reply = await self._generate(worker, request, translation, flight)
+            reply = await self._generate(unit, request, translation, flight)
         else:
             reply = await send(self._upstream, worker, request, body=None if translation is None else translation.body)
         if translation is None:
@@ -140,9 +144,10 @@ class Forwarder:
             raise
 
     async def _generate(
-        self, worker: Worker, request: Outgoing, translation: Translation | None, flight: Flight | None
+        self, unit: Unit, request: Outgoing, translation: Translation | None, flight: Flight | None
     ) -> Reply:
         """Send what generates. Once the worker's weights have changed, it is kept apart from older caches."""
+        worker = unit.worker
         gate, caches, cache = self._fleet.gate, worker.caches, 0
         body = None if translation is None else translation.body
         now = caches.number
@@ -152,13 +157,19 @@ class Forwarder:
             body = with_cache_key(request.body if body is None else body, cache_key(cache))
         else:
             cache = 0
+        pin = (
+            None if unit.rank is None else await self._ranks.pin(unit, request, request.body if body is None else body)
+        )
         reply = await send(
             self._upstream,
             worker,
             request,
-            body=body,
-            admit=lambda: not gate.closed and worker.caches is caches and caches.number == now,
+            body=body if pin is None else pin.body,
+            headers=None if pin is None else pin.headers,
+            admit=lambda: not gate.closed and worker.caches is caches and caches.number == now and not unit.retired,
         )
+        if pin is not None:
+            self._ranks.watch(reply, unit, pin.rank, request.path)
         if flight is not None:
             flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
+from miles_router.engines.ranks import RankWish
 from miles_router.fleet.gate import SESSION_PREFIX, computes, generates
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.reply import Reply
@@ -20,7 +21,19 @@ class Outgoing:
     """A request on its way to a worker: framing headers removed, the path as it was spelled. One that `generates` is
     written only while the gate is open; one that `computes` is lost when the worker's engine stands still."""
 
-    __slots__ = ("body", "computes", "generates", "headers", "key", "method", "path", "preferred", "target", "tried")
+    __slots__ = (
+        "body",
+        "computes",
+        "generates",
+        "headers",
+        "key",
+        "method",
+        "path",
+        "preferred",
+        "rank_wish",
+        "target",
+        "tried",
+    )
 
     def __init__(
         self,
@@ -46,6 +59,8 @@ class Outgoing:
         self.path = path
         #: The URL of the worker that takes it, while that one takes requests.
         self.preferred = preferred
+        #: What it says of ranks, once somebody has looked.
+        self.rank_wish: RankWish | None = None
         #: Workers that lost it before a reply began.
         self.tried: tuple[Worker, ...] = ()
 
@@ -85,16 +100,17 @@ async def send(
     request: Outgoing,
     *,
     body: bytes | None = None,
+    headers: RawHeaders | None = None,
     slot: bool = True,
     admit: Admit | None = None,
 ) -> Reply:
     """Send `request` to one worker with that worker's key, without a lease. `slot` and `admit` are those of
-    `Upstream.open`; `body` is sent in place of the request's. The caller closes the reply.
+    `Upstream.open`; `body` and `headers` are sent in place of the request's. The caller closes the reply.
 
     Raises:
         UpstreamError, NotAdmitted: as `Upstream.open`.
     """
-    headers = request.headers
+    headers = request.headers if headers is None else headers
     if worker.api_key is not None:
         headers = [pair for pair in headers if pair[0] != b"authorization"]
         headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))

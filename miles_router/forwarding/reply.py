@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from miles_router.asgi.backlog import Backlog
@@ -14,6 +15,8 @@ from miles_router.metrics import Metrics
 
 #: Chunks that piled up are handed over as one up to this size: fewer writes, and never a second copy of a big body.
 JOIN_LIMIT = 64 * 1024
+#: Is shown a piece of a body, and says whether it has seen enough.
+Look = Callable[[bytes], bool]
 
 
 class ReplySource(Source, Protocol):
@@ -37,6 +40,7 @@ class Reply:
         "_chunks",
         "_connection",
         "_error",
+        "_look",
         "_loop",
         "_metrics",
         "_sink",
@@ -60,6 +64,7 @@ class Reply:
         self._waiter: asyncio.Future[None] | None = None
         self._error: Exception | None = None
         self._sink: Sink | None = None
+        self._look: Look | None = None
         self._loop = loop
         self._backlog = backlog
 
@@ -128,6 +133,11 @@ class Reply:
         self._backlog.size -= len(chunk)
         return chunk
 
+    def show(self, look: Look) -> None:
+        """Show each piece of the body until `look` has seen enough: those that have arrived, then each as it does."""
+        if not any(look(chunk) for chunk in self._chunks):
+            self._look = look
+
     async def read_all(self, limit: int) -> bytes:
         """The rest of the body.
 
@@ -171,6 +181,8 @@ class Reply:
 
     def _add(self, data: bytes) -> int:
         self._chunks.append(data)
+        if self._look is not None and self._look(data):
+            self._look = None
         self._buffered += len(data)
         self._backlog.size += len(data)
         return self._buffered

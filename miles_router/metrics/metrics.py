@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.registry import Collector
@@ -11,8 +12,7 @@ from miles_router.asgi.backlog import Backlog
 from miles_router.engines import paths
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
-from miles_router.fleet.pool import WorkerPool
-from miles_router.fleet.workers import Transition, WorkerState
+from miles_router.fleet.workers import Transition, Worker, WorkerState
 from miles_router.log import dropped_lines
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 
@@ -52,24 +52,41 @@ class Metrics(Statistics, prefix="miles_router"):
     unread_replies = counter("Replies that passed a layer unread, by layer and reason.", by=("layer", "reason"))
     transitions = counter("Changes of a worker's state.", by=("before", "after"), name="worker_transitions")
     unkeyed_generations = counter("Generations that may use a cache of older weights: their path takes no key of it.")
+    unpinned_generations = counter("Generations on workers with ranks whose path takes none: the engine chooses.")
+    ignored_ranks = counter("Answers of another rank than the one that was meant.")
     stalled_workers = counter("Workers given up since their engine stood still under requests.")
     dropped_log_lines = counter("Log lines that nobody took in time.")
     in_flight = gauge("Leases held.", by="worker")
+    rank_in_flight = gauge("Leases held on workers with several ranks.", by=("worker", "rank"))
     worker_routable = gauge("1: takes new requests.", by="worker")
     workers = gauge("Registered workers by state.", by="state")
 
-    def __init__(self, fleet: Fleet) -> None:
-        pool = fleet.pool
+    def __init__(self, *fleets: Fleet) -> None:
+        self._fleets: list[Fleet] = []
         super().__init__(
             dropped_log_lines=dropped_lines,
-            in_flight=lambda: {worker.url: worker.in_flight for worker in pool},
-            worker_routable=lambda: {worker.url: worker.state is WorkerState.READY for worker in pool},
-            workers=lambda: _states(pool),
+            in_flight=lambda: {worker.url: worker.in_flight for worker in self._workers()},
+            rank_in_flight=lambda: {
+                (worker.url, unit.rank): unit.in_flight for worker in self._workers() for unit in worker.ranks
+            },
+            worker_routable=lambda: {worker.url: worker.state is WorkerState.READY for worker in self._workers()},
+            workers=lambda: _states(self._workers()),
         )
         self._registry = CollectorRegistry(auto_describe=True)  # else a name could be taken twice
         self.register(self)
-        self.register(GateStatistics(fleet.gate))
+        self._gates: list[Gate] = []
+        self.register(GateStatistics(self._gates))
+        for fleet in fleets:
+            self.count(fleet)
+
+    def count(self, fleet: Fleet) -> None:
+        """Count what happens in this fleet as well."""
+        self._fleets.append(fleet)
+        self._gates.append(fleet.gate)
         fleet.subscribe(self._transition)
+
+    def _workers(self) -> Iterator[Worker]:
+        return (worker for fleet in self._fleets for worker in fleet.pool)
 
     def register(self, collector: Collector) -> None:
         """Add a middleware's own metrics to `GET /metrics`.
@@ -105,27 +122,27 @@ class Metrics(Statistics, prefix="miles_router"):
         return generate_latest(self._registry)
 
 
-def _states(pool: WorkerPool) -> dict[str, int]:
-    counts = Counter(worker.state for worker in pool)
+def _states(workers: Iterable[Worker]) -> dict[str, int]:
+    counts = Counter(worker.state for worker in workers)
     return {state.value: counts[state] for state in WorkerState}
 
 
 class GateStatistics(Statistics, prefix="miles_router"):
-    """Whether generation waits, why, and how many requests do."""
+    """Whether generation waits somewhere, why, and how many requests do."""
 
     closed = gauge("1: generation waits.", by="reason", name="gate_closed")
     held = gauge("Requests that wait at the gate.", name="gate_held")
     pauses = counter("Pauses asked of the fleet.")
 
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gates: Sequence[Gate]) -> None:
         super().__init__(
             closed=lambda: {
-                "paused": gate.paused_since is not None,
-                "asleep": gate.asleep_since is not None,
-                "workers_paused": gate.workers_paused_since is not None,
+                "paused": any(gate.paused_since is not None for gate in gates),
+                "asleep": any(gate.asleep_since is not None for gate in gates),
+                "workers_paused": any(gate.workers_paused_since is not None for gate in gates),
             },
-            held=lambda: gate.held,
-            pauses=lambda: gate.pauses,
+            held=lambda: sum(gate.held for gate in gates),
+            pauses=lambda: sum(gate.pauses for gate in gates),
         )
 
 

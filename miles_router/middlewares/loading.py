@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast, get_type_hints
 
+from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.errors import MiddlewareLoadError
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
@@ -156,6 +157,19 @@ def build_stack(
     layers: list[ASGIApp] = []
     app = innermost
     for each in reversed(list(loaded)):
-        app = each.cls(app, router=router, **each.options)
-        layers.insert(0, app)
+        layer = each.cls(app, router=router, **each.options)
+        layers.insert(0, layer)
+        app = _OfOneModel(layer, app) if getattr(layer, "one_model", False) else layer
     return app, layers
+
+
+class _OfOneModel:
+    """A layer that requests for other models than its own pass by."""
+
+    def __init__(self, layer: ASGIApp, inside: ASGIApp) -> None:
+        self._layer = layer
+        self._inside = inside
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        passes = scope["type"] == "http" and Exchange.of(scope).pool is not None
+        await (self._inside if passes else self._layer)(scope, receive, send)

@@ -22,6 +22,7 @@ from miles_router.settings.keys import key_problem
 from miles_router.settings.values import WrongValue, convert, describe, is_none
 
 ENVIRONMENT_PREFIX = "MILES_ROUTER_"
+MAX_MODEL_ID = 256
 Check = Callable[[Any], "str | None"]
 
 
@@ -64,6 +65,17 @@ def _host(value: str) -> str | None:
     return None if value and not any(c.isspace() for c in value) else "must name a host or an address"
 
 
+def model_id_problem(name: object) -> str | None:
+    """Why this is no name for a model, or None."""
+    if isinstance(name, str) and 0 < len(name) <= MAX_MODEL_ID and name.isprintable() and name == name.strip():
+        return None
+    return f"must be a text of at most {MAX_MODEL_ID} printable characters, without space around it"
+
+
+def _model_id(value: str | None) -> str | None:
+    return None if value is None else model_id_problem(value)
+
+
 def setting(default: Any, help: str, check: Check | None = None, *, secret: bool = False, guards: bool = False) -> Any:
     """One row of the table: default value, help text (units included), what makes a value impossible. One that `guards`
     a door cannot be given and be empty; a `secret` one is not shown."""
@@ -85,6 +97,9 @@ class RouterConfig:
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 serves other machines", _host)
     port: int = setting(31000, "port to listen on; 0 takes a free one", _port)
     worker_urls: tuple[str, ...] = setting((), "workers to start with; more register by POST /add_worker", _worker_urls)
+    model_id: str | None = setting(
+        None, "the model of workers that register without a model_id, and of the middlewares", _model_id
+    )
     middlewares: tuple[MiddlewareSpec, ...] = setting(
         (), "the stack, first listed = outermost; in YAML a list of {path, options}"
     )

@@ -97,7 +97,7 @@ def test_every_route_class_of_metrics_is_documented(route_class: str) -> None:
 
 
 def own_routes() -> Iterator[str]:
-    admin = Admin(create_app().router, [])
+    admin = Admin(create_app().pools, [])
     for route in [*admin.open_routes(), *admin.guarded_routes()]:
         assert isinstance(route, Route)
         yield from (

@@ -83,7 +83,7 @@ async def branched(trial: SessionTrial) -> str:
 
 def corrupt(trial: SessionTrial, session: str, break_it: Callable[[Turn], None]) -> None:
     """Break the last turn that is held."""
-    middleware: Any = trial.router.app._stack
+    middleware: Any = trial.router.app.layers[0]
     break_it(middleware.store.get(session).turns[-1])
 
 

@@ -62,6 +62,28 @@ def unpinned(allocate: Callable[..., Any]) -> Callable[..., Any]:
     return allocate_unpinned
 
 
+def allow_adapters() -> None:
+    """SGLang's LoRA pins memory in more ways, and makes CUDA's events and streams, which do nothing here."""
+    import torch
+
+    class Event:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def record(self, *_: Any, **__: Any) -> None:
+            pass
+
+        wait = synchronize = record
+
+        def query(self) -> bool:
+            return True
+
+    torch.cuda.Event, torch.cuda.current_stream = Event, lambda *args, **kwargs: None
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+    for name in ("tensor", "ones", "full", "empty_like", "zeros_like", "arange"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+
+
 def fork_instead_of_spawn() -> None:
     """SGLang insists on `spawn` for CUDA's sake. It makes its processes before it starts threads, so fork is safe."""
     multiprocessing.set_start_method("fork", force=True)
@@ -87,6 +109,8 @@ def serve(flags: Sequence[str]) -> None:
         at = flags.index(SCRIPT)
         scripted_sampling.install(Path(flags[at + 1]))
         del flags[at : at + 2]
+    if "--enable-lora" in flags:
+        allow_adapters()
     run_server(prepare_server_args([*CPU_FLAGS, *flags]))
 
 

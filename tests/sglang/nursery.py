@@ -1,7 +1,8 @@
 """Imports SGLang once and forks a worker for every line on its standard input: most of a start is importing.
 
-A line is `{"flags": [...], "log": PATH, "scratch": DIRECTORY}`; the answer on standard output is the worker's process
-id, which is also its process group. Workers end when this process ends, and it ends when its standard input does.
+A line is `{"flags": [...], "environment": {...}, "log": PATH, "scratch": DIRECTORY}`; the answer on standard output is
+the worker's process id, which is also its process group. Workers end when this process ends, and it ends when its
+standard input does.
 """
 
 import ctypes
@@ -41,6 +42,7 @@ def become_worker(order: dict[str, Any]) -> None:
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for descriptor, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
         os.dup2(descriptor, target)
+    os.environ.update(order["environment"])
     os.environ["TMPDIR"] = tempfile.tempdir = order["scratch"]
     # A forked generator repeats its twin's numbers, and SGLang draws its sampling seed and ports from it.
     random.seed()

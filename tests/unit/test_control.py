@@ -190,7 +190,7 @@ async def test_control_requests_run_one_after_the_other_and_aborts_beside_them()
 async def test_after_new_weights_every_worker_is_asked_for_its_version(path: str) -> None:
     fleet = Scene("ab")
     await fleet.ask(path, new_version="7", model_path="m")
-    await until(lambda: sorted(fleet.probed) == ["a", "b"], "both are asked")
+    await until(lambda: {*fleet.probed} == {"a", "b"}, "both are asked")
     assert {worker.weight_version for worker in fleet.pool} == {"7"}
 
 

@@ -232,7 +232,7 @@ def test_every_family_of_the_gate_is_given() -> None:
     gate = Gate(max_held=1, timeout=0)
     gate.pause("abort")
     gate.sleep()
-    assert shown(GateStatistics(gate)) == {
+    assert shown(GateStatistics([gate])) == {
         ("miles_router_gate_closed", (("reason", "paused"),)): 1,
         ("miles_router_gate_closed", (("reason", "asleep"),)): 1,
         ("miles_router_gate_closed", (("reason", "workers_paused"),)): 0,

@@ -39,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--weight-version", default="default", help="weight version to report (default: %(default)s)")
     add("--model-path", default="simulated-model", help="model name to report (default: %(default)s)")
     add("--moe", metavar="LAYERSxEXPERTSxTOPK", help="return routed experts of this shape, for example 4x8x2")
+    add("--dp-size", type=int, default=1, help="data-parallel ranks of each worker (default: %(default)s)")
     add("--indexer", metavar="LAYERSxTOPK", help="return positions chosen by sparse attention, for example 2x4")
     add(
         "--script",
@@ -56,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT, then exit with 0; 2 for arguments that cannot be used."""
     parser = build_parser()
     args = parser.parse_args(argv)
-    if args.count < 1:
-        parser.error("--count must be at least 1")
+    for flag, number in (("--count", args.count), ("--dp-size", args.dp_size)):
+        if number < 1:
+            parser.error(f"{flag} must be at least 1")
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     try:
         asyncio.run(_serve(args))
@@ -93,6 +95,7 @@ async def _serve(args: argparse.Namespace) -> None:
                 moe=MoeShape.parse(args.moe) if args.moe else None,
                 indexer=IndexerShape.parse(args.indexer) if args.indexer else None,
                 script=script,
+                dp_size=args.dp_size,
                 router_url=args.router,
                 api_key=args.api_key,
                 incremental_streaming_output=args.incremental_streaming_output,

@@ -21,6 +21,8 @@ class GenerationRecord:
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[VersionSpan] = field(default_factory=list)
     text: str = ""
+    dp_rank: int | None = None
+    lora_path: str | None = None
     finish_reason: dict[str, Any] | None = None
     """SGLang's `finish_reason`; None when the generation did not end by itself."""
 

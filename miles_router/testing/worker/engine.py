@@ -43,8 +43,12 @@ class Engine:
         replica: int = 0,
         enable_lora: bool = False,
         stream_abort_s: float = 2.0,
+        dp_size: int = 1,
+        heeds_ranks: bool = True,
     ) -> None:
         self.model = model
+        self.dp_size = dp_size
+        self.heeds_ranks = heeds_ranks
         self.stream_abort_s = stream_abort_s
         self.weight_version = weight_version
         self.token_latency_s = token_latency_s
@@ -68,6 +72,7 @@ class Engine:
         self._replica = mix(replica)
         self._repeats: OrderedDict[int, int] = OrderedDict()
         self._changed = asyncio.Event()
+        self._next_rank = 0
 
     @property
     def weight_version(self) -> str:
@@ -138,7 +143,8 @@ class Engine:
         elif self.scripts:
             request.script = self.scripts.popleft()
         generation = Generation(self.model, request)
-        key = request.extra_key or ""
+        generation.dp_rank = self._rank(request)
+        key = _cache_key(generation)
         generation.cached_tokens = self._cached_tokens(request, key)
         found = self.cache.versions(request.input_ids[: generation.cached_tokens], key)
         self.reused.update((version, self.weight_version) for version in found)
@@ -155,7 +161,7 @@ class Engine:
         if script is not None and said < len(script):
             self._rests[context_hash(sequence_of(generation))] = script[said:]
         # The last id was sampled but never fed back, so its keys and values do not exist.
-        self.cache.insert(sequence_of(generation)[:-1], generation.request.extra_key or "", self.weight_version)
+        self.cache.insert(sequence_of(generation)[:-1], _cache_key(generation), self.weight_version)
         self._pulse()
 
     async def outputs(self, generation: Generation) -> AsyncIterator[None]:
@@ -221,6 +227,15 @@ class Engine:
         """Whether no generation holds memory; retracted ones do not."""
         return all(generation.waiting for generation in self.running.values())
 
+    def _rank(self, request: GenerationRequest) -> int | None:
+        """The rank that a request is pinned to, else the next one in turn."""
+        if self.dp_size == 1:
+            return None
+        if request.routed_dp_rank is not None and self.heeds_ranks:
+            return request.routed_dp_rank
+        rank, self._next_rank = self._next_rank, (self._next_rank + 1) % self.dp_size
+        return rank
+
     def _cached_tokens(self, request: GenerationRequest, key: str) -> int:
         """Logprobs of the prompt cost the cache: positions that need one are computed anew."""
         matched = self.cache.match(request.input_ids, key)
@@ -266,3 +281,10 @@ class Engine:
         """Wake everyone who waits for a change of state; each looks again for itself."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _cache_key(generation: Generation) -> str:
+    """What shares a prefix: each rank has a cache of its own, and so has each adapter."""
+    request, rank = generation.request, generation.dp_rank
+    parts = [request.extra_key or "", *(str(each) for each in (rank, request.lora_path) if each is not None)]
+    return "\n".join(parts)

@@ -74,7 +74,8 @@ class SimulatedWorker:
     `spaced_json` it writes spaces between the parts of its JSON. `tokenizer` is a directory with `tokenizer.json`, any
     `Tokenizer`, or None for the toy vocabulary. With `router_url` the worker registers itself there, as often as it
     takes. `script` is what it answers to agents: a `Script`, or the steps of one. `stream_abort_s` after a stream has
-    ended it aborts what bears the stream's `rid` then.
+    ended it aborts what bears the stream's `rid` then. It has `dp_size` ranks with a prefix cache each; unless it
+    `heeds_ranks`, requests that are pinned to one are spread like all others.
     """
 
     def __init__(
@@ -107,6 +108,8 @@ class SimulatedWorker:
         profile: ProfileName = "sglang",
         spaced_json: bool = False,
         stream_abort_s: float = 2.0,
+        dp_size: int = 1,
+        heeds_ranks: bool = True,
     ) -> None:
         self.host = host
         self.port = port
@@ -121,6 +124,8 @@ class SimulatedWorker:
             replica=replica,
             enable_lora=enable_lora,
             stream_abort_s=stream_abort_s,
+            dp_size=dp_size,
+            heeds_ranks=heeds_ranks,
         )
         self.door = Door(door_limit)
         self.faults = Faults()

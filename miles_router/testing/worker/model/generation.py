@@ -41,6 +41,7 @@ class GenerationRequest:
     script: list[int] | None = None
     asked_for_none: bool = False
     """No token was asked for, and its engine samples one all the same."""
+    routed_dp_rank: int | None = None
 
     @property
     def asks_alone(self) -> bool:
@@ -88,6 +89,8 @@ class Generation:
         self.spans: list[VersionSpan] = []
         self.finish_reason: dict[str, Any] | None = None
         self.cached_tokens = 0
+        self.dp_rank: int | None = None
+        """Which rank samples it; None where there is one."""
         self.prompt_tokens = len(request.input_ids)
         self.waiting = False
         self.retractions = 0

@@ -12,7 +12,13 @@ from miles_router.testing.worker.routes.openai import conversion, sampling_of, s
 from miles_router.testing.worker.visit import Visit, invalid_body
 from miles_router.testing.worker.wire.chat_request import schema_of
 from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
-from miles_router.testing.worker.wire.openai_parts import completion_logprobs, metadata_of, usage_of
+from miles_router.testing.worker.wire.openai_parts import (
+    adapter_of,
+    completion_logprobs,
+    metadata_of,
+    routed_rank,
+    usage_of,
+)
 
 
 @dataclass(slots=True)
@@ -61,8 +67,9 @@ def _parse(visit: Visit, body: dict[str, Any]) -> _Completion:
         "return_routed_experts": body.get("return_routed_experts"),
         "routed_experts_start_len": body.get("routed_experts_start_len"),
         "return_prompt_token_ids": True,
-        "lora_path": body.get("lora_path"),
+        "lora_path": adapter_of(visit, body),
         "extra_key": body.get("extra_key"),
+        "routed_dp_rank": routed_rank(visit, body),
     }
     echoes = _echoes(visit, prompt) if body.get("echo") else []
     model, copies = str(body.get("model") or "default"), int(body.get("n") or 1)

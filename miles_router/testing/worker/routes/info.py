@@ -74,9 +74,9 @@ async def server_info(visit: Visit) -> web.StreamResponse:
             "tool_call_parser": settings.tool_call_parser,
             "reasoning_parser": settings.reasoning_parser,
             "tp_size": 1,
-            "dp_size": 1,
+            "dp_size": visit.engine.dp_size,
             "startup_time": {"scheduler_e2e": settings.startup_s},
-            "internal_states": [{"weight_version": visit.engine.weight_version}],
+            "internal_states": [{"weight_version": visit.engine.weight_version}] * visit.engine.dp_size,
             "version": SGLANG_VERSION,
             "frontend": "python",
             "simulated": True,
@@ -85,7 +85,7 @@ async def server_info(visit: Visit) -> web.StreamResponse:
 
 
 async def loads(visit: Visit) -> web.StreamResponse:
-    """GET /v1/loads: running and waiting requests."""
+    """GET /v1/loads: running and waiting requests of each rank."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat()
     return await visit.reply.json(
         {
@@ -93,13 +93,18 @@ async def loads(visit: Visit) -> web.StreamResponse:
             "version": SGLANG_VERSION,
             "accelerator": None,
             "num_accelerators": 1,
-            "loads": [_load(visit)],
+            "loads": [_load(visit, rank) for rank in range(visit.engine.dp_size)],
         }
     )
 
 
 async def models(visit: Visit) -> web.StreamResponse:
-    return await visit.reply.json({"object": "list", "data": [_model_card(visit)]})
+    base = _model_card(visit)
+    loaded = visit.engine.adapters.items()
+    adapters = [
+        {**base, "id": name, "root": path, "parent": base["id"], "max_model_len": None} for name, path in loaded
+    ]
+    return await visit.reply.json({"object": "list", "data": [base, *adapters]})
 
 
 async def model(visit: Visit) -> web.StreamResponse:
@@ -153,13 +158,13 @@ async def root(visit: Visit) -> web.StreamResponse:
     return await visit.reply.json("SGLang is running")
 
 
-def _load(visit: Visit) -> dict[str, Any]:
+def _load(visit: Visit, rank: int) -> dict[str, Any]:
     # SGLang shows retracted requests as running, since it publishes no new figures while it is paused.
-    running = list(visit.engine.running.values())
+    running = [each for each in visit.engine.running.values() if each.dp_rank in (None, rank)]
     used = sum(generation.prompt_tokens + len(generation.output_ids) for generation in running)
     return {
         "timestamp": time.time(),
-        "dp_rank": 0,
+        "dp_rank": rank,
         "num_running_reqs": len(running),
         "num_waiting_reqs": 0,
         "num_waiting_uncached_tokens": 0,

@@ -147,4 +147,4 @@ JAX_ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/resume_memory_occupation"): _dies,
     ("POST", "/configure_logging"): answer_empty,
 }
-JAX_ROUTES["GET", "/openapi.json"] = openapi(JAX_ROUTES, _CHAT_FIELDS)
+JAX_ROUTES["GET", "/openapi.json"] = openapi(JAX_ROUTES, _CHAT_FIELDS, ("extra_key",))

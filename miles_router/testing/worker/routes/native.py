@@ -90,7 +90,7 @@ async def events(visit: Visit, sample: GenerationRequest) -> AsyncIterator[dict[
 async def recorded(visit: Visit, sample: GenerationRequest) -> AsyncIterator[Generation]:
     """The engine's outputs for one sample, with the door's record kept up to date."""
     generation = visit.engine.begin(sample)
-    record = GenerationRecord(sample.rid, sample.input_ids)
+    record = GenerationRecord(sample.rid, sample.input_ids, dp_rank=generation.dp_rank, lora_path=sample.lora_path)
     visit.exchange.generations.append(record)
     try:
         async for _ in visit.engine.outputs(generation):

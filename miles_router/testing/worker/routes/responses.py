@@ -38,7 +38,9 @@ async def responses(visit: Visit) -> web.StreamResponse:
     if not isinstance(body.get("input"), (str, list)):
         raise _refusal("input: Field required", "input")
     try:
-        chat = parse_chat(visit, {**_chat_body(body), "stream_options": _USAGE})
+        # Without the model: an adapter that it names is never applied.
+        chat = parse_chat(visit, {**_chat_body(body), "stream_options": _USAGE, "model": None})
+        chat.model = str(body.get("model") or "default")
         writer = _Writer(body)
         async with admitted(visit, chat.given):
             if not chat.given.stream:

@@ -9,19 +9,24 @@ from miles_router.testing.worker.visit import Visit
 from miles_router.testing.worker.wire.chat_request import CHAT_FIELDS
 
 
-def openapi(routes: Iterable[tuple[str, str]], chat_fields: Iterable[str] = CHAT_FIELDS) -> Route:
+def openapi(
+    routes: Iterable[tuple[str, str]],
+    chat_fields: Iterable[str] = CHAT_FIELDS,
+    native_fields: Iterable[str] = ("extra_key", "routed_dp_rank"),
+) -> Route:
     """The route that tells of `(method, path)` pairs, as much of it as a client may look at."""
     paths: dict[str, dict[str, object]] = {}
     for method, path in routes:
         paths.setdefault(path, {})[method.lower()] = {"responses": {"200": {"description": "Successful Response"}}}
     cached = {"type": "object", "properties": {"extra_key": {}}}
+    native = {"type": "object", "properties": {name: {} for name in native_fields}}
     chat_request = {"type": "object", "properties": {name: {} for name in chat_fields}, "required": ["messages"]}
     schema = {
         "openapi": "3.1.0",
         "info": {"title": "FastAPI", "version": "0.1.0"},
         "paths": paths,
         "components": {
-            "schemas": {"ChatCompletionRequest": chat_request, "GenerateReqInput": cached, "CompletionRequest": cached}
+            "schemas": {"ChatCompletionRequest": chat_request, "GenerateReqInput": native, "CompletionRequest": cached}
         },
     }
 

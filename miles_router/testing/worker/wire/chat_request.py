@@ -12,6 +12,7 @@ from miles_router.testing.worker.routes.openai import SAMPLING_FIELDS, conversio
 from miles_router.testing.worker.visit import Visit, invalid_body
 from miles_router.testing.worker.wire.chat_messages import chat_prompt_ids
 from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
+from miles_router.testing.worker.wire.openai_parts import adapter_of, routed_rank
 
 #: What a request may have; anything else is ignored.
 CHAT_FIELDS = (
@@ -65,6 +66,7 @@ def parse_chat(visit: Visit, body: dict[str, Any]) -> ChatInput:
     tokenizer = visit.engine.model.tokenizer
     with conversion():
         native = _native_body(body, tokenizer)
+    native |= {"routed_dp_rank": routed_rank(visit, body), "lora_path": adapter_of(visit, body)}
     given = parse_generate(native, visit.engine, turn=True)
     if _is_forced(body):
         for sample in given.samples:
@@ -99,7 +101,6 @@ def _native_body(body: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any
         "routed_experts_start_len": body.get("routed_experts_start_len"),
         "return_indexer_topk": body.get("return_indexer_topk"),
         "return_prompt_token_ids": True,
-        "lora_path": body.get("lora_path"),
         "extra_key": body.get("extra_key"),
     }
 

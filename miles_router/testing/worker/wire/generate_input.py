@@ -145,6 +145,7 @@ _SHARED = (
     "return_indexer_topk",
     "return_prompt_token_ids",
     "token_ids_logprob",
+    "routed_dp_rank",
 )
 
 
@@ -158,6 +159,8 @@ def _fill_options(sample: GenerationRequest, body: Mapping[str, Any], index: int
     for name in _SHARED:
         if body.get(name) is not None:
             setattr(sample, name, body[name])
+    if sample.routed_dp_rank is None:
+        sample.routed_dp_rank = body.get("data_parallel_rank")
 
 
 def _check(sample: GenerationRequest, engine: Engine) -> None:
@@ -178,6 +181,9 @@ def _check(sample: GenerationRequest, engine: Engine) -> None:
         )
     _check_starts(sample, count)
     _check_adapter(sample, engine)
+    rank, ranks = sample.routed_dp_rank, engine.dp_size
+    if rank is not None and not 0 <= rank < ranks:
+        raise ValueError(f"routed_dp_rank={rank} out of range [0, {ranks})")
     wrong = [token for token in sample.token_ids_logprob or () if not 0 <= token < vocab_size]
     if wrong:
         raise ValueError(

@@ -68,7 +68,7 @@ class OutputBuilder:
         meta["cached_tokens_details"] = {"device": cached, "host": 0} if cached else None
         if finish and finish != ABORTED_WAITING:
             self._add_rows(meta, generation)
-        meta["dp_rank"] = None
+        meta["dp_rank"] = generation.dp_rank
         self._add_times(meta, last=finish is not None)
         if finish == ABORTED_WAITING:
             for absent in _ABSENT_WHEN_ABORTED_WAITING:

@@ -1,12 +1,12 @@
 """Pieces that the OpenAI-style answers share: errors, usage, logprobs, weight versions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 
 from miles_router.testing.worker.model.vocabulary import Tokenizer
-from miles_router.testing.worker.visit import Visit, error_object, invalid_body
+from miles_router.testing.worker.visit import Refusal, Visit, error_object, invalid_body
 
 
 def require_json(visit: Visit) -> None:
@@ -14,6 +14,27 @@ def require_json(visit: Visit) -> None:
     if visit.content_type.lower().partition(";")[0].strip() != "application/json":
         message = "Unsupported Media Type: Only 'application/json' is allowed"
         raise invalid_body({"loc": ["header", "content-type"], "msg": message, "type": "value_error"})
+
+
+def adapter_of(visit: Visit, body: Mapping[str, Any]) -> Any:
+    """The adapter that answers: by `base:adapter` in `model`, whatever the base, else by `lora_path`. Any other name is
+    the base model's."""
+    model, served = str(body.get("model") or ""), visit.settings.served_model_name
+    behind = model[len(served) :] if model.startswith(f"{served}:") else model[model.find(":") :]
+    named = behind[1:].strip() if ":" in model and model != served else ""
+    return named or body.get("lora_path")
+
+
+def routed_rank(visit: Visit, body: Mapping[str, Any]) -> Any:
+    """The rank that a request is pinned to: by its header, else by its body."""
+    header = visit.exchange.header("x-data-parallel-rank")
+    if header is None:
+        return body.get("routed_dp_rank", body.get("data_parallel_rank"))
+    try:
+        return int(header)
+    except ValueError:
+        detail = f"Invalid X-Data-Parallel-Rank header: must be an integer, got '{header}'"
+        raise Refusal(400, error_object(detail, 400, "Bad Request")) from None
 
 
 async def refuse(visit: Visit, message: str, kind: str = "BadRequestError") -> web.StreamResponse:

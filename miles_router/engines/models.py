@@ -1,0 +1,83 @@
+"""Models by name: which one a request asks for, and how an adapter of one is spelled for each route. Pure.
+
+Source: SGLang 0.5.23. `openai/serving_base.py` takes `base:adapter` for an adapter, and any other name for the base
+weights, without a word; `/generate` ignores the model and has `lora_path`; `openai/serving_responses.py` accepts the
+name of an adapter and never applies it, and so do the APIs of Ollama.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+
+import orjson
+
+from miles_router.engines import paths
+from miles_router.engines.profile import CannotServe, Parse
+from miles_router.engines.scan import Field, Incomplete, value_at
+from miles_router.engines.writing import extended
+
+MODEL, ADAPTER = "model", "lora_path"
+#: What an engine calls the model of a request that names none.
+DEFAULT = "default"
+#: Paths where `base:adapter` is applied.
+BY_NAME = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.INVOCATIONS, paths.EMBEDDINGS})
+_MODEL = Field(MODEL)
+_FIRST = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"model"[ \t\r\n]*:[ \t\r\n]*')
+
+
+def model_of(body: bytes, parse: Parse) -> object:
+    """The model that a request's body names; None where it names none. Nothing is parsed where it stands first or last.
+
+    Raises:
+        What `parse` raises.
+    """
+    first = _FIRST.match(body)
+    with suppress(Incomplete):
+        return value_at(body, first.end()) if first is not None else _MODEL.last(body)
+    if _MODEL.find(body) is None:
+        return None
+    parsed = parse(body)  # it may be part of something else, as a parameter of a tool
+    return parsed.get(MODEL) if isinstance(parsed, dict) else None
+
+
+def adapter_of(model: str, names: Iterable[str]) -> tuple[str, str] | None:
+    """The base model, which is one of `names`, and the adapter, where a model is written as `base:adapter`. A base may
+    have colons itself."""
+    bases = [name for name in names if model.startswith(f"{name}:")]
+    if not bases:
+        return None
+    base = max(bases, key=len)
+    adapter = model[len(base) + 1 :].strip()
+    return (base, adapter) if adapter else None
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """A request for this model: behind its own fields, where it counts."""
+    return extended(body, {MODEL: model})
+
+
+def with_adapter(path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
+    """A request whose model is written as `base:adapter`, so that its route applies the adapter.
+
+    Raises:
+        CannotServe: the route never does.
+        What `parse` raises.
+    """
+    if path in BY_NAME:
+        return body
+    if path != paths.GENERATE:
+        raise CannotServe(f"{path} answers with base weights whatever adapter is named")
+    parsed = parse(body) if b'"%b"' % ADAPTER.encode() in body else None
+    own = parsed.get(ADAPTER) if isinstance(parsed, dict) else None
+    return extended(body, {ADAPTER: adapter}) if own is None else body
+
+
+def adapters(models: bytes) -> frozenset[str]:
+    """The adapters in an answer to `/v1/models`; none in what cannot be read."""
+    try:
+        cards = orjson.loads(models).get("data")
+        return frozenset(card["id"] for card in cards if card.get("parent") is not None)
+    except (orjson.JSONDecodeError, AttributeError, TypeError, KeyError):
+        return frozenset()

@@ -1,0 +1,94 @@
+"""Requests for one rank of a worker: sent so that the engine heeds it, and watched for which one answers."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+from miles_router.asgi.exchange import read_json
+from miles_router.asgi.headers import RawHeaders, first
+from miles_router.engines import ranks
+from miles_router.engines.paths import GENERATE
+from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.gate import endpoint
+from miles_router.fleet.workers import Unit
+from miles_router.forwarding.outgoing import Outgoing
+from miles_router.forwarding.reply import Reply
+from miles_router.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+EVENTS = b"text/event-stream"
+
+
+class UnpinnedPaths(set[str]):
+    """The paths of one engine process whose requests cannot be pinned to a rank. Kept with its facts, and gone with
+    them."""
+
+
+class Pin(NamedTuple):
+    """A request as it is sent to one rank; `rank` is None where nobody knows which one will answer."""
+
+    headers: RawHeaders
+    body: bytes
+    rank: int | None
+
+
+class Ranks:
+    """Pins generations to ranks. A client's own wish counts; whatever engine does not heed a pin loses its ranks."""
+
+    def __init__(self, fleet: Fleet, metrics: Metrics) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+
+    def wished(self, request: Outgoing) -> int | None:
+        """The rank that a client wants for a generation.
+
+        Raises:
+            BadRequest: the body names a rank, and cannot be read.
+        """
+        return self._wish(request).rank if request.generates else None
+
+    def _wish(self, request: Outgoing) -> ranks.RankWish:
+        if request.rank_wish is None:
+            request.rank_wish = ranks.wish(request.path, request.headers, request.body, read_json)
+        return request.rank_wish
+
+    async def pin(self, unit: Unit, request: Outgoing, body: bytes) -> Pin:
+        """A generation with this body as it has to be sent so that the unit's rank answers.
+
+        Raises:
+            BadRequest: as `wished`.
+        """
+        facts = await self._fleet.facts(unit.worker.url)  # where another process is there now, it retires the unit
+        wish = self._wish(request)
+        if wish.heeded:
+            return Pin(request.headers, body, wish.rank)
+        encoded = first(request.headers, b"content-encoding") is not None
+        if not ranks.can_pin(request.path) or (encoded and request.path == GENERATE):
+            self._metrics.unpinned_generations += 1
+            path = endpoint(request.path)  # one of few: a client chooses the rest
+            if path not in (unpinned := facts.learned(UnpinnedPaths)):
+                unpinned.add(path)
+                fields = {"worker": unit.worker.url, "path": path}
+                logger.warning("rank_not_pinned", extra={"fields": fields})
+            return Pin(request.headers, body, None)
+        assert unit.rank is not None
+        rank = unit.rank if wish.rank is None else wish.rank
+        return Pin(*ranks.pinned(request.path, request.headers, body, rank), rank)
+
+    def watch(self, reply: Reply, unit: Unit, rank: int | None, path: str) -> None:
+        """See in a reply whether the rank answers that was meant, where it tells that."""
+        events = (first(reply.headers, b"content-type") or b"").startswith(EVENTS)
+        if rank is None or path not in ranks.TELLING or (events and path != GENERATE):
+            return
+        reader = ranks.RankReader()
+
+        def look(data: bytes) -> bool:
+            answered = reader.feed(data)
+            if answered is not None and answered != rank:
+                self._metrics.ignored_ranks += 1
+                self._fleet.rank_ignored(unit, f"a request to {path} for rank {rank} was answered by rank {answered}")
+            return answered is not None
+
+        reply.show(look)

@@ -1,0 +1,60 @@
+"""The outermost and the innermost app of a router with pools: which one a request is for, and handing it there."""
+
+from __future__ import annotations
+
+from miles_router.asgi.exchange import Exchange, Receive, Scope, Send, replay, with_body
+from miles_router.engines import models
+from miles_router.engines.profile import CannotServe
+from miles_router.errors import UnsupportedByEngine
+from miles_router.fleet.gate import computes
+from miles_router.middlewares.contract import ASGIApp
+from miles_router.pools.choice import PoolChoice
+from miles_router.pools.pools import Pools
+
+
+class Reception:
+    """Around a router's layers: finds out for which pool a request is, once a worker has a `model_id`."""
+
+    def __init__(self, app: ASGIApp, pools: Pools) -> None:
+        self._app = app
+        self._pools = pools
+        self._choice = PoolChoice(pools)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one request. Raises as `PoolChoice.choose`."""
+        if not self._pools.named or scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange.of(scope)
+        body = await exchange.read(receive)
+        written = await self._choice.choose(scope, exchange, body)
+        await self._app(scope if written is body else with_body(scope, written), replay(written, receive), send)
+
+
+class Dispatch:
+    """Inside of a router's layers: hands each request to its pool, its adapter as the route reads it."""
+
+    def __init__(self) -> None:
+        self.pools: Pools
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run one request.
+
+        Raises:
+            UnsupportedByEngine: its route never applies the adapter that it names.
+        """
+        pools = self.pools
+        if not pools.named:
+            await pools.default.app(scope, receive, send)
+            return
+        exchange = Exchange.of(scope)
+        pool = pools.default if exchange.pool is None else pools.of_id(exchange.pool)
+        if exchange.adapter is None or not computes(scope["path"]):
+            await pool.app(scope, receive, send)
+            return
+        body = await exchange.read(receive)
+        try:
+            written = models.with_adapter(scope["path"], body, exchange.adapter, exchange.loads)
+        except CannotServe as refusal:
+            raise UnsupportedByEngine(f"the adapter {exchange.adapter!r}: {refusal}") from None
+        await pool.app(scope if written is body else with_body(scope, written), replay(written, receive), send)

@@ -1,0 +1,97 @@
+"""Which pool takes a request: by the model that its body names, or by an adapter of one."""
+
+from __future__ import annotations
+
+from miles_router.asgi.exchange import Exchange, Scope, read_json
+from miles_router.asgi.headers import first
+from miles_router.engines import models
+from miles_router.errors import BadRequest, UnknownModel
+from miles_router.fleet.gate import SESSION_PREFIX, computes
+from miles_router.pools.pools import SHOWN, SHOWN_ADAPTERS, ModelPool, Pools
+
+MULTIPART = b"multipart/"
+
+
+class PoolChoice:
+    """Chooses among `pools`."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+
+    async def choose(self, scope: Scope, exchange: Exchange, body: bytes) -> bytes:
+        """Note which pool takes a request, and which adapter of its model; gives the body with its model as engines
+        read it.
+
+        Raises:
+            UnknownModel: it names a model that no worker has, or none where it must.
+            BadRequest: its model cannot be read.
+        """
+        path = scope["path"]
+        model = self._model(scope, body)
+        if model is None:
+            pool, adapter = self._pools.meant(models.MODEL if computes(path) else None), None
+        else:
+            pool, adapter = await self._find(model)
+        default = self._pools.default
+        if pool is not default:
+            if path.startswith(SESSION_PREFIX):
+                raise BadRequest(f"sessions are of the model {default.name or models.DEFAULT!r} alone")
+            exchange.pool = pool.name
+        if adapter is None:
+            return body
+        exchange.adapter, spelled = adapter, pool.spelled(adapter)
+        return body if spelled == model else models.with_model(body, spelled)
+
+    def _model(self, scope: Scope, body: bytes) -> str | None:
+        """The model that a request names."""
+        headers = scope["headers"]
+        kind = first(headers, b"content-type") or b""
+        if body and (first(headers, b"content-encoding") is not None or kind.lower().startswith(MULTIPART)):
+            raise BadRequest("the model of a body that is compressed or no JSON cannot be read")
+        model = models.model_of(body, read_json)
+        if model is not None and not isinstance(model, str):
+            raise BadRequest("model must be a string")
+        return model
+
+    async def _find(self, model: str) -> tuple[ModelPool, str | None]:
+        pool = self._pools.find(model)
+        if pool is not None:
+            return pool, None
+        if model == models.DEFAULT:
+            return self._pools.meant(models.MODEL), None
+        for each in self._pools:
+            await each.learn()  # first: a name that another pool has too is none
+        return self._by_names(model) or await self._by_adapter(model)
+
+    def _by_names(self, model: str) -> tuple[ModelPool, str | None] | None:
+        """The only pool that calls its model so, or has it as the base of this adapter."""
+        pools, default = [pool for pool in self._pools if pool.peopled], self._pools.default
+        names = {pool: pool.names | ({models.DEFAULT} if pool is default else set()) for pool in pools}
+        called = [pool for pool in pools if model in names[pool]]
+        if called:
+            return (called[0], None) if len(called) == 1 else None
+        for own in ({pool.name} for pool in pools), names.values():  # an id counts more than what engines say
+            based = [
+                (pool, found)
+                for pool, each in zip(pools, own, strict=True)
+                if (found := models.adapter_of(model, each - {""}))
+            ]
+            if based:
+                longest = max(len(base) for _, (base, _) in based)
+                best = [(pool, adapter) for pool, (base, adapter) in based if len(base) == longest]
+                return best[0] if len(best) == 1 else None
+        return None
+
+    async def _by_adapter(self, model: str) -> tuple[ModelPool, str | None]:
+        """The only pool that has an adapter of this name.
+
+        Raises:
+            UnknownModel: there is none, or several.
+        """
+        adapters = {pool: await pool.adapters() for pool in self._pools if pool.peopled}
+        having = [pool for pool, each in adapters.items() if model in each]
+        if len(having) == 1:
+            return having[0], model
+        written = sorted(pool.spelled(adapter) for pool, each in adapters.items() for adapter in each)
+        more = f"; adapters: {', '.join(written[:SHOWN_ADAPTERS])}" if written else ""
+        raise UnknownModel(f"the model {model[:SHOWN]!r} does not exist; {self._pools.known()}{more}", models.MODEL)

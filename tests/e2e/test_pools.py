@@ -1,0 +1,441 @@
+"""Several models behind one router: who answers which request, and what is done to one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+
+from miles_router.client import RouterClient
+from miles_router.fleet.workers import WorkerState
+from miles_router.middlewares import ASGIApp, Exchange, Receive, Router, Scope, Send
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.testing import SimulatedWorker
+from tests.support import http
+from tests.support.fleet import JSON, info, post, posting
+from tests.support.http import RawReply
+from tests.support.running_router import RunningRouter, running_router
+from tests.support.tokenizers import tokenizer_directory
+from tests.support.waiting import until
+
+SHORT = {"max_new_tokens": 2}
+HI = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+ROUTES: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "Hi", "sampling_params": SHORT},
+    CHAT: {"messages": HI, "max_tokens": 2},
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
+    "/v1/messages": {"messages": HI, "max_tokens": 2},
+    "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+}
+
+
+class Scene:
+    """A router with workers of several models."""
+
+    def __init__(self, router: RunningRouter, workers: dict[str, SimulatedWorker]) -> None:
+        self.router = router
+        self.workers = workers
+
+    def __getitem__(self, name: str) -> SimulatedWorker:
+        return self.workers[name]
+
+    def generations(self) -> dict[str, int]:
+        return {name: len(worker.door.generations) for name, worker in self.workers.items()}
+
+    async def answers(self, path: str = CHAT, **fields: Any) -> str | RawReply:
+        """Which worker answers a request; the answer where none does."""
+        before = self.generations()
+        answer = await post(self.router, path, **{**ROUTES[path], **fields})
+        after = self.generations()
+        took = [name for name in after if after[name] > before[name]]
+        assert len(took) <= 1
+        assert (answer.status == 200) == bool(took), answer.body
+        return took[0] if took else answer
+
+    async def pool(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = (await info(self.router))["pools"][name]
+        return found
+
+
+async def register(router: RunningRouter, worker: SimulatedWorker, model_id: str | None) -> RawReply:
+    fields = {} if model_id is None else {"model_id": model_id}
+    return await post(router, "/workers", url=worker.url, **fields)
+
+
+@asynccontextmanager
+async def scene(*names: str, default: bool = False, settings: Any = None, **options: Any) -> AsyncIterator[Scene]:
+    """Workers whose `model_id` is their name, and with `default` one that has none."""
+    workers = {name: SimulatedWorker(**{"model_path": f"org/{name}", **options}) for name in names}
+    if default:
+        workers[""] = SimulatedWorker(**{"model_path": "org/plain", **options})
+    try:
+        for worker in workers.values():
+            await worker.start()
+        async with running_router(**(settings or {})) as router:
+            for name, worker in workers.items():
+                assert (await register(router, worker, name or None)).status == 201
+            yield Scene(router, workers)
+    finally:
+        for worker in workers.values():
+            await worker.stop()
+
+
+def refused(answer: str | RawReply) -> dict[str, Any]:
+    assert isinstance(answer, RawReply), answer
+    assert answer.status == 404, answer.body
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+# Requests
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_request_goes_to_a_worker_of_its_model(path: str) -> None:
+    async with scene("actor", "judge") as made:
+        for name in ("judge", "judge", "actor", "judge", "actor"):
+            assert await made.answers(path, model=name) == name
+
+
+async def test_an_unknown_model_is_404_with_those_that_are_known_and_no_worker_hears_of_it() -> None:
+    async with scene("actor", "judge", default=True) as made:
+        await until(lambda: all(each.facts for each in made.router.app.pools.workers), "all is known")
+        for path in ROUTES:
+            error = refused(await made.answers(path, model="gpt-4"))
+            assert (error["type"], error["param"], error["code"]) == (
+                "invalid_request_error",
+                "model",
+                "model_not_found",
+            )
+            assert "known are actor, judge, org/plain" in error["message"]
+
+
+async def test_a_fleet_without_a_model_id_never_looks_at_the_model() -> None:
+    async with scene(default=True) as made:
+        assert await made.answers(model="anything") == ""
+        assert await made.answers("/generate", model=7) == ""
+
+
+async def test_a_request_that_names_no_model_is_for_the_workers_that_were_given_none() -> None:
+    async with scene("judge", default=True) as made:
+        assert await made.answers("/generate") == ""
+        assert await made.answers(model="default") == ""
+        assert (await made.router.ask("GET", "/v1/models")).json()["data"][0]["id"] == "org/plain"
+
+
+async def test_where_all_have_a_model_id_a_request_has_to_name_one() -> None:
+    async with scene("actor") as made:
+        assert await made.answers("/generate") == "actor"
+    async with scene("actor", "judge") as made:
+        assert "known are actor, judge" in refused(await made.answers("/generate"))["message"]
+        assert (await made.router.ask("GET", "/v1/models")).status == 200
+
+
+async def test_a_model_goes_by_the_name_that_its_engines_have_too() -> None:
+    """At once, and for all who ask at the same time: what is not known yet is asked."""
+    async with scene("actor", "judge", default=True) as made:
+        body = {**ROUTES[CHAT], "model": "org/actor"}
+        answers = await asyncio.gather(*(post(made.router, CHAT, **body) for _ in range(8)))
+        assert ([each.status for each in answers], made.generations()["actor"]) == ([200] * 8, 8)
+        assert await made.answers(model="org/judge") == "judge"
+        assert await made.answers(model="org/plain") == ""
+
+
+async def test_a_model_keeps_the_names_that_its_engines_had_before_an_update_from_disk() -> None:
+    async with scene("judge", default=True, settings={"health_check_interval": 0.05}) as made:
+        assert await made.answers(model="org/plain") == ""
+        made[""].settings = dataclasses.replace(made[""].settings, served_model_name="/step/7", model_path="/step/7")
+        await until(lambda: "/step/7" in made.router.app.router.fleet.model_names, "the new name is known")
+        assert [await made.answers(model=name) for name in ("org/plain", "/step/7")] == ["", ""]
+
+
+async def test_a_name_that_two_engines_have_is_none() -> None:
+    async with scene("actor", "judge", model_path="org/same") as made:
+        assert "known are actor, judge" in refused(await made.answers(model="org/same"))["message"]
+        assert await made.answers(model="judge") == "judge"
+
+
+SAID = '"messages": [{"role": "user", "content": "\\"model\\": \\"actor\\""}]'
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"model": "judge", %s, "max_tokens": 2}',
+        ' {\n "max_tokens": 2, %s, "model": "judge" } ',
+        '{"max_tokens": 2, "model": "judge", %s}',
+        '{"metadata": {"model": "actor"}, "model": "judge", "max_tokens": 2, %s}',
+        '{"model": "judge", "metadata": {"model": "actor"}, "max_tokens": 2, %s}',
+        '{"max_tokens": 2, %s, "model": "judge", "metadata": {"model": "actor"}}',
+    ],
+)
+async def test_the_model_is_found_wherever_it_stands_and_the_body_stays_as_it_is(body: str) -> None:
+    async with scene("actor", "judge") as made:
+        sent = (body % SAID).encode()
+        assert (await made.router.ask("POST", CHAT, JSON, sent)).status == 200
+        assert (made["judge"].door.last.body, len(made["actor"].door.generations)) == (sent, 0)
+
+
+@pytest.mark.parametrize("headers", [[("Content-Encoding", "gzip")], [("Content-Type", "multipart/form-data")]])
+async def test_a_model_that_cannot_be_read_is_refused(headers: list[tuple[str, str]]) -> None:
+    async with scene("actor", "judge") as made:
+        answer = await made.router.ask("POST", CHAT, headers, b"\x1f\x8b")
+        assert (answer.status, made.generations()) == (400, {"actor": 0, "judge": 0})
+
+
+async def test_a_model_whose_workers_have_left_is_not_answered_by_another() -> None:
+    async with scene("judge", default=True) as made:
+        assert (await post(made.router, "/remove_worker", url=made["judge"].url)).status == 200
+        answer = await made.answers(model="judge")
+        assert isinstance(answer, RawReply)
+        assert (answer.status, answer.json()["error"]["type"]) == (503, "no_worker_available")
+        await register(made.router, made["judge"], "judge")
+        assert await made.answers(model="judge") == "judge"
+
+
+# Workers
+
+
+async def test_a_worker_stays_in_its_pool_until_it_is_removed() -> None:
+    async with scene("actor", "judge") as made:
+        router, worker = made.router, made["actor"]
+        assert (await register(router, worker, None)).json()["model_id"] == "actor"
+        answer = await register(router, worker, "judge")
+        assert (answer.status, "registered for the model 'actor'" in answer.json()["error"]["message"]) == (400, True)
+        shown = (await router.ask("GET", "/workers")).json()["workers"]
+        assert {each["url"]: each["model_id"] for each in shown} == {made[name].url: name for name in made.workers}
+        (only,) = [each for each in shown if each["model_id"] == "actor"]
+        assert (await router.ask("DELETE", f"/workers/{only['id']}")).status == 200
+        await register(router, worker, "judge")
+        assert {await made.answers(model="judge") for _ in range(2)} == {"actor", "judge"}
+
+
+@pytest.mark.parametrize("model_id", ["", " judge", 7, "x" * 257])
+async def test_a_model_id_that_is_no_name_is_refused(model_id: object) -> None:
+    async with running_router() as router:
+        answer = await post(router, "/workers", url="http://127.0.0.1:1", model_id=model_id)
+        assert (answer.status, "model_id" in answer.json()["error"]["message"]) == (400, True)
+
+
+async def test_the_default_pool_may_have_a_name() -> None:
+    async with scene("judge", "actor", default=True, settings={"model_id": "actor"}) as made:
+        assert {await made.answers(model="actor") for _ in range(4)} == {"actor", ""}
+        assert {await made.answers("/generate") for _ in range(4)} == {"actor", ""}
+        assert await made.answers(model="judge") == "judge"
+
+
+async def test_workers_of_a_later_pool_are_checked_too() -> None:
+    settings = {"health_check_interval": 0.05, "health_check_failure_threshold": 1}
+    async with scene("judge", default=True, settings=settings) as made:
+        (record,) = [each for each in made.router.app.pools.workers if each.url == made["judge"].url]
+        await made["judge"].kill()
+        await until(lambda: record.state is WorkerState.QUARANTINED, "it is found")
+        await made["judge"].restart()
+        await until(lambda: record.state is WorkerState.READY, "it is back")
+
+
+async def test_numbers_are_of_all_pools() -> None:
+    async with scene("judge", default=True, token_latency_s=0.02) as made:
+        long = {"max_new_tokens": 30_000, "ignore_eos": True}
+        clients = [posting(made.router, text="Hi", sampling_params=long, model=name) for name in ("default", "judge")]
+        await until(lambda: all(worker.running for worker in made.workers.values()), "both generate")
+        assert (await made.router.ask("GET", "/health")).json()["in_flight"] == 2
+        metrics = (await made.router.ask("GET", "/metrics")).body.decode()
+        for worker in made.workers.values():
+            assert f'miles_router_in_flight{{worker="{worker.url}"}} 1.0' in metrics
+        for client in clients:
+            client.cancel()
+        await asyncio.wait(clients)
+
+
+# What is done to one of them
+
+
+async def test_a_pause_of_one_leaves_the_other_alone() -> None:
+    async with scene("actor", "judge") as made:
+        assert (await post(made.router, "/pause_generation?model_id=actor", mode="retract")).status == 200
+        waiting = posting(made.router, model="actor", **ROUTES["/generate"])
+        gate = made.router.app.pools.of_id("actor").fleet.gate
+        await until(lambda: gate.held == 1, "it waits")
+        assert await made.answers(model="judge") == "judge"
+        assert [(await made.pool(name))["gate"]["closed"] for name in ("actor", "judge")] == [True, False]
+        assert (made["actor"].engine.paused is None, made["judge"].engine.paused) == (False, None)
+        assert (await post(made.router, "/continue_generation?model_id=actor")).status == 200
+        assert (await waiting).status == 200
+
+
+async def test_weight_versions_are_of_one_pool() -> None:
+    async with scene("actor", "judge", settings={"health_check_interval": 0.05}) as made:
+        asked = "/update_weights_from_disk?x=1&model_id=actor"
+        assert (await post(made.router, asked, model_path="org/actor", weight_version="7")).status == 200
+        assert [(await made.pool(name))["weight_version"] for name in ("actor", "judge")] == ["7", "default"]
+        assert (made["actor"].weight_version, made["judge"].weight_version) == ("7", "default")
+        assert made["actor"].door.at("/update_weights_from_disk")[0].target == "/update_weights_from_disk?x=1"
+        assert {each.state for each in made.router.app.pools.workers} == {WorkerState.READY}
+        assert [await made.answers(model=name) for name in ("judge", "actor")] == ["judge", "actor"]
+        late = SimulatedWorker(model_path="org/judge", weight_version="7")
+        async with late:
+            assert (await register(made.router, late, "judge")).json()["state"] == "outdated"
+
+
+async def test_without_a_model_id_the_workers_that_were_given_none_are_meant() -> None:
+    async with scene("judge", default=True) as made:
+        assert (await post(made.router, "/update_weight_version", new_version="7")).status == 200
+        assert (made[""].weight_version, made["judge"].weight_version) == ("7", "default")
+        assert (await post(made.router, "/pause_generation", mode="abort")).status == 200
+        assert await made.answers(model="judge") == "judge"
+
+
+@pytest.mark.parametrize("query", ["", "?model_id=gpt-4"])
+async def test_a_control_request_that_means_nobody_is_refused_and_asks_nobody(query: str) -> None:
+    async with scene("actor", "judge") as made:
+        answer = await post(made.router, f"/pause_generation{query}")
+        assert (answer.status, answer.json()["error"]["param"]) == (404, "model_id")
+        assert "known are actor, judge" in answer.json()["error"]["message"]
+        assert [worker.door.at("/pause_generation") for worker in made.workers.values()] == [[], []]
+
+
+async def test_what_a_pause_cut_goes_on_in_its_own_pool() -> None:
+    settings = {"partial_rollout": "resume"}
+    async with scene("judge", default=True, settings=settings, token_latency_s=0.01) as made:
+        judge = made["judge"]
+        params = {"max_new_tokens": 60, "ignore_eos": True}
+        client = posting(made.router, text="Hi", sampling_params=params, model="judge")
+        await until(lambda: any(each.output_ids for each in judge.engine.running.values()), "it has begun")
+        assert (await post(made.router, "/pause_generation?model_id=judge", mode="abort")).status == 200
+        await until(lambda: made.router.app.pools.of_id("judge").fleet.gate.held == 1, "it waits")
+        assert (await post(made.router, "/continue_generation?model_id=judge")).status == 200
+        assert (await client).json()["meta_info"]["completion_tokens"] == 60
+        assert len(judge.door.generations) > 1
+        assert made[""].door.generations == []
+
+
+# Layers
+
+
+async def test_layers_that_hold_tokens_are_for_the_default_pool_and_others_pass_them_by() -> None:
+    middlewares = tuple(
+        MiddlewareSpec(f"middleware_hub.{path}", {})
+        for path in (
+            "openai_session_middleware.OpenAISessionMiddleware",
+            "radix_tree_middleware.RadixTreeMiddleware",
+            "routed_experts_middleware.RoutedExpertsMiddleware",
+        )
+    )
+    settings = {"middlewares": middlewares, "hf_checkpoint": tokenizer_directory("qwen3")}
+    async with SimulatedWorker() as worker, running_router(**settings) as router:
+        refusal = await register(router, worker, "judge")  # else it would depend on who registers first
+        assert (refusal.status, "--model-id" in refusal.json()["error"]["message"]) == (400, True)
+        assert (await register(router, worker, None)).status == 201
+    async with scene("judge", settings={**settings, "model_id": "actor"}) as made:
+        judge = made["judge"]
+        body = orjson.dumps({**ROUTES["/generate"], "model": "judge"})
+        assert (await made.router.ask("POST", "/generate", JSON, body)).status == 200
+        assert judge.door.last.body == body
+        chat = orjson.dumps({**ROUTES[CHAT], "model": "judge"})
+        assert (await made.router.ask("POST", CHAT, [*JSON, ("X-Session-Id", "s")], chat)).status == 200
+        assert judge.door.last.body == chat
+        session = (await post(made.router, "/sessions")).json()["session_id"]
+        answer = await made.router.ask("POST", f"/sessions/{session}{CHAT}", JSON, chat)
+        assert (answer.status, b"sessions are of the model 'actor'" in answer.body) == (400, True)
+
+
+class Onlooker:
+    """A layer that says nothing of models."""
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+        self.seen: list[tuple[str, str | None]] = []
+        router.state.onlooker = self
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            self.seen.append((scope["path"], Exchange.of(scope).pool))
+        await self.app(scope, receive, send)
+
+
+async def test_other_layers_see_every_request() -> None:
+    settings = {"middlewares": (MiddlewareSpec(f"{__name__}.Onlooker", {}),)}
+    async with scene("judge", default=True, settings=settings) as made:
+        assert [await made.answers(model=name) for name in ("default", "judge")] == ["", "judge"]
+        assert made.router.app.router.state.onlooker.seen == [(CHAT, None), (CHAT, "judge")]
+
+
+# Adapters
+
+
+@asynccontextmanager
+async def with_adapters() -> AsyncIterator[Scene]:
+    async with scene("actor", "judge", enable_lora=True) as made:
+        for name in ("one", "org/two:b"):
+            answer = await post(made.router, "/load_lora_adapter?model_id=actor", lora_name=name, lora_path="/x")
+            assert answer.status == 200
+        yield made
+
+
+def applied(worker: SimulatedWorker) -> str | None:
+    """The adapter of a worker's last generation."""
+    return worker.door.last.generation.lora_path
+
+
+@pytest.mark.parametrize("path", ["/generate", CHAT, "/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("adapter", ["one", "org/two:b"])
+@pytest.mark.parametrize("base", ["actor:", "org/actor:", ""])
+async def test_an_adapter_answers_however_it_is_named(path: str, adapter: str, base: str) -> None:
+    async with with_adapters() as made:
+        assert await made.answers(path, model=f"{base}{adapter}") == "actor"
+        assert applied(made["actor"]) == adapter
+        assert await made.answers(path, model="actor") == "actor"
+        assert applied(made["actor"]) is None
+
+
+async def test_an_adapter_that_a_generation_names_itself_counts() -> None:
+    async with with_adapters() as made:
+        assert await made.answers("/generate", model="actor:one", lora_path="org/two:b") == "actor"
+        assert applied(made["actor"]) == "org/two:b"
+        assert await made.answers("/generate", model="actor:one", lora_path=None) == "actor"
+        assert applied(made["actor"]) == "one"
+
+
+async def test_a_route_that_never_applies_an_adapter_answers_nothing() -> None:
+    async with with_adapters() as made:
+        for model in ("actor:one", "one"):
+            answer = await made.answers("/v1/responses", model=model)
+            assert isinstance(answer, RawReply)
+            assert (answer.status, answer.json()["error"]["type"]) == (501, "unsupported_by_engine")
+            assert "/v1/responses answers with base weights" in answer.json()["error"]["message"]
+
+
+async def test_an_adapter_that_nobody_has_is_never_answered_by_base_weights() -> None:
+    async with with_adapters() as made:
+        for model in ("actor:three", "judge:one"):
+            answer = await made.answers(model=model)
+            assert isinstance(answer, RawReply)
+            assert (answer.status, b"never been loaded" in answer.body) == (400, True)
+        error = refused(await made.answers(model="three"))
+        assert "adapters: org/actor:one, org/actor:org/two:b" in error["message"]
+
+
+async def test_an_adapter_loaded_behind_the_router_is_found() -> None:
+    async with scene("actor", "judge", enable_lora=True) as made:
+        loaded = orjson.dumps({"lora_name": "late", "lora_path": "/x"})
+        assert (await http.ask(made["judge"].url, "POST", "/load_lora_adapter", JSON, loaded)).status == 200
+        assert await made.answers("/generate", model="late") == "judge"
+        assert applied(made["judge"]) == "late"
+
+
+async def test_a_client_controls_the_workers_of_one_model() -> None:
+    async with scene("actor", "judge") as made, RouterClient(made.router.url) as client:
+        actor = client.of_model("actor")
+        async with actor.paused():
+            await actor.update_weight_version("7")
+        assert (made["actor"].weight_version, made["judge"].weight_version) == ("7", "default")
+        await actor.remove_worker(made["actor"].url)
+        assert (await actor.add_worker(made["actor"].url))["url"] == made["actor"].url
+        assert await made.answers(model="actor") == "actor"

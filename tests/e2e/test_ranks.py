@@ -1,0 +1,251 @@
+"""A worker with data-parallel ranks: each of them is counted, chosen and tied to on its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+
+from miles_router.testing import SimulatedWorker
+from tests.support import http
+from tests.support.fleet import JSON, post, posting
+from tests.support.http import Pairs, RawReply
+from tests.support.running_router import RunningRouter, running_router
+from tests.support.waiting import until
+
+#: Long enough for any test: who waits for it has lost.
+LONG = {"max_new_tokens": 30_000, "ignore_eos": True}
+SHORT = {"max_new_tokens": 2}
+MESSAGES = [{"role": "user", "content": "Hi"}]
+CHAT = "/v1/chat/completions"
+#: Each path that can be pinned, and what asks it for as many tokens as there are.
+ROUTES: dict[str, dict[str, Any]] = {
+    "/generate": {"text": "Hi", "sampling_params": LONG},
+    CHAT: {"messages": MESSAGES, "max_tokens": 30_000, "ignore_eos": True},
+    "/v1/completions": {"prompt": "Hi", "max_tokens": 30_000, "ignore_eos": True},
+    "/v1/messages": {"model": "m", "messages": MESSAGES, "max_tokens": 30_000},
+    "/v1/responses": {"model": "m", "input": "Hi", "max_output_tokens": 30_000},
+}
+
+
+def worker_with_ranks(**settings: Any) -> SimulatedWorker:
+    return SimulatedWorker(**{"dp_size": 2, "token_latency_s": 0.02, "stop_probability": 0.0, **settings})
+
+
+@asynccontextmanager
+async def one(**settings: Any) -> AsyncIterator[tuple[SimulatedWorker, RunningRouter]]:
+    """A router with one worker that has two ranks, which it knows."""
+    async with worker_with_ranks(**settings) as worker, running_router(worker.url) as router:
+        await ranks_known(router)
+        yield worker, router
+
+
+async def ranks_known(router: RunningRouter) -> None:
+    await until(lambda: all(worker.facts for worker in router.pool), "all is known of the workers")
+
+
+def ranks(worker: SimulatedWorker) -> Counter[int | None]:
+    """How many generations each rank has now."""
+    return Counter(each.dp_rank for each in worker.engine.running.values())
+
+
+async def ask(router: RunningRouter, path: str, headers: Pairs = (), **fields: Any) -> RawReply:
+    return await router.ask("POST", path, [*JSON, *headers], orjson.dumps(fields))
+
+
+async def left(*tasks: asyncio.Task[RawReply]) -> None:
+    """These clients leave."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
+async def rank_of(router: RunningRouter, headers: Pairs = (), **fields: Any) -> int:
+    answer = await ask(router, "/generate", headers, text="Hi", sampling_params=SHORT, **fields)
+    assert answer.status == 200, answer.body
+    rank: int = answer.json()["meta_info"]["dp_rank"]
+    return rank
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_eight_requests_on_a_worker_with_two_ranks_are_four_each(path: str) -> None:
+    """From its registration on: what comes before its ranks are known waits for that."""
+    async with worker_with_ranks() as worker, running_router(worker.url) as router:
+        clients = [posting(router, path, **ROUTES[path]) for _ in range(8)]
+        await until(lambda: worker.running == 8, "all generate")
+        assert ranks(worker) == {0: 4, 1: 4}
+        await left(*clients)
+        await until(lambda: router.pool.in_flight == 0, "every lease is given back")
+
+
+async def test_ranks_are_level_where_the_engine_alone_would_pile_up() -> None:
+    """An engine's turns do not know which of its requests have ended."""
+    async with one() as (worker, router):
+        first = [posting(router, **ROUTES["/generate"]) for _ in range(4)]
+        await until(lambda: worker.running == 4, "all generate")
+        on_one = [rid for rid, each in worker.engine.running.items() if each.dp_rank == 1]
+        await asyncio.gather(*(post(router, "/abort_request", rid=rid) for rid in on_one))
+        await until(lambda: ranks(worker) == {0: 2}, "one rank is idle")
+        await until(lambda: router.pool.in_flight == 2, "its leases are given back")
+        second = [posting(router, **ROUTES["/generate"]) for _ in range(2)]
+        await until(lambda: worker.running == 4, "two more generate")
+        assert ranks(worker) == {0: 2, 1: 2}
+        await left(*first, *second)
+
+
+async def test_ranks_are_shown_where_workers_are() -> None:
+    async with one() as (worker, router):
+        clients = [posting(router, **ROUTES["/generate"]) for _ in range(3)]
+        await until(lambda: worker.running == 3, "all generate")
+        (shown,) = (await router.ask("GET", "/workers")).json()["workers"]
+        assert shown["in_flight"] == 3
+        assert sorted(each["in_flight"] for each in shown["ranks"]) == [1, 2]
+        assert [each["rank"] for each in shown["ranks"]] == [0, 1]
+        metrics = (await router.ask("GET", "/metrics")).body.decode()
+        for each in shown["ranks"]:
+            labels = f'rank="{each["rank"]}",worker="{worker.url}"'
+            assert f"\nmiles_router_rank_in_flight{{{labels}}} {each['in_flight']:.1f}\n" in metrics
+        await left(*clients)
+
+
+async def test_a_worker_without_ranks_counts_as_one_beside_them() -> None:
+    async with (
+        worker_with_ranks() as ranked,
+        worker_with_ranks(dp_size=1) as plain,
+        running_router(ranked.url, plain.url) as router,
+    ):
+        await ranks_known(router)
+        clients = [posting(router, **ROUTES["/generate"]) for _ in range(9)]
+        await until(lambda: ranked.running + plain.running == 9, "all generate")
+        assert (ranks(ranked), ranks(plain)) == ({0: 3, 1: 3}, {None: 3})
+        assert b"dp_rank" not in plain.door.last.body
+        await left(*clients)
+
+
+async def test_the_same_key_goes_to_the_same_rank() -> None:
+    async with one() as (_, router):
+        keys = [f"key {number}" for number in range(6)]
+        homes = {key: await rank_of(router, [("X-SMG-Routing-Key", key)]) for key in keys}
+        assert {*homes.values()} == {0, 1}
+        for key in [*keys, *reversed(keys)]:
+            assert await rank_of(router, [("X-SMG-Routing-Key", key)]) == homes[key]
+
+
+async def test_a_rank_is_spliced_into_what_needs_it_and_bodies_stay_as_they_are_elsewhere() -> None:
+    spelled = b' { "text" : "Hi", "sampling_params":{"max_new_tokens":2},\n"x": "\xc3\xa4" } '
+    async with one() as (worker, router):
+        await router.ask("POST", "/generate", JSON, spelled)
+        body = worker.door.last.body
+        assert body.startswith(spelled.rstrip()[:-1].rstrip())
+        assert {**orjson.loads(spelled), "routed_dp_rank": worker.door.last.generation.dp_rank} == orjson.loads(body)
+        for path, fields in list(ROUTES.items())[1:]:
+            sent = orjson.dumps({**fields, "max_tokens": 2, "max_output_tokens": 2})
+            await router.ask("POST", path, JSON, sent)
+            assert worker.door.last.body == sent
+            assert worker.door.last.header("x-data-parallel-rank") == str(worker.door.last.generation.dp_rank)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "fields"),
+    [
+        ("/generate", [], {"routed_dp_rank": 1}),
+        ("/generate", [], {"data_parallel_rank": 1}),
+        ("/generate", [("X-Data-Parallel-Rank", "1")], {}),
+        ("/generate", [("X-Data-Parallel-Rank", "0")], {"routed_dp_rank": 1}),
+        (CHAT, [("X-Data-Parallel-Rank", "1")], {"routed_dp_rank": 0}),
+        (CHAT, [], {"routed_dp_rank": 1}),
+    ],
+)
+async def test_a_client_that_pins_a_rank_itself_has_it_and_is_counted_there(
+    path: str, headers: Pairs, fields: dict[str, Any]
+) -> None:
+    async with one() as (worker, router):
+        sent = [orjson.dumps({**ROUTES[path], **fields}) for _ in range(3)]
+        clients = [asyncio.ensure_future(router.ask("POST", path, [*JSON, *headers], body)) for body in sent]
+        await until(lambda: worker.running == 3, "all generate")
+        assert ranks(worker) == {1: 3}
+        (record,) = router.pool
+        assert [unit.in_flight for unit in record.units] == [0, 3]
+        await left(*clients)
+        assert router.app.router.metrics.ignored_ranks == 0
+
+
+@pytest.mark.parametrize("rank", [2, -1])
+async def test_a_rank_that_is_none_is_refused_by_the_engine(rank: int) -> None:
+    async with one() as (_, router):
+        answer = await post(router, "/generate", text="Hi", sampling_params=SHORT, routed_dp_rank=rank)
+        assert (answer.status, b"out of range [0, 2)" in answer.body) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/generate", {"sampling_params": SHORT}),
+        ("/generate", {"sampling_params": SHORT, "stream": True}),
+        (CHAT, {"messages": MESSAGES, "max_tokens": 2, "return_meta_info": True}),
+    ],
+    ids=["whole", "streamed", "chat"],
+)
+async def test_an_engine_that_ignores_ranks_is_named_and_counted_as_one(
+    path: str, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with one(heeds_ranks=False) as (worker, router):
+        (record,) = router.pool
+        await out_of_turn(worker)
+        while not record.rank_fault:
+            assert (await ask(router, path, **{"text": "Hi", **fields})).status == 200
+            assert len(worker.door.generations) < 4, "a wrong rank passes unseen"
+        assert router.app.router.metrics.ignored_ranks == 1
+        assert caplog.messages.count("rank_ignored") == 1
+        (shown,) = (await router.ask("GET", "/workers")).json()["workers"]
+        assert "ranks" not in shown
+        assert f"a request to {path} for rank" in shown["rank_fault"]
+        await ask(router, path, **{"text": "Hi", **fields})
+        assert b"dp_rank" not in worker.door.last.body
+        assert worker.door.last.header("x-data-parallel-rank") is None
+        assert [unit.rank for unit in record.units] == [None]
+
+
+async def test_what_ran_when_ranks_changed_stays_counted() -> None:
+    async with one(heeds_ranks=False) as (worker, router):
+        (record,) = router.pool
+        clients = [posting(router, **ROUTES["/generate"]) for _ in range(3)]
+        await until(lambda: worker.running == 3, "all generate")
+        await post(router, "/generate", text="Hi", sampling_params=SHORT)
+        await post(router, "/generate", text="Hi", sampling_params=SHORT)
+        assert record.rank_fault
+        assert (record.in_flight, router.pool.in_flight) == (3, 3)
+        await left(*clients)
+        await until(lambda: router.pool.in_flight == 0, "every lease is given back")
+
+
+async def out_of_turn(worker: SimulatedWorker) -> None:
+    """What comes past the router moves the engine's turns on: else they are by chance what the router means."""
+    body = orjson.dumps({"text": "Hi", "sampling_params": SHORT})
+    assert (await http.ask(worker.url, "POST", "/generate", JSON, body)).status == 200
+
+
+async def test_a_worker_that_comes_back_without_ranks_gets_none() -> None:
+    async with worker_with_ranks() as worker, running_router(worker.url) as router:
+        await ranks_known(router)
+        (record,) = router.pool
+        assert len(record.units) == 2
+        await worker.stop()
+        async with SimulatedWorker(port=worker.port) as other:
+            answers = [await post(router, "/generate", text="Hi", sampling_params=SHORT) for _ in range(4)]
+            assert [answer.status for answer in answers] == [200] * 4
+            assert [unit.rank for unit in record.units] == [None]
+            assert b"dp_rank" not in other.door.last.body
+
+
+async def test_a_path_that_takes_no_rank_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with one() as (_, router):
+        for _ in range(3):
+            await ask(router, "/api/chat", model="m", messages=MESSAGES)
+        assert router.app.router.metrics.unpinned_generations == 3
+        assert caplog.messages.count("rank_not_pinned") == 1
