@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help demo test nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers agents clients bench npm
+.PHONY: help demo test nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers agents clients bench placement npm
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -94,6 +94,9 @@ agents: install npm ## agents from npm that tests run (0.8 GB, cached)
 
 bench: install $(PEERS)/.installed bench-tools ## overhead against direct, nginx and sglang-router; BENCH='--quick'
 	@BENCH_PEERS_PYTHON=$(abspath $(PEERS)/bin/python) $(BIN)/python tests/benchmarks/passthrough.py $(BENCH)
+
+placement: install $(PEERS)/.installed ## one rollout step behind each router and policy, simulated; PLACEMENT='--seeds 1'
+	@$(BIN)/python -m tests.benchmarks.placement $(PLACEMENT)
 
 # The parts of the above
 

@@ -1,7 +1,7 @@
 """The middleware contract: a pure ASGI class, `__init__(self, app, *, router, **typed options)`.
 
-Five further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`, `metrics()`. A
-class with `one_model = True` holds what is of one model: requests for other pools than the default one pass it by.
+Five further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`, `metrics()`.
+A class with `one_model = True` holds what is of one model: requests for other pools than the default one pass it by.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_router.testing.middleware_contract import check_middleware
+    from miles_router.testing.worker.costs.gpu import QWEN3_8B_H100, Gpu
     from miles_router.testing.worker.door import Door, Exchange, GenerationRecord
     from miles_router.testing.worker.engine import Engine, PauseMode
     from miles_router.testing.worker.faults import Faults
@@ -15,11 +16,13 @@ if TYPE_CHECKING:
     from miles_router.testing.worker.simulated_worker import SimulatedWorker
 
 __all__ = [
+    "QWEN3_8B_H100",
     "Door",
     "Engine",
     "Exchange",
     "Faults",
     "GenerationRecord",
+    "Gpu",
     "IndexerShape",
     "MoeShape",
     "PauseMode",
@@ -35,6 +38,8 @@ _MODULES = {
     "Exchange": "worker.door",
     "Faults": "worker.faults",
     "GenerationRecord": "worker.door",
+    "Gpu": "worker.costs.gpu",
+    "QWEN3_8B_H100": "worker.costs.gpu",
     "IndexerShape": "worker.model.indexer",
     "MoeShape": "worker.model.moe",
     "PauseMode": "worker.engine",

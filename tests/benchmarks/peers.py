@@ -15,7 +15,7 @@ from tests.benchmarks.process import HOST, free_port, started
 REPO = Path(__file__).resolve().parents[2]
 NOOP = "tests.benchmarks.noop.NoOp"
 NOOP_LAYERS = 10
-#: Names the interpreter of the environment that has `sglang-router`; `make bench` builds one beside our own.
+#: Names the interpreter of the environment that has `sglang-router`; without it that which `make` builds beside ours.
 PEERS_PYTHON = "BENCH_PEERS_PYTHON"
 
 NGINX_PROXY = """
@@ -74,7 +74,8 @@ def _nginx(port: int, worker_port: int, root: Path) -> list[str]:
 
 def peers_python() -> str:
     """The interpreter that has the peers' packages."""
-    return os.environ.get(PEERS_PYTHON, sys.executable)
+    beside = Path(f"{Path(sys.prefix).resolve()}-peers/bin/python")
+    return os.environ.get(PEERS_PYTHON) or str(beside if beside.exists() else sys.executable)
 
 
 def _sglang_router(port: int, worker_port: int, root: Path) -> list[str]:

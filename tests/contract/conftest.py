@@ -1,5 +1,5 @@
-"""Every test of this folder runs against `SimulatedWorker`, against one that writes spaces between its JSON's parts,
-and against a real SGLang worker."""
+"""Every test of this folder runs against `SimulatedWorker`, against one that takes the time and memory of a GPU and
+writes spaces between its JSON's parts, and against a real SGLang worker."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ import aiohttp
 import pytest
 
 from miles_router.testing import MoeShape, SimulatedWorker
+from miles_router.testing.worker.costs.gpu import QWEN3_8B_H100
 from tests.contract.client import WorkerClient
 from tests.sglang_worker import RealWorker
 from tests.support.waiting import PATIENCE
 
-KINDS = ["simulated", "spaced", pytest.param("sglang", marks=pytest.mark.sglang)]
+KINDS = ["simulated", "paced", pytest.param("sglang", marks=pytest.mark.sglang)]
 MOE = MoeShape(layers=4, experts=8, top_k=2)
 TOKEN_LATENCY = 0.004  # seconds; a simulated request in flight must last longer than the test needs it
+OPTIONS: dict[str, dict[str, Any]] = {
+    "simulated": {},
+    "paced": {"gpu": QWEN3_8B_H100, "time_scale": 2.0, "spaced_json": True},
+}
 
 
 @contextlib.asynccontextmanager
@@ -43,7 +48,7 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClient]:
             workers: list[RealWorker] = request.getfixturevalue("sglang_workers")
             url = workers[0].url
         else:
-            url = await stack.enter_async_context(simulated(spaced_json=request.param == "spaced"))
+            url = await stack.enter_async_context(simulated(**OPTIONS[request.param]))
         yield await stack.enter_async_context(client_of(url))
 
 
@@ -55,6 +60,5 @@ async def moe_worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClie
             workers: list[RealWorker] = request.getfixturevalue("sglang_moe_workers")
             url = workers[0].url
         else:
-            spaced = request.param == "spaced"
-            url = await stack.enter_async_context(simulated(moe=MOE, spaced_json=spaced))
+            url = await stack.enter_async_context(simulated(moe=MOE, **OPTIONS[request.param]))
         yield await stack.enter_async_context(client_of(url))

@@ -11,7 +11,7 @@ from tests.contract.client import WorkerClient
 
 LAST_IDS = {
     "simulated": 1023,
-    "spaced": 1023,
+    "paced": 1023,
     "sglang": 151_935,
 }  # of the models, whose vocabularies are larger than the tokenizers'
 THEN_B = "a{6}b[xy]{30}"  # single characters, so that no tokenisation can hide the stop string from the worker

@@ -8,6 +8,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from miles_router.testing.worker.costs.gpu import GPUS
+
 _DESCRIPTION = """\
 Start simulated SGLang workers: SGLang's HTTP protocol, seeded, without a model or a GPU.
 For writing and testing rollout code on a laptop."""
@@ -18,6 +20,8 @@ examples:
       one worker with the built-in toy vocabulary
   miles-router-worker --port 30001 --count 4 --router http://127.0.0.1:30000
       four workers on ports 30001 to 30004 which register themselves with a router
+  miles-router-worker --port 30001 --count 8 --gpu qwen3-8b-h100 --time-scale 10
+      eight workers as fast and as large as that model on that GPU, ten times as fast
   miles-router-worker --tokenizer ./Qwen3-8B --moe 48x128x8 --token-latency-ms 5
       a real vocabulary, routed experts of that shape, 200 tokens a second"""
 
@@ -36,6 +40,14 @@ def build_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="the model's weights: workers with one seed sample alike (default: 0)")
     add("--tokenizer", metavar="DIR", help="directory with tokenizer.json (default: a built-in toy vocabulary)")
     add("--token-latency-ms", type=float, default=0.0, help="time that one token takes (default: %(default)s)")
+    add("--gpu", choices=sorted(GPUS), help="take the time and memory of one of these (default: none of it)")
+    add(
+        "--gpu-speed",
+        metavar="FACTOR[,FACTOR...]",
+        default="1",
+        help="how fast each worker's GPU is against that, the first worker's first; the last holds for the rest",
+    )
+    add("--time-scale", type=float, default=1.0, help="with --gpu, seconds that pass in one (default: %(default)s)")
     add("--weight-version", default="default", help="weight version to report (default: %(default)s)")
     add("--model-path", default="simulated-model", help="model name to report (default: %(default)s)")
     add("--moe", metavar="LAYERSxEXPERTSxTOPK", help="return routed experts of this shape, for example 4x8x2")
@@ -81,6 +93,7 @@ async def _serve(args: argparse.Namespace) -> None:
 
     tokenizer = load_tokenizer(args.tokenizer)
     script = Script.from_file(args.script) if args.script else None
+    speeds = [float(part) for part in args.gpu_speed.split(",")]
     async with contextlib.AsyncExitStack() as stack:
         for index in range(args.count):
             worker = SimulatedWorker(
@@ -96,6 +109,8 @@ async def _serve(args: argparse.Namespace) -> None:
                 indexer=IndexerShape.parse(args.indexer) if args.indexer else None,
                 script=script,
                 dp_size=args.dp_size,
+                gpu=GPUS[args.gpu].scaled(speeds[min(index, len(speeds) - 1)]) if args.gpu else None,
+                time_scale=args.time_scale,
                 router_url=args.router,
                 api_key=args.api_key,
                 incremental_streaming_output=args.incremental_streaming_output,

@@ -18,17 +18,22 @@ class GenerationRecord:
     rid: str
     input_ids: list[int]
     output_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     weight_versions: list[VersionSpan] = field(default_factory=list)
     text: str = ""
     dp_rank: int | None = None
     lora_path: str | None = None
     finish_reason: dict[str, Any] | None = None
     """SGLang's `finish_reason`; None when the generation did not end by itself."""
+    ended: Generation | None = None
+
+    @property
+    def logprobs(self) -> list[float]:
+        """One for each output id, computed when it is asked for."""
+        return self.ended.logprobs if self.ended else []
 
     def update(self, generation: Generation) -> None:
         self.output_ids = generation.output_ids
-        self.logprobs = generation.logprobs
+        self.ended = generation
         self.weight_versions = generation.spans
         self.text = generation.text
         self.finish_reason = generation.finish_reason

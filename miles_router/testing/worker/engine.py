@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -26,6 +27,23 @@ class PauseMode(str, Enum):
     ABORT = "abort"
     RETRACT = "retract"
     IN_PLACE = "in_place"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine tells of its load; tokens are those of `/v1/loads`."""
+
+    capacity: int
+    running: int = 0
+    waiting: int = 0
+    used_tokens: int = 0
+    waiting_tokens: int = 0
+    waiting_uncached_tokens: int = 0
+    max_running: int = 256
+    tokens_per_second: float = 0.0
+    cache_hit_rate: float = 0.0
+    prefilled_tokens: int = 0
+    prefill_seconds: float = 0.0
 
 
 class Engine:
@@ -81,6 +99,7 @@ class Engine:
 
     @weight_version.setter
     def weight_version(self, version: str) -> None:
+        self.catch_up()
         self._weight_version = version
         self.named_version = version
         """What `/model_info` names; SGLang's is still the old one after an update that failed half way."""
@@ -137,14 +156,10 @@ class Engine:
 
     def begin(self, request: GenerationRequest) -> Generation:
         """Put a generation among the running ones. The caller must `end()` it."""
-        rest = self._rests.pop(context_hash(request.input_ids), None)
-        if rest is not None:
-            request.script = rest
-        elif self.scripts:
-            request.script = self.scripts.popleft()
+        self._take_script(request)
         generation = Generation(self.model, request)
         generation.dp_rank = self._rank(request)
-        key = _cache_key(generation)
+        key = cache_key(generation)
         generation.cached_tokens = self._cached_tokens(request, key)
         found = self.cache.versions(request.input_ids[: generation.cached_tokens], key)
         self.reused.update((version, self.weight_version) for version in found)
@@ -160,8 +175,7 @@ class Engine:
         script, said = generation.request.script, len(generation.output_ids)
         if script is not None and said < len(script):
             self._rests[context_hash(sequence_of(generation))] = script[said:]
-        # The last id was sampled but never fed back, so its keys and values do not exist.
-        self.cache.insert(sequence_of(generation)[:-1], _cache_key(generation), self.weight_version)
+        self._leave_in_cache(generation)
         self._pulse()
 
     async def outputs(self, generation: Generation) -> AsyncIterator[None]:
@@ -210,6 +224,20 @@ class Engine:
         """Wait until the scheduler moves; a paused one does."""
         await self._until(lambda: not self.stopped)
 
+    def load(self, rank: int = 0) -> Load:
+        """What runs on a rank. SGLang shows retracted requests as running, since it publishes nothing new while it is
+        paused."""
+        running = [each for each in self.running.values() if each.dp_rank in (None, rank)]
+        used = sum(generation.prompt_tokens + len(generation.output_ids) for generation in running)
+        return Load(self.model.context_len, running=len(running), used_tokens=used)
+
+    def catch_up(self) -> None:
+        """Say what should be said by now; here every generation does that for itself."""
+
+    def flush(self) -> None:
+        """Forget the prefix cache."""
+        self.cache.clear()
+
     async def idle(self) -> None:
         """Wait until nothing runs."""
         await self._until(lambda: not self.running)
@@ -235,6 +263,18 @@ class Engine:
             return request.routed_dp_rank
         rank, self._next_rank = self._next_rank, (self._next_rank + 1) % self.dp_size
         return rank
+
+    def _take_script(self, request: GenerationRequest) -> None:
+        """What this generation is to say, if that was planned."""
+        rest = self._rests.pop(context_hash(request.input_ids), None) if self._rests else None
+        if rest is not None:
+            request.script = rest
+        elif self.scripts:
+            request.script = self.scripts.popleft()
+
+    def _leave_in_cache(self, generation: Generation) -> None:
+        # The last id was sampled but never fed back, so its keys and values do not exist.
+        self.cache.insert(sequence_of(generation)[:-1], cache_key(generation), self.weight_version)
 
     def _cached_tokens(self, request: GenerationRequest, key: str) -> int:
         """Logprobs of the prompt cost the cache: positions that need one are computed anew."""
@@ -283,7 +323,7 @@ class Engine:
         changed.set()
 
 
-def _cache_key(generation: Generation) -> str:
+def cache_key(generation: Generation) -> str:
     """What shares a prefix: each rank has a cache of its own, and so has each adapter."""
     request, rank = generation.request, generation.dp_rank
     parts = [request.extra_key or "", *(str(each) for each in (rank, request.lora_path) if each is not None)]

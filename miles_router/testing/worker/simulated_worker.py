@@ -18,6 +18,9 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError("the simulated worker needs aiohttp: pip install 'miles-router[testing]'") from error
 
+from miles_router.testing.worker.costs.gpu import Gpu
+from miles_router.testing.worker.costs.paced_engine import PacedEngine
+from miles_router.testing.worker.costs.pacer import Pacer
 from miles_router.testing.worker.door import Door, Exchange
 from miles_router.testing.worker.engine import Engine
 from miles_router.testing.worker.faults import Faults
@@ -75,7 +78,8 @@ class SimulatedWorker:
     `Tokenizer`, or None for the toy vocabulary. With `router_url` the worker registers itself there, as often as it
     takes. `script` is what it answers to agents: a `Script`, or the steps of one. `stream_abort_s` after a stream has
     ended it aborts what bears the stream's `rid` then. It has `dp_size` ranks with a prefix cache each; unless it
-    `heeds_ranks`, requests that are pinned to one are spread like all others.
+    `heeds_ranks`, requests that are pinned to one are spread like all others. With a `gpu`, which is of one rank, it
+    takes the time and the memory of one, on a clock that runs `time_scale` times as fast.
     """
 
     def __init__(
@@ -110,6 +114,8 @@ class SimulatedWorker:
         stream_abort_s: float = 2.0,
         dp_size: int = 1,
         heeds_ranks: bool = True,
+        gpu: Gpu | None = None,
+        time_scale: float = 1.0,
     ) -> None:
         self.host = host
         self.port = port
@@ -117,16 +123,20 @@ class SimulatedWorker:
         self.router_url = router_url
         vocabulary = load_tokenizer(tokenizer)
         self.tokenizer = vocabulary
-        self.engine = Engine(
-            Model.seeded(vocabulary, seed, stop_probability, context_len),
-            weight_version=weight_version,
-            token_latency_s=token_latency_s,
-            replica=replica,
-            enable_lora=enable_lora,
-            stream_abort_s=stream_abort_s,
-            dp_size=dp_size,
-            heeds_ranks=heeds_ranks,
-        )
+        weights = Model.seeded(vocabulary, seed, stop_probability, context_len)
+        known: dict[str, Any] = {
+            "weight_version": weight_version,
+            "token_latency_s": token_latency_s,
+            "replica": replica,
+            "enable_lora": enable_lora,
+            "stream_abort_s": stream_abort_s,
+            "dp_size": dp_size,
+            "heeds_ranks": heeds_ranks,
+        }
+        if gpu is not None and dp_size > 1:
+            raise ValueError("the costs of a GPU are those of one rank: dp_size must be 1")
+        pacer = Pacer(gpu, time_scale) if gpu is not None else None
+        self.engine = Engine(weights, **known) if pacer is None else PacedEngine(weights, pacer, **known)
         self.door = Door(door_limit)
         self.faults = Faults()
         self.settings = Settings(

@@ -38,6 +38,7 @@ class GenerationRequest:
     return_prompt_token_ids: bool = False
     lora_path: str | None = None
     extra_key: str | None = None
+    custom_labels: dict[str, str] | None = None
     script: list[int] | None = None
     asked_for_none: bool = False
     """No token was asked for, and its engine samples one all the same."""
@@ -96,7 +97,7 @@ class Generation:
         self.retractions = 0
         self._model = model
         self._to_finish: dict[str, Any] | None = None
-        self._context = context_hash(request.input_ids)
+        self._hash: int | None = None
         self._pushed = 0
         self._detokenizer = IncrementalDetokenizer(
             model.tokenizer, request.input_ids, skip_special_tokens=request.sampling.skip_special_tokens
@@ -105,6 +106,11 @@ class Generation:
         self._stop_ids = self._effective_stop_ids()
         self._stop_windows = self._measure_stop_strings()
         self._choose = self._chooser()
+
+    @property
+    def aborted(self) -> bool:
+        """Whether it ends with its next token, for that reason."""
+        return self._to_finish is not None and self.finish_reason is None
 
     @property
     def text(self) -> str:
@@ -129,10 +135,21 @@ class Generation:
         """Sample one id with the given weights and see whether it ends the generation."""
         token = self._choose()
         self.contexts.append(self._context)
-        self.output_ids.append(token)
-        self._context = context_hash((token,), self._context)
-        self._note_version(version)
-        self._check_finish(token)
+        self._hash = context_hash((token,), self._context)
+        self._take([token], version)
+
+    def extend(self, count: int, version: str) -> None:
+        """`step` so many times, or until the end; at once where a script says what comes and no logprob is wanted."""
+        script, done = self.request.script, len(self.output_ids)
+        if script is None or self.request.return_logprob or self._looks_at_text or self._to_finish is not None:
+            for _ in range(count):
+                if self.finish_reason is None:
+                    self.step(version)
+            return
+        known = script[done : min(done + count, self.max_new_tokens or 1)]
+        end = next((n for n, token in enumerate(known, 1) if token in self._stop_ids), len(known))
+        if known:
+            self._take(known[:end], version)
 
     def due_for_forced_output(self) -> bool:
         """Whether SGLang would detokenize now although nobody streams."""
@@ -174,8 +191,9 @@ class Generation:
         return max(lengths, default=-1) + 1
 
     def _chooser(self) -> Callable[[], int]:
-        if self.request.script is not None:
-            return iter(self.request.script).__next__
+        script = self.request.script
+        if script is not None:
+            return lambda: script[len(self.output_ids)]
         sampler, sampling, noise = self._model.sampler, self.request.sampling, self.request.noise
         forced = sampling.forced
         if forced is not None:
@@ -200,12 +218,30 @@ class Generation:
             token = sampler.sampled(self._context, noise, done + attempt * 1_000_003)
         return token
 
-    def _note_version(self, version: str) -> None:
+    @property
+    def _context(self) -> int:
+        """The hash of all ids so far."""
+        if self._hash is None:
+            self._hash = context_hash(self.request.input_ids)
+        return self._hash
+
+    @property
+    def _looks_at_text(self) -> bool:
+        """Whether a stop string or a pattern can end it."""
+        return bool(self._stop_windows) or self.request.sampling.stop_regex is not None
+
+    def _take(self, tokens: list[int], version: str) -> None:
+        """Say these, of which only the last can end it."""
+        self.output_ids += tokens
+        self._note_version(version, len(tokens))
+        self._check_finish(tokens[-1])
+
+    def _note_version(self, version: str, new: int) -> None:
         count = len(self.output_ids)
         if self.spans and self.spans[-1].version == version:
             self.spans[-1].end = count
         else:
-            self.spans.append(VersionSpan(version, count - 1, count))
+            self.spans.append(VersionSpan(version, count - new, count))
 
     def _check_finish(self, token: int) -> None:
         """SGLang's order: an abort, then stop strings, then stop ids, then the budget."""

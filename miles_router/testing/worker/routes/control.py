@@ -52,7 +52,7 @@ async def flush_cache(visit: Visit) -> web.StreamResponse:
     """Text; 400 while generations hold memory."""
     if not visit.engine.can_flush():
         return await visit.reply.text("Flush cache failed.\n", 400)
-    visit.engine.cache.clear()
+    visit.engine.flush()
     return await visit.reply.text(FLUSHED)
 
 
@@ -85,7 +85,7 @@ async def update_weights_from_disk(visit: Visit) -> web.StreamResponse:
         if not visit.engine.can_flush():
             visit.engine.named_version = named
             return await visit.reply.json({"success": False, "message": NOT_FLUSHED, "num_paused_requests": 0}, 400)
-        visit.engine.cache.clear()
+        visit.engine.flush()
     message = "Succeeded to update model weights."
     if body.get("weight_version") is not None:
         message += f" Weight version updated to {visit.engine.weight_version}."

@@ -7,8 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
+from miles_router.testing.worker.costs.paced_engine import PacedEngine
 from miles_router.testing.worker.routes.control import Route
-from miles_router.testing.worker.visit import Visit, invalid_body
+from miles_router.testing.worker.visit import Refusal, Visit, invalid_body
 from miles_router.testing.worker.wire.chat_messages import chat_prompt_ids
 
 SGLANG_VERSION = "0.5.23"
@@ -63,7 +64,7 @@ async def server_info(visit: Visit) -> web.StreamResponse:
             "tokenizer_path": settings.tokenizer_path,
             "served_model_name": settings.served_model_name,
             "context_length": settings.context_len,
-            "max_total_num_tokens": settings.context_len,
+            "max_total_num_tokens": visit.engine.load().capacity,
             "max_req_input_len": settings.context_len - 6,
             "disaggregation_mode": "null",
             "status": "ready",
@@ -96,6 +97,15 @@ async def loads(visit: Visit) -> web.StreamResponse:
             "loads": [_load(visit, rank) for rank in range(visit.engine.dp_size)],
         }
     )
+
+
+async def get_load(visit: Visit) -> web.StreamResponse:
+    """GET /get_load, as SGLang had it before `/v1/loads`, with a cost model only: gateways of that time ask for it."""
+    if not isinstance(visit.engine, PacedEngine):
+        raise Refusal(404, {"detail": "Not Found"})
+    load = visit.engine.load()
+    counts = {"num_reqs": load.running + load.waiting, "num_waiting_reqs": load.waiting}
+    return await visit.reply.json([{"dp_rank": 0, **counts, "num_tokens": load.used_tokens + load.waiting_tokens}])
 
 
 async def models(visit: Visit) -> web.StreamResponse:
@@ -159,31 +169,30 @@ async def root(visit: Visit) -> web.StreamResponse:
 
 
 def _load(visit: Visit, rank: int) -> dict[str, Any]:
-    # SGLang shows retracted requests as running, since it publishes no new figures while it is paused.
-    running = [each for each in visit.engine.running.values() if each.dp_rank in (None, rank)]
-    used = sum(generation.prompt_tokens + len(generation.output_ids) for generation in running)
+    load = visit.engine.load(rank)
+    total = load.used_tokens + load.waiting_tokens
     return {
         "timestamp": time.time(),
         "dp_rank": rank,
-        "num_running_reqs": len(running),
-        "num_waiting_reqs": 0,
-        "num_waiting_uncached_tokens": 0,
-        "num_used_tokens": used,
-        "num_total_tokens": used,
-        "num_active_tokens": used,
+        "num_running_reqs": load.running,
+        "num_waiting_reqs": load.waiting,
+        "num_waiting_uncached_tokens": load.waiting_uncached_tokens,
+        "num_used_tokens": load.used_tokens,
+        "num_total_tokens": total,
+        "num_active_tokens": total,
         "num_prealloc_ready_tokens": 0,
-        "max_total_num_tokens": visit.settings.context_len,
-        "max_running_requests": 256,
-        "token_usage": used / visit.settings.context_len,
-        "gen_throughput": 0.0,
-        "cache_hit_rate": 0.0,
+        "max_total_num_tokens": load.capacity,
+        "max_running_requests": load.max_running,
+        "token_usage": round(load.used_tokens / load.capacity, 4),
+        "gen_throughput": round(load.tokens_per_second, 2),
+        "cache_hit_rate": round(load.cache_hit_rate, 4),
         "utilization": 0.0,
-        "total_prefill_uncached_tokens": 0,
-        "total_prefill_busy_us": 0,
+        "total_prefill_uncached_tokens": load.prefilled_tokens,
+        "total_prefill_busy_us": int(load.prefill_seconds * 1e6),
         "decode_moments": None,
-        "memory": {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": visit.settings.context_len},
+        "memory": {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": load.capacity},
         "disaggregation": {"mode": "null"},
-        "queues": {"waiting": 0, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
+        "queues": {"waiting": load.waiting, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
     }
 
 
@@ -209,6 +218,7 @@ INFO_ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/server_info"): server_info,
     ("GET", "/get_server_info"): server_info,
     ("GET", "/v1/loads"): loads,
+    ("GET", "/get_load"): get_load,
     ("GET", "/v1/models"): models,
     ("POST", "/v1/tokenize"): tokenize,
     ("POST", "/tokenize"): tokenize,

@@ -58,6 +58,10 @@ def _check_types(body: Mapping[str, Any]) -> None:
             string = {"type": "string_type", "loc": ("body", name, "str"), "msg": "Input should be a valid string"}
             listed = {"type": "list_type", "loc": ("body", name, "list[str]"), "msg": "Input should be a valid list"}
             raise invalid_body(string, listed)
+    labels = body.get("custom_labels")
+    if labels is not None and not (isinstance(labels, dict) and _is_list_of(list(labels.values()), str)):
+        message = "Input should be a valid dictionary of strings"
+        raise invalid_body({"type": "dict_type", "loc": ("body", "custom_labels"), "msg": message})
     ids = body.get("input_ids")
     if ids is not None and not _is_list_of(ids, int) and not _is_list_of(ids, list):
         message = "Value error, elements must be int or list"
@@ -146,6 +150,7 @@ _SHARED = (
     "return_prompt_token_ids",
     "token_ids_logprob",
     "routed_dp_rank",
+    "custom_labels",
 )
 
 
@@ -167,7 +172,8 @@ def _check(sample: GenerationRequest, engine: Engine) -> None:
     """What SGLang checks once the prompt's length is known."""
     count, limit = len(sample.input_ids), engine.model.context_len
     vocab_size = engine.model.tokenizer.vocab_size
-    if not count or min(sample.input_ids) < 0 or max(sample.input_ids) >= vocab_size:
+    used = set(sample.input_ids)  # far fewer than there are ids
+    if not count or min(used) < 0 or max(used) >= vocab_size:
         raise LethalPrompt(f"the prompt is empty or has an id outside of the vocabulary (0 to {vocab_size - 1})")
     if count >= limit:
         raise ValueError(f"The input ({count} tokens) is longer than the model's context length ({limit} tokens).")

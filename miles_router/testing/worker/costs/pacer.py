@@ -1,0 +1,96 @@
+"""A schedule in real time: who waits for which token, and one timer for what comes next."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+
+from miles_router.testing.worker.costs.gpu import Gpu
+from miles_router.testing.worker.costs.schedule import Job, Schedule
+
+
+class Pacer:
+    """Lets a schedule run `time_scale` times as fast as the clock; what it counts in seconds is the model's time."""
+
+    def __init__(self, gpu: Gpu, time_scale: float = 1.0) -> None:
+        if not time_scale > 0:
+            raise ValueError(f"the time scale must be above 0, got {time_scale}")
+        self.time_scale = time_scale
+        self.schedule = Schedule(gpu)
+        self._news: dict[Job, asyncio.Event] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._stopped_at: float | None = None
+        self._behind = 0.0
+
+    def enter(self, job: Job) -> None:
+        """Queue a job; ValueError when it exceeds the memory."""
+        self.schedule.enter(job, self._now())
+        self._news[job] = asyncio.Event()
+        self._look()
+
+    def leave(self, job: Job) -> None:
+        """Let go of a job, done or not."""
+        if self._news.pop(job, None) is not None:
+            self.schedule.leave(job, self._now())
+            self._look()
+
+    async def news(self, job: Job) -> int:
+        """Wait for a job's next milestone, or `wake`; gives how many tokens it has said."""
+        event = self._news[job]
+        await event.wait()
+        event.clear()
+        self._hear()
+        return job.made
+
+    def wake(self, job: Job) -> None:
+        """Have its owner look at a job now."""
+        if event := self._news.get(job):
+            event.set()
+
+    def catch_up(self) -> None:
+        """Bring what every job has said up to date."""
+        self._hear()
+
+    def stand_still(self, *, retract: bool) -> None:
+        """Stop the model's time. With `retract` nothing holds memory from now on."""
+        if self._stopped_at is None:
+            now = self._now()
+            if retract:
+                self.schedule.retract_all(now)
+            self._stopped_at = now
+            self._look()
+
+    def go_on(self) -> None:
+        """End that."""
+        if self._stopped_at is not None:
+            self._behind += self._clock() - self._behind - self._stopped_at
+            self._stopped_at = None
+            self.schedule.resume()
+            self._look()
+
+    def _clock(self) -> float:
+        return time.monotonic() * self.time_scale  # a loop's own clock may stand still within a turn of the loop
+
+    def _now(self) -> float:
+        """The model's time."""
+        return self._clock() - self._behind if self._stopped_at is None else self._stopped_at
+
+    def _hear(self) -> None:
+        for job in self.schedule.advance(self._now()):
+            self.wake(job)
+
+    def _rearm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        ends = self.schedule.ends
+        if ends is not None and self._stopped_at is None:
+            delay = max(0.0, (ends - self._now()) / self.time_scale)
+            # In whole milliseconds, which is what loops wait for: one that rings too early would ring again and again.
+            self._timer = asyncio.get_running_loop().call_later(math.ceil(delay * 1000) / 1000, self._look)
+
+    def _look(self) -> None:
+        """Tell who is to hear, which a change may have brought about, and wait for what comes next."""
+        self._hear()
+        self._rearm()

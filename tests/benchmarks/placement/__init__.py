@@ -1,0 +1,1 @@
+"""How long one rollout step takes behind each router and policy, on one simulated fleet: docs/placement.md."""

@@ -1,0 +1,108 @@
+"""The benchmark of placement: tiny workloads through our router, its processes real ones, and what it says of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from miles_router.testing import QWEN3_8B_H100
+from tests.benchmarks.placement.bounds import alone, lower_bound, work
+from tests.benchmarks.placement.generators import SCENARIOS
+from tests.benchmarks.placement.routers import contenders
+from tests.benchmarks.placement.workload import Episode, Ids, Turn, lines, read
+
+ROOT = Path(__file__).resolve().parents[2]
+EPISODES = [
+    *[{"at": 0, "group": "g", "shared_prefix": 60, "prompt_tokens": 60, "turns": [{"output_tokens": 40}]}] * 4,
+    *[
+        {
+            "at": 0.5,
+            "group": f"s{number}",
+            "shared_prefix": 0,
+            "prompt_tokens": 100,
+            "turns": [{"output_tokens": 30, "tool_wait_s": 0.5, "append_tokens": 20}] * 3,
+        }
+        for number in range(3)
+    ],
+]
+
+
+def test_a_run_ends_with_one_line_of_json_that_has_a_row_for_every_policy_of_ours(tmp_path: Path) -> None:
+    workload = tmp_path / "tiny.jsonl"
+    workload.write_text("".join(json.dumps(each) + "\n" for each in EPISODES))
+    command = [
+        sys.executable, "-m", "tests.benchmarks.placement", "--workload", str(workload), "--seeds", "1", "--json",
+        "--only", "miles-router", "--workers", "3", "--loses-at", "1.5", "--gpu-speed", "0.5", "--polite",
+        "--plot", str(tmp_path / "plot.png"),
+    ]  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert [row["policy"] for row in rows] == [each.policy for each in contenders() if each.router == "miles-router"]
+    assert [row["default"] for row in rows].count(True) == 1
+    for row in rows:
+        assert (row["router"], row["workload"], row["failed"]) == ("miles-router", "tiny", 0)
+        assert row["makespan_s"] >= row["lower_bound_s"] > 0
+        assert 0 < row["turn_p50_s"] <= row["turn_p99_s"] <= row["makespan_s"]
+        # The second and third turns of the three sessions find at least what they said; most of it is theirs alone.
+        assert 0 < row["prefix_hit_rate"] < 1
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_workload_is_read_as_it_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    for scenario in SCENARIOS.values():
+        made = scenario.episodes(1)
+        file.write_text(lines(made))
+        assert read(file) == made
+        assert made == scenario.episodes(1)
+    assert SCENARIOS["grpo"].episodes(1) != SCENARIOS["grpo"].episodes(2)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[]",
+        "{}",
+        '{"prompt_tokens": 5, "turns": []}',
+        '{"prompt_tokens": 0, "turns": [{"output_tokens": 1}]}',
+        '{"prompt_tokens": 5, "turns": [{"output_tokens": 0}]}',
+        '{"prompt_tokens": 5, "at": -1, "turns": [{"output_tokens": 1}]}',
+        '{"prompt_tokens": 5, "turns": [{"output_tokens": 1, "tool_wait_s": "1"}]}',
+    ],
+)
+def test_what_is_no_episode_is_refused_by_its_line(line: str, tmp_path: Path) -> None:
+    file = tmp_path / "w.jsonl"
+    file.write_text('{"prompt_tokens": 5, "turns": [{"output_tokens": 1}]}\n\n' + line)
+    with pytest.raises(ValueError, match=r"w\.jsonl:3: no episode"):
+        read(file)
+
+
+def test_a_group_shares_its_prefix_and_nobody_shares_more() -> None:
+    ids = Ids(1)
+    one, other = Episode((Turn(1),), 30, 20, "g"), Episode((Turn(1),), 25, 20, "g")
+    first, second = ids.prompt(0, one).split(b","), ids.prompt(1, other).split(b",")
+    assert (len(first), len(second)) == (30, 25)
+    assert first[:20] == second[:20]
+    assert first[20:25] != second[20:]
+    assert ids.prompt(0, Episode((Turn(1),), 30, 20, "h")).split(b",")[:20] != first[:20]
+    assert len(ids.prompt(0, Episode((Turn(1),), 5, 20, "g")).split(b",")) == 20
+    assert Ids(2).prompt(0, one) != ids.prompt(0, one)
+
+
+def test_the_bound_is_the_longest_episode_or_the_work_of_all() -> None:
+    long = Episode((Turn(1000, 3.0, 10), Turn(10)), 100, at=2.0)
+    short = Episode((Turn(10),), 5000, at=1.0)
+    gpu = QWEN3_8B_H100
+    assert lower_bound([long, short], gpu, [1.0, 0.5]) == pytest.approx(1.0 + alone(long, gpu) + 3.0)
+    many = [short] * 500
+    assert lower_bound(many, gpu, [1.0, 0.5]) == pytest.approx(work(many, gpu) / 1.5)
+    # What a group shares is computed once.
+    group = [Episode((Turn(10),), 5000, 4999, "g")] * 500
+    assert work(group, gpu) < work(many, gpu) / 50
