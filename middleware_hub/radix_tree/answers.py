@@ -20,7 +20,7 @@ from miles_router.trajectory import InvalidTrajectory
 logger = logging.getLogger(__name__)
 
 #: Why an answer is not recorded that `GenerateAnswer` does not refuse.
-AnswerReason = Literal["not_json", "answer_count", "incomplete", "invalid_tokens"]
+AnswerReason = Literal["not_json", "answer_count", "incomplete"]
 
 
 class AnswerTap(Tap):

@@ -38,6 +38,7 @@ Unreadable = Literal[
     "token_counts_disagree",
     "tokens_taken_back",
     "logprobs_of_other_tokens",
+    "invalid_tokens",
     "versions_leave_gaps",
     "versions_end_elsewhere",
 ]
@@ -120,7 +121,7 @@ def check_logprobs(ids: Sequence[int], entries: Sequence[Sequence[Any]], start: 
     if [entry[1] for entry in entries[start:]] != ids[start:]:
         raise UnreadableAnswer("logprobs_of_other_tokens")
     if not {int}.issuperset(map(type, ids[start:])):  # JSON's `true` is equal to 1
-        raise UnreadableAnswer("incomplete", "an id that is no whole number")
+        raise UnreadableAnswer("invalid_tokens", "an id that is no whole number")
 
 
 def version_runs(meta: Mapping[str, Any], tokens: int) -> list[VersionRun]:
