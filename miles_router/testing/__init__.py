@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from miles_router.testing.middleware_contract import check_middleware
-    from miles_router.testing.worker.costs.gpu import QWEN3_8B_H100, Gpu
+    from miles_router.testing.worker.costs.gpu import QWEN3_8B_H100, QWEN3_30B_A3B_H100, Gpu
     from miles_router.testing.worker.door import Door, Exchange, GenerationRecord
     from miles_router.testing.worker.engine import Engine, PauseMode
     from miles_router.testing.worker.faults import Faults
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "QWEN3_8B_H100",
+    "QWEN3_30B_A3B_H100",
     "Door",
     "Engine",
     "Exchange",
@@ -39,6 +40,7 @@ _MODULES = {
     "Faults": "worker.faults",
     "GenerationRecord": "worker.door",
     "Gpu": "worker.costs.gpu",
+    "QWEN3_30B_A3B_H100": "worker.costs.gpu",
     "QWEN3_8B_H100": "worker.costs.gpu",
     "IndexerShape": "worker.model.indexer",
     "MoeShape": "worker.model.moe",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -24,8 +25,12 @@ from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
 from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
+from miles_router.testing import QWEN3_30B_A3B_H100
+from miles_router.testing.worker.costs.gpu import GPUS
 from tests.clients.table import CLIENTS
 from tests.docs.pages import PAGES, name_of
+from tests.gpu.fit import ERRORS, REPORT, step_errors
+from tests.gpu.fit import errors as errors_of_fit
 
 Rows = list[tuple[str, ...]]
 
@@ -116,6 +121,31 @@ def clients() -> str:
     return table(("agent", "version", "API", "works", "segments", "exact"), rows)
 
 
+def gpu_prices() -> str:
+    """Every GPU of the cost model."""
+    rows: Rows = [
+        ("a prefill", *(f"{gpu.prefill_s * 1e3:.4g} ms" for gpu in GPUS.values())),
+        ("each token that it computes", *(f"{gpu.prefill_token_s * 1e6:.4g} us" for gpu in GPUS.values())),
+        ("each pair of it and a token before it", *(f"{gpu.prefill_pair_s * 1e9:.4g} ns" for gpu in GPUS.values())),
+        ("a decode step", *(f"{gpu.decode_s * 1e3:.4g} ms" for gpu in GPUS.values())),
+        ("each sequence in it", *(f"{gpu.decode_sequence_s * 1e6:.4g} us" for gpu in GPUS.values())),
+        ("each token in the sequences' contexts", *(f"{gpu.decode_context_s * 1e9:.4g} ns" for gpu in GPUS.values())),
+        ("room for keys and values of so many tokens", *(f"{gpu.kv_tokens:,}" for gpu in GPUS.values())),
+    ]
+    return table(("what", *(f"`{name}`" for name in GPUS)), rows)
+
+
+def gpu_errors() -> str:
+    """How far the GPU that we fitted is from what was measured."""
+    return table(ERRORS, [*errors_of_fit(json.loads(REPORT.read_text()), QWEN3_30B_A3B_H100)])
+
+
+def gpu_step_errors() -> str:
+    """The same for each decode step."""
+    heading, *rows = step_errors(json.loads(REPORT.read_text()), QWEN3_30B_A3B_H100)
+    return table(heading, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
@@ -123,6 +153,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "fan_out": fan_out,
     "client_paths": client_paths,
     "clients": clients,
+    "gpu_prices": gpu_prices,
+    "gpu_errors": gpu_errors,
+    "gpu_step_errors": gpu_step_errors,
     "text_cache": partial(metrics, CacheStatistics),
     "sessions": partial(metrics, SessionStatistics),
     "encoding": partial(metrics, EncodingStatistics),
