@@ -34,7 +34,8 @@ from miles_router.errors import (
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
-from miles_router.fleet.policies import KeyAffinity, LeastInFlight
+from miles_router.fleet.placement.contract import Policy
+from miles_router.fleet.placement.policies import POLICIES, Checked
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
@@ -42,12 +43,12 @@ from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
 from miles_router.metrics import ClientStatistics, LoopDelay, Metrics
 from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasMetrics, HasRoutes
-from miles_router.middlewares.loading import LoadedMiddleware, build_stack, load_middlewares
+from miles_router.middlewares.loading import LoadedMiddleware, build_stack, class_at, load_middlewares
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
 from miles_router.pools.apps import Dispatch, Reception
 from miles_router.pools.pools import ModelPool, Pools
-from miles_router.settings.config import RouterConfig, paths_problem
+from miles_router.settings.config import RouterConfig, nearest, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
 
 
@@ -109,7 +110,7 @@ def _pool(
     fleet = Fleet(
         pool=WorkerPool(failure_threshold=config.health_check_failure_threshold, readmit=config.readmit),
         gate=Gate(max_held=config.gate_max_held, timeout=config.gate_timeout),
-        policy=KeyAffinity(LeastInFlight()),
+        policy=policy_named(config.policy),
         questions=probes,
         orders=fan_out,
     )
@@ -158,6 +159,25 @@ def _pool(
             resume_lost=config.resume_on_worker_loss,
         )
     return ModelPool(name, router, innermost, probes, lambda: _looking_after(fleet, health, stalls))
+
+
+def policy_named(name: str) -> Policy:
+    """One of those that ship, or what a dotted path names: a class, made without arguments.
+
+    Raises:
+        ConfigError: no such name; nothing is there, or it has no `choose`.
+    """
+    if name in POLICIES:
+        return POLICIES[name]()
+    if "." not in name and ":" not in name:
+        raise ConfigError(f"policy: no policy is called {name!r}{nearest(name, POLICIES)}; or pkg.module.Class")
+    made = class_at(name, "policy")
+    if not callable(getattr(made, "choose", None)):
+        raise ConfigError(f"policy {name!r}: it has no method choose(candidates, need)")
+    try:
+        return Checked(made())
+    except TypeError as error:
+        raise ConfigError(f"policy {name!r} is made without arguments: {error}") from None
 
 
 @asynccontextmanager

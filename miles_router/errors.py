@@ -129,6 +129,12 @@ class GroupAborted(BadRequest):
     type = "group_aborted"
 
 
+class PolicyFault(RouterError):
+    """A policy of one's own (`--policy`) has failed, or chose what it may not."""
+
+    type = "policy_failed"
+
+
 class ClientDisconnected(RouterError):
     """The client is gone; 499 is what metrics and logs call it (nginx's convention)."""
 

@@ -60,6 +60,8 @@ class Facts:
     preferred_sampling_params: Mapping[str, Any] | None = None
     #: Tokens of a prompt and its answer together.
     context_length: int | None = None
+    #: Tokens whose keys and values each of its ranks has memory for.
+    token_capacity: int | None = None
     #: The paths that it answers.
     endpoints: frozenset[str] | None = None
     #: The fields of each schema of its API, by the schema's name, as "ChatCompletionRequest".
@@ -125,6 +127,7 @@ def read_facts(
         incremental_streaming=False if translated else _flag(server, "incremental_streaming_output", "stream_output"),
         preferred_sampling_params=_mapping(both, "preferred_sampling_params"),
         context_length=_window(server),
+        token_capacity=_count(server, "max_total_num_tokens"),
         endpoints=endpoints,
         schemas=schemas,
         process=_process(server),

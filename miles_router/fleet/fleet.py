@@ -18,7 +18,9 @@ from miles_router.engines.profile import USUAL, Profile
 from miles_router.engines.ranks import ranks
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import Gate
-from miles_router.fleet.pool import Lease, Policy, Snapshot, WorkerPool
+from miles_router.fleet.lease import Lease
+from miles_router.fleet.placement.contract import Policy
+from miles_router.fleet.pool import Snapshot, WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
 
@@ -110,9 +112,15 @@ class Fleet:
         excluded: Collection[Worker] = (),
         preferred: str | None = None,
         rank: int | None = None,
+        tokens: int = 0,
+        body: bytes = b"",
     ) -> Lease:
         """A slot on the unit that the policy chooses, as `WorkerPool.lease`."""
-        return self.pool.lease(self._policy, key, excluded, preferred, rank)
+        return self.pool.lease(self._policy, key, excluded, preferred, rank, tokens, body)
+
+    def end_session(self, key: str) -> None:
+        """A session is over: what it holds on its worker counts no more."""
+        self.pool.homes.forget(key)
 
     def subscribe(self, listener: Callable[[Transition], None]) -> Callable[[], None]:
         """Tell `listener` of every change of a worker's state, until what this returns is called."""

@@ -17,22 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from miles_router.errors import NotFound, NoWorkerAvailable
 from miles_router.fleet.caches import PrefixCaches, new_number
+from miles_router.fleet.lease import Lease
+from miles_router.fleet.placement.contract import Need, Policy
+from miles_router.fleet.placement.homes import Homes
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState
 
 ReadmitPolicy = Literal["same-weights", "healthy", "never"]
-
-
-class Policy(Protocol):
-    """Chooses the unit of one request: the only thing a balancing policy can do."""
-
-    def choose(self, candidates: Sequence[Unit], key: str | None) -> Unit:
-        """One of `candidates` (never empty). `key` asks for affinity; None means none is wanted."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +41,6 @@ class Snapshot:
     ranked: bool = False
 
 
-class Lease:
-    """One in-flight slot on a unit. `release` is idempotent, so that every path may call it."""
-
-    __slots__ = ("_pool", "unit")
-
-    def __init__(self, pool: WorkerPool, unit: Unit) -> None:
-        self.unit = unit
-        self._pool: WorkerPool | None = pool
-        unit.in_flight += 1
-        unit.worker.in_flight += 1
-
-    @property
-    def worker(self) -> Worker:
-        """Whose unit it is."""
-        return self.unit.worker
-
-    def release(self) -> None:
-        """Give the slot back; the second and later calls do nothing."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool._released(self.unit)
-
-
 class WorkerPool:
     """The registered workers, by normal URL, in order of registration."""
 
@@ -78,7 +50,10 @@ class WorkerPool:
         failure_threshold: int = 3,
         readmit: ReadmitPolicy = "same-weights",
         now: Callable[[], float] = time.time,
+        homes: Homes | None = None,
     ) -> None:
+        #: Where sessions are.
+        self.homes = Homes() if homes is None else homes
         self.weight_version: str | None = None
         #: Odd while an update of the weights is under way; a version that was asked for under another number is none.
         self.weights_epoch = 0
@@ -225,10 +200,14 @@ class WorkerPool:
         excluded: Collection[Worker] = (),
         preferred: str | None = None,
         rank: int | None = None,
+        tokens: int = 0,
+        body: bytes = b"",
     ) -> Lease:
         """Take a slot on the unit that `policy` chooses among the routable ones, without those of `excluded` workers.
         Where all are paused, among those: they answer what does not generate, and what does waits at the gate. Where
         the worker at the URL `preferred` has some of them, among its own; where workers have this `rank`, among those.
+
+        `key` names a session: while it could be sent home and is not, for this once, it stays at home there.
 
         Raises:
             NoWorkerAvailable: none is registered, none is routable, or all routable ones are excluded.
@@ -242,10 +221,20 @@ class WorkerPool:
             candidates = [unit for unit in candidates if unit.worker.url == preferred] or candidates
         if rank is not None:
             candidates = [unit for unit in candidates if unit.rank == rank] or candidates
-        unit = candidates[0] if len(candidates) == 1 and key is None else policy.choose(candidates, key)
+        known = None if key is None else self.homes.find(key)
+        if len(candidates) == 1:
+            unit = candidates[0]
+        elif known is None:
+            unit = policy.choose(candidates, Need(None, 0, tokens, body))
+        else:
+            home = known.unit if known.unit in candidates else None
+            unit = policy.choose(candidates, Need(home, known.stayed, tokens, body))
         self._choices += 1
         unit.chosen_at = self._choices
-        return Lease(self, unit)
+        if key is None:
+            return Lease(self, unit, tokens)
+        at_home = self.snapshot.routable or self.snapshot.paused
+        return Lease(self, unit, tokens, self.homes.settle(key, known, unit, candidates, at_home, tokens))
 
     def _why_none(self) -> str:
         if not self._workers:
@@ -253,9 +242,13 @@ class WorkerPool:
         states = Counter(worker.state.value for worker in self)
         return "no routable worker: " + ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
 
-    def _released(self, unit: Unit) -> None:
-        worker = unit.worker
+    def released(self, lease: Lease) -> None:
+        """Its slot is given back."""
+        unit, worker = lease.unit, lease.unit.worker
         unit.in_flight -= 1
+        unit.tokens -= lease.tokens
+        if lease.home is not None:
+            self.homes.leave(lease.home)
         worker.in_flight -= 1
         assert unit.in_flight >= 0, f"{unit!r} released more often than leased"
         if worker.state is WorkerState.DRAINING:

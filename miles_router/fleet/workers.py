@@ -41,17 +41,27 @@ class Unit:
     """What one request is sent to, and what it is counted on: the part of a worker that generates on its own. A worker
     is one unit, or one for each of its ranks."""
 
-    __slots__ = ("chosen_at", "in_flight", "rank", "retired", "worker")
+    __slots__ = ("chosen_at", "in_flight", "rank", "retired", "sessions", "tokens", "worker")
 
     def __init__(self, worker: Worker, rank: int | None = None) -> None:
         self.worker = worker
         #: None: the whole worker.
         self.rank = rank
         self.in_flight = 0
+        #: Of the prompts in flight, and of sessions that will come back.
+        self.tokens = 0
+        #: That are at home here and are not over, as far as anybody knows.
+        self.sessions = 0
         #: When it was chosen last, as the number of that choice.
         self.chosen_at = 0
         #: It is no part of its worker any more, which has others. What it has is left to finish.
         self.retired = False
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens whose keys and values it has memory for, as its engine says."""
+        facts = self.worker.facts
+        return None if facts is None else facts.token_capacity
 
     def __repr__(self) -> str:
         return f"<Unit {self.rank} of {self.worker!r}>"
@@ -140,13 +150,14 @@ class Worker:
 
     def describe(self) -> dict[str, object]:
         """What `GET /workers` shows; times are Unix seconds. The api key stays here."""
-        ranks = [{"rank": unit.rank, "in_flight": unit.in_flight} for unit in self.ranks]
+        ranks = [{"rank": unit.rank, **_load(unit)} for unit in self.ranks]
         return {
             "id": self.address.id,
             "url": self.url,
             "state": self.state.value,
             "reason": self.reason,
             "since": self.since,
+            **_load(*self.units),
             "in_flight": self.in_flight,
             "weight_version": self.weight_version,
             "failures": self.failures,
@@ -155,6 +166,10 @@ class Worker:
             **({"rank_fault": self.rank_fault} if self.rank_fault else {}),
             **self.attributes,
         }
+
+
+def _load(*units: Unit) -> dict[str, object]:
+    return {name: sum(getattr(unit, name) for unit in units) for name in ("in_flight", "sessions", "tokens")}
 
 
 class Transition:

@@ -12,13 +12,14 @@ from contextlib import suppress
 from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
 from miles_router.engines.caches import takes_cache_key, with_cache_key
+from miles_router.engines.footprint import prompt_tokens
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.profile import CannotServe, Translation
 from miles_router.errors import BadRequest, FleetPaused, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.caches import cache_key
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
-from miles_router.fleet.pool import Lease
+from miles_router.fleet.lease import Lease
 from miles_router.fleet.workers import Unit, Worker
 from miles_router.forwarding.outgoing import Outgoing, send
 from miles_router.forwarding.ranks import Ranks
@@ -86,9 +87,11 @@ class Forwarder:
             BadRequest: an engine has to be asked otherwise, and the body cannot be read.
         """
         unable: tuple[Worker, ...] = ()
+        tokens, body = (prompt_tokens(request.body), request.body) if request.generates else (0, b"")
         while True:
             rank = self._ranks.wished(request) if self._fleet.snapshot.ranked else None
-            lease = self._fleet.lease(request.key, (*request.tried, *unable), request.preferred, rank)
+            tried = (*request.tried, *unable)
+            lease = self._fleet.lease(request.key, tried, request.preferred, rank, tokens, body)
             worker = lease.worker
             if flight is not None:
                 flight.worker_url = worker.url

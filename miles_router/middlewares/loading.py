@@ -61,41 +61,52 @@ def find_class(path: str) -> Callable[..., ASGIApp]:
     """The class that `pkg.module.Class` (or `pkg.module:Class`) names.
 
     Raises:
-        MiddlewareLoadError: no such module, a module that fails to import, no such attribute, or not a class.
+        MiddlewareLoadError: as `class_at`; or it has what a middleware cannot have.
     """
-    module_name, _, class_name = path.replace(":", ".").rpartition(".")
-    if not module_name or not class_name:
-        raise MiddlewareLoadError(f"middleware {path!r}: write it as pkg.module.Class")
-    module = _import(module_name, path)
-    found: Any = getattr(module, class_name, None)
-    if found is None:
-        classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
-        raise MiddlewareLoadError(
-            f"middleware {path!r}: {module_name} has no {class_name!r}{nearest(class_name, classes)}"
-        )
-    if not inspect.isclass(found):
-        raise MiddlewareLoadError(f"middleware {path!r}: {class_name} is not a class but {type(found).__name__}")
+    found = class_at(path, "middleware")
     for capability in CAPABILITIES:
         if not callable(getattr(found, capability, _absent)):
             raise MiddlewareLoadError(f"middleware {path!r}: its attribute {capability!r} must be a method")
     return cast("Callable[..., ASGIApp]", found)
 
 
+def class_at(path: str, what: str) -> Callable[..., Any]:
+    """The class that a dotted path names.
+
+    Args:
+        what: it is for, in errors.
+
+    Raises:
+        MiddlewareLoadError: no such module, a module that fails to import, no such attribute, or not a class.
+    """
+    module_name, _, class_name = path.replace(":", ".").rpartition(".")
+    if not module_name or not class_name:
+        raise MiddlewareLoadError(f"{what} {path!r}: write it as pkg.module.Class")
+    module = _import(module_name, f"{what} {path!r}")
+    found: Any = getattr(module, class_name, None)
+    if found is None:
+        classes = [name for name, value in vars(module).items() if inspect.isclass(value)]
+        raise MiddlewareLoadError(f"{what} {path!r}: {module_name} has no {class_name!r}{nearest(class_name, classes)}")
+    if not inspect.isclass(found):
+        raise MiddlewareLoadError(f"{what} {path!r}: {class_name} is not a class but {type(found).__name__}")
+    return found
+
+
 def _absent() -> None:
     """Stands for a capability that a class does not have."""
 
 
-def _import(module_name: str, path: str) -> Any:
+def _import(module_name: str, where: str) -> Any:
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if module_name == missing or module_name.startswith(missing + "."):
-            raise MiddlewareLoadError(f"middleware {path!r}: there is no module {missing!r}") from None
-        raise MiddlewareLoadError(f"middleware {path!r}: {module_name} needs the module {missing!r}") from error
+            raise MiddlewareLoadError(f"{where}: there is no module {missing!r}") from None
+        raise MiddlewareLoadError(f"{where}: {module_name} needs the module {missing!r}") from error
     except Exception as error:  # a foreign module may fail in any way while it is imported
         reason = f"{type(error).__name__}: {error}"
-        raise MiddlewareLoadError(f"middleware {path!r}: {module_name} fails to import: {reason}") from error
+        raise MiddlewareLoadError(f"{where}: {module_name} fails to import: {reason}") from error
 
 
 def bind_options(cls: Callable[..., ASGIApp], spec: MiddlewareSpec) -> tuple[Option, ...]:

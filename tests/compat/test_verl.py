@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,8 +29,7 @@ from miles_router.client.dialects.verl import (
     register,
 )
 from miles_router.client.dialects.verl.tools import shorten
-from miles_router.fleet.policies import KeyAffinity
-from miles_router.fleet.pool import Policy
+from miles_router.fleet.placement.homes import Homes
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.door import GenerationRecord
@@ -154,17 +154,12 @@ async def test_all_generations_of_one_request_id_go_to_one_worker(stage: Stage) 
 async def test_request_ids_that_nobody_used_for_long_are_forgotten(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[KeyAffinity] = []
-
-    def affinity(inner: Policy) -> KeyAffinity:
-        made.append(KeyAffinity(inner, max_keys=4))
-        return made[0]
-
-    monkeypatch.setattr("miles_router.app.KeyAffinity", affinity)
+    monkeypatch.setattr("miles_router.fleet.pool.Homes", partial(Homes, max_keys=4))
     async with scene_of(stage, 2) as scene:
         for number in range(20):
             await scene.manager().generate(f"{number}", prompt_ids=[5], sampling_params={"max_tokens": 1})
-        assert list(made[0]._assigned) == ["16", "17", "18", "19"]
+        homes = scene.router.pool.homes
+        assert [str(number) in homes for number in range(20)] == [False] * 16 + [True] * 4
 
 
 async def test_a_generation_has_verls_fields(scene: Scene) -> None:

@@ -16,7 +16,7 @@ from miles_router.app import create_app
 from miles_router.control.row import Row
 from miles_router.control.table import TABLE
 from miles_router.errors import ConfigError
-from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.workers import WorkerState
 from miles_router.settings.config import RouterConfig, load
 from miles_router.testing import SimulatedWorker

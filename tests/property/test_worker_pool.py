@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
 from miles_router.errors import NoWorkerAvailable
-from miles_router.fleet.policies import KeyAffinity, LeastInFlight
-from miles_router.fleet.pool import Lease, WorkerPool
+from miles_router.fleet.lease import Lease
+from miles_router.fleet.placement.homes import Homes
+from miles_router.fleet.placement.policies import LeastInFlight
+from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 from tests.support.tiers import examples
@@ -24,9 +26,11 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = WorkerPool(failure_threshold=THRESHOLD, readmit="same-weights", now=lambda: 0.0)
+        self.pool = WorkerPool(
+            failure_threshold=THRESHOLD, readmit="same-weights", now=lambda: 0.0, homes=Homes(max_keys=3)
+        )
         self.pool.listeners.append(self._heard)
-        self.policy = KeyAffinity(LeastInFlight(), max_keys=3)
+        self.policy = LeastInFlight()
         self.held: list[Lease] = []
         self.ever: set[Worker] = set()
         self.drains: list[tuple[Worker, list[bool]]] = []

@@ -6,7 +6,7 @@ from miles_router.control.fan_out import FanOut
 from miles_router.control.probes import Probes
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
-from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.forwarding.upstream import Upstream
 

@@ -19,7 +19,7 @@ from miles_router.errors import BadRequest, NoWorkerAvailable, UpstreamUnreachab
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
-from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import Worker, WorkerState

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from miles_router.fleet.gate import Gate
-from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.metrics import GateStatistics, Metrics, Statistics, counter, gauge, histogram

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from miles_router.engines.facts import Facts, read_facts
 from miles_router.engines.ranks import MAX_RANKS, NO_WISH, RankReader, RankWish, pinned, ranks, wish
-from miles_router.fleet.policies import LeastInFlight
+from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from miles_router.errors import NotFound, NoWorkerAvailable
-from miles_router.fleet.policies import LeastInFlight
-from miles_router.fleet.pool import Lease, ReadmitPolicy, WorkerPool
+from miles_router.fleet.lease import Lease
+from miles_router.fleet.placement.policies import LeastInFlight
+from miles_router.fleet.pool import ReadmitPolicy, WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_router import RouterConfig
-from miles_router.fleet import policies
+from miles_router.fleet.placement import policies
 from tests.benchmarks.peers import REPO, peers_python
 from tests.benchmarks.process import HOST, START_TIMEOUT, PeerError, fetch, free_port, started
 

@@ -1,0 +1,39 @@
+"""What a request holds while a unit has it. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from miles_router.fleet.placement.homes import Home
+from miles_router.fleet.workers import Unit, Worker
+
+if TYPE_CHECKING:
+    from miles_router.fleet.pool import WorkerPool
+
+
+class Lease:
+    """One in-flight slot on a unit. `release` is idempotent, so that every path may call it."""
+
+    __slots__ = ("_pool", "home", "tokens", "unit")
+
+    def __init__(self, pool: WorkerPool, unit: Unit, tokens: int = 0, home: Home | None = None) -> None:
+        self.unit = unit
+        #: Those of its prompt.
+        self.tokens = tokens
+        #: Its session's, where that is here.
+        self.home = home
+        self._pool: WorkerPool | None = pool
+        unit.in_flight += 1
+        unit.tokens += tokens
+        unit.worker.in_flight += 1
+
+    @property
+    def worker(self) -> Worker:
+        """Whose unit it is."""
+        return self.unit.worker
+
+    def release(self) -> None:
+        """Give the slot back; the second and later calls do nothing."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.released(self)

@@ -1,0 +1,135 @@
+"""Where sessions are at home: the unit that has their prefix in its cache, and how many tokens they hold there.
+
+A home is remembered rather than hashed: a worker that joins takes no session away from one that works. While nothing of
+a session runs, its tokens count on its unit, for it will come back; until it is told to be over, or has been away for
+several times as long as sessions usually are. Nobody says how long a tool works: that is learned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from miles_router.fleet.workers import Unit
+
+#: A session that is away for so many times as long as sessions are in the mean counts no more; within these bounds, in
+#: seconds, and for the longest of them while nobody has come back yet.
+PATIENCE, SHORTEST, LONGEST = 10.0, 1.0, 600.0
+#: How much one absence weighs in the mean.
+_WEIGHT = 0.02
+
+
+class Home:
+    """One session's."""
+
+    __slots__ = ("key", "running", "since", "stayed", "tokens", "unit")
+
+    def __init__(self, key: str, unit: Unit) -> None:
+        self.key = key
+        self.unit = unit
+        #: Its requests in flight.
+        self.running = 0
+        #: Tokens of its last prompt.
+        self.tokens = 0
+        #: Its requests since it came to this unit.
+        self.stayed = 0
+        #: Since when nothing of it runs.
+        self.since = 0.0
+
+
+class Homes:
+    """Those of the `max_keys` sessions that were used last; a forgotten one finds a home anew."""
+
+    def __init__(self, max_keys: int = 100_000, now: Callable[[], float] = time.monotonic) -> None:
+        self._max_keys = max_keys
+        self._now = now
+        self._homes: OrderedDict[str, Home] = OrderedDict()
+        self._away: OrderedDict[str, Home] = OrderedDict()  # nothing of them runs, and they count; longest first
+        self._mean: float | None = None
+
+    def __len__(self) -> int:
+        return len(self._homes)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._homes
+
+    def find(self, key: str) -> Home | None:
+        """The home of a session that sends a request. What it holds there counts no more: `settle` must follow."""
+        self.expire()
+        home = self._homes.get(key)
+        if home is not None and self._uncount(home):
+            absence = self._now() - home.since
+            self._mean = absence if self._mean is None else self._mean + _WEIGHT * (absence - self._mean)
+        return home
+
+    def settle(
+        self,
+        key: str,
+        home: Home | None,
+        unit: Unit,
+        candidates: Sequence[Unit],
+        routable: Sequence[Unit],
+        tokens: int,
+    ) -> Home | None:
+        """Where a session is at home, now that a request of it goes to `unit`; None where it is elsewhere. It moves
+        when its policy has it move, and when nothing can be sent home. Where this request alone cannot, for it was just
+        lost there, its home is kept."""
+        lost = home is not None and home.unit is not unit and home.unit not in candidates
+        if home is not None and lost and home.unit in routable:
+            self.stay_away(home)
+            return None
+        return self.enter(key, home, unit, tokens)
+
+    def enter(self, key: str, home: Home | None, unit: Unit, tokens: int) -> Home:
+        """A session's request goes to `unit`, which is its home from now on."""
+        if home is None:
+            home = self._homes[key] = Home(key, unit)
+            if len(self._homes) > self._max_keys:
+                self.forget(next(iter(self._homes)))
+        else:
+            self._homes.move_to_end(key)
+            if home.unit is not unit:
+                home.unit.sessions -= home.running > 0
+                unit.sessions += home.running > 0
+                home.unit, home.stayed = unit, 0
+        unit.sessions += home.running == 0
+        home.running += 1
+        home.stayed += 1
+        home.tokens = tokens or home.tokens
+        return home
+
+    def leave(self, home: Home) -> None:
+        """One of its requests has ended."""
+        home.running -= 1
+        if not home.running:
+            home.unit.sessions -= 1
+            if self._homes.get(home.key) is home:
+                home.since = self._now()
+                self.stay_away(home)
+
+    def stay_away(self, home: Home) -> None:
+        """Count what a session holds at home, unless something of it runs."""
+        if not home.running and home.key not in self._away:
+            self._away[home.key] = home
+            home.unit.tokens += home.tokens
+            home.unit.sessions += 1
+
+    def forget(self, key: str) -> None:
+        """A session is over."""
+        if (home := self._homes.pop(key, None)) is not None:
+            self._uncount(home)
+
+    def expire(self) -> None:
+        """Count nobody who has been away for too long."""
+        limit = LONGEST if self._mean is None else min(LONGEST, max(SHORTEST, PATIENCE * self._mean))
+        latest = self._now() - limit
+        while self._away and (home := next(iter(self._away.values()))).since < latest:
+            self._uncount(home)
+
+    def _uncount(self, home: Home) -> bool:
+        if self._away.pop(home.key, None) is None:
+            return False
+        home.unit.tokens -= home.tokens
+        home.unit.sessions -= 1
+        return True

@@ -1,0 +1,119 @@
+"""The policies that ship, by name, and one that somebody has written.
+
+A load is what a worker will have to read at each step: tokens. How many a request will still say nobody knows; so each
+counts with the tokens of its prompt and some more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+
+from miles_router.errors import PolicyFault
+from miles_router.fleet.placement.contract import Need, Policy
+from miles_router.fleet.placement.prefixes import PrefixIndex
+from miles_router.fleet.workers import Unit
+
+#: Tokens that a request in flight counts with beside its prompt: about what it may still say, and its share of what a
+#: step costs whatever is in it.
+REQUEST = 8_000
+#: A worker is full when this part of its memory is held: behind it, sessions evict each other's prefixes.
+FULL = 0.85
+#: A session leaves a worker that holds so many times what another would, and at least so many tokens more; each so many
+#: requests it is looked at.
+SKEW, GAP, SETTLED = 1.3, 20_000, 3
+
+_IN_FLIGHT = attrgetter("in_flight", "chosen_at")
+
+
+def _load(unit: Unit) -> tuple[int, int]:
+    return unit.tokens + REQUEST * unit.in_flight, unit.chosen_at
+
+
+class LeastInFlight:
+    """Fewest requests in flight; ties go to the worker that was chosen longest ago, so no position in the list wins. A
+    session stays at home, even on a busier worker."""
+
+    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
+        """See `Policy`."""
+        return need.home or min(candidates, key=_IN_FLIGHT)
+
+
+class LeastTokens:
+    """Fewest tokens, of requests and of sessions. A session stays at home."""
+
+    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
+        """See `Policy`."""
+        return need.home or min(candidates, key=_load)
+
+
+class Sessions:
+    """Fewest tokens; and a session moves when its worker is full, or holds far more than another."""
+
+    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
+        """See `Policy`."""
+        home = need.home
+        if home is not None and (need.stayed % SETTLED or home.tokens + need.tokens < GAP):
+            return home
+        best = min(candidates, key=_load)
+        return best if home is None or _moves(need, home, best) else home
+
+
+def _moves(need: Need, home: Unit, best: Unit) -> bool:
+    """Whether moving pays: its prefix is computed anew, once, and its neighbours have room from then on."""
+    stays, goes = home.tokens + need.tokens, best.tokens + need.tokens
+    if home is best or stays <= goes + need.tokens:
+        return False
+    if home.capacity is not None and stays > FULL * home.capacity:
+        return best.capacity is None or goes < FULL * best.capacity
+    return stays > SKEW * goes and stays - goes > GAP
+
+
+class Prefixes(Sessions):
+    """As `Sessions`; and a request without a session goes where its prompt's beginning was computed, unless another
+    worker has so much less to do that this does not pay."""
+
+    def __init__(self) -> None:
+        self._index = PrefixIndex()
+
+    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
+        """See `Policy`."""
+        unit = super().choose(candidates, need)
+        if need.home is None and need.body:
+            known, part = self._index.find(need.body)
+            if known is not None and known in candidates and _load(known)[0] - part * need.tokens <= _load(unit)[0]:
+                unit = known
+        if need.body:
+            self._index.note(need.body, unit)
+        return unit
+
+
+class Checked:
+    """A policy that somebody has written: what it chooses is looked at."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
+        """See `Policy`.
+
+        Raises:
+            PolicyFault: it has failed, or chose none of the candidates.
+        """
+        name = type(self._policy).__qualname__
+        try:
+            unit = self._policy.choose(candidates, need)
+        except Exception as error:  # foreign code may fail in any way
+            raise PolicyFault(f"the policy {name} failed: {type(error).__name__}: {error}") from error
+        if unit not in candidates:
+            raise PolicyFault(f"the policy {name} chose {unit!r}, which is none of the {len(candidates)} candidates")
+        return unit
+
+
+#: By the name that `--policy` takes.
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "least-inflight": LeastInFlight,
+    "least-tokens": LeastTokens,
+    "session": Sessions,
+    "prefix": Prefixes,
+}
