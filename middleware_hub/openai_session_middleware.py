@@ -104,6 +104,7 @@ class OpenAISessionMiddleware:
         bounds.check("openai_session_middleware")
         self.app = app
         self.store = SessionStore(bounds, now=time.time, clock=time.monotonic)
+        self.store.when_over = router.end_session
         self._encoder = AsyncEncoder.of(router)
         equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None, self._encoder)
         recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time)

@@ -131,6 +131,11 @@ class Router:
         finally:
             forwarded.close()
 
+    def end_session(self, key: str) -> None:
+        """The session whose requests have this key is over: what it holds on its worker weighs no more on who takes the
+        next ones. Harmless for one that nobody knows."""
+        self.fleet.end_session(key)
+
     def base_url(self, scope: Scope) -> str:
         """The router's address as the client of this request knows it, without a slash at its end.
 

@@ -81,7 +81,7 @@ class PoolMachine(RuleBasedStateMachine):
             except NoWorkerAvailable:
                 return multiple()
             raise AssertionError("leased a worker that was not to be had")
-        lease = self.pool.lease(self.policy, key, barred)
+        lease = self.pool.lease(self.policy, key, barred, tokens=len(self.held) + 1)
         assert lease.worker in allowed
         if key is None:
             assert lease.worker.in_flight - 1 == min(w.in_flight - (w is lease.worker) for w in allowed)
@@ -128,6 +128,21 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.in_flight == len(self.held)
         for worker in self.ever:
             assert worker.in_flight == sum(lease.worker is worker for lease in self.held)
+
+    @invariant()
+    def tokens_are_those_of_requests_and_of_sessions_that_are_away(self) -> None:
+        away = list(self.pool.homes.away)
+        assert not any(home.running for home in away)
+        for worker in self.ever:
+            for unit in worker.units:
+                prompts = sum(lease.tokens for lease in self.held if lease.unit is unit)
+                assert unit.tokens == prompts + sum(home.tokens for home in away if home.unit is unit)
+                running = {id(lease.home) for lease in self.held if lease.home is not None and lease.home.unit is unit}
+                assert unit.sessions == len(running) + sum(home.unit is unit for home in away)
+
+    @rule(key=st.sampled_from("abcde"))
+    def end_session(self, key: str) -> None:
+        self.pool.homes.forget(key)
 
     @invariant()
     def ready_workers_are_routable_and_no_others(self) -> None:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import orjson
+import pytest
+
+from miles_router.app import create_app
+from miles_router.engines.facts import Facts
+from miles_router.engines.footprint import prompt_tokens
+from miles_router.errors import ConfigError, PolicyFault
 from miles_router.fleet.lease import Lease
-from miles_router.fleet.placement.homes import Homes
-from miles_router.fleet.placement.policies import LeastInFlight
+from miles_router.fleet.placement.contract import Need, Policy
+from miles_router.fleet.placement.homes import LONGEST, Homes
+from miles_router.fleet.placement.policies import Checked, LeastInFlight, LeastTokens, Prefixes, Sessions
+from miles_router.fleet.placement.prefixes import PrefixIndex
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import Worker
+from miles_router.fleet.workers import Unit, Worker
+from miles_router.settings.config import RouterConfig
 
 
 def pool_of(count: int, homes: Homes | None = None) -> WorkerPool:
@@ -95,3 +108,230 @@ def test_the_least_recently_used_keys_are_forgotten() -> None:
     assert len(pool.homes) == 2
     assert released(pool.lease(policy, "a")) is home
     assert [key in pool.homes for key in "abc"] == [True, False, True]
+
+
+# Sessions and what they hold
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def turn(
+    pool: WorkerPool, policy: Policy, key: str, tokens: int, lasts: float = 0.0, clock: Clock | None = None
+) -> Unit:
+    """One request of a session, from its lease to its release."""
+    lease = pool.lease(policy, key, tokens=tokens)
+    if clock is not None:
+        clock.now += lasts
+    lease.release()
+    return lease.unit
+
+
+def held(pool: WorkerPool) -> list[tuple[int, int]]:
+    return [(unit.sessions, unit.tokens) for worker in pool for unit in worker.units]
+
+
+def test_what_a_session_holds_counts_on_its_unit_until_it_is_over() -> None:
+    pool, policy = pool_of(1), LeastInFlight()
+    lease = pool.lease(policy, "a", tokens=500)
+    assert held(pool) == [(1, 500)]
+    lease.release()
+    assert held(pool) == [(1, 500)], "its tools work"
+    both = [pool.lease(policy, "a", tokens=700), pool.lease(policy, "a", tokens=100)]
+    assert held(pool) == [(1, 800)]
+    both[0].release()
+    assert held(pool) == [(1, 100)]
+    both[1].release()
+    assert held(pool) == [(1, 100)]
+    pool.homes.forget("a")
+    pool.homes.forget("a")
+    assert held(pool) == [(0, 0)]
+
+
+def test_a_session_that_is_over_while_it_runs_counts_until_then() -> None:
+    pool = pool_of(1)
+    lease = pool.lease(LeastInFlight(), "a", tokens=500)
+    pool.homes.forget("a")
+    assert held(pool) == [(1, 500)]
+    lease.release()
+    assert held(pool) == [(0, 0)]
+
+
+def test_sessions_that_are_away_for_much_longer_than_sessions_are_count_no_more() -> None:
+    clock = Clock()
+    pool, policy = pool_of(1, Homes(now=clock)), LeastInFlight()
+    for key in "ab":
+        turn(pool, policy, key, 100)
+    for _ in range(4):  # back after 3 s each time
+        clock.now += 3.0
+        turn(pool, policy, "a", 100)
+    clock.now += 27.0
+    turn(pool, policy, "c", 10)
+    assert held(pool) == [(2, 110)], "b has been away for 39 s, a for 27"
+    assert turn(pool, policy, "b", 100) is next(iter(pool)).units[0]
+    assert held(pool) == [(3, 210)]
+
+
+def test_the_patience_has_bounds() -> None:
+    clock = Clock()
+    pool, policy = pool_of(1, Homes(now=clock)), LeastInFlight()
+    turn(pool, policy, "a", 1)
+    clock.now += LONGEST - 1
+    turn(pool, policy, "b", 1)
+    assert held(pool) == [(2, 2)], "nobody has come back yet"
+    clock.now += 2
+    turn(pool, policy, "b", 1)
+    assert held(pool) == [(1, 1)]
+
+
+def test_a_session_goes_home_again_after_it_was_lost_there_once() -> None:
+    pool, policy = pool_of(3), LeastInFlight()
+    home = turn(pool, policy, "a", 300)
+    away = pool.lease(policy, "a", [home.worker], tokens=300)
+    assert away.worker is not home.worker
+    assert (home.sessions, home.tokens, away.unit.sessions, away.unit.tokens) == (1, 300, 0, 300)
+    away.release()
+    assert turn(pool, policy, "a", 300) is home
+    pool.drain(home.worker, lambda: None)
+    assert turn(pool, policy, "a", 300) is not home, "it takes nobody any more"
+
+
+# The other policies
+
+
+def give_memory(pool: WorkerPool, tokens: int) -> None:
+    for worker in pool:
+        worker.facts = Facts(token_capacity=tokens)
+
+
+def test_least_tokens_weighs_prompts_and_sessions() -> None:
+    pool, policy = pool_of(2), LeastTokens()
+    heavy = pool.lease(policy, tokens=50_000)
+    light = [pool.lease(policy, tokens=100) for _ in range(3)]
+    assert {lease.worker for lease in light} == {w for w in pool if w is not heavy.worker}
+    for lease in light:
+        lease.release()
+    heavy.release()
+    at = turn(pool, policy, "a", 90_000)
+    assert pool.lease(policy, tokens=1).unit is not at
+    assert turn(pool, policy, "a", 90_000) is at
+
+
+def test_a_session_leaves_a_full_worker_for_one_with_room() -> None:
+    pool, policy = pool_of(2), Sessions()
+    give_memory(pool, 100_000)
+    first = turn(pool, policy, "a", 30_000)
+    full = pool.lease(policy, tokens=58_000, preferred=first.worker.url)
+    turns = [turn(pool, policy, "a", 30_000) for _ in range(2)]
+    assert turns == [first, first], "not yet: it would move back and forth"
+    moved = turn(pool, policy, "a", 30_000)
+    assert moved is not first
+    assert (first.tokens, moved.tokens) == (58_000, 30_000)
+    full.release()
+    assert turn(pool, policy, "a", 30_000) is moved
+
+
+def test_nobody_moves_where_it_would_be_as_full() -> None:
+    pool, policy = pool_of(2), Sessions()
+    give_memory(pool, 100_000)
+    first = turn(pool, policy, "a", 30_000)
+    _running = [pool.lease(policy, tokens=60_000, preferred=worker.url) for worker in pool]
+    assert [turn(pool, policy, "a", 30_000) for _ in range(6)] == [first] * 6
+
+
+def test_a_session_leaves_a_worker_that_holds_far_more_than_another() -> None:
+    pool, policy = pool_of(2), Sessions()
+    first = turn(pool, policy, "a", 10_000)
+    _running = pool.lease(policy, tokens=60_000, preferred=first.worker.url)
+    assert len({turn(pool, policy, "a", 10_000) for _ in range(3)}) == 2
+    little, far = pool_of(2), Sessions()
+    first = turn(little, far, "a", 1_000)
+    _running = little.lease(far, tokens=9_000, preferred=first.worker.url)
+    assert [turn(little, far, "a", 1_000) for _ in range(6)] == [first] * 6, "so little is not worth it"
+
+
+def prompt(start: int, tokens: int = 2_000, **fields: object) -> bytes:
+    return orjson.dumps({**fields, "input_ids": [start + number % 90 for number in range(tokens)]})
+
+
+def placed(pool: WorkerPool, policy: Policy, body: bytes) -> Lease:
+    return pool.lease(policy, tokens=prompt_tokens(body), body=body)
+
+
+def test_prompts_that_begin_alike_go_together_until_that_makes_the_tail_longer() -> None:
+    pool, policy = pool_of(3), Prefixes()
+    first = placed(pool, policy, prompt(10, rid="one"))
+    other = placed(pool, policy, prompt(10, 60_000, rid="two"))
+    assert other.unit is not first.unit, "it would wait for the first"
+    for lease in (first, other):
+        lease.release()
+    again = placed(pool, policy, prompt(10, 60_000, rid="three"))
+    assert again.unit is other.unit
+    different = placed(pool, policy, prompt(400))
+    assert different.unit is not again.unit
+
+
+def test_what_is_known_of_prefixes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_router.fleet.placement.prefixes.MOST", 6)
+    index, unit = PrefixIndex(), next(iter(pool_of(1))).units[0]
+    for number in range(5):
+        index.note(prompt(number, 500), unit)
+    assert len(index) == 6
+    assert index.find(prompt(4, 500))[0] is unit
+    assert index.find(prompt(0, 500)) == (None, 0.0)
+    assert index.find(b"") == (None, 0.0)
+
+
+class Stubborn:
+    """A policy that always has the same idea."""
+
+    def __init__(self, idea: Callable[[], Any]) -> None:
+        self._idea = idea
+
+    def choose(self, candidates: Sequence[Unit], need: Need) -> Any:
+        return self._idea()
+
+
+def test_what_a_policy_of_ones_own_chooses_is_looked_at() -> None:
+    pool, elsewhere = pool_of(2), pool_of(1)
+    stranger = next(iter(elsewhere)).units[0]
+    for idea, says in ((lambda: stranger, "none of the 2 candidates"), (lambda: 1 // 0, "ZeroDivisionError")):
+        with pytest.raises(PolicyFault, match=f"the policy Stubborn .*{says}"):
+            pool.lease(Checked(Stubborn(idea)))
+    assert (pool.in_flight, held(pool)) == (0, [(0, 0), (0, 0)])
+    own = next(iter(pool)).units[0]
+    assert pool.lease(Checked(Stubborn(lambda: own))).unit is own
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("sesion", "no policy is called 'sesion'; did you mean 'session'"),
+        ("no.such.module.Policy", "there is no module 'no'"),
+        ("collections.OrderedDict", "has no method choose"),
+        ("tests.unit.test_policies.Stubborn", "is made without arguments"),
+        ("tests.unit.test_policies.turn", "is not a class"),
+    ],
+)
+def test_a_policy_that_cannot_be_is_refused_at_the_start(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        create_app(RouterConfig(policy=name))
+
+
+@pytest.mark.parametrize(
+    ("body", "tokens"),
+    [
+        (b"", 0),
+        (orjson.dumps({"input_ids": list(range(100, 5_100))}), 5_000),
+        (orjson.dumps({"input_ids": [151_643] * 3_000}), 3_000),
+        (orjson.dumps({"text": "The quick brown fox, of all, jumps over the lazy dog. " * 100}), 1_250),
+        (orjson.dumps({"sampling_params": {"max_new_tokens": 5}}), 12),
+    ],
+)
+def test_tokens_are_guessed_from_bytes(body: bytes, tokens: int) -> None:
+    assert prompt_tokens(body) == pytest.approx(tokens, rel=0.2)

@@ -103,6 +103,8 @@ def test_what_is_shown_of_a_worker_is_complete_and_holds_no_key() -> None:
         "reason": "registered",
         "since": 1000.0,
         "in_flight": 0,
+        "sessions": 0,
+        "tokens": 0,
         "weight_version": None,
         "failures": 0,
         "last_check": None,

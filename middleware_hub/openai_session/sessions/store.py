@@ -66,6 +66,8 @@ class SessionStore:
         self.written_ids = WrittenIds()
         self.requests = KnownRequests()
         self.statistics = SessionStatistics(sessions=lambda: len(self), bytes=lambda: self.nbytes)
+        #: Hears the id of each session whose work is over.
+        self.when_over: Callable[[str], None] = lambda session_id: None
         self._now = now
         self._clock = clock
         self._sessions: OrderedDict[str, Session] = OrderedDict()
@@ -156,6 +158,7 @@ class SessionStore:
     def end(self, session: Session, reason: str) -> None:
         """Its work is over. Of several reasons the first counts, but for a context that is full: the agent may have
         gone on in a smaller one, until something else ended it."""
+        self.when_over(session.id)
         before = session.episode.end_reason
         if before is None or (before == CONTEXT and reason not in (CONTEXT, FINALIZED, DELETED, EXPIRED)):
             session.episode.end_reason = reason

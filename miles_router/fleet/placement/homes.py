@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from miles_router.fleet.workers import Unit
 
@@ -53,6 +53,11 @@ class Homes:
 
     def __contains__(self, key: str) -> bool:
         return key in self._homes
+
+    @property
+    def away(self) -> Collection[Home]:
+        """Those that count and of which nothing runs."""
+        return self._away.values()
 
     def find(self, key: str) -> Home | None:
         """The home of a session that sends a request. What it holds there counts no more: `settle` must follow."""
