@@ -18,7 +18,8 @@ from miles_router.engines.profile import USUAL, Profile
 from miles_router.engines.ranks import ranks
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import Gate
-from miles_router.fleet.pool import Lease, Policy, Snapshot, WorkerPool
+from miles_router.fleet.pool import Lease, Policy, WorkerPool
+from miles_router.fleet.snapshot import Snapshot
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
 
@@ -110,9 +111,15 @@ class Fleet:
         excluded: Collection[Worker] = (),
         preferred: str | None = None,
         rank: int | None = None,
+        *,
+        generates: bool = False,
     ) -> Lease:
         """A slot on the unit that the policy chooses, as `WorkerPool.lease`."""
-        return self.pool.lease(self._policy, key, excluded, preferred, rank)
+        return self.pool.lease(self._policy, key, excluded, preferred, rank, generates=generates)
+
+    def lease_prefill(self, key: str | None = None, excluded: Collection[Worker] = ()) -> Lease:
+        """The same for the other half of a pair, as `WorkerPool.lease_prefill`."""
+        return self.pool.lease_prefill(self._policy, key, excluded)
 
     def subscribe(self, listener: Callable[[Transition], None]) -> Callable[[], None]:
         """Tell `listener` of every change of a worker's state, until what this returns is called."""
@@ -121,7 +128,7 @@ class Fleet:
 
     def _changed(self, transition: Transition) -> None:
         _log(transition)
-        self.gate.workers_paused(not self.snapshot.routable and bool(self.snapshot.paused))
+        self.gate.workers_paused(not self.snapshot.generating and bool(self.snapshot.paused))
 
     # Who joins, and who leaves
 

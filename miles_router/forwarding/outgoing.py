@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
@@ -14,6 +15,7 @@ from miles_router.forwarding.upstream import Admit, Upstream
 
 AFFINITY_HEADERS = (b"x-smg-routing-key", b"x-session-id")
 MAX_KEY_LENGTH = 512
+NO_VERSIONS: Mapping[Worker, str] = MappingProxyType({})
 DROPPED = REQUEST_DROPPED | {b"x-request-id"}
 
 
@@ -26,13 +28,16 @@ class Outgoing:
         "computes",
         "generates",
         "headers",
+        "interrupted",
         "key",
         "method",
         "path",
         "preferred",
         "rank_wish",
+        "sendings",
         "target",
         "tried",
+        "versions",
     )
 
     def __init__(
@@ -63,6 +68,10 @@ class Outgoing:
         self.rank_wish: RankWish | None = None
         #: Workers that lost it before a reply began.
         self.tried: tuple[Worker, ...] = ()
+        #: How often a pair was asked, and how often again since weights changed; the versions that prefill halves
+        #: named then.
+        self.sendings = self.interrupted = 0
+        self.versions: Mapping[Worker, str] = NO_VERSIONS
 
 
 def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing:
