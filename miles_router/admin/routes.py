@@ -22,9 +22,8 @@ from miles_router.pools.pools import ModelPool, Pools
 from miles_router.settings.config import FIELDS, model_id_problem, shown
 from miles_router.version import __version__
 
-#: What `POST /workers` may say of a worker besides its url and key; all of it is shown, and the first two make it one
-#: half of a pair.
-ATTRIBUTES = (ROLE, BOOTSTRAP_PORT, "model_id", "labels", "priority", "cost")
+#: What `POST /workers` may say of a worker besides its url and key, and what makes it one half of a pair; all is shown.
+ATTRIBUTES = ("model_id", "labels", "priority", "cost")
 MAX_PORT = 65535
 MAX_ATTRIBUTES_BYTES = 4096
 MAX_ADMIN_BODY = 64 * 1024

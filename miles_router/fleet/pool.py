@@ -43,6 +43,8 @@ class Lease:
     def __init__(self, pool: WorkerPool, unit: Unit) -> None:
         self.unit = unit
         self._pool: WorkerPool | None = pool
+        pool._choices += 1
+        unit.chosen_at = pool._choices
         unit.in_flight += 1
         unit.worker.in_flight += 1
 
@@ -231,7 +233,11 @@ class WorkerPool:
             candidates = snapshot.left(excluded, generates=generates)
         if not candidates:
             raise NoWorkerAvailable(why_none(self._workers.values()))
-        return self._lease(policy, key, candidates, preferred, rank)
+        if preferred is not None:
+            candidates = [unit for unit in candidates if unit.worker.url == preferred] or candidates
+        if rank is not None:
+            candidates = [unit for unit in candidates if unit.rank == rank] or candidates
+        return Lease(self, candidates[0] if len(candidates) == 1 and key is None else policy.choose(candidates, key))
 
     def lease_prefill(self, policy: Policy, key: str | None = None, excluded: Collection[Worker] = ()) -> Lease:
         """The same on a unit that computes the prompt of what a decode unit answers. A key ties prompts that begin
@@ -243,24 +249,7 @@ class WorkerPool:
         candidates = [unit for unit in self.snapshot.prefill if unit.worker not in excluded]
         if not candidates:
             raise NoWorkerAvailable(why_none(self._workers.values()))
-        return self._lease(policy, None if key is None else f"{Role.PREFILL.value} {key}", candidates)
-
-    def _lease(
-        self,
-        policy: Policy,
-        key: str | None,
-        candidates: Sequence[Unit],
-        preferred: str | None = None,
-        rank: int | None = None,
-    ) -> Lease:
-        if preferred is not None:
-            candidates = [unit for unit in candidates if unit.worker.url == preferred] or candidates
-        if rank is not None:
-            candidates = [unit for unit in candidates if unit.rank == rank] or candidates
-        unit = candidates[0] if len(candidates) == 1 and key is None else policy.choose(candidates, key)
-        self._choices += 1
-        unit.chosen_at = self._choices
-        return Lease(self, unit)
+        return Lease(self, policy.choose(candidates, None if key is None else f"{Role.PREFILL.value} {key}"))
 
     def _released(self, unit: Unit) -> None:
         worker = unit.worker

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from typing import NamedTuple
 
 from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
@@ -22,7 +21,7 @@ from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.pool import Lease
 from miles_router.fleet.workers import Role, Unit, Worker
-from miles_router.forwarding.outgoing import Outgoing, send
+from miles_router.forwarding.outgoing import Outgoing, PairHistory, send
 from miles_router.forwarding.pairs import Halves, PairExchange, PrefillLost
 from miles_router.forwarding.ranks import Ranks
 from miles_router.forwarding.reply import Reply
@@ -37,15 +36,6 @@ ABORTED = "aborted while it waited for the fleet to go on"
 
 #: What a request comes to, however it was asked.
 AnyReply = Reply | HeldReply | RewrittenStream
-
-
-class CacheChoice(NamedTuple):
-    """The prefix cache of one generation: the body that names it (None: the request's own), whether that is still true,
-    and what is noted of it."""
-
-    body: bytes | None
-    admit: Admit
-    used: UsedCache
 
 
 class Forwarded:
@@ -104,13 +94,14 @@ class Forwarder:
         unable: tuple[Worker, ...] = ()
         while True:
             excluded, generates = (*request.tried, *unable), request.generates
-            rank = self._ranks.wished(request) if self._fleet.snapshot.ranked else None
+            rank = self._ranks.wished(request) if self._fleet.pool.snapshot.ranked else None
             lease = self._fleet.lease(request.key, excluded, request.preferred, rank, generates=generates)
-            worker = lease.worker
+            unit = lease.unit
+            worker = unit.worker
             if flight is not None:
                 flight.worker_url = worker.url
             try:
-                return Forwarded(lease, await self._ask(lease.unit, request, flight))
+                return Forwarded(lease, await self._ask(unit, request, flight))
             except CannotServe as refusal:
                 lease.release()
                 unable += (worker,)
@@ -166,21 +157,29 @@ class Forwarder:
     async def _generate(
         self, unit: Unit, request: Outgoing, translation: Translation | None, flight: Flight | None
     ) -> Reply:
-        """Send what generates."""
+        """Send what generates. Once the worker's weights have changed, it is kept apart from older caches."""
+        worker = unit.worker
+        gate, caches, cache = self._fleet.gate, worker.caches, 0
         body = None if translation is None else translation.body
-        cache = await self._choose_cache(unit, request, body, translation, flight)
+        now = caches.number
+        if now:
+            body, cache = await self._choose_cache(worker, request, body, translation, flight)
+
+        def admit() -> bool:
+            return not gate.closed and worker.caches is caches and caches.number == now and not unit.retired
+
         if unit.rank is None:
-            reply = await send(self._upstream, unit.worker, request, body=cache.body, admit=cache.admit)
+            reply = await send(self._upstream, worker, request, body=body, admit=admit)
         else:
-            reply = await self._ask_rank(unit, request, cache)
+            reply = await self._ask_rank(unit, request, body, admit)
         if flight is not None:
-            flight.caches.append(cache.used)
+            flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
 
-    async def _ask_rank(self, unit: Unit, request: Outgoing, cache: CacheChoice) -> Reply:
+    async def _ask_rank(self, unit: Unit, request: Outgoing, body: bytes | None, admit: Admit) -> Reply:
         """Send it so that this rank answers."""
-        pin = await self._ranks.pin(unit, request, request.body if cache.body is None else cache.body)
-        reply = await send(self._upstream, unit.worker, request, body=pin.body, headers=pin.headers, admit=cache.admit)
+        pin = await self._ranks.pin(unit, request, request.body if body is None else body)
+        reply = await send(self._upstream, unit.worker, request, body=pin.body, headers=pin.headers, admit=admit)
         self._ranks.watch(reply, unit, pin.rank, request.path)
         return reply
 
@@ -194,30 +193,39 @@ class Forwarder:
         """
         self._ranks.check_unwished(request)
         paired = PairedRequest.read(endpoint(request.path), request.body, read_json)
+        history = request.pair = request.pair or PairHistory()
         gate = self._fleet.gate
         cuts = gate.cuts
         lease = self._fleet.lease_prefill(request.key, request.tried)
-        prefill = lease.worker
+        prefill = lease.unit
+        worker = prefill.worker
         try:
             try:
-                await self._fleet.profile(prefill)
+                await self._fleet.profile(worker)
             except UpstreamUnreachable as error:
-                raise PrefillLost(prefill, error) from error
+                raise PrefillLost(worker, error) from error
             halves = Halves(lease, decode.worker)
             halves.check()
-            body, names = Names.renamed(paired.body, read_json) if request.sendings else (paired.body, NO_NAMES)
-            request.sendings += 1
+            body, names = Names.renamed(paired.body, read_json) if history.sendings else (paired.body, NO_NAMES)
+            history.sendings += 1
             if flight is not None:
                 flight.inward |= names.inward
-            cache = await self._choose_cache(lease.unit, request, body, None, flight)
+            caches, now = worker.caches, worker.caches.number
+            chosen, cache = await self._choose_cache(worker, request, body, None, flight) if now else (None, 0)
+
+            def admit() -> bool:
+                same = worker.caches is caches and caches.number == now
+                return not gate.closed and same and not (prefill.retired or decode.retired)
+
             exchange = PairExchange(
                 self._upstream,
                 halves,
                 request,
+                history,
                 paired,
-                body if cache.body is None else cache.body,
+                body if chosen is None else chosen,
                 names,
-                admit=lambda: cache.admit() and not decode.retired,
+                admit=admit,
                 cut=lambda: gate.cuts != cuts or (flight is not None and flight.aborted),
                 limit=self._max_answer_bytes,
             )
@@ -225,32 +233,22 @@ class Forwarder:
         finally:
             lease.release()
         if flight is not None:
-            flight.caches.append(cache.used)
+            flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
 
     async def _choose_cache(
         self,
-        unit: Unit,
+        worker: Worker,
         request: Outgoing,
         body: bytes | None,
         translation: Translation | None,
         flight: Flight | None,
-    ) -> CacheChoice:
-        """Once a worker's weights have changed, a generation is kept apart from older caches."""
-        worker = unit.worker
-        gate, caches, cache = self._fleet.gate, worker.caches, 0
-        now = caches.number
-        if now:
-            cache = caches.choose(None if flight is None else flight.goes_on)
+    ) -> tuple[bytes | None, int]:
+        """The prefix cache of a generation: the body that names it (None: the request's own), and its number."""
+        cache = worker.caches.choose(None if flight is None else flight.goes_on)
         if cache and await self._keyed(worker, request, translation):
-            body = with_cache_key(request.body if body is None else body, cache_key(cache))
-        else:
-            cache = 0
-        return CacheChoice(
-            body,
-            lambda: not gate.closed and worker.caches is caches and caches.number == now and not unit.retired,
-            UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)),
-        )
+            return with_cache_key(request.body if body is None else body, cache_key(cache)), cache
+        return body, 0
 
     async def _keyed(self, worker: Worker, request: Outgoing, translation: Translation | None) -> bool:
         """Whether the engine keeps the caches of this request apart by a key. One that does not is counted."""

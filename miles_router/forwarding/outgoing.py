@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
@@ -15,8 +14,20 @@ from miles_router.forwarding.upstream import Admit, Upstream
 
 AFFINITY_HEADERS = (b"x-smg-routing-key", b"x-session-id")
 MAX_KEY_LENGTH = 512
-NO_VERSIONS: Mapping[Worker, str] = MappingProxyType({})
 DROPPED = REQUEST_DROPPED | {b"x-request-id"}
+
+
+class PairHistory:
+    """One request's way to prefill/decode pairs."""
+
+    __slots__ = ("interrupted", "sendings", "versions")
+
+    def __init__(self) -> None:
+        self.sendings = 0
+        #: How often it was asked again since weights changed,
+        self.interrupted = 0
+        #: and the versions that prefill halves named then.
+        self.versions: dict[Worker, str] = {}
 
 
 class Outgoing:
@@ -28,16 +39,14 @@ class Outgoing:
         "computes",
         "generates",
         "headers",
-        "interrupted",
         "key",
         "method",
+        "pair",
         "path",
         "preferred",
         "rank_wish",
-        "sendings",
         "target",
         "tried",
-        "versions",
     )
 
     def __init__(
@@ -68,10 +77,8 @@ class Outgoing:
         self.rank_wish: RankWish | None = None
         #: Workers that lost it before a reply began.
         self.tried: tuple[Worker, ...] = ()
-        #: How often a pair was asked, and how often again since weights changed; the versions that prefill halves
-        #: named then.
-        self.sendings = self.interrupted = 0
-        self.versions: Mapping[Worker, str] = NO_VERSIONS
+        #: Once a pair was asked.
+        self.pair: PairHistory | None = None
 
 
 def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing:

@@ -29,7 +29,7 @@ from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, Upstrea
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.pool import Lease
 from miles_router.fleet.workers import BOOTSTRAP_PORT, Worker
-from miles_router.forwarding.outgoing import Outgoing, send
+from miles_router.forwarding.outgoing import Outgoing, PairHistory, send
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.translated import EVENTS, FAILED, OK, HeldReply, RewrittenStream
 from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
@@ -109,6 +109,7 @@ class PairExchange:
     """One request to two halves.
 
     Args:
+        history: of the request.
         paired: what both are asked.
         body: the same, with what belongs to this one sending.
         names: of its generations.
@@ -122,6 +123,7 @@ class PairExchange:
         upstream: Upstream,
         halves: Halves,
         request: Outgoing,
+        history: PairHistory,
         paired: PairedRequest,
         body: bytes,
         names: Names,
@@ -133,6 +135,7 @@ class PairExchange:
         self._upstream = upstream
         self._halves = halves
         self._request = request
+        self._history = history
         self._paired = paired
         self._names = names
         self._body = with_room(body, *halves.place, random.getrandbits(ROOM_BITS))
@@ -319,17 +322,17 @@ class PairExchange:
         """A prefill half names the weights that it has once the prompt was handed over: where these have changed,
         nobody knows which sampled."""
         worker = self._halves.prefill.worker
-        before = self._request.versions.get(worker, self._weights.version)
+        before = self._history.versions.get(worker, self._weights.version)
         if prefill.version is not None:
-            self._request.versions = {**self._request.versions, worker: prefill.version}
+            self._history.versions[worker] = prefill.version
         changed = self._halves.weights().prefill != self._weights.prefill
         behind = None not in (before, prefill.version) and before != prefill.version
         if changed or behind or prefill.several_versions:
             self._ask_again(f"the weights of {worker.url} change all the time")
 
     def _ask_again(self, reason: str) -> None:
-        self._request.interrupted += 1
-        if self._request.interrupted > MAX_INTERRUPTIONS:
+        self._history.interrupted += 1
+        if self._history.interrupted > MAX_INTERRUPTIONS:
             raise UpstreamInvalidResponse(f"which weights have sampled cannot be told: {reason}")
         raise PairInterrupted(cut=False)
 

@@ -12,7 +12,7 @@ import pytest
 from miles_router.testing import MoeShape, Pairing, SimulatedWorker
 from miles_router.testing.worker.model.moe import route
 from tests.support.events import events_of
-from tests.support.pairs import MOE, PROMPT, SHORT, TELLING, Halves, halves, register
+from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves, register
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -251,3 +251,84 @@ async def test_registering_a_half_again_keeps_what_it_is(stage: Stage) -> None:
         )
         await register(pair.router, pair.prefill)
         check(pair, await pair.answer())
+
+
+# Ranks and pools
+
+
+async def test_a_half_with_ranks_is_one_unit_whose_engine_chooses_the_rank(stage: Stage) -> None:
+    """Where the prompt is, the decode half finds by the room; a pin to a rank would lead it astray."""
+    async with halves(stage, worker={"dp_size": 2}) as pair:
+        for stream in (False, True) * 4:
+            check(pair, await pair.answer(stream=stream))
+        for exchange in pair.prefill.door.at("/generate"):
+            assert exchange.generation.dp_rank == exchange.json()["bootstrap_room"] % 2
+        shown = (await pair.router.ask("GET", "/workers")).json()["workers"]
+        assert not any("ranks" in each for each in shown)
+        assert not any("routed_dp_rank" in body for worker in pair.workers for body in pair.asked(worker))
+
+
+@pytest.mark.parametrize("headers", [[], [("X-Data-Parallel-Rank", "1")]], ids=["by a field", "by a header"])
+async def test_who_wants_a_rank_is_not_sent_to_a_pair(stage: Stage, headers: list[tuple[str, str]]) -> None:
+    wish = {} if headers else {"routed_dp_rank": 1}
+    body = orjson.dumps({"input_ids": PROMPT, "sampling_params": SHORT, **wish})
+    async with halves(stage) as pair, SimulatedWorker(dp_size=2) as ranked:
+        refused = await pair.router.ask("POST", "/generate", [*JSON, *headers], body)
+        assert (refused.status, refused.error_type) == (501, "unsupported_by_engine")
+        await pair.router.ask("POST", f"/add_worker?url={ranked.url}")
+        await until(lambda: not pair.router.leftovers(), "the first probes are over")
+        for _ in range(4):
+            assert (await pair.router.ask("POST", "/generate", [*JSON, *headers], body)).status == 200
+        assert [each.dp_rank for each in ranked.door.generations] == [1] * 4
+        assert not pair.decode.door.generations
+
+
+async def test_the_halves_of_a_pair_are_of_one_model(stage: Stage) -> None:
+    router = await stage.router()
+    async with (
+        halves(stage, router=router, attributes={"model_id": "actor"}, worker={"weight_version": "1"}) as actor,
+        halves(stage, router=router, attributes={"model_id": "judge"}, worker={"weight_version": "2"}) as judge,
+    ):
+        for model, pair, version in (("judge", judge, "2"), ("actor", actor, "1")) * 3:
+            answer = await pair.answer(model=model)
+            check(pair, answer)
+            assert answer["meta_info"]["weight_versions"] == [{"version": version, "start": 0, "end": 6}]
+        assert [len(worker.door.at("/generate")) for worker in (*actor.workers, *judge.workers)] == [3] * 4
+
+
+async def test_a_half_of_another_model_makes_no_pair(stage: Stage) -> None:
+    router = await stage.router()
+    async with (
+        halves(stage, decodes=0, router=router, attributes={"model_id": "actor"}) as actor,
+        halves(stage, prefills=0, router=router, attributes={"model_id": "judge"}) as judge,
+    ):
+        for pair, model, missing in ((actor, "actor", "decode"), (judge, "judge", "prefill")):
+            reply = await pair.generate(model=model)
+            assert reply.status == 503
+            assert f"no routable {missing} worker" in reply.json()["error"]["message"]
+        assert (await router.ask("GET", "/readiness")).status == 503
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"worker_type": "both"}, "worker_type must be one of regular, prefill, decode"),
+        ({"worker_type": "prefill"}, "needs its bootstrap_port"),
+        ({"worker_type": "prefill", "bootstrap_port": 0}, "bootstrap_port must be a port"),
+        ({"worker_type": "decode", "bootstrap_port": True}, "bootstrap_port must be a port"),
+        ({"worker_type": ["decode"]}, "worker_type must be one of"),
+        ({"worker_type": None, "bootstrap_port": None}, None),
+    ],
+)
+async def test_a_role_that_is_none_is_refused_and_nobody_joins(
+    stage: Stage, said: dict[str, Any], problem: str | None
+) -> None:
+    router = await stage.router()
+    async with SimulatedWorker() as worker:
+        reply = await router.ask("POST", "/workers", JSON, orjson.dumps({"url": worker.url, **said}))
+        if problem is None:
+            assert (reply.status, len(router.pool)) == (201, 1)
+            await until(lambda: not router.leftovers(), "the first probes are over")
+        else:
+            assert (reply.status, len(router.pool)) == (400, 0)
+            assert problem in reply.json()["error"]["message"]

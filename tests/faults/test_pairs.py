@@ -15,9 +15,10 @@ from miles_router.testing import Pairing, PauseMode, SimulatedWorker
 from miles_router.testing.worker.model.moe import route
 from tests.support.events import events_of
 from tests.support.fleet import PROBING, becomes
-from tests.support.http import RawReply, request
+from tests.support.http import RawReply, request, whole_or_cut
 from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves, register
 from tests.support.stage import Stage
+from tests.support.under_way import under_way
 from tests.support.waiting import until
 
 whole_and_streamed = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -281,6 +282,29 @@ async def test_an_abort_reaches_both_halves(stage: Stage, phase: str, stream: bo
         assert answer["meta_info"]["finish_reason"]["type"] == "abort"
         assert answer["output_ids"] == pair.truth().output_ids[: len(answer["output_ids"])]
         await pair.free()
+
+
+@whole_and_streamed
+@pytest.mark.parametrize("named", [True, False], ids=["with a rid", "without"])
+@pytest.mark.parametrize("phase", ["prefilling", "decoding"])
+async def test_a_group_that_is_aborted_frees_both_halves(stage: Stage, phase: str, named: bool, stream: bool) -> None:
+    async with halves(stage) as pair:
+        pair.hold(pair.prefills if phase == "prefilling" else pair.decodes)
+        sampling = {"max_new_tokens": 1000, "ignore_eos": True}
+        body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": stream, **({"rid": "r"} if named else {})}
+        group = [*JSON, ("X-Group-Id", "g")]
+        asked = whole_or_cut(pair.router.ask("POST", "/generate", group, orjson.dumps(body)))
+        async with under_way(asked) as generating:
+            await (pair.prefilling() if phase == "prefilling" else pair.decoding())
+            await control(pair, "/abort_request", group="g")
+            if named and phase == "prefilling":
+                assert all(worker.door.at("/abort_request") for worker in pair.workers)
+            pair.release()
+            reply = await generating
+        if named:
+            assert last(reply, stream=stream)["meta_info"]["finish_reason"]["type"] == "abort"
+        await pair.free()
+        assert all(len(each.output_ids) < 1000 for worker in pair.workers for each in worker.door.generations)
 
 
 # Pauses and updates

@@ -115,9 +115,10 @@ async def halves(
     *,
     router: RunningRouter | None = None,
     worker: Mapping[str, Any] | None = None,
+    attributes: Mapping[str, str] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Halves]:
-    """So many of each with these options, registered as frameworks do it."""
+    """So many of each with these options, registered as frameworks do it, with these attributes besides."""
     async with AsyncExitStack() as stack:
 
         async def started(pairing: Pairing) -> SimulatedWorker:
@@ -130,15 +131,15 @@ async def halves(
             [await started(Pairing("decode")) for _ in range(decodes)],
         )
         for half in made.workers:
-            await register(made.router, half)
+            await register(made.router, half, **(attributes or {}))
         await until(lambda: not made.router.leftovers(), "the first probes are over")
         yield made
 
 
-async def register(router: RunningRouter, worker: SimulatedWorker) -> RawReply:
+async def register(router: RunningRouter, worker: SimulatedWorker, **attributes: str) -> RawReply:
     """A half joins."""
     assert worker.settings.pairing is not None
-    said = "&".join(f"{name}={value}" for name, value in worker.settings.pairing.registration.items())
+    said = "&".join(f"{name}={value}" for name, value in {**worker.settings.pairing.registration, **attributes}.items())
     reply = await router.ask("POST", f"/add_worker?url={worker.url}&{said}")
     assert reply.status == 200, reply.body
     return reply

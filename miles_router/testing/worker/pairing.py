@@ -78,8 +78,11 @@ class Pairing:
             writer.transport.abort()
         self._meetings.clear()
 
-    def assign(self, body: Mapping[str, Any], samples: Sequence[GenerationRequest], copies: int) -> None:
-        """Give each sample its room: consecutive ones to the prompts of a list; ValueError without any."""
+    def assign(
+        self, engine: Engine, body: Mapping[str, Any], samples: Sequence[GenerationRequest], copies: int
+    ) -> None:
+        """Give each sample its room: consecutive ones to the prompts of a list; ValueError without any. The decode half
+        knows a prefill half's rank by the room."""
         room = body.get("bootstrap_room")
         if room is None:
             raise ValueError(NO_ROOM.format(rid=samples[0].rid))
@@ -91,6 +94,8 @@ class Pairing:
                 int(_for_prompt(body, "bootstrap_port", prompt) or 0),
                 number,
             )
+            if self.mode == "prefill" and engine.dp_size > 1:
+                sample.routed_dp_rank = number % engine.dp_size
 
     def outputs(self, engine: Engine, generation: Generation) -> AsyncIterator[None]:
         """As `Engine.outputs`."""

@@ -54,7 +54,7 @@ async def admitted(visit: Visit, given: GenerateInput) -> AsyncIterator[None]:
     rids = [sample.rid for sample in given.samples]
     pairing = visit.settings.pairing
     if pairing is not None:
-        pairing.assign(visit.json(), given.samples, given.copies)
+        pairing.assign(visit.engine, visit.json(), given.samples, given.copies)
     visit.engine.reserve(rids)
     try:
         await visit.engine.admission()
