@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import ClassVar
 
-from tests.sglang.environment import NURSERY, ensure
+from tests.sglang.environment import NURSERY, ensure, transfer_parts
 from tests.support.ports import free_ports
 from tests.support.waiting import PATIENCE
 
@@ -32,7 +32,18 @@ FLAGS = (
     "--constrained-json-disable-any-whitespace",  # random weights would spend their whole budget on it
     *("--tool-call-parser", "qwen"),
 )
+#: What makes a worker one half of a prefill/decode pair.
+MODE = "--disaggregation-mode"
 LOG_DIRECTORY = Path(tempfile.gettempdir()) / "miles-router-sglang-logs"
+
+
+@dataclass(frozen=True)
+class RealHalves:
+    """Prefill workers, the port at which each is met, and decode workers."""
+
+    prefills: list[RealWorker]
+    ports: list[int]
+    decodes: list[RealWorker]
 
 
 class Nursery:
@@ -183,7 +194,10 @@ class RealWorker:
     def _answers(self) -> bool:
         try:
             self._call("/model_info")
-            self._call("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
+            if MODE in self.flags:  # one half generates nothing by itself
+                self._call("/health_generate")
+            else:
+                self._call("/generate", {"input_ids": [1], "sampling_params": {"max_new_tokens": 1}})
         except OSError:
             return False
         return True
@@ -193,6 +207,29 @@ class RealWorker:
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=PATIENCE) as response:
             response.read()
+
+
+@contextlib.contextmanager
+def real_pair(*flags: str, moe: bool = False, prefills: int = 1, decodes: int = 1) -> Iterator[RealHalves]:
+    """So many halves of prefill/decode pairs, started side by side and all ready."""
+    parts = ("--transfer-parts", str(transfer_parts()), "--disaggregation-transfer-backend", "mooncake")
+    ports = free_ports(prefills)
+    with contextlib.ExitStack() as stack:
+
+        def start(mode: str, port: int) -> RealWorker:
+            # Else a decode half wants 10 GB of the host for what it retracts.
+            backup = ("--disaggregation-decode-retraction-backup", "cpu_tensor") if mode == "decode" else ()
+            own = (MODE, mode, "--disaggregation-bootstrap-port", str(port), *backup)
+            worker = RealWorker.start(*parts, *own, *flags, moe=moe)
+            stack.callback(worker.kill)
+            return worker
+
+        halves = RealHalves(
+            [start("prefill", port) for port in ports], ports, [start("decode", ports[0]) for _ in range(decodes)]
+        )
+        for worker in (*halves.prefills, *halves.decodes):
+            worker.wait()
+        yield halves
 
 
 def _shared_memory(pid: int) -> list[Path]:

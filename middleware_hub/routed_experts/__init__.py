@@ -3,7 +3,6 @@
 Shapes, errors and statistics know the kinds; all else is about any of them.
 
 keeper       the middlewares themselves, but for their options
-extraction   strings of ids taken out of an answer while it goes by
 decoding     base64 of int32 into the smallest type, piece by piece
 replies      replies, whole and streamed: what was taken out goes to whom it belongs, the rest to the client
 capture      an answer's rows held against its tokens and what is held already

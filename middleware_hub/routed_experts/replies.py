@@ -10,8 +10,8 @@ import orjson
 
 from middleware_hub.routed_experts.capture import Capture
 from middleware_hub.routed_experts.errors import RowsMissing
-from middleware_hub.routed_experts.extraction import Extractor
 from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.extraction import Extractor
 from miles_router.engines.rows import RowAnswer, RowReader
 from miles_router.errors import UpstreamInvalidResponse
 from miles_router.middlewares import TOO_LARGE, Event, Kind, Send, Tap, UnreadCounter, first, write_event
@@ -58,7 +58,7 @@ class RowReply(Tap):
         try:
             answers = self._reader.answers(orjson.loads(remains))
         except (orjson.JSONDecodeError, UnreadableAnswer) as error:
-            if self._extractor.decoders:
+            if self._extractor.takers:
                 raise UpstreamInvalidResponse(f"the worker's answer is none of the engine's: {error!r}") from None
             return
         for answer in answers:
@@ -134,7 +134,7 @@ class VerbatimReply(RowReply):
     async def piece(self, data: bytes, *, more: bool) -> bytes:
         """The bytes that may go on now."""
         self._waiting.append(data)
-        strings = len(self._extractor.decoders)
+        strings = len(self._extractor.takers)
         remains = self._extractor.feed(data)
         if not more:
             remains += self._extractor.end()
@@ -149,7 +149,7 @@ class VerbatimReply(RowReply):
                 return b""
         if self.events.pending > self.max_collected:
             self.unread(TOO_LARGE)
-        if len(self._extractor.decoders) > strings and not self._clear:
+        if len(self._extractor.takers) > strings and not self._clear:
             self._clear = self._extractor.has_marks(self.events.rest)
         # An event is not begun before it is clear that it can be ended: ids are taken out of it, or it is whole.
         return self._release(0 if self._clear or not more else self.events.pending + self._extractor.pending)
@@ -162,7 +162,7 @@ class VerbatimReply(RowReply):
             self.unread(TOO_LARGE)
         if not more:
             self._take_answers(b"".join(self._remains))
-        return self._release() if self._extractor.decoders or not more else b""
+        return self._release() if self._extractor.takers or not more else b""
 
     async def _fail(self, error: RowsMissing, raw: bytes) -> None:
         """Give an error in place of an event.

@@ -17,13 +17,14 @@ from miles_router.asgi.exchange import Exchange
 from miles_router.control.engine_metrics import MEDIA_TYPE
 from miles_router.errors import BadRequest, NotFound
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
-from miles_router.fleet.workers import Worker, WorkerState
+from miles_router.fleet.workers import BOOTSTRAP_PORT, ROLE, Role, Worker, WorkerState
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.settings.config import FIELDS, model_id_problem, shown
 from miles_router.version import __version__
 
-#: What `POST /workers` may say of a worker besides its url and key; all of it is shown.
-ATTRIBUTES = ("worker_type", "bootstrap_port", "model_id", "labels", "priority", "cost")
+#: What `POST /workers` may say of a worker besides its url and key, and what makes it one half of a pair; all is shown.
+ATTRIBUTES = ("model_id", "labels", "priority", "cost")
+MAX_PORT = 65535
 MAX_ATTRIBUTES_BYTES = 4096
 MAX_ADMIN_BODY = 64 * 1024
 TRUE = frozenset({"1", "true", "yes"})
@@ -110,7 +111,7 @@ class Admin:
         return Json({"status": "ok", **self._counts()})
 
     async def readiness(self, request: Request) -> Response:
-        ready = any(pool.fleet.snapshot.routable for pool in self._pools)
+        ready = any(pool.fleet.snapshot.generating for pool in self._pools)
         return Json({"status": "ready" if ready else "no routable worker", **self._counts()}, 200 if ready else 503)
 
     async def info(self, request: Request) -> Response:
@@ -163,9 +164,7 @@ class Admin:
         api_key = arguments.get("api_key")
         if api_key is not None and (not isinstance(api_key, str) or not api_key.isascii() or not api_key.isprintable()):
             raise BadRequest("api_key must be a string of printable ASCII")
-        if arguments.get("worker_type", "regular") != "regular":
-            raise BadRequest("worker_type must be 'regular': prefill and decode workers take no rollouts of their own")
-        attributes = {name: arguments[name] for name in ATTRIBUTES if name in arguments}
+        attributes = {name: arguments[name] for name in ATTRIBUTES if name in arguments} | _half(arguments)
         if len(orjson.dumps(attributes)) > MAX_ATTRIBUTES_BYTES:
             raise BadRequest(f"a worker's attributes may take {MAX_ATTRIBUTES_BYTES} bytes")
         pool, known = await self._pool_of(address, arguments.get("model_id"))
@@ -248,6 +247,25 @@ def _url(arguments: Mapping[str, Any]) -> WorkerUrl:
     if given is None:
         raise BadRequest("url is required, as a query parameter or in a JSON body")
     return parse_worker_url(given)
+
+
+def _half(arguments: Mapping[str, Any]) -> dict[str, object]:
+    """The role of a worker and where a prefill half is met, as far as they are given; numbers may come as texts.
+
+    Raises:
+        BadRequest: there is no such role or port, or a prefill half says no port.
+    """
+    role, port = arguments.get(ROLE), arguments.get(BOOTSTRAP_PORT)
+    if role is not None and role not in list(Role):
+        raise BadRequest(f"{ROLE} must be one of {', '.join(Role)}, got {role!r}")
+    if isinstance(port, str) and port.isdecimal():
+        port = int(port)
+    if port is not None and (type(port) is not int or not 0 < port <= MAX_PORT):
+        raise BadRequest(f"{BOOTSTRAP_PORT} must be a port, got {arguments[BOOTSTRAP_PORT]!r}")
+    if role == Role.PREFILL and port is None:
+        raise BadRequest(f"a prefill worker needs its {BOOTSTRAP_PORT} (--disaggregation-bootstrap-port)")
+    given = {ROLE: role, BOOTSTRAP_PORT: port}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _flag(arguments: Mapping[str, Any], name: str) -> bool:

@@ -23,7 +23,17 @@ class Flight:
     """One request's routing and abort facts. The innermost app writes them; an abort marks them."""
 
     __slots__ = (
-        *("aborted", "caches", "first_byte_at", "goes_on", "group", "inward", "number", "rids", "stop", "worker_url"),
+        "aborted",
+        "caches",
+        "first_byte_at",
+        "goes_on",
+        "group",
+        "inward",
+        "number",
+        "prefill_url",
+        "rids",
+        "stop",
+        "worker_url",
     )
 
     def __init__(self) -> None:
@@ -31,6 +41,8 @@ class Flight:
         self.number = next(_count)
         #: The worker that answered, or that was tried last.
         self.worker_url: str | None = None
+        #: The worker that computes its prompt for that one, while it does.
+        self.prefill_url: str | None = None
         #: `time.perf_counter()` at the head of the worker's reply.
         self.first_byte_at: float | None = None
         #: The number of the prefix cache that it keeps, for it goes on from tokens that were sampled with that one.
@@ -47,6 +59,11 @@ class Flight:
         self.rids: set[str] = set()
         #: What generations are called further in, by the name they have further out: the client's, or that of a leg.
         self.inward: dict[str, str] = {}
+
+    @property
+    def urls(self) -> set[str]:
+        """The workers that have it."""
+        return {url for url in (self.worker_url, self.prefill_url) if url is not None}
 
     def names_inward(self, name: str) -> Iterator[str]:
         """The names further in of the generation that has this name with its client; one of them may be old."""

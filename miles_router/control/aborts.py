@@ -32,7 +32,7 @@ async def abort(call: Call) -> list[Outcome]:
     concerned = await call.in_flight.abort(rid)
     for exchange in concerned:
         call.fleet.gate.release(exchange.flight)
-    urls = {exchange.flight.worker_url for exchange in concerned} if rid else set()
+    urls = set[str]().union(*(exchange.flight.urls for exchange in concerned)) if rid else set()
     workers = [worker for worker in call.fleet.pool if worker.url in urls] or call.workers()
     inward = [_inward(call, worker, rid, concerned) for worker in workers] if rid else []
     outcomes, *others = await asyncio.gather(call.ask(workers), *inward)
@@ -43,9 +43,7 @@ async def abort(call: Call) -> list[Outcome]:
 async def _inward(call: Call, worker: Worker, rid: str, concerned: Mapping[Exchange, Set[str]]) -> list[Outcome]:
     """Abort what one worker may know by other names than its client does. A worker that does not know `rid` itself
     aborts nothing that begins with it, so that it is told those names as well."""
-    there = {
-        exchange.flight: names for exchange, names in concerned.items() if exchange.flight.worker_url == worker.url
-    }
+    there = {exchange.flight: names for exchange, names in concerned.items() if worker.url in exchange.flight.urls}
     if not any(flight.inward for flight in there):
         return []
     names = {each for flight, own in there.items() for each in _names(flight, own)}
@@ -71,9 +69,10 @@ async def _end_group(call: Call, group: str | int) -> list[Outcome]:
         flight = exchange.flight
         flight.aborted = True
         call.fleet.gate.release(flight)
-        worker = call.fleet.pool.find(flight.worker_url or "")
-        if worker is not None and rids:
-            orders += [_one(call, worker, name) for name in sorted(_names(flight, rids))]
+        workers = [worker for url in flight.urls if (worker := call.fleet.pool.find(url)) is not None]
+        if workers and rids:
+            names = sorted(_names(flight, rids))
+            orders += [_one(call, worker, name) for worker in workers for name in names]
         elif flight.stop is not None:
             flight.stop(GroupAborted(f"group {group!r} was aborted"))
     return await asyncio.gather(*orders)

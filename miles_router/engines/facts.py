@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import orjson
 
 from miles_router.engines import sglang_jax
+from miles_router.engines.disaggregation.request import PROFILE as HALF_OF_A_PAIR
 from miles_router.engines.profile import USUAL, Profile
 
 Learned = TypeVar("Learned")
@@ -22,6 +23,8 @@ Learned = TypeVar("Learned")
 VOLATILE = frozenset({"internal_states", "weight_version"})
 #: Of `/server_info`: how long this very process took to start, in parts of a second.
 STARTUP = "startup_time"
+#: What an engine says of itself that is one half of a pair, as one of these.
+HALF, HALVES = "disaggregation_mode", frozenset({"prefill", "decode"})
 TEMPLATE_SETTINGS = (
     "chat_template",
     "hf_chat_template_name",
@@ -48,6 +51,8 @@ class Facts:
     #: `model_type` of the model's configuration, as "qwen3_moe".
     model_type: str | None = None
     weight_version: str | None = None
+    #: "prefill" or "decode" of one half of a pair; "null" of an engine that does both.
+    half: str | None = None
     #: Data-parallel ranks behind this one address, be they replicas or groups of attention.
     dp_size: int | None = None
     tool_call_parser: str | None = None
@@ -120,6 +125,7 @@ def read_facts(
         tokenizer_path=_text(both, "tokenizer_path"),
         model_type=_text(both, "model_type"),
         weight_version=weight_version(both),
+        half=_text(both, HALF),
         dp_size=_ranks(server),
         tool_call_parser=_text(both, "tool_call_parser"),
         reasoning_parser=_text(both, "reasoning_parser"),
@@ -138,6 +144,8 @@ def _profile(model: Mapping[str, Any], server: Mapping[str, Any]) -> Profile | N
     """By the arguments of the start; that an engine names its weights says it too."""
     if sglang_jax.MARK in server:
         return sglang_jax.PROFILE
+    if {server.get(HALF), model.get(HALF)} & HALVES:
+        return HALF_OF_A_PAIR
     return USUAL if server or "weight_version" in model else None
 
 

@@ -20,7 +20,8 @@ from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Policy
-from miles_router.fleet.pool import Snapshot, WorkerPool
+from miles_router.fleet.pool import WorkerPool, prefill_key
+from miles_router.fleet.snapshot import Snapshot
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
 
@@ -114,13 +115,20 @@ class Fleet:
         rank: int | None = None,
         tokens: int = 0,
         body: bytes = b"",
+        *,
+        generates: bool = False,
     ) -> Lease:
         """A slot on the unit that the policy chooses, as `WorkerPool.lease`."""
-        return self.pool.lease(self._policy, key, excluded, preferred, rank, tokens, body)
+        return self.pool.lease(self._policy, key, excluded, preferred, rank, tokens, body, generates=generates)
+
+    def lease_prefill(self, key: str | None, excluded: Collection[Worker], tokens: int, body: bytes) -> Lease:
+        """The same for the other half of a pair, as `WorkerPool.lease_prefill`."""
+        return self.pool.lease_prefill(self._policy, key, excluded, tokens, body)
 
     def end_session(self, key: str) -> None:
-        """A session is over: what it holds on its worker counts no more."""
-        self.pool.homes.forget(key)
+        """A session is over: what it holds on its workers counts no more."""
+        for each in (key, prefill_key(key)):
+            self.pool.homes.forget(each)
 
     def subscribe(self, listener: Callable[[Transition], None]) -> Callable[[], None]:
         """Tell `listener` of every change of a worker's state, until what this returns is called."""
@@ -129,7 +137,7 @@ class Fleet:
 
     def _changed(self, transition: Transition) -> None:
         _log(transition)
-        self.gate.workers_paused(not self.snapshot.routable and bool(self.snapshot.paused))
+        self.gate.workers_paused(not self.snapshot.generating and bool(self.snapshot.paused))
 
     # Who joins, and who leaves
 

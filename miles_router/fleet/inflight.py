@@ -51,7 +51,7 @@ class InFlight:
 
     def at(self, url: str) -> set[str]:
         """The ids of the requests that the worker at this URL has."""
-        return {exchange.request_id for exchange in self._bodies if exchange.flight.worker_url == url}
+        return {exchange.request_id for exchange in self._bodies if url in exchange.flight.urls}
 
     async def abort(self, rid: str | None) -> dict[Exchange, set[str]]:
         """Mark the requests that an abort means (all for None), so that nothing carries them on; give them, and their

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal
 
 from miles_router.errors import NotFound, NoWorkerAvailable
@@ -24,21 +23,16 @@ from miles_router.fleet.caches import PrefixCaches, new_number
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Need, Policy
 from miles_router.fleet.placement.homes import Homes
+from miles_router.fleet.snapshot import Snapshot, why_none
 from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState
+from miles_router.fleet.workers import ALIVE, Role, Transition, Unit, Worker, WorkerState
 
 ReadmitPolicy = Literal["same-weights", "healthy", "never"]
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What requests may be sent to at one moment. A later one has a higher number."""
-
-    number: int = 0
-    routable: tuple[Unit, ...] = ()
-    paused: tuple[Unit, ...] = ()
-    #: Whether some of them are ranks.
-    ranked: bool = False
+def prefill_key(key: str) -> str:
+    """What a session is called among those that compute prompts for others."""
+    return f"{Role.PREFILL.value} {key}"
 
 
 class WorkerPool:
@@ -165,7 +159,8 @@ class WorkerPool:
         if api_key is not None:
             worker.api_key = api_key
         if attributes:
-            worker.attributes = dict(attributes)
+            worker.set_attributes(attributes)
+            self._publish()
         if worker.state is WorkerState.DRAINING and worker.url in self._workers:
             worker.failures = 0
             self._move(worker, WorkerState.READY, "registered again while draining", before=worker.state)
@@ -202,25 +197,57 @@ class WorkerPool:
         rank: int | None = None,
         tokens: int = 0,
         body: bytes = b"",
+        *,
+        generates: bool = False,
     ) -> Lease:
-        """Take a slot on the unit that `policy` chooses among the routable ones, without those of `excluded` workers.
-        Where all are paused, among those: they answer what does not generate, and what does waits at the gate. Where
-        the worker at the URL `preferred` has some of them, among its own; where workers have this `rank`, among those.
+        """Take a slot on the unit that `policy` chooses among the routable ones, without those of `excluded` workers;
+        of what `generates`, among those that may. Where all are paused, among those. Where the worker at the URL
+        `preferred` has some of them, among its own; where workers have this `rank`, among those.
 
         `key` names a session: while it could be sent home and is not, for this once, it stays at home there.
 
         Raises:
             NoWorkerAvailable: none is registered, none is routable, or all routable ones are excluded.
         """
-        candidates: Sequence[Unit] = self.snapshot.routable or self.snapshot.paused
+        snapshot = self.snapshot
+        candidates: Sequence[Unit] = (snapshot.generating if generates else snapshot.routable) or snapshot.paused
         if excluded:
-            candidates = [unit for unit in candidates if unit.worker not in excluded]
+            candidates = snapshot.left(excluded, generates=generates)
         if not candidates:
-            raise NoWorkerAvailable(self._why_none())
+            raise NoWorkerAvailable(why_none(self._workers.values()))
         if preferred is not None:
             candidates = [unit for unit in candidates if unit.worker.url == preferred] or candidates
         if rank is not None:
             candidates = [unit for unit in candidates if unit.rank == rank] or candidates
+        at_home = (snapshot.generating if generates else snapshot.routable) or snapshot.paused
+        return self._choose(policy, key, candidates, at_home, tokens, body)
+
+    def lease_prefill(
+        self, policy: Policy, key: str | None, excluded: Collection[Worker], tokens: int, body: bytes
+    ) -> Lease:
+        """The same on a unit that computes the prompt of what a decode unit answers. A key ties prompts that begin
+        alike to one, beside the decode unit that it is tied to.
+
+        Raises:
+            NoWorkerAvailable: none is routable.
+        """
+        candidates = [unit for unit in self.snapshot.prefill if unit.worker not in excluded]
+        if not candidates:
+            raise NoWorkerAvailable(why_none(self._workers.values()))
+        key = None if key is None else prefill_key(key)
+        return self._choose(policy, key, candidates, self.snapshot.prefill, tokens, body)
+
+    def _choose(
+        self,
+        policy: Policy,
+        key: str | None,
+        candidates: Sequence[Unit],
+        at_home: Sequence[Unit],
+        tokens: int,
+        body: bytes,
+    ) -> Lease:
+        """A lease on one of the candidates. `at_home`: the units where a session stays though this request of it is
+        elsewhere."""
         known = None if key is None else self.homes.find(key)
         if len(candidates) == 1:
             unit = candidates[0]
@@ -233,14 +260,7 @@ class WorkerPool:
         unit.chosen_at = self._choices
         if key is None:
             return Lease(self, unit, tokens)
-        at_home = self.snapshot.routable or self.snapshot.paused
         return Lease(self, unit, tokens, self.homes.settle(key, known, unit, candidates, at_home, tokens))
-
-    def _why_none(self) -> str:
-        if not self._workers:
-            return "no worker is registered; workers register with POST /add_worker"
-        states = Counter(worker.state.value for worker in self)
-        return "no routable worker: " + ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
 
     def released(self, lease: Lease) -> None:
         """Its slot is given back."""
@@ -420,13 +440,7 @@ class WorkerPool:
         self._settle_weights()
 
     def _publish(self) -> None:
-        units: dict[WorkerState, list[Unit]] = {WorkerState.READY: [], WorkerState.PAUSED: []}
-        for worker in self._workers.values():
-            if worker.state in units:
-                units[worker.state] += worker.units
-        routable, paused = (tuple(each) for each in units.values())
-        ranked = any(unit.rank is not None for unit in (*routable, *paused))
-        self.snapshot = Snapshot(self.snapshot.number + 1, routable, paused, ranked)
+        self.snapshot = Snapshot.of(self.snapshot.number + 1, self._workers.values())
 
     def _tell(self, transition: Transition) -> None:
         for listener in self.listeners:

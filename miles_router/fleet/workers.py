@@ -24,8 +24,22 @@ class WorkerState(str, Enum):
     DRAINING = "draining"
 
 
+class Role(str, Enum):
+    """What part of a generation a worker does."""
+
+    REGULAR = "regular"
+    #: The prompt and the first token.
+    PREFILL = "prefill"
+    #: All further tokens, and the answer.
+    DECODE = "decode"
+
+
 #: States of workers that answer.
 ALIVE = frozenset({WorkerState.READY, WorkerState.OUTDATED, WorkerState.PAUSED})
+
+
+#: The attributes that make a worker one half of a pair.
+ROLE, BOOTSTRAP_PORT = "worker_type", "bootstrap_port"
 
 
 class Pulse:
@@ -74,6 +88,7 @@ class Worker:
         "address",
         "api_key",
         "attributes",
+        "bootstrap_port",
         "caches",
         "facts",
         "facts_of",
@@ -84,6 +99,7 @@ class Worker:
         "pulse",
         "rank_fault",
         "reason",
+        "role",
         "since",
         "stalled",
         "state",
@@ -103,7 +119,8 @@ class Worker:
         self.address = address
         self.url = address.url
         self.api_key = api_key
-        self.attributes = dict(attributes or {})
+        self.attributes: dict[str, object] = {}
+        self.set_attributes(attributes or {})
         self.units: tuple[Unit, ...] = (Unit(self),)
         #: Leases held on its units, retired ones included.
         self.in_flight = 0
@@ -125,6 +142,15 @@ class Worker:
         self.facts_of: int | None = None
         #: How it is dealt with; None until that is known. `Fleet.profile` asks.
         self.profile: Profile | None = None
+
+    def set_attributes(self, attributes: Mapping[str, object]) -> None:
+        """What was said of it at its registration. One half of a pair stays that unless it says otherwise."""
+        role = {name: self.attributes[name] for name in (ROLE, BOOTSTRAP_PORT) if name in self.attributes}
+        self.attributes = {**role, **attributes}
+        self.role = Role(self.attributes.get(ROLE, Role.REGULAR))
+        port = self.attributes.get(BOOTSTRAP_PORT)
+        #: Where the other half of a pair meets it.
+        self.bootstrap_port = port if isinstance(port, int) else None
 
     def __repr__(self) -> str:
         return f"<Worker {self.url} {self.state.value}, in flight: {self.in_flight}, failures: {self.failures}>"

@@ -12,6 +12,7 @@ from contextlib import suppress
 from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
 from miles_router.engines.caches import takes_cache_key, with_cache_key
+from miles_router.engines.disaggregation.request import NO_NAMES, Names, PairedRequest
 from miles_router.engines.footprint import prompt_tokens
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.profile import CannotServe, Translation
@@ -20,12 +21,13 @@ from miles_router.fleet.caches import cache_key
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.lease import Lease
-from miles_router.fleet.workers import Unit, Worker
-from miles_router.forwarding.outgoing import Outgoing, send
+from miles_router.fleet.workers import Role, Unit, Worker
+from miles_router.forwarding.outgoing import Outgoing, PairHistory, send
+from miles_router.forwarding.pairs import Halves, PairExchange, PrefillLost
 from miles_router.forwarding.ranks import Ranks
 from miles_router.forwarding.reply import Reply
-from miles_router.forwarding.translated import TranslatedReply, translated
-from miles_router.forwarding.upstream import NotAdmitted, Upstream
+from miles_router.forwarding.translated import HeldReply, RewrittenStream, translated
+from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
 from miles_router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -33,12 +35,16 @@ logger = logging.getLogger(__name__)
 ABORTED = "aborted while it waited for the fleet to go on"
 
 
+#: What a request comes to, however it was asked.
+AnyReply = Reply | HeldReply | RewrittenStream
+
+
 class Forwarded:
     """A reply together with the lease that pays for it."""
 
     __slots__ = ("lease", "reply")
 
-    def __init__(self, lease: Lease, reply: Reply | TranslatedReply) -> None:
+    def __init__(self, lease: Lease, reply: AnyReply) -> None:
         self.lease = lease
         self.reply = reply
 
@@ -78,8 +84,8 @@ class Forwarder:
         reached is replaced by another, `max_retries` times.
 
         Raises:
-            NotAdmitted: the gate has closed, or the worker's weights have changed, before a byte of it was written.
-                Wait at the gate, and call again.
+            NotAdmitted: the gate has closed, or the worker's weights have changed, before a byte of it was written, or
+                `PairInterrupted`. Wait at the gate, and call again.
             NoWorkerAvailable: no routable worker at all.
             UpstreamUnreachable: those that were tried could not be reached.
             UpstreamInvalidResponse: a worker answered something that is not HTTP.
@@ -89,24 +95,26 @@ class Forwarder:
         unable: tuple[Worker, ...] = ()
         tokens, body = (prompt_tokens(request.body), request.body) if request.generates else (0, b"")
         while True:
-            rank = self._ranks.wished(request) if self._fleet.snapshot.ranked else None
-            tried = (*request.tried, *unable)
-            lease = self._fleet.lease(request.key, tried, request.preferred, rank, tokens, body)
-            worker = lease.worker
+            excluded, generates = (*request.tried, *unable), request.generates
+            rank = self._ranks.wished(request) if self._fleet.pool.snapshot.ranked else None
+            lease = self._fleet.lease(request.key, excluded, request.preferred, rank, tokens, body, generates=generates)
+            unit = lease.unit
+            worker = unit.worker
             if flight is not None:
                 flight.worker_url = worker.url
             try:
-                return Forwarded(lease, await self._ask(lease.unit, request, flight))
+                return Forwarded(lease, await self._ask(unit, request, flight))
             except CannotServe as refusal:
                 lease.release()
                 unable += (worker,)
-                if not self._others((*request.tried, *unable)):
+                if not self._others(request, (*request.tried, *unable)):
                     raise UnsupportedByEngine(f"the engine of {worker.url} cannot serve this: {refusal}") from None
             except UpstreamUnreachable as error:
                 lease.release()
-                request.tried += (worker,)
-                self._unreachable(worker, error)
-                if len(request.tried) > self._max_retries or not self._others(request.tried):
+                lost = error.worker if isinstance(error, PrefillLost) else worker
+                request.tried += (lost,)
+                self._unreachable(lost, error)
+                if len(request.tried) > self._max_retries or not self._others(request, request.tried):
                     error.attempts = len(request.tried)
                     raise
                 self._metrics.retries += 1
@@ -114,7 +122,7 @@ class Forwarder:
                 lease.release()
                 raise
 
-    async def _ask(self, unit: Unit, request: Outgoing, flight: Flight | None) -> Reply | TranslatedReply:
+    async def _ask(self, unit: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
         """Ask one unit as its engine has to be asked.
 
         Raises:
@@ -123,6 +131,8 @@ class Forwarder:
         """
         worker = unit.worker
         profile = (worker.profile or await self._fleet.profile(worker)) if request.computes else None
+        if request.generates and worker.role is Role.DECODE:
+            return await self._ask_pair(unit, request, flight)
         translation = None
         if profile is not None and profile.translate is not None:
             try:
@@ -155,27 +165,92 @@ class Forwarder:
         body = None if translation is None else translation.body
         now = caches.number
         if now:
-            cache = caches.choose(None if flight is None else flight.goes_on)
-        if cache and await self._keyed(worker, request, translation):
-            body = with_cache_key(request.body if body is None else body, cache_key(cache))
+            body, cache = await self._choose_cache(worker, request, body, translation, flight)
+
+        def admit() -> bool:
+            return not gate.closed and worker.caches is caches and caches.number == now and not unit.retired
+
+        if unit.rank is None:
+            reply = await send(self._upstream, worker, request, body=body, admit=admit)
         else:
-            cache = 0
-        pin = (
-            None if unit.rank is None else await self._ranks.pin(unit, request, request.body if body is None else body)
-        )
-        reply = await send(
-            self._upstream,
-            worker,
-            request,
-            body=body if pin is None else pin.body,
-            headers=None if pin is None else pin.headers,
-            admit=lambda: not gate.closed and worker.caches is caches and caches.number == now and not unit.retired,
-        )
-        if pin is not None:
-            self._ranks.watch(reply, unit, pin.rank, request.path)
+            reply = await self._ask_rank(unit, request, body, admit)
         if flight is not None:
             flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
+
+    async def _ask_rank(self, unit: Unit, request: Outgoing, body: bytes | None, admit: Admit) -> Reply:
+        """Send it so that this rank answers."""
+        pin = await self._ranks.pin(unit, request, request.body if body is None else body)
+        reply = await send(self._upstream, unit.worker, request, body=pin.body, headers=pin.headers, admit=admit)
+        self._ranks.watch(reply, unit, pin.rank, request.path)
+        return reply
+
+    async def _ask_pair(self, decode: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
+        """Ask a decode half, and a prefill half for it. The prefix cache is the prefill half's.
+
+        Raises:
+            PrefillLost: that one is not there.
+            CannotServe: the pair would answer something else than is meant; neither was asked.
+            The errors of `_ask`.
+        """
+        self._ranks.check_unwished(request)
+        paired = PairedRequest.read(endpoint(request.path), request.body, read_json)
+        history = request.pair = request.pair or PairHistory()
+        gate = self._fleet.gate
+        cuts = gate.cuts
+        lease = self._fleet.lease_prefill(request.key, request.tried, prompt_tokens(request.body), request.body)
+        prefill = lease.unit
+        worker = prefill.worker
+        try:
+            try:
+                await self._fleet.profile(worker)
+            except UpstreamUnreachable as error:
+                raise PrefillLost(worker, error) from error
+            halves = Halves(lease, decode.worker)
+            halves.check()
+            body, names = Names.renamed(paired.body, read_json) if history.sendings else (paired.body, NO_NAMES)
+            history.sendings += 1
+            if flight is not None:
+                flight.inward |= names.inward
+            caches, now = worker.caches, worker.caches.number
+            chosen, cache = await self._choose_cache(worker, request, body, None, flight) if now else (None, 0)
+
+            def admit() -> bool:
+                same = worker.caches is caches and caches.number == now
+                return not gate.closed and same and not (prefill.retired or decode.retired)
+
+            exchange = PairExchange(
+                self._upstream,
+                halves,
+                request,
+                history,
+                paired,
+                body if chosen is None else chosen,
+                names,
+                admit=admit,
+                cut=lambda: gate.cuts != cuts or (flight is not None and flight.aborted),
+                limit=self._max_answer_bytes,
+            )
+            reply = await exchange.open(flight)
+        finally:
+            lease.release()
+        if flight is not None:
+            flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
+        return reply
+
+    async def _choose_cache(
+        self,
+        worker: Worker,
+        request: Outgoing,
+        body: bytes | None,
+        translation: Translation | None,
+        flight: Flight | None,
+    ) -> tuple[bytes | None, int]:
+        """The prefix cache of a generation: the body that names it (None: the request's own), and its number."""
+        cache = worker.caches.choose(None if flight is None else flight.goes_on)
+        if cache and await self._keyed(worker, request, translation):
+            return with_cache_key(request.body if body is None else body, cache_key(cache)), cache
+        return body, 0
 
     async def _keyed(self, worker: Worker, request: Outgoing, translation: Translation | None) -> bool:
         """Whether the engine keeps the caches of this request apart by a key. One that does not is counted."""
@@ -206,11 +281,14 @@ class Forwarder:
                     raise FleetPaused(ABORTED)
             with suppress(NotAdmitted):
                 return await self.open(request)
+            if waiting.aborted:
+                raise FleetPaused(ABORTED)
 
     def _unreachable(self, worker: Worker, error: UpstreamUnreachable) -> None:
         logger.warning("worker_unreachable", extra={"fields": {"worker": worker.url, "reason": str(error)}})
         if error.refused:
             self._fleet.pool.record_failure(worker, str(error))
 
-    def _others(self, tried: tuple[Worker, ...]) -> bool:
-        return any(unit.worker not in tried for unit in self._fleet.snapshot.routable)
+    def _others(self, request: Outgoing, tried: tuple[Worker, ...]) -> bool:
+        snapshot = self._fleet.snapshot
+        return bool(snapshot.routable and snapshot.left(tried, generates=request.generates))

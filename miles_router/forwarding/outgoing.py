@@ -17,6 +17,19 @@ MAX_KEY_LENGTH = 512
 DROPPED = REQUEST_DROPPED | {b"x-request-id"}
 
 
+class PairHistory:
+    """One request's way to prefill/decode pairs."""
+
+    __slots__ = ("interrupted", "sendings", "versions")
+
+    def __init__(self) -> None:
+        self.sendings = 0
+        #: How often it was asked again since weights changed,
+        self.interrupted = 0
+        #: and the versions that prefill halves named then.
+        self.versions: dict[Worker, str] = {}
+
+
 class Outgoing:
     """A request on its way to a worker: framing headers removed, the path as it was spelled. One that `generates` is
     written only while the gate is open; one that `computes` is lost when the worker's engine stands still."""
@@ -28,6 +41,7 @@ class Outgoing:
         "headers",
         "key",
         "method",
+        "pair",
         "path",
         "preferred",
         "rank_wish",
@@ -63,6 +77,8 @@ class Outgoing:
         self.rank_wish: RankWish | None = None
         #: Workers that lost it before a reply began.
         self.tried: tuple[Worker, ...] = ()
+        #: Once a pair was asked.
+        self.pair: PairHistory | None = None
 
 
 def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing:

@@ -18,6 +18,7 @@ from miles_router.fleet.gate import Gate, endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
 from miles_router.forwarding.forwarder import ABORTED, Forwarded, Forwarder
 from miles_router.forwarding.outgoing import Outgoing, outgoing
+from miles_router.forwarding.pairs import PairInterrupted
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import NotAdmitted
 from miles_router.metrics import Metrics
@@ -63,8 +64,11 @@ class Proxy:
                         exchange.flight.stop = watch.stop
                         await self._forward(request, exchange, send)
                     return
-                except NotAdmitted:
+                except NotAdmitted as interrupted:
                     exchange.flight.worker_url = None  # nobody has it
+                    if isinstance(interrupted, PairInterrupted) and _is_over(interrupted, exchange, scope["path"]):
+                        await self._answer_aborted(scope, exchange, body, send)
+                        return
                 finally:
                     exchange.flight.stop = None
         finally:
@@ -112,6 +116,11 @@ class Proxy:
             more = not reply.exhausted
             self._metrics.bytes_out += len(chunk)
             await send({"type": "http.response.body", "body": chunk, "more_body": more})
+
+
+def _is_over(interrupted: PairInterrupted, exchange: Exchange, path: str) -> bool:
+    """Whether a request is not asked again: a client has aborted it, or it is one that others carry on."""
+    return exchange.flight.aborted or (interrupted.cut and endpoint(path) == GENERATE)
 
 
 def _reply_headers(status: int, headers: RawHeaders) -> RawHeaders:

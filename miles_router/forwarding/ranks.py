@@ -9,6 +9,7 @@ from miles_router.asgi.exchange import read_json
 from miles_router.asgi.headers import RawHeaders, first
 from miles_router.engines import ranks
 from miles_router.engines.paths import GENERATE
+from miles_router.engines.profile import CannotServe
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.workers import Unit
@@ -48,6 +49,16 @@ class Ranks:
             BadRequest: the body names a rank, and cannot be read.
         """
         return self._wish(request).rank if request.generates else None
+
+    def check_unwished(self, request: Outgoing) -> None:
+        """Refuse a wish for a rank in what goes to both halves of a pair: nobody says of which half.
+
+        Raises:
+            CannotServe: there is one.
+            BadRequest: as `wished`.
+        """
+        if self._wish(request) != ranks.NO_WISH:
+            raise CannotServe("a prefill/decode pair chooses the ranks of its halves by itself")
 
     def _wish(self, request: Outgoing) -> ranks.RankWish:
         if request.rank_wish is None:

@@ -95,6 +95,16 @@ class Reply:
             await self._more()
         return self.take()
 
+    async def begun(self) -> bytes:
+        """The first bytes of the body, which stay to be read; b"" where it has none.
+
+        Raises:
+            UpstreamBroken: the connection was lost before.
+        """
+        while not self._chunks and not self.complete:
+            await self._more()
+        return self._chunks[0] if self._chunks else b""
+
     async def pour(self, sink: Sink, metrics: Metrics) -> None:
         """Write the body to `sink` as it arrives, without waking anybody for it; what arrives together with its end is
         left to `read`.

@@ -1,12 +1,16 @@
-"""Replies of engines that are asked otherwise, in the form that SGLang gives. They come in place of a `Reply`."""
+"""Replies of engines that are asked otherwise, in the form that SGLang gives, and others that are not as they came.
+They come in place of a `Reply`."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 
 from miles_router.asgi.headers import RawHeaders, end_to_end, first
 from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.disaggregation.held_rows import RowStrings
 from miles_router.engines.events import Event, EventReader
 from miles_router.engines.profile import Translation
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse
@@ -14,7 +18,7 @@ from miles_router.forwarding.reply import Reply
 
 logger = logging.getLogger(__name__)
 
-OK = 200
+OK, FAILED = 200, 500
 EVENTS = b"text/event-stream"
 #: Of the bytes that came, which others take the place of.
 OF_THE_BYTES = frozenset({b"content-length", b"transfer-encoding"})
@@ -25,7 +29,7 @@ Version = Callable[[], str | None]
 
 async def translated(
     reply: Reply, translation: Translation, version: Version, *, sent_under: str | None, limit: int
-) -> Reply | TranslatedReply:
+) -> Reply | HeldReply | RewrittenStream:
     """A reply as SGLang would have given it. A whole answer is read here, so that one that cannot be read is refused
     before anything of it is given; refusals of the engine's own pass as they are.
 
@@ -41,33 +45,83 @@ async def translated(
     if reply.status != OK:
         return reply
     if (first(reply.headers, b"content-type") or b"").startswith(EVENTS):
-        return TranslatedReply(reply, translation, version, limit)
+        return RewrittenStream(reply, lambda event: translation.event(event, version()), limit)
     answer = await reply.read_all(limit)
+    reply.close()
     now = version()
     try:
         body = translation.whole(answer, now if now == sent_under else None)
     except UnreadableAnswer as error:
         raise UpstreamInvalidResponse(f"the worker's answer cannot be read: {error}") from error
-    return TranslatedReply(reply, translation, version, limit, body=body)
+    return HeldReply(reply.status, reply.headers, [body])
 
 
-class TranslatedReply:
-    """A reply whose events, or whose whole `body`, are translated."""
+class HeldReply:
+    """A reply that was read whole. `failed`: it says that an engine has failed."""
+
+    def __init__(self, status: int, headers: RawHeaders, pieces: Sequence[bytes], *, failed: bool = False) -> None:
+        length = sum(map(len, pieces))
+        self.status = status
+        self.headers: RawHeaders = [*end_to_end(headers, OF_THE_BYTES), (b"content-length", b"%d" % length)]
+        self.failed = failed or status >= FAILED
+        self._pieces = deque(filter(None, pieces))
+
+    @property
+    def exhausted(self) -> bool:
+        """Every byte was read."""
+        return not self._pieces
+
+    @property
+    def beginning(self) -> bytes:
+        """The first bytes, which stay to be read."""
+        return self._pieces[0] if self._pieces else b""
+
+    def take(self) -> bytes:
+        """What is there without waiting: nothing."""
+        return b""
+
+    async def read(self) -> bytes:
+        """The next piece, of many once others have gone on; b"" after the last."""
+        if len(self._pieces) > 1:
+            await asyncio.sleep(0)
+        return self._pieces.popleft() if self._pieces else b""
+
+    async def read_all(self, limit: int) -> bytes:
+        """The rest of the body.
+
+        Raises:
+            UpstreamInvalidResponse: it is longer than `limit` bytes.
+        """
+        if sum(map(len, self._pieces)) > limit:
+            raise UpstreamInvalidResponse(f"the reply is longer than {limit} bytes")
+        pieces, self._pieces = self._pieces, deque()
+        return b"".join(pieces)
+
+    def close(self) -> None:
+        """Nothing of it is held any more."""
+        self._pieces.clear()
+
+
+class RewrittenStream:
+    """A stream of which each event is written anew.
+
+    Args:
+        rewrite: gives an event as it goes on; raises UnreadableAnswer.
+        limit: the bytes of one event that are held.
+        rows: takes rows out before.
+    """
 
     def __init__(
-        self, reply: Reply, translation: Translation, version: Version, limit: int, *, body: bytes | None = None
+        self, reply: Reply, rewrite: Callable[[Event], bytes], limit: int, rows: RowStrings | None = None
     ) -> None:
         self.status = reply.status
         self.headers: RawHeaders = end_to_end(reply.headers, OF_THE_BYTES)
-        if body is not None:
-            self.headers.append((b"content-length", b"%d" % len(body)))
         #: Every byte was read.
         self.exhausted = False
         self._reply = reply
-        self._translation = translation
-        self._version = version
+        self._rewrite = rewrite
         self._limit = limit
-        self._body = body
+        self._rows = RowStrings(()) if rows is None else rows
         self._events = EventReader()
 
     def take(self) -> bytes:
@@ -75,27 +129,23 @@ class TranslatedReply:
         return b""
 
     async def read(self) -> bytes:
-        """The next bytes of the body; b"" after the last.
+        """The next events; b"" after the last.
 
         Raises:
             UpstreamBroken: the connection was lost inside the body, or an event cannot be read.
         """
-        if self._body is not None:
-            self.exhausted, body, self._body = True, self._body, b""
-            return body
         while not self.exhausted:
-            events = self._translated(await self._reply.read())
+            events = self._rewritten(self._rows.feed(await self._reply.read()))
             if self._reply.exhausted:
-                events += self._events.rest
+                events += self._rewritten(self._rows.end()) + self._events.rest
                 self.exhausted = True
             if events:
                 return events
         return b""
 
-    def _translated(self, chunk: bytes) -> bytes:
+    def _rewritten(self, chunk: bytes) -> bytes:
         try:
-            version = self._version()
-            events = [self._translation.event(Event.read(raw), version) for raw in self._events.feed(chunk)]
+            events = [self._rewrite(Event.read(raw)) for raw in self._events.feed(chunk)]
         except UnreadableAnswer as error:
             logger.warning("answer_not_translated", extra={"fields": {"reason": str(error)}})
             raise UpstreamBroken(f"the worker's stream cannot be read: {error}") from error

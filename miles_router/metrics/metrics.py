@@ -59,6 +59,7 @@ class Metrics(Statistics, prefix="miles_router"):
     in_flight = gauge("Leases held.", by="worker")
     rank_in_flight = gauge("Leases held on workers with several ranks.", by=("worker", "rank"))
     worker_routable = gauge("1: takes new requests.", by="worker")
+    worker_type = gauge("1: what part of a generation it does.", by=("worker", "type"))
     workers = gauge("Registered workers by state.", by="state")
 
     def __init__(self, *fleets: Fleet) -> None:
@@ -70,6 +71,7 @@ class Metrics(Statistics, prefix="miles_router"):
                 (worker.url, unit.rank): unit.in_flight for worker in self._workers() for unit in worker.ranks
             },
             worker_routable=lambda: {worker.url: worker.state is WorkerState.READY for worker in self._workers()},
+            worker_type=lambda: {(worker.url, worker.role.value): 1 for worker in self._workers()},
             workers=lambda: _states(self._workers()),
         )
         self._registry = CollectorRegistry(auto_describe=True)  # else a name could be taken twice

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from miles_router.testing.worker.model.indexer import IndexerShape
     from miles_router.testing.worker.model.moe import MoeShape
     from miles_router.testing.worker.model.vocabulary import Tokenizer, ToyTokenizer
+    from miles_router.testing.worker.pairing import Pairing
     from miles_router.testing.worker.simulated_worker import SimulatedWorker
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Gpu",
     "IndexerShape",
     "MoeShape",
+    "Pairing",
     "PauseMode",
     "SimulatedWorker",
     "Tokenizer",
@@ -44,6 +46,7 @@ _MODULES = {
     "QWEN3_8B_H100": "worker.costs.gpu",
     "IndexerShape": "worker.model.indexer",
     "MoeShape": "worker.model.moe",
+    "Pairing": "worker.pairing",
     "PauseMode": "worker.engine",
     "SimulatedWorker": "worker.simulated_worker",
     "Tokenizer": "worker.model.vocabulary",

@@ -4,19 +4,22 @@ writes spaces between its JSON's parts, and against a real SGLang worker."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import pytest
 
-from miles_router.testing import MoeShape, SimulatedWorker
+from miles_router.testing import MoeShape, Pairing, SimulatedWorker
 from miles_router.testing.worker.costs.gpu import QWEN3_8B_H100
 from tests.contract.client import WorkerClient
-from tests.sglang_worker import RealWorker
+from tests.sglang_worker import RealWorker, real_pair
+from tests.support import tiers
 from tests.support.waiting import PATIENCE
 
 KINDS = ["simulated", "paced", pytest.param("sglang", marks=pytest.mark.sglang)]
+KINDS_OF_PAIRS = ["simulated", "spaced", pytest.param("sglang", marks=pytest.mark.sglang)]
 MOE = MoeShape(layers=4, experts=8, top_k=2)
 TOKEN_LATENCY = 0.004  # seconds; a simulated request in flight must last longer than the test needs it
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -62,3 +65,36 @@ async def moe_worker(request: pytest.FixtureRequest) -> AsyncIterator[WorkerClie
         else:
             url = await stack.enter_async_context(simulated(moe=MOE, **OPTIONS[request.param]))
         yield await stack.enter_async_context(client_of(url))
+
+
+@dataclass(frozen=True)
+class ClientsOfAPair:
+    """The halves of a pair, and where they meet."""
+
+    prefill: WorkerClient
+    decode: WorkerClient
+    port: int
+
+
+@pytest.fixture(scope="session")
+def real_halves() -> Iterator[tuple[str, str, int]]:
+    """A real pair with a mixture-of-experts model: the URLs of both halves, and the port at which they meet."""
+    if not tiers.heavy():
+        pytest.skip("two engines of their own")
+    with real_pair("--enable-return-routed-experts", moe=True) as halves:
+        yield halves.prefills[0].url, halves.decodes[0].url, halves.ports[0]
+
+
+@pytest.fixture(params=KINDS_OF_PAIRS)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[ClientsOfAPair]:
+    async with contextlib.AsyncExitStack() as stack:
+        if request.param == "sglang":
+            prefill, decode, port = request.getfixturevalue("real_halves")
+        else:
+            options: dict[str, Any] = {"moe": MOE, "spaced_json": request.param == "spaced"}
+            pairing = Pairing("prefill", patience_s=0.1)
+            prefill = await stack.enter_async_context(simulated(pairing=pairing, **options))
+            decode = await stack.enter_async_context(simulated(pairing=Pairing("decode", patience_s=0.1), **options))
+            port = pairing.port
+        own, other = [await stack.enter_async_context(client_of(url)) for url in (prefill, decode)]
+        yield ClientsOfAPair(own, other, port)

@@ -110,6 +110,30 @@ def package(requirement: str) -> Path:
     return built(cache_root() / requirement.replace("==", "-"), build)
 
 
+#: Where `transfer.py` finds what it needs.
+TRANSFER_PACKAGES, TRANSFER_FILES = "packages", "libraries"
+#: Debian packages of the libraries that the transfer engine is linked with.
+TRANSFER_LIBRARIES = ("libibverbs1", "librdmacm1", "libnl-3-200", "libnl-route-3-200")
+
+
+def build_transfer(python: Path, directory: Path) -> None:
+    libraries = directory / TRANSFER_FILES
+    libraries.mkdir(parents=True)
+    pip = (python, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "--no-deps")
+    wanted = ("-r", HERE / "requirements-transfer.txt")
+    run("installing the transfer engine", *pip, "--target", directory / TRANSFER_PACKAGES, *wanted)
+    fetch = f"cd '{libraries}' && apt-get download {' '.join(TRANSFER_LIBRARIES)}"
+    unpack = f"cd '{libraries}' && for each in *.deb; do dpkg-deb -x $each . && rm $each; done"
+    run("fetching its libraries", "sh", "-c", f"({fetch} || (apt-get -qq update && {fetch})) && {unpack}")
+
+
+def transfer_parts() -> Path:
+    """What the halves of a prefill/decode pair need besides (140 MB): needs Debian's `apt-get` and `dpkg-deb`."""
+    python = venv()
+    name = key(HERE / "requirements-transfer.txt", *TRANSFER_LIBRARIES, platform.python_version(), platform.machine())
+    return built(cache_root() / f"transfer-{name}", lambda directory: build_transfer(python, directory))
+
+
 def model(python: Path, kind: str, *flags: str) -> Path:
     def build(directory: Path) -> None:
         run(f"making the {kind} model", python, HERE / "make_model.py", directory, *flags)

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import scripted_sampling
+import transfer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "shims"))
 
-#: Our own flag: what the worker is to say (`scripted_sampling.py`).
-SCRIPT = "--script-file"
+#: Our own flags: what the worker is to say (`scripted_sampling.py`), and what carries keys and values (`transfer.py`).
+SCRIPT, TRANSFER = "--script-file", "--transfer-parts"
 
 CPU_FLAGS = [
     *("--device", "cpu"),
@@ -105,10 +106,11 @@ def serve(flags: Sequence[str]) -> None:
     from sglang.srt.server_args import prepare_server_args
 
     flags = list(flags)
-    if SCRIPT in flags:
-        at = flags.index(SCRIPT)
-        scripted_sampling.install(Path(flags[at + 1]))
-        del flags[at : at + 2]
+    for name, install in ((SCRIPT, scripted_sampling.install), (TRANSFER, transfer.install)):
+        if name in flags:
+            at = flags.index(name)
+            install(Path(flags[at + 1]))
+            del flags[at : at + 2]
     if "--enable-lora" in flags:
         allow_adapters()
     run_server(prepare_server_args([*CPU_FLAGS, *flags]))

@@ -17,8 +17,8 @@ class Brake:
         #: Once this is true of a generation the brake is on.
         self.when: Callable[[Generation], bool] | None = None
         self._engine = engine
-        self._thaw = engine._thaw
-        engine._thaw = self._held  # type: ignore[method-assign]
+        self._thaw = engine.thaw
+        engine.thaw = self._held  # type: ignore[method-assign]
 
     async def _held(self, generation: Generation) -> None:
         await self._thaw(generation)

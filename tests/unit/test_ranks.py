@@ -36,6 +36,8 @@ def test_replicas_and_groups_of_attention_are_ranks(said: dict[str, int], size: 
         {"schemas": {"GenerateReqInput": frozenset({"text"})}},
         {"dp_size": None},
         {"dp_size": MAX_RANKS + 1},
+        {"half": "prefill"},
+        {"half": "decode"},
     ],
 )
 def test_ranks_are_used_where_the_engine_says_that_it_can_be_told(change: dict[str, Any]) -> None:

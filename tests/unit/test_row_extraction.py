@@ -15,8 +15,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.routed_experts.decoding import Decoder
-from middleware_hub.routed_experts.extraction import Extractor
 from miles_router.engines.events import EventReader
+from miles_router.engines.extraction import Extractor
 from miles_router.engines.rows import EXPERT_FIELDS
 from miles_router.errors import UpstreamInvalidResponse
 from miles_router.trajectory.rows import ROUTED_EXPERTS
@@ -34,14 +34,14 @@ def sent(ids: Sequence[int]) -> str:
 A, B = sent(IDS).encode(), sent(OTHERS).encode()
 
 
-def extractor_of_experts() -> Extractor:
+def extractor_of_experts() -> Extractor[Decoder]:
     return Extractor(EXPERT_FIELDS.rows, lambda: Decoder(ROUTED_EXPERTS, 1 << 20))
 
 
-def feed(extractor: Extractor, pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
+def feed(extractor: Extractor[Decoder], pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
     """What remains, marks and all, and the ids of each string."""
     remains = b"".join([*(extractor.feed(piece) for piece in pieces), extractor.end()])
-    return remains, [decoder.finish().flat.tolist() for decoder in extractor.decoders]
+    return remains, [decoder.finish().flat.tolist() for decoder in extractor.takers]
 
 
 def through(pieces: Iterable[bytes]) -> tuple[bytes, list[list[int]]]:
@@ -325,7 +325,7 @@ def test_any_stream_of_events_loses_the_field_and_nothing_else(trees: list[Any],
         shown += [extractor.without_marks(event) for event in events.feed(extractor.feed(piece))]
     shown += [events.rest, extractor.end()]
     assert b"".join(shown) == b"".join(b"data: " + compact(bare(tree)) + b"\n\n" for tree in trees) + end
-    assert [decoder.finish().flat.tolist() for decoder in extractor.decoders] == [
+    assert [decoder.finish().flat.tolist() for decoder in extractor.takers] == [
         one for tree in trees for one in put_in(tree)
     ]
 
@@ -334,7 +334,7 @@ def test_any_stream_of_events_loses_the_field_and_nothing_else(trees: list[Any],
 def test_bytes_without_the_field_pass_as_they_are(data: bytes, places: list[int]) -> None:
     extractor = extractor_of_experts()
     passed = [extractor.feed(piece) for piece in cut(data, places)]
-    assume(not extractor.decoders)
+    assume(not extractor.takers)
     assert b"".join([*passed, extractor.end()]) == data
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from miles_router.testing import Pairing, SimulatedWorker
 from miles_router.testing.worker.costs.gpu import QWEN3_8B_H100, Gpu, gpu_named
 from miles_router.testing.worker.costs.pacer import Pacer
 from miles_router.testing.worker.costs.prefix_tree import PrefixTree, packed
@@ -42,6 +44,12 @@ def run(schedule: Schedule) -> dict[Job, float]:
 
 
 # Prices
+
+
+@pytest.mark.parametrize("options", [{"dp_size": 2}, {"pairing": Pairing("decode")}], ids=["ranks", "half of a pair"])
+def test_the_costs_are_those_of_one_rank_that_does_all(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="those of one rank"):
+        SimulatedWorker(gpu=QWEN3_8B_H100, **options)
 
 
 @pytest.mark.parametrize(

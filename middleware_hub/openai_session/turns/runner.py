@@ -97,8 +97,10 @@ class TurnRunner:
         """Whether a streamed turn is generated whole, and given as a stream afterwards."""
         if face.endpoint.chunks is None:
             return False
-        # A stream of several choices tells the rows of one alone, and those of some kinds it does not tell.
-        untold = any(turn.several or not ROW_FIELDS[kind].in_chat_streams for kind in turn.handovers)
+        # A stream of several choices tells the rows of one alone, those of some kinds it does not tell, and that of a
+        # pair does not say whether they are right.
+        paired = bool(self._router.pool.snapshot.prefill)
+        untold = any(turn.several or paired or not ROW_FIELDS[kind].in_chat_streams for kind in turn.handovers)
         if self._whole_answers or untold:
             return True
         return await self._stream_facts.fall_short(turn, face.endpoint)

@@ -7,6 +7,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from miles_router.testing.worker.costs.gpu import GPUS
 
@@ -60,6 +61,19 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--router", metavar="URL", help="register with this router, retrying until it answers")
     add("--api-key", help="require this key as a bearer token")
+    add(
+        "--disaggregation-mode",
+        choices=["null", "prefill", "decode"],
+        default="null",
+        help="be one half of prefill/decode pairs (default: %(default)s)",
+    )
+    add(
+        "--disaggregation-bootstrap-port",
+        metavar="PORT",
+        type=int,
+        default=0,
+        help="where a prefill half is met; 0 takes a free one (default: %(default)s)",
+    )
     add("--incremental-streaming-output", action="store_true", help="stream deltas instead of everything so far")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="(default: %(default)s)")
     return parser
@@ -78,6 +92,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ImportError, OSError, ValueError) as error:
         parser.error(str(error))
     return 0
+
+
+def _pairing(args: argparse.Namespace, index: int) -> Any:
+    from miles_router.testing.worker.pairing import Pairing
+
+    if args.disaggregation_mode == "null":
+        return None
+    port = args.disaggregation_bootstrap_port
+    return Pairing(args.disaggregation_mode, port + index if port else 0, host=args.host)
 
 
 async def _serve(args: argparse.Namespace) -> None:
@@ -114,6 +137,7 @@ async def _serve(args: argparse.Namespace) -> None:
                 router_url=args.router,
                 api_key=args.api_key,
                 incremental_streaming_output=args.incremental_streaming_output,
+                pairing=_pairing(args, index),
                 # Nobody looks at the door of a process, and bodies are large.
                 door_limit=16,
             )

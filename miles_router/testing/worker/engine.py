@@ -150,7 +150,7 @@ class Engine:
             return
         self.held += 1
         try:
-            await self._until(lambda: self.paused is None)
+            await self.until(lambda: self.paused is None)
         finally:
             self.held -= 1
 
@@ -165,7 +165,7 @@ class Engine:
         self.reused.update((version, self.weight_version) for version in found)
         self.cache.insert(request.input_ids, key, self.weight_version)
         self.running[request.rid] = generation
-        self._pulse()
+        self.pulse()
         return generation
 
     def end(self, generation: Generation) -> None:
@@ -176,7 +176,7 @@ class Engine:
         if script is not None and said < len(script):
             self._rests[context_hash(sequence_of(generation))] = script[said:]
         self._leave_in_cache(generation)
-        self._pulse()
+        self.pulse()
 
     async def outputs(self, generation: Generation) -> AsyncIterator[None]:
         """Grow a generation; yields when it has something to show: at every token of a stream, else at the end."""
@@ -203,13 +203,14 @@ class Engine:
             for generation in self.running.values():
                 generation.waiting = True
                 generation.retractions += 1
-        self._pulse()
+                generation.recomputed = len(generation.output_ids)
+        self.pulse()
 
     def resume(self) -> None:
         self.paused = None
         for generation in self.running.values():
             generation.waiting = False
-        self._pulse()
+        self.pulse()
 
     def stop(self) -> None:
         """Stand still where it is, as a scheduler process that was stopped; what does not need it is answered."""
@@ -218,11 +219,11 @@ class Engine:
     def go_on(self) -> None:
         """End that."""
         self.stopped = False
-        self._pulse()
+        self.pulse()
 
     async def turn(self) -> None:
         """Wait until the scheduler moves; a paused one does."""
-        await self._until(lambda: not self.stopped)
+        await self.until(lambda: not self.stopped)
 
     def load(self, rank: int = 0) -> Load:
         """What runs on a rank. SGLang shows retracted requests as running, since it publishes nothing new while it is
@@ -240,13 +241,13 @@ class Engine:
 
     async def idle(self) -> None:
         """Wait until nothing runs."""
-        await self._until(lambda: not self.running)
+        await self.until(lambda: not self.running)
 
     async def generates_before(self, deadline: float) -> bool:
         """Whether the engine moves and is out of its pause, or gets there, before a time of the loop's clock."""
         remaining = deadline - asyncio.get_running_loop().time()
         try:
-            await asyncio.wait_for(self._until(self._generates), max(0.0, remaining))
+            await asyncio.wait_for(self.until(self.generates), max(0.0, remaining))
         except asyncio.TimeoutError:
             return False
         return True
@@ -290,14 +291,14 @@ class Engine:
                     generation.abort_waiting()
                 else:
                     generation.abort()
-        self._pulse()
+        self.pulse()
 
     async def _grow(self, generation: Generation) -> None:
         """Sample until there may be something to send: one token for a stream, a burst of them otherwise."""
-        await self._thaw(generation)
+        await self.thaw(generation)
         steps = 1 if generation.request.stream or self.token_latency_s or self.slow_down_s else _BURST
         await asyncio.sleep(self.token_latency_s + self.slow_down_s)
-        await self._thaw(generation)
+        await self.thaw(generation)
         for _ in range(steps):
             if generation.finish_reason is not None:
                 return
@@ -305,19 +306,22 @@ class Engine:
             if generation.due_for_forced_output():
                 generation.flush()
 
-    def _generates(self) -> bool:
+    def generates(self) -> bool:
+        """Whether it moves and is out of its pause."""
         return self.paused is None and not self.stopped
 
-    async def _thaw(self, generation: Generation) -> None:
+    async def thaw(self, generation: Generation) -> None:
+        """Wait until the engine works on a generation."""
         await self.turn()
         if self.paused in (PauseMode.RETRACT, PauseMode.IN_PLACE):
-            await self._until(lambda: self.paused is None or generation.finish_reason is not None)
+            await self.until(lambda: self.paused is None or generation.finish_reason is not None)
 
-    async def _until(self, condition: Callable[[], Any]) -> None:
+    async def until(self, condition: Callable[[], Any]) -> None:
+        """Wait for something that `pulse` tells of."""
         while not condition():
             await self._changed.wait()
 
-    def _pulse(self) -> None:
+    def pulse(self) -> None:
         """Wake everyone who waits for a change of state; each looks again for itself."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

@@ -6,6 +6,7 @@ from typing import Literal
 from miles_router.testing.worker.model.indexer import IndexerShape
 from miles_router.testing.worker.model.moe import MoeShape
 from miles_router.testing.worker.model.script import Script
+from miles_router.testing.worker.pairing import Pairing
 
 #: Whose API a worker speaks, mistakes included.
 ProfileName = Literal["sglang", "sglang-jax"]
@@ -34,6 +35,13 @@ class Settings:
     startup_s: float
     """How long the start took, as a process measures it: no two have the same."""
     profile: ProfileName = "sglang"
+    pairing: Pairing | None = None
+    """What makes it one half of a prefill/decode pair."""
+
+    @property
+    def disaggregation_mode(self) -> str:
+        """As SGLang names it."""
+        return self.pairing.mode if self.pairing is not None else "null"
 
     @property
     def has_parser(self) -> bool:

@@ -30,6 +30,7 @@ from miles_router.testing.worker.model.indexer import IndexerShape
 from miles_router.testing.worker.model.moe import MoeShape
 from miles_router.testing.worker.model.script import Script
 from miles_router.testing.worker.model.vocabulary import Tokenizer, ToyTokenizer
+from miles_router.testing.worker.pairing import Pairing
 from miles_router.testing.worker.reply import Reply, forever, reset
 from miles_router.testing.worker.routes.chat import chat_completions
 from miles_router.testing.worker.routes.completions import completions
@@ -78,8 +79,9 @@ class SimulatedWorker:
     `Tokenizer`, or None for the toy vocabulary. With `router_url` the worker registers itself there, as often as it
     takes. `script` is what it answers to agents: a `Script`, or the steps of one. `stream_abort_s` after a stream has
     ended it aborts what bears the stream's `rid` then. It has `dp_size` ranks with a prefix cache each; unless it
-    `heeds_ranks`, requests that are pinned to one are spread like all others. With a `gpu`, which is of one rank, it
-    takes the time and the memory of one, on a clock that runs `time_scale` times as fast.
+    `heeds_ranks`, requests that are pinned to one are spread like all others. With a `gpu`, which is of one rank and of
+    no half, it takes the time and the memory of one, on a clock that runs `time_scale` times as fast. With `pairing` it
+    is one half of a prefill/decode pair.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class SimulatedWorker:
         heeds_ranks: bool = True,
         gpu: Gpu | None = None,
         time_scale: float = 1.0,
+        pairing: Pairing | None = None,
     ) -> None:
         self.host = host
         self.port = port
@@ -133,8 +136,8 @@ class SimulatedWorker:
             "dp_size": dp_size,
             "heeds_ranks": heeds_ranks,
         }
-        if gpu is not None and dp_size > 1:
-            raise ValueError("the costs of a GPU are those of one rank: dp_size must be 1")
+        if gpu is not None and (dp_size > 1 or pairing is not None):
+            raise ValueError("the costs of a GPU are those of one rank, which is no half of a pair")
         pacer = Pacer(gpu, time_scale) if gpu is not None else None
         self.engine = Engine(weights, **known) if pacer is None else PacedEngine(weights, pacer, **known)
         self.door = Door(door_limit)
@@ -156,6 +159,7 @@ class SimulatedWorker:
             started_at=int(time.time()),
             startup_s=random.random(),
             profile=profile,
+            pairing=pairing,
         )
         self._routes = _ROUTES_OF[profile]
         self._spaced_json = spaced_json
@@ -224,6 +228,7 @@ class SimulatedWorker:
             await asyncio.wait([self._registration])
             self._registration = None
         await self.refuse()
+        await self._leave_pair()
         if self._server is not None:
             await self._abort_connections()
             await self._server.shutdown(timeout=1.0)
@@ -235,7 +240,12 @@ class SimulatedWorker:
     async def kill(self) -> None:
         """Die as a crashed process does: every connection is reset and new ones are refused."""
         await self.refuse()
+        await self._leave_pair()
         await self._abort_connections()
+
+    async def _leave_pair(self) -> None:
+        if self.settings.pairing is not None:
+            await self.settings.pairing.stop()
 
     async def refuse(self) -> None:
         """Refuse new connections. Idle ones are closed; requests being answered go on."""
@@ -254,6 +264,8 @@ class SimulatedWorker:
         if self._listener is not None:
             return
         assert self._server is not None, "start() the worker first"
+        if self.settings.pairing is not None:
+            await self.settings.pairing.start(self.engine)
         sock, self._reserved = self._reserved or self._bind(), None
         self.port = sock.getsockname()[1]
         self._listener = await asyncio.get_running_loop().create_server(self._server, sock=sock, backlog=1024)
@@ -281,10 +293,11 @@ class SimulatedWorker:
 
     async def _register(self, router_url: str) -> None:
         target = f"{router_url.rstrip('/')}/add_worker"
+        asked = {"url": self.url, **(self.settings.pairing.registration if self.settings.pairing is not None else {})}
         async with aiohttp.ClientSession() as session:
             while True:
                 try:
-                    async with session.post(target, params={"url": self.url}) as response:
+                    async with session.post(target, params=asked) as response:
                         if response.status == 200:
                             logger.info("registered %s with %s", self.url, router_url)
                             return

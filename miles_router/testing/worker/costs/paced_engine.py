@@ -41,7 +41,7 @@ class PacedEngine(Engine):
         self.pacer.enter(job)
         self._jobs[request.rid] = job
         self.running[request.rid] = generation
-        self._pulse()
+        self.pulse()
         return generation
 
     def pause(self, mode: PauseMode) -> None:
@@ -105,7 +105,7 @@ class PacedEngine(Engine):
 
     async def _grow(self, generation: Generation) -> None:
         await self.pacer.news(self._jobs[generation.request.rid])
-        await self._thaw(generation)
+        await self.thaw(generation)
         self._extend(generation)
         if generation.aborted:
             generation.step(self.weight_version)

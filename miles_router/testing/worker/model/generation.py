@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_router.testing.worker.model.detokenizer import IncrementalDetokenizer
 from miles_router.testing.worker.model.sampling import Sampler, context_hash, key_of
 from miles_router.testing.worker.model.vocabulary import Tokenizer
 from miles_router.testing.worker.wire.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from miles_router.testing.worker.pairing import Room
 
 ABORTED: dict[str, Any] = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 ABORTED_WAITING: dict[str, Any] = {"type": "abort", "message": "Abort in waiting queue"}
@@ -40,6 +43,8 @@ class GenerationRequest:
     extra_key: str | None = None
     custom_labels: dict[str, str] | None = None
     script: list[int] | None = None
+    room: Room | None = None
+    """Where the halves of a pair meet."""
     asked_for_none: bool = False
     """No token was asked for, and its engine samples one all the same."""
     routed_dp_rank: int | None = None
@@ -95,6 +100,8 @@ class Generation:
         self.prompt_tokens = len(request.input_ids)
         self.waiting = False
         self.retractions = 0
+        self.recomputed = 0
+        """Output that was there when it was retracted last."""
         self._model = model
         self._to_finish: dict[str, Any] | None = None
         self._hash: int | None = None
@@ -134,9 +141,8 @@ class Generation:
     def step(self, version: str) -> None:
         """Sample one id with the given weights and see whether it ends the generation."""
         token = self._choose()
-        self.contexts.append(self._context)
-        self._hash = context_hash((token,), self._context)
-        self._take([token], version)
+        self._append(token, version)
+        self._check_finish(token)
 
     def extend(self, count: int, version: str) -> None:
         """`step` so many times, or until the end; at once where a script says what comes and no logprob is wanted."""
@@ -150,6 +156,30 @@ class Generation:
         end = next((n for n, token in enumerate(known, 1) if token in self._stop_ids), len(known))
         if known:
             self._take(known[:end], version)
+            self._check_finish(known[end - 1])
+
+    def hand_over(self, version: str) -> None:
+        """Sample the one id that a prefill half samples; it ends nothing."""
+        self._append(self._choose(), version)
+
+    def adopt(self, token: int, version: str) -> None:
+        """Go on from the id that a prefill half has sampled, whatever its weights: it is noted under this version."""
+        self._choose()
+        self._append(token, version)
+        self._check_finish(token)
+
+    @property
+    def ending(self) -> bool:
+        """It has ended, or was aborted."""
+        return self.finish_reason is not None or self._to_finish is not None
+
+    def end_early(self) -> None:
+        """End now if it was aborted, with what there is."""
+        self.finish_reason = self.finish_reason or dict(self._to_finish or ABORTED)
+
+    def fail(self, message: str, status: int) -> None:
+        """End by a failure of the engine's."""
+        self.finish_reason = {"type": "abort", "message": message, "status_code": status, "err_type": None}
 
     def due_for_forced_output(self) -> bool:
         """Whether SGLang would detokenize now although nobody streams."""
@@ -230,11 +260,16 @@ class Generation:
         """Whether a stop string or a pattern can end it."""
         return bool(self._stop_windows) or self.request.sampling.stop_regex is not None
 
+    def _append(self, token: int, version: str) -> None:
+        """Say one, and know its context."""
+        self.contexts.append(self._context)
+        self._hash = context_hash((token,), self._context)
+        self._take([token], version)
+
     def _take(self, tokens: list[int], version: str) -> None:
         """Say these, of which only the last can end it."""
         self.output_ids += tokens
         self._note_version(version, len(tokens))
-        self._check_finish(tokens[-1])
 
     def _note_version(self, version: str, new: int) -> None:
         count = len(self.output_ids)

@@ -46,7 +46,7 @@ async def model_info(visit: Visit) -> web.StreamResponse:
             "load_format": "auto",
             "reasoning_parser": settings.reasoning_parser,
             "tool_call_parser": settings.tool_call_parser,
-            "disaggregation_mode": "null",
+            "disaggregation_mode": settings.disaggregation_mode,
             "has_image_understanding": False,
             "has_audio_understanding": False,
             "model_type": kind,
@@ -66,7 +66,7 @@ async def server_info(visit: Visit) -> web.StreamResponse:
             "context_length": settings.context_len,
             "max_total_num_tokens": visit.engine.load().capacity,
             "max_req_input_len": settings.context_len - 6,
-            "disaggregation_mode": "null",
+            "disaggregation_mode": settings.disaggregation_mode,
             "status": "ready",
             "incremental_streaming_output": settings.incremental_streaming_output,
             "enable_return_routed_experts": settings.moe is not None,
@@ -191,7 +191,7 @@ def _load(visit: Visit, rank: int) -> dict[str, Any]:
         "total_prefill_busy_us": int(load.prefill_seconds * 1e6),
         "decode_moments": None,
         "memory": {"weight_gb": 0.0, "kv_cache_gb": 0.0, "graph_gb": 0.0, "token_capacity": load.capacity},
-        "disaggregation": {"mode": "null"},
+        "disaggregation": {"mode": visit.settings.disaggregation_mode},
         "queues": {"waiting": load.waiting, "grammar": 0, "paused": 0, "retracted": 0, "prealloc_ready": 0},
     }
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from miles_router.testing.worker.door import GenerationRecord
 from miles_router.testing.worker.model.generation import Generation, GenerationRequest
 from miles_router.testing.worker.settings import JAX
-from miles_router.testing.worker.visit import Visit
+from miles_router.testing.worker.visit import Refusal, Visit, error_object
 from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
 from miles_router.testing.worker.wire.generate_output import OutputBuilder
 from miles_router.testing.worker.wire.jax_output import JaxOutputBuilder
@@ -52,6 +52,9 @@ async def _refuse(visit: Visit, error: ValueError, *, stream: bool) -> web.Strea
 async def admitted(visit: Visit, given: GenerateInput) -> AsyncIterator[None]:
     """Hold the request's rids, and wait while the worker is paused; ValueError when a rid is in use."""
     rids = [sample.rid for sample in given.samples]
+    pairing = visit.settings.pairing
+    if pairing is not None:
+        pairing.assign(visit.engine, visit.json(), given.samples, given.copies)
     visit.engine.reserve(rids)
     try:
         await visit.engine.admission()
@@ -89,15 +92,25 @@ async def events(visit: Visit, sample: GenerationRequest) -> AsyncIterator[dict[
 
 async def recorded(visit: Visit, sample: GenerationRequest) -> AsyncIterator[Generation]:
     """The engine's outputs for one sample, with the door's record kept up to date."""
-    generation = visit.engine.begin(sample)
+    engine, pairing = visit.engine, visit.settings.pairing
+    generation = engine.begin(sample)
     record = GenerationRecord(sample.rid, sample.input_ids, dp_rank=generation.dp_rank, lora_path=sample.lora_path)
     visit.exchange.generations.append(record)
     try:
-        async for _ in visit.engine.outputs(generation):
+        async for _ in pairing.outputs(engine, generation) if pairing is not None else engine.outputs(generation):
+            _check_failure(generation)
             yield generation
     finally:
-        visit.engine.end(generation)
+        engine.end(generation)
         record.update(generation)
+
+
+def _check_failure(generation: Generation) -> None:
+    """Refusal for the engine's own failure, which a stream tells as its end."""
+    finish = generation.finish_reason or {}
+    status = finish.get("status_code")
+    if status is not None and not generation.request.stream:
+        raise Refusal(status, error_object(finish["message"], status, str(status)))
 
 
 async def _merged(visit: Visit, samples: list[GenerationRequest]) -> AsyncIterator[dict[str, Any]]:

@@ -23,6 +23,8 @@ class GenerateInput:
     samples: list[GenerationRequest]
     single: bool
     stream: bool
+    copies: int = 1
+    """Samples of each prompt."""
 
 
 def parse_generate(body: Mapping[str, Any], engine: Engine, *, turn: bool = False) -> GenerateInput:
@@ -47,7 +49,7 @@ def parse_generate(body: Mapping[str, Any], engine: Engine, *, turn: bool = Fals
             sample.script = script_for(sampling, engine.model.tokenizer, sample.noise)
             _check(sample, engine)
             samples.append(sample)
-    return GenerateInput(samples, single and copies == 1, bool(body.get("stream")))
+    return GenerateInput(samples, single and copies == 1, bool(body.get("stream")), copies)
 
 
 def _check_types(body: Mapping[str, Any]) -> None:

@@ -3,6 +3,9 @@
 import time
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from miles_router.testing.worker.engine import Engine
 from miles_router.testing.worker.model.generation import ABORTED_WAITING, Generation, VersionSpan, sequence_of
 from miles_router.testing.worker.model.indexer import choose
@@ -28,6 +31,8 @@ class OutputBuilder:
         self._engine = engine
         self._moe = settings.moe
         self._indexer = settings.indexer
+        #: What the other half of a pair alone knows, this one tells wrongly or not at all.
+        self._decodes = settings.disaggregation_mode == "decode"
         self._incremental = settings.incremental_streaming_output
         self._began = time.perf_counter()
         self._sent_ids = 0
@@ -58,7 +63,8 @@ class OutputBuilder:
             "num_retractions": generation.retractions,
         }
         if request.return_logprob:
-            meta.update(logprob_fields(self._engine.model, generation))
+            fields = logprob_fields(self._engine.model, generation)
+            meta.update(_without_the_prompt(fields) if self._decodes else fields)
         meta["reasoning_tokens"] = 0
         meta["completion_tokens"] = len(generation.output_ids)
         meta["cached_tokens"] = generation.cached_tokens
@@ -78,16 +84,27 @@ class OutputBuilder:
     def _add_versions(self, meta: dict[str, Any], generation: Generation) -> None:
         """Spans over the output; without output, one empty span of the current version."""
         spans = generation.spans or [VersionSpan(self._engine.weight_version, 0, 0)]
+        if self._decodes and generation.retractions:  # SGLang forgets them
+            spans = [VersionSpan(self._engine.weight_version, 0, len(generation.output_ids))]
         meta["weight_versions"] = [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
         meta["weight_version"] = spans[-1].version
 
     def _add_rows(self, meta: dict[str, Any], generation: Generation) -> None:
         request = generation.request
+        if self._decodes and len(generation.output_ids) == 1:  # it ends with what it was handed over
+            return
         if request.return_routed_experts and self._moe is not None:
-            routes = route(self._moe, sequence_of(generation), request.routed_experts_start_len)
-            meta["routed_experts"] = encode_routes(routes)
+            start = request.routed_experts_start_len
+            meta["routed_experts"] = self._encoded(route(self._moe, sequence_of(generation), start), generation, start)
         if request.return_indexer_topk and self._indexer is not None:
-            meta["indexer_topk"] = encode_routes(choose(self._indexer, sequence_of(generation)))
+            meta["indexer_topk"] = self._encoded(choose(self._indexer, sequence_of(generation)), generation, 0)
+
+    def _encoded(self, rows: NDArray[np.int32], generation: Generation, start: int) -> str:
+        """A decode half tells what lies in its memory where the other half has computed: rows of others."""
+        if self._decodes:
+            theirs = max(0, generation.prompt_tokens + generation.recomputed - start)
+            rows = np.concatenate((np.roll(rows[:theirs], 1), rows[theirs:]))
+        return encode_routes(rows)
 
     def _add_times(self, meta: dict[str, Any], *, last: bool) -> None:
         """Only the first answer that is sent says when."""
@@ -96,3 +113,10 @@ class OutputBuilder:
         if not self._answered:
             self._answered = True
             meta["response_sent_to_client_ts"] = time.time()
+
+
+def _without_the_prompt(fields: dict[str, Any]) -> dict[str, Any]:
+    """Logprob fields as a decode half has them."""
+    theirs: dict[str, Any] = {name: [] for name in fields if name.startswith("input_")}
+    first = {name: [None, *fields[name][1:]] for name in ("output_token_ids_logprobs",) if fields.get(name)}
+    return {**fields, **theirs, **first}

@@ -1,4 +1,4 @@
-"""Strings of ids taken out of JSON, or out of events of JSON, while its bytes go by.
+"""Long strings taken out of JSON, or out of events of JSON, while its bytes go by. Pure.
 
 `"routed_experts":"AAAA..."` becomes `"routed_experts":"0"`, the number of what was taken out: whoever parses the rest
 knows where it belongs. Since every string in the field is taken out, one that remains is always such a mark.
@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from middleware_hub.routed_experts.decoding import Decoder
 from miles_router.engines.scan import Field
 from miles_router.errors import UpstreamInvalidResponse
 
@@ -20,17 +19,32 @@ QUOTE, COMMA = b'"', b","
 _MARK = re.compile(rb'"\d+"(\s*,?)')
 
 
-class Extractor:
+class Taker(Protocol):
+    """Takes the characters of one string."""
+
+    def feed(self, data: memoryview) -> int:
+        """More characters, up to a quotation mark; how many they are."""
+        ...
+
+    def end(self) -> None:
+        """The string has ended."""
+        ...
+
+
+AnyTaker = TypeVar("AnyTaker", bound=Taker)
+
+
+class Extractor(Generic[AnyTaker]):
     """Takes out every string in a field.
 
     Args:
-        field: the one that has the ids.
-        make: makes the decoder for one string.
+        field: the one that has them.
+        make: makes what takes one string.
     """
 
-    def __init__(self, field: Field, make: Callable[[], Decoder]) -> None:
-        #: A decoder for each string, in the order in which they came.
-        self.decoders: list[Decoder] = []
+    def __init__(self, field: Field, make: Callable[[], AnyTaker]) -> None:
+        #: What took each string, in the order in which they came.
+        self.takers: list[AnyTaker] = []
         self._field = field
         self._make = make
         self._within = False  # a string of the field
@@ -50,12 +64,12 @@ class Extractor:
         return b"".join(remains)
 
     def _through_a_string(self, data: bytes, at: int) -> int:
-        end = at + self.decoders[-1].feed(memoryview(data)[at:])
+        end = at + self.takers[-1].feed(memoryview(data)[at:])
         if end == len(data):
             return end
         self._within = False
         self._before = QUOTE
-        self.decoders[-1].end()
+        self.takers[-1].end()
         return end + 1
 
     def _up_to_a_string(self, data: bytes, at: int, remains: list[bytes]) -> int:
@@ -64,8 +78,8 @@ class Extractor:
         while found is not None:
             value = found[1]
             if data.startswith(QUOTE, value):
-                remains += (data[at:value], b'"%d"' % len(self.decoders))
-                self.decoders.append(self._make())
+                remains += (data[at:value], b'"%d"' % len(self.takers))
+                self.takers.append(self._make())
                 self._within = True
                 return value + 1
             found = self._field.find(data, value)
@@ -87,10 +101,10 @@ class Extractor:
         """Bytes that are withheld."""
         return len(self._withheld)
 
-    def marked(self, mark: Any) -> Decoder | None:
-        """The ids in whose place a mark stands; None for what is no mark."""
-        known = isinstance(mark, str) and mark.isdecimal() and int(mark) < len(self.decoders)
-        return self.decoders[int(mark)] if known else None
+    def marked(self, mark: Any) -> AnyTaker | None:
+        """What took the string in whose place a mark stands; None for what is no mark."""
+        known = isinstance(mark, str) and mark.isdecimal() and int(mark) < len(self.takers)
+        return self.takers[int(mark)] if known else None
 
     def has_marks(self, remains: bytes) -> bool:
         """Whether strings were taken out here."""
@@ -103,7 +117,7 @@ class Extractor:
 
     def without_marks(self, remains: bytes) -> bytes:
         """JSON without the fields whose strings were taken out."""
-        if not self.decoders:
+        if not self.takers:
             return remains
         kept: list[bytes] = []
         begin = 0

@@ -1,0 +1,168 @@
+"""What both halves of a pair are asked. Pure."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from miles_router.engines import paths
+from miles_router.engines.generate import IDS, IDS_ALIAS, PARAMS, PER_PROMPT, RID, TEXT, GenerateRequest, UnknownShape
+from miles_router.engines.profile import CannotServe, Parse, Profile
+from miles_router.engines.rows import ROW_FIELDS, RowFields
+from miles_router.engines.scan import Field, Incomplete
+from miles_router.engines.writing import extended
+
+#: A half that retracts forgets which weights sampled what, and whose rows are whose: it keeps generations in place.
+PROFILE = Profile(pauses={"retract": "in_place"})
+#: Paths whose requests take a room. The others have no field for it.
+PATHS = frozenset({paths.GENERATE, paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.RESPONSES, paths.INVOCATIONS})
+#: Rooms are numbers of at most so many bits; a list of prompts takes one for each, from its own on.
+ROOM_BITS = 62
+
+RID_FIELD = Field(RID)
+N, ECHO, LOGPROBS = Field("n"), Field("echo"), Field("logprobs")
+LOGPROB_START, LOGPROB_IDS = Field("logprob_start_len"), Field("token_ids_logprob")
+META_INFO, STREAM = Field("return_meta_info"), Field("stream")
+
+
+@dataclass(frozen=True)
+class PairedRequest:
+    """One request to both halves.
+
+    Attributes:
+        body: as both are sent it, but for the room.
+        rows: the kinds of rows that are wanted.
+        prompt_logprobs: whether logprobs are wanted that the prefill half alone has.
+    """
+
+    body: bytes
+    rows: tuple[RowFields, ...] = ()
+    prompt_logprobs: bool = False
+
+    @classmethod
+    def read(cls, path: str, body: bytes, parse: Parse) -> PairedRequest:
+        """What a request wants, seen without parsing it where that can be.
+
+        Raises:
+            CannotServe: a pair would answer something else than is meant, or not at all.
+            BadRequest: it has to be asked otherwise, and cannot be read.
+        """
+        if path not in PATHS:
+            raise CannotServe(f"{path} does not take the room that the halves of a pair meet in")
+        if has_value(body, N, lambda n: type(n) is int and n > 1):
+            body = _one_each(path, body, parse)
+        rows = tuple(fields for fields in ROW_FIELDS.values() if has_value(body, Field(fields.wanted), bool))
+        if rows and path != paths.GENERATE and (has_value(body, STREAM, bool) or not has_value(body, META_INFO, bool)):
+            raise CannotServe(
+                f"rows at {path} must come in one piece, and with return_meta_info: nothing else tells whether the "
+                "decode half has lost some"
+            )
+        if path == paths.COMPLETIONS and has_value(body, ECHO, bool) and has_value(body, LOGPROBS, bool):
+            raise CannotServe("logprobs of an echoed prompt are known to the prefill half alone")
+        prompt_logprobs = path == paths.GENERATE and (
+            has_value(body, LOGPROB_START, lambda start: start not in (None, -1)) or has_value(body, LOGPROB_IDS, bool)
+        )
+        return cls(body, rows, prompt_logprobs)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a request's generations are called by the engines, where it is not what their client calls them. An engine
+    may still have what was sent to it before; it refuses a name twice, and aborts what bears the name of a stream 2 s
+    after that has ended (SGLang 0.5.23, `TokenizerManager.create_abort_task`).
+
+    Attributes:
+        inward: a client's name -> the engines'.
+    """
+
+    inward: Mapping[str, str]
+    _outward: Sequence[tuple[bytes, bytes]] = ()
+
+    @classmethod
+    def renamed(cls, body: bytes, parse: Parse) -> tuple[bytes, Names]:
+        """A request with new names in place of its client's, and these; as it is where it has none."""
+        if not has_value(body, RID_FIELD, bool):
+            return body, NO_NAMES
+        parsed = parse(body)
+        given = parsed.get(RID) if isinstance(parsed, Mapping) else None
+        names: list[Any] = given if isinstance(given, list) else [given]
+        if not all(isinstance(each, str) for each in names):
+            return body, NO_NAMES  # the engine says what is wrong with it
+        fresh = [uuid.uuid4().hex for _ in names]
+        own = [orjson.dumps(each)[1:-1] for each in names]
+        body = orjson.dumps({**parsed, RID: fresh if isinstance(given, list) else fresh[0]})
+        inward = dict(zip(_all_rids(parsed, names), _all_rids({**parsed, RID: fresh[0]}, fresh), strict=True))
+        return body, cls(inward, [(new.encode(), old) for new, old in zip(fresh, own, strict=True)])
+
+    def outward(self, said: bytes) -> bytes:
+        """What an engine says, with its client's names. No other text has the engines' by chance."""
+        for new, old in self._outward:
+            said = said.replace(new, old)
+        return said
+
+    def __bool__(self) -> bool:
+        return bool(self._outward)
+
+
+NO_NAMES = Names({})
+
+
+def _all_rids(parsed: Mapping[str, Any], names: list[str]) -> list[str]:
+    """One name makes those of a whole list: `r_0`, `r_1`."""
+    prompts = parsed.get(TEXT) if parsed.get(IDS) is None else parsed.get(IDS)
+    if len(names) > 1 or not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
+        return names
+    return [*names, *(f"{names[0]}_{index}" for index in range(len(prompts)))]
+
+
+def with_room(body: bytes, host: str, port: int, room: int) -> bytes:
+    """A request with the place where the halves meet, behind its other fields."""
+    return extended(body, {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room})
+
+
+def has_value(body: bytes, field: Field, wanted: Callable[[Any], bool]) -> bool:
+    """Whether a field has a value of this kind somewhere in a request."""
+    if field.quoted not in body:
+        return False
+    try:
+        return any(map(wanted, field.values(body)))
+    except Incomplete:
+        return False  # the engine says what is wrong with it
+
+
+# Several samples of one prompt
+
+
+def _one_each(path: str, body: bytes, parse: Parse) -> bytes:
+    """The request with each prompt as often as it is to be sampled: samples of one prompt would share a room, and wait
+    in it for ever."""
+    parsed = parse(body)
+    if path != paths.GENERATE:
+        if isinstance(parsed, Mapping) and type(parsed.get("n")) is int and parsed["n"] > 1:
+            raise CannotServe(f"n > 1 at {path}: samples of one request would wait for each other for ever")
+        return body
+    try:
+        request = GenerateRequest.read(parsed)
+    except UnknownShape as error:
+        raise CannotServe(f"n > 1 in a request that cannot be read: {error.reason}") from None
+    return body if request.samples == 1 else orjson.dumps(_as_batch(request))
+
+
+def _as_batch(request: GenerateRequest) -> dict[str, Any]:
+    """An engine that samples several times makes the ids of all itself."""
+    places = [request.prompt_of(generation) for generation in range(request.generations)]
+    prompts = [request.prompts[place] for place in places]
+    kept = {name: value for name, value in request.body.items() if name not in (TEXT, IDS, IDS_ALIAS, RID)}
+    listed = {
+        name: [request.field(name, place) for place in places]
+        for name in PER_PROMPT
+        if isinstance(kept.get(name), list) and not (request.batch and request.field(name, 0) is kept[name])
+    }
+    source: dict[str, Any] = (
+        {TEXT: [each.text for each in prompts]} if prompts[0].ids is None else {IDS: [each.ids for each in prompts]}
+    )
+    return {**kept, **source, **listed, PARAMS: [dict(each.params) for each in prompts]}

@@ -1,0 +1,62 @@
+"""What requests may be sent to at one moment. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from miles_router.fleet.workers import Role, Unit, Worker, WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Those who take requests; a later one has a higher number."""
+
+    number: int = 0
+    routable: tuple[Unit, ...] = ()
+    paused: tuple[Unit, ...] = ()
+    #: Of the routable ones, those that compute prompts for others,
+    prefill: tuple[Unit, ...] = ()
+    #: and those that a generation may be sent to, by itself or with one of `prefill`.
+    generating: tuple[Unit, ...] = ()
+    #: Whether ranks are among all these.
+    ranked: bool = False
+
+    @classmethod
+    def of(cls, number: int, workers: Iterable[Worker]) -> Snapshot:
+        """Who may do what. Without a prefill half no decode half generates."""
+        units: dict[WorkerState, list[Unit]] = {WorkerState.READY: [], WorkerState.PAUSED: []}
+        for worker in workers:
+            if worker.state in units:
+                units[worker.state] += worker.units
+        routable, paused = (tuple(each) for each in units.values())
+        prefill = tuple(unit for unit in routable if unit.worker.role is Role.PREFILL)
+        barred = Role.PREFILL if prefill else Role.DECODE
+        generating = tuple(unit for unit in routable if unit.worker.role is not barred)
+        ranked = any(unit.rank is not None for unit in (*routable, *paused))
+        return cls(number, routable, paused, prefill, generating, ranked)
+
+    def left(self, excluded: Collection[Worker], *, generates: bool) -> Sequence[Unit]:
+        """What is left for a request where these workers are out of the question."""
+        candidates: Sequence[Unit] = (self.generating if generates else self.routable) or self.paused
+        if generates and self.prefill and all(unit.worker in excluded for unit in self.prefill):
+            candidates = [unit for unit in candidates if unit.worker.role is Role.REGULAR]
+        return [unit for unit in candidates if unit.worker not in excluded]
+
+
+def why_none(workers: Collection[Worker]) -> str:
+    """Why none of them takes a request, in words."""
+    if not workers:
+        return "no worker is registered; workers register with POST /add_worker"
+    halves = {role: [worker for worker in workers if worker.role is role] for role in (Role.PREFILL, Role.DECODE)}
+    for role, those in halves.items():
+        if any(halves.values()) and not any(worker.state is WorkerState.READY for worker in those):
+            return f"no routable {role.value} worker: {_counted(those) or 'none is registered'}"
+    return f"no routable worker: {_counted(workers)}"
+
+
+def _counted(workers: Iterable[Worker]) -> str:
+    """How many are in which state."""
+    states = Counter(worker.state.value for worker in workers)
+    return ", ".join(f"{count} {state}" for state, count in sorted(states.items()))

@@ -1,0 +1,334 @@
+"""Prefill/decode pairs: one request to two workers, and the one exact answer that they make."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from miles_router.testing import MoeShape, Pairing, SimulatedWorker
+from miles_router.testing.worker.model.moe import route
+from tests.support.events import events_of
+from tests.support.pairs import JSON, MOE, PROMPT, SHORT, TELLING, Halves, halves, register
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+whole_and_streamed = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+ROOM = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+
+
+def rows_of(answer: Any) -> Any:
+    return np.frombuffer(base64.b64decode(answer["meta_info"]["routed_experts"]), np.int32).reshape(-1, 3, 2)
+
+
+def check(pair: Halves, answer: Any, stream: bool = False) -> None:
+    """An answer is what the decode half sampled."""
+    truth = pair.truth()
+    assert answer["output_ids"] == truth.output_ids
+    assert answer["text"] == truth.text
+    assert len(answer["output_ids"]) == SHORT["max_new_tokens"]
+
+
+@whole_and_streamed
+async def test_both_halves_are_asked_the_same_and_decode_answers(stage: Stage, stream: bool) -> None:
+    async with halves(stage) as pair:
+        for _ in range(3):
+            check(pair, await pair.answer(stream=stream))
+        ours = pair.asked(pair.prefill)
+        assert ours == pair.asked(pair.decode)
+        assert [{name: each[name] for name in ROOM[:2]} for each in ours] == [
+            {"bootstrap_host": "127.0.0.1", "bootstrap_port": pair.prefill.settings.pairing.port}  # type: ignore[union-attr]
+        ] * 3
+        assert len({each["bootstrap_room"] for each in ours}) == 3
+        without = [{name: value for name, value in each.items() if name not in ROOM} for each in ours]
+        assert without == [{"input_ids": PROMPT, "sampling_params": SHORT, "stream": stream}] * 3
+
+
+async def test_a_body_is_not_touched_but_for_the_room_behind_it(stage: Stage) -> None:
+    async with halves(stage) as pair:
+        body = b'{ "input_ids" :[5, 6],"sampling_params":{"max_new_tokens":2} , "odd":1e2}'
+        reply = await pair.router.ask("POST", "/generate", [("Content-Type", "application/json")], body)
+        assert reply.status == 200
+        (seen,) = pair.decode.door.at("/generate")
+        assert seen.body.startswith(body[:-1] + b',"bootstrap_host":"127.0.0.1"')
+
+
+@whole_and_streamed
+async def test_prompts_of_a_list_meet_in_rooms_of_their_own(stage: Stage, stream: bool) -> None:
+    async with halves(stage) as pair:
+        reply = await pair.generate(input_ids=[PROMPT, PROMPT[:2], PROMPT], stream=stream)
+        assert reply.status == 200, reply.body
+        told = [generation.output_ids for generation in pair.decode.door.generations]
+        if stream:
+            ends = {event["index"]: event["output_ids"] for event in events_of(reply.body)}
+            assert [ends[index] for index in range(3)] == told
+        else:
+            assert [answer["output_ids"] for answer in reply.json()] == told
+
+
+@whole_and_streamed
+async def test_several_samples_of_each_prompt(stage: Stage, stream: bool) -> None:
+    async with halves(stage) as pair:
+        reply = await pair.generate(
+            input_ids=[PROMPT, PROMPT[:2]], sampling_params={**SHORT, "n": 3}, stream=stream, rid="r"
+        )
+        assert reply.status == 200, reply.body
+        told = pair.decode.door.generations
+        assert [each.input_ids for each in told] == [PROMPT] * 3 + [PROMPT[:2]] * 3
+        if stream:
+            ends = {event["index"]: event["output_ids"] for event in events_of(reply.body)}
+            assert [ends[index] for index in range(6)] == [each.output_ids for each in told]
+        else:
+            assert [answer["output_ids"] for answer in reply.json()] == [each.output_ids for each in told]
+
+
+async def test_several_samples_of_one_prompt_are_a_list(stage: Stage) -> None:
+    async with halves(stage) as pair:
+        answers = await pair.answer(sampling_params={**SHORT, "n": 2}, return_logprob=[True])
+        assert [len(answer["meta_info"]["output_token_logprobs"]) for answer in answers] == [6, 6]
+
+
+@whole_and_streamed
+async def test_logprobs_of_the_output_and_of_the_prompt(stage: Stage, stream: bool) -> None:
+    asked = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "token_ids_logprob": [9, 10]}
+    async with halves(stage) as pair, SimulatedWorker() as alone:
+        answer = await pair.answer(stream=stream, **asked)
+        check(pair, answer)
+        router = await stage.router(alone.url)
+        alone.say(answer["output_ids"])
+        plain = await router.ask(
+            "POST",
+            "/generate",
+            [("Content-Type", "application/json")],
+            orjson.dumps({"input_ids": PROMPT, "sampling_params": SHORT, **asked}),
+        )
+        logprobs = {name: each for name, each in plain.json()["meta_info"].items() if "logprobs" in name}
+        assert len(logprobs) == 7
+        assert len(logprobs["input_token_logprobs"]) == len(PROMPT)
+        assert {name: answer["meta_info"][name] for name in logprobs} == logprobs
+
+
+@whole_and_streamed
+@pytest.mark.parametrize("start", [0, 2, len(PROMPT)])
+async def test_expert_rows_of_the_prompt_and_of_the_output(stage: Stage, stream: bool, start: int) -> None:
+    async with halves(stage, worker=TELLING) as pair:
+        await pair.answer(input_ids=[9, 8, 7])
+        answer = await pair.answer(stream=stream, return_routed_experts=True, routed_experts_start_len=start)
+        check(pair, answer)
+        assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]], start))
+
+
+@whole_and_streamed
+async def test_many_rows_of_several_prompts(stage: Stage, stream: bool) -> None:
+    wide = MoeShape(48, 128, 8)
+    async with halves(stage, worker={"moe": wide}) as pair:
+        prompts = [list(range(100, 100 + count)) for count in (700, 3, 401)]
+        reply = await pair.generate(input_ids=prompts, stream=stream, return_routed_experts=True)
+        ends = {event["index"]: event for event in events_of(reply.body)} if stream else dict(enumerate(reply.json()))
+        for place, prompt in enumerate(prompts):
+            rows = np.frombuffer(base64.b64decode(ends[place]["meta_info"]["routed_experts"]), np.int32)
+            assert np.array_equal(rows.reshape(-1, 48, 8), route(wide, [*prompt, *ends[place]["output_ids"]]))
+
+
+@whole_and_streamed
+async def test_expert_rows_of_an_answer_of_one_token(stage: Stage, stream: bool) -> None:
+    async with halves(stage, worker=TELLING) as pair:
+        answer = await pair.answer(stream=stream, return_routed_experts=True, sampling_params={"max_new_tokens": 1})
+        assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]]))
+
+
+async def test_expert_rows_of_several_samples(stage: Stage) -> None:
+    async with halves(stage, worker=TELLING) as pair:
+        answers = await pair.answer(sampling_params={**SHORT, "n": 3}, return_routed_experts=True)
+        for answer in answers:
+            assert np.array_equal(rows_of(answer), route(MOE, [*PROMPT, *answer["output_ids"]]))
+
+
+@whole_and_streamed
+async def test_chat(stage: Stage, stream: bool) -> None:
+    async with halves(stage) as pair:
+        reply = await pair.post(
+            "/v1/chat/completions",
+            model="m",
+            messages=[{"role": "user", "content": "Hi"}],
+            max_tokens=6,
+            stream=stream,
+        )
+        assert reply.status == 200, reply.body
+        if stream:
+            deltas = [chunk["choices"][0]["delta"].get("content") for chunk in events_of(reply.body)]
+            text = "".join(filter(None, deltas))
+        else:
+            text = reply.json()["choices"][0]["message"]["content"]
+        assert text == pair.truth().text
+        assert pair.asked(pair.prefill, "/v1/chat/completions") == pair.asked(pair.decode, "/v1/chat/completions")
+
+
+async def test_what_does_not_generate_goes_to_one_worker(stage: Stage) -> None:
+    async with halves(stage) as pair:
+        for path, body in (("/v1/tokenize", {"prompt": "Hi"}), ("/v1/detokenize", {"tokens": [5]})):
+            assert (await pair.post(path, **body)).status == 200
+            assert len(pair.prefill.door.at(path)) + len(pair.decode.door.at(path)) == 1
+        assert (await pair.router.ask("GET", "/v1/models")).status == 200
+
+
+async def test_what_a_pair_would_answer_otherwise_is_refused_by_name(stage: Stage) -> None:
+    async with halves(stage) as pair:
+        messages = [{"role": "user", "content": "Hi"}]
+        for path, body in (
+            ("/v1/chat/completions", {"messages": messages, "n": 2}),
+            ("/v1/chat/completions", {"messages": messages, "return_routed_experts": True}),
+            ("/v1/completions", {"prompt": "Hi", "echo": True, "logprobs": 1}),
+            ("/api/generate", {"prompt": "Hi"}),
+        ):
+            reply = await pair.post(path, **body)
+            assert (reply.status, reply.error_type) == (501, "unsupported_by_engine"), reply.body
+        assert not pair.decode.door.generations
+
+
+async def test_the_roles_are_shown_and_counted(stage: Stage) -> None:
+    async with halves(stage) as pair:
+        shown = {each["url"]: each for each in (await pair.router.ask("GET", "/workers")).json()["workers"]}
+        assert shown[pair.prefill.url]["worker_type"] == "prefill"
+        assert shown[pair.prefill.url]["bootstrap_port"] == pair.prefill.settings.pairing.port  # type: ignore[union-attr]
+        assert shown[pair.decode.url]["worker_type"] == "decode"
+        metrics = (await pair.router.ask("GET", "/metrics")).body.decode()
+        assert f'miles_router_worker_type{{type="prefill",worker="{pair.prefill.url}"}} 1.0' in metrics
+
+
+async def test_a_worker_that_starts_as_a_half_registers_as_one(stage: Stage) -> None:
+    router = await stage.router()
+    async with (
+        SimulatedWorker(pairing=Pairing("prefill"), router_url=router.url) as prefill,
+        SimulatedWorker(pairing=Pairing("decode"), router_url=router.url) as decode,
+    ):
+        await until(lambda: len(router.pool) == 2, "both have registered")
+        pair = Halves(router, [prefill], [decode])
+        check(pair, await pair.answer())
+        await until(lambda: not router.leftovers(), "the first probes are over")
+
+
+async def test_both_halves_have_fewest_in_flight(stage: Stage) -> None:
+    async with halves(stage, 2, 2) as pair:
+        for _ in range(4):
+            check_any = await pair.answer()
+            assert len(check_any["output_ids"]) == 6
+        assert [len(worker.door.at("/generate")) for worker in pair.workers] == [2, 2, 2, 2]
+
+
+async def test_a_key_keeps_its_decode_half_and_its_prefill_half(stage: Stage) -> None:
+    async with halves(stage, 2, 2) as pair:
+        body = orjson.dumps({"input_ids": PROMPT, "sampling_params": SHORT})
+        headers = [("Content-Type", "application/json"), ("X-SMG-Routing-Key", "k")]
+        for _ in range(4):
+            assert (await pair.router.ask("POST", "/generate", headers, body)).status == 200
+        assert sorted(len(worker.door.at("/generate")) for worker in pair.prefills) == [0, 4]
+        assert sorted(len(worker.door.at("/generate")) for worker in pair.decodes) == [0, 4]
+
+
+async def test_a_mixed_fleet_serves_with_what_it_has(stage: Stage) -> None:
+    async with halves(stage) as pair, SimulatedWorker() as regular:
+        await pair.router.ask("POST", f"/add_worker?url={regular.url}")
+        await until(lambda: not pair.router.leftovers(), "the first probes are over")
+        for _ in range(4):
+            assert len((await pair.answer())["output_ids"]) == 6
+        assert [len(worker.door.at("/generate")) for worker in (*pair.workers, regular)] == [2, 2, 2]
+        assert (
+            await pair.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], n=2)
+        ).status == 200
+
+
+async def test_registering_a_half_again_keeps_what_it_is(stage: Stage) -> None:
+    async with halves(stage) as pair:
+        await pair.router.ask(
+            "POST",
+            "/workers",
+            [("Content-Type", "application/json")],
+            orjson.dumps({"url": pair.prefill.url, "labels": {"a": "b"}}),
+        )
+        await register(pair.router, pair.prefill)
+        check(pair, await pair.answer())
+
+
+# Ranks and pools
+
+
+async def test_a_half_with_ranks_is_one_unit_whose_engine_chooses_the_rank(stage: Stage) -> None:
+    """Where the prompt is, the decode half finds by the room; a pin to a rank would lead it astray."""
+    async with halves(stage, worker={"dp_size": 2}) as pair:
+        for stream in (False, True) * 4:
+            check(pair, await pair.answer(stream=stream))
+        for exchange in pair.prefill.door.at("/generate"):
+            assert exchange.generation.dp_rank == exchange.json()["bootstrap_room"] % 2
+        shown = (await pair.router.ask("GET", "/workers")).json()["workers"]
+        assert not any("ranks" in each for each in shown)
+        assert not any("routed_dp_rank" in body for worker in pair.workers for body in pair.asked(worker))
+
+
+@pytest.mark.parametrize("headers", [[], [("X-Data-Parallel-Rank", "1")]], ids=["by a field", "by a header"])
+async def test_who_wants_a_rank_is_not_sent_to_a_pair(stage: Stage, headers: list[tuple[str, str]]) -> None:
+    wish = {} if headers else {"routed_dp_rank": 1}
+    body = orjson.dumps({"input_ids": PROMPT, "sampling_params": SHORT, **wish})
+    async with halves(stage) as pair, SimulatedWorker(dp_size=2) as ranked:
+        refused = await pair.router.ask("POST", "/generate", [*JSON, *headers], body)
+        assert (refused.status, refused.error_type) == (501, "unsupported_by_engine")
+        await pair.router.ask("POST", f"/add_worker?url={ranked.url}")
+        await until(lambda: not pair.router.leftovers(), "the first probes are over")
+        for _ in range(4):
+            assert (await pair.router.ask("POST", "/generate", [*JSON, *headers], body)).status == 200
+        assert [each.dp_rank for each in ranked.door.generations] == [1] * 4
+        assert not pair.decode.door.generations
+
+
+async def test_the_halves_of_a_pair_are_of_one_model(stage: Stage) -> None:
+    router = await stage.router()
+    async with (
+        halves(stage, router=router, attributes={"model_id": "actor"}, worker={"weight_version": "1"}) as actor,
+        halves(stage, router=router, attributes={"model_id": "judge"}, worker={"weight_version": "2"}) as judge,
+    ):
+        for model, pair, version in (("judge", judge, "2"), ("actor", actor, "1")) * 3:
+            answer = await pair.answer(model=model)
+            check(pair, answer)
+            assert answer["meta_info"]["weight_versions"] == [{"version": version, "start": 0, "end": 6}]
+        assert [len(worker.door.at("/generate")) for worker in (*actor.workers, *judge.workers)] == [3] * 4
+
+
+async def test_a_half_of_another_model_makes_no_pair(stage: Stage) -> None:
+    router = await stage.router()
+    async with (
+        halves(stage, decodes=0, router=router, attributes={"model_id": "actor"}) as actor,
+        halves(stage, prefills=0, router=router, attributes={"model_id": "judge"}) as judge,
+    ):
+        for pair, model, missing in ((actor, "actor", "decode"), (judge, "judge", "prefill")):
+            reply = await pair.generate(model=model)
+            assert reply.status == 503
+            assert f"no routable {missing} worker" in reply.json()["error"]["message"]
+        assert (await router.ask("GET", "/readiness")).status == 503
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ({"worker_type": "both"}, "worker_type must be one of regular, prefill, decode"),
+        ({"worker_type": "prefill"}, "needs its bootstrap_port"),
+        ({"worker_type": "prefill", "bootstrap_port": 0}, "bootstrap_port must be a port"),
+        ({"worker_type": "decode", "bootstrap_port": True}, "bootstrap_port must be a port"),
+        ({"worker_type": ["decode"]}, "worker_type must be one of"),
+        ({"worker_type": None, "bootstrap_port": None}, None),
+    ],
+)
+async def test_a_role_that_is_none_is_refused_and_nobody_joins(
+    stage: Stage, said: dict[str, Any], problem: str | None
+) -> None:
+    router = await stage.router()
+    async with SimulatedWorker() as worker:
+        reply = await router.ask("POST", "/workers", JSON, orjson.dumps({"url": worker.url, **said}))
+        if problem is None:
+            assert (reply.status, len(router.pool)) == (201, 1)
+            await until(lambda: not router.leftovers(), "the first probes are over")
+        else:
+            assert (reply.status, len(router.pool)) == (400, 0)
+            assert problem in reply.json()["error"]["message"]

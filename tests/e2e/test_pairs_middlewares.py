@@ -1,0 +1,140 @@
+"""Sessions, the text cache and routed experts above prefill/decode pairs: they notice nothing, and all is exact."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_router.tasks import spawn
+from miles_router.testing.worker.door import GenerationRecord
+from tests.support.cache_trial import CACHE, checkpoint
+from tests.support.experts_trial import HI, MOE, ExpertsTrial, episode, experts_trial, truth
+from tests.support.pairs import Halves, halves
+from tests.support.session_trial import CHAT, SESSIONS, exactly, message_of, qwen3, session_trial, user
+from tests.support.stage import Stage
+from tests.support.tokenizers import tokenizer_directory
+from tests.support.under_way import under_way
+
+TURN: dict[str, Any] = {"max_tokens": 8}
+
+
+@asynccontextmanager
+async def above(stage: Stage, **settings: Any) -> AsyncIterator[tuple[ExpertsTrial, Halves]]:
+    """Sessions, the cache and a keeper of experts before two pairs that sample alike."""
+    trial = await experts_trial(stage, around=(SESSIONS, CACHE), **settings)
+    worker = {"moe": MOE, "tokenizer": checkpoint(), "weight_version": "1"}
+    async with halves(stage, 2, 2, router=trial.router, worker=worker) as pair:
+        yield trial, pair
+
+
+def turns_of(pair: Halves, path: str) -> list[GenerationRecord]:
+    """What the decode halves sampled, in the order of its prompts' lengths."""
+    told = [record for worker in pair.decodes for exchange in worker.door.at(path) for record in exchange.generations]
+    return sorted(told, key=lambda record: len(record.input_ids))
+
+
+async def test_an_episode_is_exact_with_the_rows_of_every_position(stage: Stage) -> None:
+    async with above(stage) as (trial, pair):
+        session = await trial.create()
+        await episode(trial, session, 5, **TURN)
+        (sample,) = await trial.exact(session)
+        told = turns_of(pair, CHAT)
+        assert len(told) == 5
+        exactly(sample, *told)
+        busy = [worker for worker in pair.workers if worker.door.at(CHAT)]
+        assert len(busy) == 2, "a session keeps its halves"
+
+
+async def test_an_episode_outlives_the_loss_of_each_half(stage: Stage) -> None:
+    async with above(stage, resume_on_worker_loss=True) as (trial, pair):
+        session = await trial.create()
+        history = [*HI]
+        for turn, lost in enumerate((pair.prefills, pair.decodes, ())):
+            history += [message_of(await trial.chat(session, history, **TURN)), user(f"Go on {turn}")]
+            for worker in [each for each in lost if each.door.at(CHAT)]:
+                await worker.kill()
+        (sample,) = await trial.exact(session)
+        exactly(sample, *turns_of(pair, CHAT))
+
+
+@pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])
+@pytest.mark.parametrize("phase", ["prompt", "output"])
+async def test_a_turn_outlives_an_update(stage: Stage, mode: str, phase: str) -> None:
+    async with above(stage, partial_rollout="resume") as (trial, pair):
+        session = await trial.create()
+        history = [*HI, message_of(await trial.chat(session, HI, **TURN)), user("Go on")]
+        pair.hold(pair.prefills if phase == "prompt" else pair.decodes)
+        turn = spawn(trial.chat(session, history, **TURN), name="an agent")
+        await (pair.prefilling() if phase == "prompt" else pair.decoding())
+        await pair.post("/pause_generation", mode=mode)
+        pair.release()
+        await pair.post("/update_weight_version", new_version="2", abort_all_requests=False)
+        await pair.post("/continue_generation")
+        await turn
+        (sample,) = await trial.exact(session)
+        sampled = Counter[str]()
+        for each in sample["weight_versions"]:
+            sampled[each["version"]] += each["end"] - each["start"]
+        assert sampled["1"] + sampled["2"] == 16
+        assert sampled["2"] == 8 if phase == "prompt" else 0 < sampled["2"] < 8
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("phase", ["prompt", "output"])
+async def test_a_turn_that_was_cut_counts_once_in_its_contract(stage: Stage, phase: str, stream: bool) -> None:
+    trial = await session_trial(stage, partial_rollout="resume", hf_checkpoint=tokenizer_directory("qwen3"))
+    worker = {"tokenizer": qwen3(), "weight_version": "1"}
+    async with halves(stage, router=trial.router, worker=worker) as pair:
+        session = await trial.create(contract={"budget": {"max_tokens": 30}, "freshness": {"oldest_version": 1}})
+        pair.hold(pair.prefills if phase == "prompt" else pair.decodes)
+        async with under_way(trial.turn(session, HI, max_tokens=1000, ignore_eos=True, stream=stream)) as turn:
+            await (pair.prefilling() if phase == "prompt" else pair.decoding())
+            await pair.post("/pause_generation", mode="abort")
+            pair.release()
+            await pair.post("/update_weight_version", new_version="2", abort_all_requests=False)
+            await pair.post("/continue_generation")
+            assert (await turn).status == 200
+        parts = [each for each in turns_of(pair, CHAT) if each.output_ids]
+        assert sum(len(each.output_ids) for each in parts) == 30
+        (sample,) = await trial.samples(session)
+        exactly(sample, *parts)
+        assert (sum(sample["loss_mask"]), sample["metadata"]["end_reason"]) == (30, "budget_tokens")
+        versions = [run["version"] for run in sample["weight_versions"]]
+        assert versions == (["2"] if phase == "prompt" else ["1", "2"])
+
+
+@pytest.mark.parametrize("lost", ["prefill", "decode"])
+async def test_a_streamed_turn_outlives_the_loss_of_a_half(stage: Stage, lost: str) -> None:
+    trial = await session_trial(stage, resume_on_worker_loss=True, hf_checkpoint=tokenizer_directory("qwen3"))
+    worker = {"tokenizer": qwen3(), "weight_version": "1"}
+    async with halves(stage, 2, 2, router=trial.router, worker=worker) as pair:
+        session = await trial.create()
+        those = pair.prefills if lost == "prefill" else pair.decodes
+        pair.hold(those)
+        async with under_way(trial.stream(session, HI, max_tokens=20, ignore_eos=True)) as turn:
+            await (pair.prefilling() if lost == "prefill" else pair.decoding())
+            await next(each for each in those if each.running).kill()
+            pair.release()
+            await turn
+        (sample,) = await trial.samples(session)
+        last = turns_of(pair, CHAT)[-1]
+        assert sample["tokens"] == [*last.input_ids, *last.output_ids]
+        assert sum(sample["loss_mask"]) == 20
+
+
+async def test_a_text_goes_on_from_its_tokens(stage: Stage) -> None:
+    async with above(stage) as (trial, pair):
+        text = "Once upon"
+        for _ in range(3):
+            answer = await trial.generate(text=text)
+            text += answer["text"]
+        told = turns_of(pair, "/generate")
+        found = await trial.post("/retrieve_from_text", {"text": text})
+        assert found.json()["tokens"] == [*told[-1].input_ids, *told[-1].output_ids]
+        rows = await trial.rows(text=text)
+        assert np.array_equal(rows, truth(found.json()["tokens"]))
