@@ -12,6 +12,7 @@
     │   ├── BodyTooLarge            413 request_too_large
     │   ├── RequestTimeout          408 request_timeout
     │   └── GroupAborted            409 group_aborted
+    ├── PolicyFault                 500 policy_failed: a policy of one's own failed, or chose what it may not
     ├── ClientDisconnected          nothing is rendered: nobody is listening
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── TooManyConnections          503 too_many_connections, with Retry-After

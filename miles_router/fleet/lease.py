@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from miles_router.fleet.placement.homes import Home
+from miles_router.fleet.placement.homes import SessionHome
 from miles_router.fleet.workers import Unit, Worker
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ class Lease:
 
     __slots__ = ("_pool", "home", "tokens", "unit")
 
-    def __init__(self, pool: WorkerPool, unit: Unit, tokens: int = 0, home: Home | None = None) -> None:
+    def __init__(self, pool: WorkerPool, unit: Unit, tokens: int = 0, home: SessionHome | None = None) -> None:
         self.unit = unit
         #: Those of its prompt.
         self.tokens = tokens

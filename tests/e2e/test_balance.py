@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.http import Client, Pairs, request
 from tests.support.running_router import RunningRouter
-from tests.support.scripted_worker import HANG, ScriptedWorker, script
+from tests.support.scripted_worker import HANG, RESET, ScriptedWorker, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
@@ -162,3 +162,17 @@ async def test_a_key_is_followed_even_to_a_busier_worker(stage: Stage) -> None:
     await until(lambda: home.busy, "the home is busy")
     assert await took(router, workers, "/x", [("X-Session-Id", "a")]) is home
     client.abort()
+
+
+async def test_a_session_stays_at_home_when_a_request_of_it_is_lost_there(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers)
+    headers = [("X-SMG-Routing-Key", "a")]
+    home = await took(router, workers, "/x", headers)
+    for _ in range(2):  # on the connection that there is, and on a new one
+        home.next(script(RESET))
+    (other,) = (worker for worker in workers if worker is not home)
+    seen = len(other.requests)
+    assert (await router.ask("GET", "/x", headers)).status == 200
+    assert len(other.requests) == seen + 1
+    assert await took(router, workers, "/x", headers) is home

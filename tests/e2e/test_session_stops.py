@@ -261,3 +261,14 @@ async def test_under_resume_what_was_aborted_is_not_carried_on(stage: Stage) -> 
             await trial.ask("POST", "/abort_request", {"group": "g"})
             assert finish_of(await turn, stream=False) == "abort"
         await the_partial_sample_stays(trial, session, "aborted")
+
+
+async def test_what_a_session_holds_on_its_worker_is_shown_until_it_is_over(trial: SessionTrial) -> None:
+    session = await trial.create()
+    assert (await trial.turn(session, [user("Hi " * 400)])).status == 200
+    (worker,) = json.loads((await trial.ask("GET", "/workers")).body)["workers"]
+    assert worker["sessions"] == 1
+    assert worker["tokens"] > 300
+    await trial.ask("DELETE", f"/sessions/{session}")
+    (worker,) = json.loads((await trial.ask("GET", "/workers")).body)["workers"]
+    assert (worker["sessions"], worker["tokens"]) == (0, 0)

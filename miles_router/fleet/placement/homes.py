@@ -20,7 +20,7 @@ PATIENCE, SHORTEST, LONGEST = 10.0, 1.0, 600.0
 _WEIGHT = 0.02
 
 
-class Home:
+class SessionHome:
     """One session's."""
 
     __slots__ = ("key", "running", "since", "stayed", "tokens", "unit")
@@ -44,8 +44,8 @@ class Homes:
     def __init__(self, max_keys: int = 100_000, now: Callable[[], float] = time.monotonic) -> None:
         self._max_keys = max_keys
         self._now = now
-        self._homes: OrderedDict[str, Home] = OrderedDict()
-        self._away: OrderedDict[str, Home] = OrderedDict()  # nothing of them runs, and they count; longest first
+        self._homes: OrderedDict[str, SessionHome] = OrderedDict()
+        self._away: OrderedDict[str, SessionHome] = OrderedDict()  # nothing of them runs, and they count; longest first
         self._mean: float | None = None
 
     def __len__(self) -> int:
@@ -55,11 +55,11 @@ class Homes:
         return key in self._homes
 
     @property
-    def away(self) -> Collection[Home]:
+    def away(self) -> Collection[SessionHome]:
         """Those that count and of which nothing runs."""
         return self._away.values()
 
-    def find(self, key: str) -> Home | None:
+    def find(self, key: str) -> SessionHome | None:
         """The home of a session that sends a request. What it holds there counts no more: `settle` must follow."""
         self.expire()
         home = self._homes.get(key)
@@ -71,12 +71,12 @@ class Homes:
     def settle(
         self,
         key: str,
-        home: Home | None,
+        home: SessionHome | None,
         unit: Unit,
         candidates: Sequence[Unit],
         routable: Sequence[Unit],
         tokens: int,
-    ) -> Home | None:
+    ) -> SessionHome | None:
         """Where a session is at home, now that a request of it goes to `unit`; None where it is elsewhere. It moves
         when its policy has it move, and when nothing can be sent home. Where this request alone cannot, for it was just
         lost there, its home is kept."""
@@ -86,10 +86,10 @@ class Homes:
             return None
         return self.enter(key, home, unit, tokens)
 
-    def enter(self, key: str, home: Home | None, unit: Unit, tokens: int) -> Home:
+    def enter(self, key: str, home: SessionHome | None, unit: Unit, tokens: int) -> SessionHome:
         """A session's request goes to `unit`, which is its home from now on."""
         if home is None:
-            home = self._homes[key] = Home(key, unit)
+            home = self._homes[key] = SessionHome(key, unit)
             if len(self._homes) > self._max_keys:
                 self.forget(next(iter(self._homes)))
         else:
@@ -104,7 +104,7 @@ class Homes:
         home.tokens = tokens or home.tokens
         return home
 
-    def leave(self, home: Home) -> None:
+    def leave(self, home: SessionHome) -> None:
         """One of its requests has ended."""
         home.running -= 1
         if not home.running:
@@ -113,7 +113,7 @@ class Homes:
                 home.since = self._now()
                 self.stay_away(home)
 
-    def stay_away(self, home: Home) -> None:
+    def stay_away(self, home: SessionHome) -> None:
         """Count what a session holds at home, unless something of it runs."""
         if not home.running and home.key not in self._away:
             self._away[home.key] = home
@@ -132,7 +132,7 @@ class Homes:
         while self._away and (home := next(iter(self._away.values()))).since < latest:
             self._uncount(home)
 
-    def _uncount(self, home: Home) -> bool:
+    def _uncount(self, home: SessionHome) -> bool:
         if self._away.pop(home.key, None) is None:
             return False
         home.unit.tokens -= home.tokens
