@@ -91,7 +91,7 @@ class Forwarder:
             lease = self._fleet.lease(request.key, (*request.tried, *unable), request.preferred, rank)
             worker = lease.worker
             if flight is not None:
-                flight.worker_url = worker.url
+                flight.worker_url, flight.rank = worker.url, lease.unit.rank
             try:
                 return Forwarded(lease, await self._ask(lease.unit, request, flight))
             except CannotServe as refusal:
