@@ -87,7 +87,6 @@ class MovedAnswer(ResumableAnswer):
         self._opening = self.leg(self.exchange)
         self._reply = FollowingAnswer(self._opening)
         self._reply.max_collected = self.exchange.max_answer_bytes
-        self._next: str | None = relocation.target
         self._tries = self._refusals = 0
 
     async def take(self, message: Message) -> None:
@@ -137,6 +136,7 @@ class MovedAnswer(ResumableAnswer):
     def in_flight(self, exchange: Exchange, body: bytes) -> Iterator[None]:
         """Within this an abort finds it, and so does the next move."""
         self._legs.add(exchange)
+        exchange.flight.preferred = self._relocation.target
         try:
             with super().in_flight(exchange, body):
                 yield
@@ -146,10 +146,10 @@ class MovedAnswer(ResumableAnswer):
     async def sample(self, leg: Leg, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """One more piece, of the worker that takes it over."""
         flight = leg.exchange.flight
-        source, flight.move, flight.first_byte_at, flight.preferred = flight.worker_url, None, None, self._next
+        source, flight.move, flight.first_byte_at = flight.worker_url, None, None
         if not self._tries:
             self.context.router.metrics.moved_generations += 1
-            fields = {"request_id": self.exchange.request_id, "source": source, "target": self._next}
+            fields = {"request_id": self.exchange.request_id, "source": source, "target": flight.preferred}
             logger.debug("generation_moved", extra={"fields": fields})
         if not await self._before_a_pause(super().sample(leg, generation, seam, body), lambda: flight.stop is None):
             return  # it waits at the gate
@@ -160,7 +160,7 @@ class MovedAnswer(ResumableAnswer):
         relocation = leg.exchange.flight.move
         await super().note_end(leg, generation, finish)
         if not generation.done and isinstance(relocation, Relocation):
-            self._relocation, self._next = relocation, relocation.target
+            self._relocation, leg.exchange.flight.preferred = relocation, relocation.target
 
     async def tries_again(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
         """At the worker that had it, if that one still takes requests.
@@ -174,7 +174,7 @@ class MovedAnswer(ResumableAnswer):
         self._refusals += not isinstance(error, RouterError)
         if self._tries > TRIES or self._refusals > REFUSALS:
             raise CannotResume(str(error)) from error
-        self._next = self._relocation.source
+        exchange.flight.preferred = self._relocation.source
         with Watch(self.receive, 0):
             await asyncio.sleep(min(LATE, SOON * 2**self._tries))
         return True

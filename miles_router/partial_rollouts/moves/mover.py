@@ -130,11 +130,12 @@ class Mover:
         }
         for exchange, stay in self._stays.items():
             move = exchange.flight.move
-            if isinstance(move, Relocation):  # and still under way
-                targets = [place for place in loads if place.url == move.target]
-                for place, count in ((stay.place, -1), (min(targets, key=loads.__getitem__, default=None), 1)):
-                    if place in loads:
-                        loads[place] += count
+            if isinstance(move, Relocation) and exchange.flight.stop is not None and stay.place in loads:
+                loads[stay.place] -= 1
+                _expect(loads, move.target)
+        for exchange in self._legs:
+            if exchange.flight.stop is None:  # between two workers
+                _expect(loads, exchange.flight.preferred)
         return loads
 
     def _movable(self, loads: dict[UnitName, int], now: float) -> dict[UnitName, list[Exchange]]:
@@ -185,6 +186,13 @@ class Mover:
 
     def _facts(self, place: UnitName) -> Facts:
         return self._fleet.known_facts(place.url)
+
+
+def _expect(loads: dict[UnitName, int], url: str | None) -> None:
+    """Count one more request where it will be."""
+    units = [unit for unit in loads if unit.url == url]
+    if units:
+        loads[min(units, key=loads.__getitem__)] += 1
 
 
 def _moves(worker: Worker) -> bool:
