@@ -22,7 +22,6 @@ Reason = Literal[
     "named_alike",
     "stateful",
     "too_long",
-    "begun_anew",
 ]
 
 MEDIA = ("image_data", "video_data", "audio_data")

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from miles_router import tasks
 from miles_router.asgi.exchange import Exchange, read_json
-from miles_router.asgi.flight import Flight
 from miles_router.control.fan_out import FanOut, outgoing_order
 from miles_router.control.row import BRIEF
 from miles_router.control.table import ABORT
@@ -141,7 +140,8 @@ class Mover:
     def _movable(self, loads: dict[UnitName, int], now: float) -> dict[UnitName, list[Exchange]]:
         choice: dict[UnitName, list[Exchange]] = {place: [] for place in loads}
         for exchange, stay in self._stays.items():
-            if stay.place in choice and not stay.stays and now - stay.since >= self._after and _waits(exchange.flight):
+            long = now - stay.since >= self._after
+            if stay.place in choice and long and not stay.stays and _waits(exchange):
                 choice[stay.place].append(exchange)
         return choice
 
@@ -149,8 +149,6 @@ class Mover:
         """Have one move, if it can: what could fail later is found out now."""
         stay = self._stays[exchange]
         try:
-            if BEGUN_ANEW in exchange.notes:
-                raise Immovable("begun_anew")
             request = movable(read_json(stay.body), [self._facts(source), self._facts(target)])
             if await self._context.in_flight.named(request.body[RID], source.url) != {exchange}:
                 raise Immovable("named_alike")
@@ -160,7 +158,7 @@ class Mover:
             stay.stays = True
             return False
         flight = exchange.flight
-        here = UnitName(flight.worker_url or "", flight.rank) == source and _waits(flight)
+        here = UnitName(flight.worker_url or "", flight.rank) == source and _waits(exchange)
         if not here or not self._quiet() or not {source, target} <= self._loads().keys():
             return False
         flight.move = Relocation(
@@ -200,6 +198,9 @@ def _moves(worker: Worker) -> bool:
     return worker.weight_version is not None and worker.profile is not None and worker.profile.returns_aborted
 
 
-def _waits(flight: Flight) -> bool:
-    """Whether its worker has it, nobody has ended it, and no reply has begun."""
+def _waits(exchange: Exchange) -> bool:
+    """Whether its worker has it, nobody has ended it, no reply has begun, and none was given up for a move."""
+    flight = exchange.flight
+    if BEGUN_ANEW in exchange.notes:
+        return False
     return flight.first_byte_at is None and flight.move is None and not flight.aborted and flight.stop is not None
