@@ -46,6 +46,8 @@ from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, Ha
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, class_at, load_middlewares
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
+from miles_router.partial_rollouts.leg import ResumeContext
+from miles_router.partial_rollouts.moves import Mover
 from miles_router.pools.apps import Dispatch, Reception
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.settings.config import RouterConfig, nearest, paths_problem
@@ -149,6 +151,12 @@ def _pool(
     innermost: ASGIApp = Proxy(
         forwarder, metrics, gate=fleet.gate, in_flight=in_flight, request_timeout=config.request_timeout
     )
+    mover = Mover(
+        ResumeContext(innermost, router, in_flight, health.is_paused, resume_cut=False, resume_lost=False),
+        fan_out,
+        after=config.move_after,
+        excused=lambda: control.may_silence,
+    )
     if config.partial_rollout == "resume" or config.resume_on_worker_loss:
         innermost = PartialRollouts(
             innermost,
@@ -158,7 +166,7 @@ def _pool(
             resume_cut=config.partial_rollout == "resume",
             resume_lost=config.resume_on_worker_loss,
         )
-    return ModelPool(name, router, innermost, probes, lambda: _looking_after(fleet, health, stalls))
+    return ModelPool(name, router, innermost, probes, lambda: _looking_after(fleet, health, stalls, mover))
 
 
 def policy_named(name: str) -> Policy:
@@ -181,11 +189,12 @@ def policy_named(name: str) -> Policy:
 
 
 @asynccontextmanager
-async def _looking_after(fleet: Fleet, health: HealthMonitor, stalls: StallWatch) -> AsyncIterator[None]:
+async def _looking_after(fleet: Fleet, health: HealthMonitor, stalls: StallWatch, mover: Mover) -> AsyncIterator[None]:
     async with AsyncExitStack() as running:
         running.push_async_callback(fleet.close)
         await running.enter_async_context(health.running())
         await running.enter_async_context(stalls.running())
+        await running.enter_async_context(mover.running())
         yield
 
 

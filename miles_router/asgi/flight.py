@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from miles_router.errors import RouterError
+
+if TYPE_CHECKING:
+    from miles_router.asgi.exchange import Message, Receive, Scope, Send
 
 _count = itertools.count(1)
 
@@ -19,21 +22,32 @@ class UsedCache(NamedTuple):
     versions: Callable[[], Sequence[str | None]]
 
 
+class Relief(Protocol):
+    """Who takes a reply in place of the client, and answers the client once the reply is over."""
+
+    async def take(self, message: Message) -> None:
+        """One ASGI message of the reply."""
+        ...
+
+    async def finish(self) -> None:
+        """The reply is over, or was broken off, and its worker is free of it."""
+        ...
+
+
+class Move(Protocol):
+    """Another worker is to take a request over: the one that has it was told to give back what it has sampled."""
+
+    def relief(self, scope: Scope, receive: Receive, send: Send) -> Relief | None:
+        """Who takes the reply; None where somebody who sees it knows what to do."""
+        ...
+
+
 class Flight:
     """One request's routing and abort facts. The innermost app writes them; an abort marks them."""
 
     __slots__ = (
-        "aborted",
-        "caches",
-        "first_byte_at",
-        "goes_on",
-        "group",
-        "inward",
-        "number",
-        "prefill_url",
-        "rids",
-        "stop",
-        "worker_url",
+        *("aborted", "caches", "first_byte_at", "goes_on", "group", "inward", "movable", "move", "number"),
+        *("preferred", "prefill_url", "rank", "rids", "stop", "worker_url"),
     )
 
     def __init__(self) -> None:
@@ -43,6 +57,14 @@ class Flight:
         self.worker_url: str | None = None
         #: The worker that computes its prompt for that one, while it does.
         self.prefill_url: str | None = None
+        #: The rank of that one; None where it is not counted on ranks.
+        self.rank: int | None = None
+        #: The worker that takes it next, while that one takes requests.
+        self.preferred: str | None = None
+        #: Whether nothing but its body may tie it to its worker.
+        self.movable = False
+        #: What is under way to have another worker take it over.
+        self.move: Move | None = None
         #: `time.perf_counter()` at the head of the worker's reply.
         self.first_byte_at: float | None = None
         #: The number of the prefix cache that it keeps, for it goes on from tokens that were sampled with that one.

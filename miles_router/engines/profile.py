@@ -64,6 +64,8 @@ class Profile:
     pauses: Mapping[str, str] = field(default_factory=dict)
     #: Whether it can release its memory, and have it again.
     sleeps: bool = True
+    #: Whether a generation that is aborted by its name is answered with all that it has sampled.
+    returns_aborted: bool = True
 
 
 USUAL = Profile()

@@ -234,4 +234,5 @@ PROFILE = Profile(
     tells_version=False,
     pauses={"abort": "retract"},  # it waits for ever for what it aborts in its queue
     sleeps=False,  # it ends over it
+    returns_aborted=False,  # one that was retracted forgets what it has sampled
 )

@@ -7,7 +7,7 @@ There may be gigabytes of them, so that it looks in steps.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -52,6 +52,23 @@ class InFlight:
     def at(self, url: str) -> set[str]:
         """The ids of the requests that the worker at this URL has."""
         return {exchange.request_id for exchange in self._bodies if url in exchange.flight.urls}
+
+    def requests(self) -> Iterable[tuple[Exchange, bytes]]:
+        """All of them, each with the body that is sent, oldest first."""
+        return self._bodies.items()
+
+    async def named(self, rid: str, url: str) -> set[Exchange]:
+        """Those at the worker at this URL that have a generation whose id, as the worker knows it, begins with `rid`:
+        all that it would abort."""
+        pace, found = Pace(), set()
+        for exchange, body in list(self._bodies.items()):
+            if exchange.flight.worker_url != url:
+                continue
+            given = _given(exchange, body) if await _may_name(body, rid, pace) else set()
+            if any(each.startswith(rid) for each in exchange.flight.rids | given):
+                found.add(exchange)
+            await pace.step()
+        return found
 
     async def abort(self, rid: str | None) -> dict[Exchange, set[str]]:
         """Mark the requests that an abort means (all for None), so that nothing carries them on; give them, and their

@@ -101,7 +101,7 @@ class Forwarder:
             unit = lease.unit
             worker = unit.worker
             if flight is not None:
-                flight.worker_url = worker.url
+                flight.worker_url, flight.rank = worker.url, lease.unit.rank
             try:
                 return Forwarded(lease, await self._ask(unit, request, flight))
             except CannotServe as refusal:

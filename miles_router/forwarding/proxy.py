@@ -8,12 +8,13 @@ from __future__ import annotations
 import time
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
+from miles_router.asgi.flight import Flight, Relief
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.watch import Watch
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.paths import GENERATE
-from miles_router.errors import BadRequest, FleetPaused
+from miles_router.errors import BadRequest, FleetPaused, UpstreamBroken
 from miles_router.fleet.gate import Gate, endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
 from miles_router.forwarding.forwarder import ABORTED, Forwarded, Forwarder
@@ -50,29 +51,34 @@ class Proxy:
         body = await exchange.read(receive)
         self._metrics.bytes_in += len(body)
         request = outgoing(scope, exchange.request_id, body)
+        flight = exchange.flight
+        request.preferred = flight.preferred
+        flight.movable = request.key is None and request.path == GENERATE and flight.goes_on is None
         self._in_flight.enter(exchange, body)
         try:
             while True:
                 if request.generates and self._gate.closed:
                     with Watch(receive, 0):  # the time that a worker may take has not begun
-                        await self._gate.wait(exchange.flight)
-                    if exchange.flight.aborted:
+                        await self._gate.wait(flight)
+                    if flight.aborted:
                         await self._answer_aborted(scope, exchange, body, send)
                         return
                 try:
                     with Watch(receive, self._request_timeout) as watch:
-                        exchange.flight.stop = watch.stop
-                        await self._forward(request, exchange, send)
-                    return
+                        flight.stop = watch.stop
+                        relief = await self._forward(request, flight, scope, receive, send)
+                    break
                 except NotAdmitted as interrupted:
-                    exchange.flight.worker_url = None  # nobody has it
+                    flight.worker_url = None  # nobody has it
                     if isinstance(interrupted, PairInterrupted) and _is_over(interrupted, exchange, scope["path"]):
                         await self._answer_aborted(scope, exchange, body, send)
                         return
                 finally:
-                    exchange.flight.stop = None
+                    flight.stop = None
         finally:
             self._in_flight.leave(exchange)
+        if relief is not None:
+            await relief.finish()
 
     async def _answer_aborted(self, scope: Scope, exchange: Exchange, body: bytes, send: Send) -> None:
         """An abort ends a request that waits at the gate, as it ends one in a worker's queue: no worker hears of it.
@@ -91,13 +97,21 @@ class Proxy:
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": answer, "more_body": False})
 
-    async def _forward(self, request: Outgoing, exchange: Exchange, send: Send) -> None:
-        forwarded = await self._forwarder.open(request, exchange.flight)
-        exchange.flight.first_byte_at = time.perf_counter()
+    async def _forward(
+        self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
+    ) -> Relief | None:
+        """Ask a worker, and relay its reply; gives who answers the client, where that is somebody else."""
+        forwarded = await self._forwarder.open(request, flight)
+        flight.first_byte_at = time.perf_counter()
+        relief = None if flight.move is None else flight.move.relief(scope, receive, send)
         try:
-            await self._relay(forwarded, send)
+            await self._relay(forwarded, send if relief is None else relief.take)
+        except UpstreamBroken:
+            if relief is None:
+                raise
         finally:
             forwarded.close()
+        return relief
 
     async def _relay(self, forwarded: Forwarded, send: Send) -> None:
         reply = forwarded.reply

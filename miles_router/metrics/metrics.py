@@ -54,6 +54,8 @@ class Metrics(Statistics, prefix="miles_router"):
     unkeyed_generations = counter("Generations that may use a cache of older weights: their path takes no key of it.")
     unpinned_generations = counter("Generations on workers with ranks whose path takes none: the engine chooses.")
     ignored_ranks = counter("Answers of another rank than the one that was meant.")
+    moved_generations = counter("Generations that went on at another worker to even out the load.")
+    unmoved_generations = counter("Generations that were chosen for that and stayed, by reason.", by="reason")
     stalled_workers = counter("Workers given up since their engine stood still under requests.")
     dropped_log_lines = counter("Log lines that nobody took in time.")
     in_flight = gauge("Leases held.", by="worker")

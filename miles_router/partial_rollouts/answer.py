@@ -50,7 +50,7 @@ class ResumableAnswer(ResumableRequest):
 
     async def sample(self, leg: Leg, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """One more piece."""
-        reply = _FollowingAnswer(leg)
+        reply = FollowingAnswer(leg)
         await leg.ask(reply, self.scope, self.receive, body)
         meta = generation.add(self.read_leg(reply.read()))
         try:
@@ -143,7 +143,7 @@ class _OpeningAnswer(Tap):
             await self._request.note_end(self.leg, generation, meta.get("finish_reason"))
 
 
-class _FollowingAnswer(Collected):
+class FollowingAnswer(Collected):
     """A reply that carries one generation on."""
 
     def __init__(self, leg: Leg) -> None:

@@ -41,6 +41,11 @@ class ResumeContext:
     returned: int = field(default=0, init=False)
 
 
+def is_failure(finish: object) -> bool:
+    """Whether a finish reason says that the engine itself has failed."""
+    return isinstance(finish, dict) and (finish.get("status_code") is not None or finish.get("err_type") is not None)
+
+
 class Leg:
     """A request that begins the generations of a client's request, or carries one of them on.
 
@@ -86,8 +91,8 @@ class Leg:
         context, flight = self._context, self.exchange.flight
         if not is_abort(finish) or flight.aborted or not context.resume_cut:
             return False
-        if isinstance(finish, dict) and (finish.get("status_code") is not None or finish.get("err_type") is not None):
-            return False  # the engine's own failure
+        if is_failure(finish):
+            return False
         if context.router.gate.cuts != self._cuts:
             return True
         return flight.worker_url is not None and await context.is_paused(flight.worker_url)

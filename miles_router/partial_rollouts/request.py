@@ -61,6 +61,14 @@ class ResumableRequest(ABC):
     async def end(self, generation: ResumableGeneration, answer: dict[str, Any]) -> None:
         """A generation has ended without that a worker said so."""
 
+    def leg(self, exchange: Exchange) -> Leg:
+        """A request to a worker, for one of its generations or all."""
+        return Leg(self.context, exchange)
+
+    async def tries_again(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
+        """Whether a generation that could not be carried on is to be tried again, with what it has; returns when."""
+        return False
+
     @contextmanager
     def in_flight(self, exchange: Exchange, body: bytes) -> Iterator[None]:
         """Within this an abort finds it."""
@@ -121,7 +129,7 @@ class ResumableRequest(ABC):
                 if body is None:
                     break
                 exchange.flight.inward = dict.fromkeys(generation.rids, str(generation.leg_rid))
-                leg = Leg(context, exchange)
+                leg = self.leg(exchange)
                 try:
                     await self.sample(leg, generation, seam, body)
                 except UpstreamBroken:
@@ -132,6 +140,8 @@ class ResumableRequest(ABC):
             except ClientDisconnected:
                 raise
             except (CannotResume, UnreadableAnswer, RouterError) as error:
+                if await self.tries_again(generation, exchange, error):
+                    continue
                 if not exchange.flight.aborted:
                     generation.given_up = True
                     self.give_up(error)

@@ -141,6 +141,9 @@ class RouterConfig:
         "return", "a generation cut by a pause: return the part, or resume it after continue"
     )
     resume_on_worker_loss: bool = setting(False, "carry a stream on at another worker when its worker is lost")
+    move_after: float = setting(
+        10.0, "seconds a text rollout runs before an idler worker may take it over; 0: never", _at_least(0)
+    )
     fan_out: tuple[str, ...] = setting((), "further paths whose requests go to every worker", paths_problem)
     shutdown_timeout: float = setting(30.0, "seconds that requests in flight may take after SIGTERM", _at_least(0))
     data_paths: tuple[str, ...] = setting(

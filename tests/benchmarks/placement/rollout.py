@@ -92,10 +92,10 @@ class Rollout:
         self, session: aiohttp.ClientSession, headers: dict[str, str], prompt: bytes, tokens: int, rid: str
     ) -> dict[str, Any] | None:
         """The answer, or None when it could not be had."""
-        rest = (prompt, self._most, tokens)
-        body = (
-            b'{"input_ids":[%b],"sampling_params":{"max_new_tokens":%d},"custom_labels":{"output_tokens":"%d"},' % rest
-        )
+        rest = (prompt, self._most, tokens, prompt.count(b",") + 1)
+        labels = b'"custom_labels":{"output_tokens":"%d","prompt_tokens":"%d"}'
+        body = b'{"input_ids":[%b],"sampling_params":{"max_new_tokens":%d},' + labels + b","
+        body %= rest
         for number in range(TRIES):
             # A rid of its own: that of a try before may still be known.
             named = body + b'"rid":"seed-%d-%b-%d"}' % (self._seed, rid.encode(), number)

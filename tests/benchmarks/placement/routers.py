@@ -1,8 +1,8 @@
 """The routers that are compared: ours with each policy it has, and `sglang-router` with each of its own.
 
-Timers of a router that are seconds stay seconds while the fleet lives faster, which favours none whose decisions need
-no timer. Those of `sglang-router` that can be set are shortened as much as the fleet's time is, and at most to what it
-accepts: what it waits before it repeats a request, checks health, closes a circuit, and asks workers for their load.
+Timers that decide are shortened as much as the fleet's time is. Ours: how long a generation runs before it may move.
+Those of `sglang-router` that can be set, and at most to what it accepts: what it waits before it repeats a request,
+checks health, closes a circuit, and asks workers for their load.
 """
 
 from __future__ import annotations
@@ -68,19 +68,21 @@ def running_router(
     """A fresh process that knows all workers; PeerError when it does not get there."""
     port = free_port()
     ours = contender.router == OURS
-    command = _ours(contender, port, workers) if ours else _theirs(contender, port, workers, time_scale)
+    command = _ours(contender, port, workers, time_scale) if ours else _theirs(contender, port, workers, time_scale)
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     with started(command, port, "/readiness", root / "router.log", env, REPO) as pid:
         _wait_for_workers(port, len(workers))
         yield RunningRouter(port, pid)
 
 
-def _ours(contender: Contender, port: int, workers: Sequence[str]) -> list[str]:
+def _ours(contender: Contender, port: int, workers: Sequence[str], time_scale: float) -> list[str]:
     command = [
         sys.executable, "-m", "miles_router", "--host", HOST, "--port", str(port), "--worker-urls", *workers,
         "--log-level", "warning",
     ]  # fmt: skip
-    return [*command, "--policy", contender.policy] if hasattr(RouterConfig(), "policy") else command
+    if hasattr(RouterConfig(), "policy"):
+        command += ["--policy", contender.policy]
+    return [*command, "--move-after", str(RouterConfig().move_after / time_scale)]
 
 
 def _theirs(contender: Contender, port: int, workers: Sequence[str], time_scale: float) -> list[str]:

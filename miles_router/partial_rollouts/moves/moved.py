@@ -1,0 +1,208 @@
+"""The answer to a request that moves: its worker was told to abort it, and another carries it on.
+
+Nobody asked for this abort, so its client never sees it: what cannot be carried on after all is tried again, with what
+it has, and in the end asked anew as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay
+from miles_router.asgi.watch import Watch
+from miles_router.engines.answers import UnreadableAnswer, finish_of, is_abort
+from miles_router.engines.generate import GenerateRequest
+from miles_router.errors import RouterError
+from miles_router.partial_rollouts.answer import FollowingAnswer, ResumableAnswer
+from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
+from miles_router.partial_rollouts.leg import Leg, ResumeContext, is_failure
+from miles_router.partial_rollouts.questions import EngineQuestions
+from miles_router.partial_rollouts.seam import Seam
+from miles_router.tasks import cancelled
+
+logger = logging.getLogger(__name__)
+
+#: As often it is tried again where no worker takes it, and where what one says does not continue it.
+TRIES, REFUSALS = 8, 2
+#: Seconds before the first of these; then twice as many, and so on, up to the last.
+SOON, LATE = 0.1, 5.0
+#: The note of an exchange that was chosen once and could not go on: it does not move again.
+BEGUN_ANEW = "miles_router.begun_anew"
+#: Seconds between two looks whether a pause has come in between.
+LOOK = 0.25
+
+
+@dataclass(eq=False)
+class Relocation:
+    """One request that is to move: the `Move` of its flight.
+
+    Attributes:
+        request: as its worker has it.
+        body: the same, as it was sent.
+        source, target: the URLs of the workers that have it and that take it.
+        cuts: of the gate, when its worker was told.
+        legs: the requests that carry moved generations on: whoever sent them reads their replies.
+    """
+
+    context: ResumeContext
+    request: GenerateRequest
+    body: bytes
+    source: str
+    target: str
+    cuts: int
+    legs: set[Exchange]
+
+    def relief(self, scope: Scope, receive: Receive, send: Send) -> MovedAnswer | None:
+        """Who takes the reply."""
+        return None if Exchange.of(scope) in self.legs else MovedAnswer(self, scope, receive, send)
+
+
+class MovedLeg(Leg):
+    """A request whose generation may be cut for a move."""
+
+    async def was_cut(self, finish: object) -> bool:
+        """Whether the router's own abort made this finish reason. One by a client's wish, or by a pause that came
+        meanwhile, is an end: who carries that on stands around this."""
+        flight, gate = self.exchange.flight, self._context.router.gate
+        mine = isinstance(flight.move, Relocation) and flight.move.cuts == gate.cuts
+        return mine and is_abort(finish) and not flight.aborted and not is_failure(finish)
+
+
+class MovedAnswer(ResumableAnswer):
+    """The `Relief` of a request that moves."""
+
+    def __init__(self, relocation: Relocation, scope: Scope, receive: Receive, send: Send) -> None:
+        super().__init__(relocation.context, scope, receive, send, [ResumableGeneration(relocation.request, 0)])
+        self._body = relocation.body
+        self._legs = relocation.legs
+        #: The last one.
+        self._relocation = relocation
+        self._opening = self.leg(self.exchange)
+        self._reply = FollowingAnswer(self._opening)
+        self._reply.max_collected = self.exchange.max_answer_bytes
+        self._tries = self._refusals = 0
+
+    async def take(self, message: Message) -> None:
+        """A message of the first worker's reply."""
+        await self._reply.send(message)
+
+    async def finish(self) -> None:
+        """Answer: with the reply as it came where it is no cut one, else with what it becomes."""
+        metrics = self.context.router.metrics
+        try:
+            answer = self._reply.read()
+            if answer is None:
+                raise CannotResume("the worker's answer was broken off, or is no JSON")
+            finish = finish_of(answer)
+            if not await self._opening.was_cut(finish):
+                metrics.unmoved_generations["aborted" if is_abort(finish) else "ended"] += 1
+                await self._reply.give_to(self.send)
+                return
+            await self._carry_on_from(answer)
+        except (CannotResume, UnreadableAnswer) as error:
+            metrics.unmoved_generations["begun_anew"] += 1
+            await self._begin_anew(error)
+        else:
+            await self._reply.give_to(self.send, orjson.dumps(self.answers[0]))
+
+    async def _carry_on_from(self, answer: Any) -> None:
+        (generation,) = self.generations
+        generation.add(answer)
+        generation.abort, generation.facts = answer["meta_info"]["finish_reason"], self._opening.facts
+        self.answers = [answer]
+        await self.carry_on([generation])
+
+    async def _begin_anew(self, error: Exception) -> None:
+        fields = {"request_id": self.exchange.request_id, "reason": str(error)}
+        logger.warning("moved_generation_begun_anew", extra={"fields": fields})
+        self.exchange.notes[BEGUN_ANEW] = True
+        flight = self.exchange.flight
+        flight.preferred, flight.move, flight.first_byte_at = self._relocation.source, None, None
+        await self.context.app(self.scope, replay(self._body, self.receive), self.send)
+
+    # What carrying on does otherwise here
+
+    def leg(self, exchange: Exchange) -> Leg:
+        return MovedLeg(self.context, exchange)
+
+    @contextmanager
+    def in_flight(self, exchange: Exchange, body: bytes) -> Iterator[None]:
+        """Within this an abort finds it, and so does the next move."""
+        self._legs.add(exchange)
+        exchange.flight.preferred = self._relocation.target
+        try:
+            with super().in_flight(exchange, body):
+                yield
+        finally:
+            self._legs.discard(exchange)
+
+    async def sample(self, leg: Leg, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
+        """One more piece, of the worker that takes it over."""
+        flight = leg.exchange.flight
+        source, flight.move, flight.first_byte_at = flight.worker_url, None, None
+        if not self._tries:
+            self.context.router.metrics.moved_generations += 1
+            fields = {"request_id": self.exchange.request_id, "source": source, "target": flight.preferred}
+            logger.debug("generation_moved", extra={"fields": fields})
+        if not await self._before_a_pause(super().sample(leg, generation, seam, body), lambda: flight.stop is None):
+            return  # it waits at the gate
+        self._tries = self._refusals = 0
+        self.exchange.flight.worker_url = flight.worker_url
+
+    async def note_end(self, leg: Leg, generation: ResumableGeneration, finish: Any) -> None:
+        relocation = leg.exchange.flight.move
+        await super().note_end(leg, generation, finish)
+        if not generation.done and isinstance(relocation, Relocation):
+            self._relocation, leg.exchange.flight.preferred = relocation, relocation.target
+
+    async def tries_again(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
+        """At the worker that had it, if that one still takes requests.
+
+        Raises:
+            CannotResume: as often as that makes sense, it was.
+        """
+        if exchange.flight.aborted:
+            return False
+        self._tries += 1
+        self._refusals += not isinstance(error, RouterError)
+        if self._tries > TRIES or self._refusals > REFUSALS:
+            raise CannotResume(str(error)) from error
+        exchange.flight.preferred = self._relocation.source
+        with Watch(self.receive, 0):
+            await asyncio.sleep(min(LATE, SOON * 2**self._tries))
+        return True
+
+    async def _next_request(
+        self, generation: ResumableGeneration, questions: EngineQuestions, seam: Seam
+    ) -> bytes | None:
+        """None as well where a pause has come that cuts what runs: then it was cut like all the others."""
+        bodies: list[bytes | None] = [None]
+
+        async def ask() -> None:
+            bodies.append(await super(MovedAnswer, self)._next_request(generation, questions, seam))
+
+        return bodies[-1] if await self._before_a_pause(ask(), lambda: True) else None
+
+    async def _before_a_pause(self, work: Coroutine[Any, Any, None], waits: Callable[[], bool]) -> bool:
+        """Do this, unless a pause comes that cuts what runs, while it `waits`. Raises what it raises."""
+        gate, cuts = self.context.router.gate, self._relocation.cuts
+        task = asyncio.get_running_loop().create_task(work, name="carry a moved generation on")
+        try:
+            while not task.done() and (gate.cuts == cuts or not waits()):
+                await asyncio.wait({task}, timeout=LOOK)
+        finally:
+            if not task.done():
+                await cancelled(task)
+            elif not task.cancelled():
+                task.exception()  # nobody looks at it where the client has left
+        if task.cancelled():
+            return False
+        task.result()
+        return True

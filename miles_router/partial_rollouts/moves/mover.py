@@ -1,0 +1,211 @@
+"""Looks where requests run, and has some of them move."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from miles_router import tasks
+from miles_router.asgi.exchange import Exchange, read_json
+from miles_router.control.fan_out import FanOut, outgoing_order
+from miles_router.control.row import BRIEF
+from miles_router.control.table import ABORT
+from miles_router.engines.facts import Facts
+from miles_router.engines.generate import RID
+from miles_router.errors import BadRequest
+from miles_router.fleet.workers import Role, Worker
+from miles_router.partial_rollouts.leg import ResumeContext
+from miles_router.partial_rollouts.moves.balance import relocation
+from miles_router.partial_rollouts.moves.checks import Immovable, movable
+from miles_router.partial_rollouts.moves.moved import BEGUN_ANEW, Relocation
+
+logger = logging.getLogger(__name__)
+
+#: As often requests are looked at within the time that one must have run.
+LOOKS = 5
+#: How many move at a time, and how many bodies are read to find them.
+AT_ONCE, READ_AT_ONCE = 4, 16
+
+
+class UnitName(NamedTuple):
+    """The URL of a unit's worker, and its rank there."""
+
+    url: str
+    rank: int | None
+
+
+@dataclass(slots=True)
+class Stay:
+    """How long a request has been where it is, and whether it stays."""
+
+    place: UnitName
+    since: float
+    body: bytes
+    stays: bool = False
+
+
+class Mover:
+    """Looks between `running()`'s enter and exit.
+
+    Args:
+        context: what carries on, and cuts of pauses not among it.
+        after: seconds that a request must have run since it was sent; 0: none moves.
+        excused: whether a control request may be under way.
+    """
+
+    def __init__(self, context: ResumeContext, fan_out: FanOut, *, after: float, excused: Callable[[], bool]) -> None:
+        self._context = context
+        self._fan_out = fan_out
+        self._after = after
+        self._excused = excused
+        self._fleet = context.router.fleet
+        self._stays: dict[Exchange, Stay] = {}
+        self._legs: set[Exchange] = set()
+        self._orders: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Look in the background; every order has ended when this is left."""
+        if not self._after:
+            yield
+            return
+        looking = tasks.spawn(self._look_on(), name="moves")
+        try:
+            yield
+        finally:
+            for task in (looking, *self._orders):
+                await tasks.cancelled(task)
+
+    async def _look_on(self) -> None:
+        while True:
+            await asyncio.sleep(self._after / LOOKS)
+            await self.look(time.monotonic())
+
+    async def look(self, now: float) -> None:
+        """Have requests move that should, of those that have been long where they are at the time `now`."""
+        self._note_stays(now)
+        loads = self._loads()
+        if len(loads) < 2 or not self._quiet():
+            return
+        choice, begun = self._movable(loads, now), 0
+        for _ in range(READ_AT_ONCE):
+            pair = relocation(loads, choice)
+            if pair is None or begun == AT_ONCE:
+                return
+            source, target = pair
+            if await self._begin(choice[source].pop(0), source, target):
+                loads[source] -= 1
+                loads[target] += 1
+                begun += 1
+
+    def _quiet(self) -> bool:
+        """Whether nothing is under way that changes, silences or cuts what runs."""
+        return not self._fleet.gate.closed and self._fleet.pool.weights_epoch % 2 == 0 and not self._excused()
+
+    def _note_stays(self, now: float) -> None:
+        before, self._stays = self._stays, {}
+        for exchange, body in self._context.in_flight.requests():
+            flight = exchange.flight
+            if not flight.movable or flight.worker_url is None:
+                continue
+            place, stay = UnitName(flight.worker_url, flight.rank), before.get(exchange)
+            if stay is None or stay.place != place or stay.body is not body:
+                stay = Stay(place, now, body)
+                flight.move = None  # of where it was before
+            self._stays[exchange] = stay
+
+    def _loads(self) -> dict[UnitName, int]:
+        """How many requests each unit will have that others can take some from, and that can take some."""
+        pool = self._fleet.pool
+        loads = {
+            UnitName(unit.worker.url, unit.rank): unit.in_flight
+            for unit in self._fleet.snapshot.routable
+            if _moves(unit.worker) and unit.worker.weight_version == pool.weight_version
+        }
+        for exchange, stay in self._stays.items():
+            move = exchange.flight.move
+            if isinstance(move, Relocation) and exchange.flight.stop is not None and stay.place in loads:
+                loads[stay.place] -= 1
+                _expect(loads, move.target)
+        for exchange in self._legs:
+            if exchange.flight.stop is None:  # between two workers
+                _expect(loads, exchange.flight.preferred)
+        return loads
+
+    def _movable(self, loads: dict[UnitName, int], now: float) -> dict[UnitName, list[Exchange]]:
+        choice: dict[UnitName, list[Exchange]] = {place: [] for place in loads}
+        for exchange, stay in self._stays.items():
+            long = now - stay.since >= self._after
+            if stay.place in choice and long and not stay.stays and _waits(exchange):
+                choice[stay.place].append(exchange)
+        return choice
+
+    async def _begin(self, exchange: Exchange, source: UnitName, target: UnitName) -> bool:
+        """Have one move, if it can: what could fail later is found out now."""
+        stay = self._stays[exchange]
+        try:
+            request = movable(read_json(stay.body), [self._facts(source), self._facts(target)])
+            if await self._context.in_flight.named(request.body[RID], source.url) != {exchange}:
+                raise Immovable("named_alike")
+        except (BadRequest, Immovable) as refusal:
+            reason = refusal.reason if isinstance(refusal, Immovable) else "unreadable"
+            self._context.router.metrics.unmoved_generations[reason] += 1
+            stay.stays = True
+            return False
+        flight = exchange.flight
+        here = UnitName(flight.worker_url or "", flight.rank) == source and _waits(exchange)
+        if not here or not self._quiet() or not {source, target} <= self._loads().keys():
+            return False
+        flight.move = Relocation(
+            context=self._context,
+            request=request,
+            body=stay.body,
+            source=source.url,
+            target=target.url,
+            cuts=self._fleet.gate.cuts,
+            legs=self._legs,
+        )
+        self._order(self._fleet.pool.get(source.url), request.body[RID])
+        return True
+
+    def _order(self, worker: Worker, rid: str) -> None:
+        """Have a worker abort a generation. One that does not hear it goes on with it."""
+        order = tasks.spawn(self._tell(worker, rid), name=f"move from {worker.url}")
+        self._orders.add(order)
+        order.add_done_callback(self._orders.discard)
+
+    async def _tell(self, worker: Worker, rid: str) -> None:
+        await self._fan_out.ask_one(worker, outgoing_order(ABORT.order(rid=rid)), BRIEF)
+
+    def _facts(self, place: UnitName) -> Facts:
+        return self._fleet.known_facts(place.url)
+
+
+def _expect(loads: dict[UnitName, int], url: str | None) -> None:
+    """Count one more request where it will be."""
+    units = [unit for unit in loads if unit.url == url]
+    if units:
+        loads[min(units, key=loads.__getitem__)] += 1
+
+
+def _moves(worker: Worker) -> bool:
+    """Whether its engine gives back what it has sampled, and says which weights it has; and needs no other for it."""
+    return (
+        worker.role is Role.REGULAR
+        and worker.weight_version is not None
+        and worker.profile is not None
+        and worker.profile.returns_aborted
+    )
+
+
+def _waits(exchange: Exchange) -> bool:
+    """Whether its worker has it, nobody has ended it, no reply has begun, and none was given up for a move."""
+    flight = exchange.flight
+    if BEGUN_ANEW in exchange.notes:
+        return False
+    return flight.first_byte_at is None and flight.move is None and not flight.aborted and flight.stop is not None

@@ -1,0 +1,254 @@
+"""Moves that meet an end, an abort, a pause, a loss, or a worker that does not carry on what it is given."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import pytest
+
+from miles_router.tasks import cancelled, spawn
+from tests.support.fleet import post
+from tests.support.http import RawReply
+from tests.support.moving import SOON
+from tests.support.resuming import ABORT, JSON, PROMPT, Engine, answer, engine, in_json, in_one, length, told
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import RESET, Behaviour, Step, Visit, chunk, chunked_head, reply, script
+from tests.support.stage import Stage
+from tests.support.waiting import soon, until
+
+MODEL = script(reply(orjson.dumps({"weight_version": "1", "model_path": "m", "preferred_sampling_params": None})))
+SERVER = script(reply(orjson.dumps({"context_length": 4096, "incremental_streaming_output": False})))
+#: As the client writes it.
+BODY = b'{"input_ids": [1, 2],  "rid": "the-name-of-a-rollout", "sampling_params": {"ignore_eos": true}}'
+CUT = answer([5, 6], ABORT, id="the-name-of-a-rollout", weight_version="1")
+REST = answer([7], length(1), prompt=4, id="another", weight_version="1")
+WHOLE = answer([8, 9], length(2), id="the-name-of-a-rollout", weight_version="1")
+
+
+@dataclass
+class MoveTrial:
+    """A worker with a generation that is told to end, another that may take it over, and what its client gets."""
+
+    router: RunningRouter
+    source: Engine
+    target: Engine
+    told: list[Any]  # what the source was told to abort
+    answered: asyncio.Event  # the source answers
+    asking: asyncio.Task[RawReply]
+
+    @property
+    def unmoved(self) -> dict[str, int]:
+        return dict(self.router.app.router.metrics.unmoved_generations)
+
+    @property
+    def moved(self) -> int:
+        return self.router.app.router.metrics.moved_generations
+
+    async def answer(self) -> RawReply:
+        """What the client gets once the source has answered."""
+        self.answered.set()
+        return await soon(self.asking)
+
+
+@asynccontextmanager
+async def trial(stage: Stage, *reply: Step, body: bytes = BODY, **settings: Any) -> AsyncIterator[MoveTrial]:
+    """A trial whose source has been told to abort the generation, and answers so when the test says."""
+    source, target = await engine(stage), await engine(stage)
+    heard: list[Any] = []
+    answered, rest = asyncio.Event(), asyncio.Event()
+    for each in (source, target):
+        each.worker.model_info = MODEL
+        each.worker.standing["/server_info"] = SERVER
+
+    async def abort(visit: Visit) -> None:
+        heard.append(orjson.loads(await visit.read_body()))
+        await visit.write(in_json(b""))
+
+    source.worker.standing["/abort_request"] = abort
+    router = await stage.router(source.worker, **{"move_after": SOON, **settings})
+    await router.probed()
+    source.goes.append(script(rest, in_one([answer([1], length(1))])))
+    keyed = orjson.dumps({"input_ids": PROMPT})
+    staying = spawn(router.ask("POST", "/generate", [*JSON, ("X-Session-Id", "s")], keyed), name="one that stays")
+    await until(lambda: len(source.asked) == 1, "it runs")
+    source.goes.append(script(answered, *reply))
+    asking = spawn(router.ask("POST", "/generate", JSON, body), name="one that moves")
+    await until(lambda: len(source.asked) == 2, "both run")
+    assert (await post(router, f"/add_worker?url={target.worker.url}")).status == 200
+    await until(lambda: heard, "it is to move")
+    try:
+        yield MoveTrial(router, source, target, heard, answered, asking)
+    finally:
+        rest.set()
+        answered.set()
+        assert (await soon(staying)).json() == answer([1], length(1))
+        await cancelled(asking)
+
+
+def joined(came: RawReply) -> tuple[list[int], str, object]:
+    said = came.json()
+    return said["output_ids"], said["meta_info"]["id"], said["meta_info"]["finish_reason"]
+
+
+CARRIED_ON = ([5, 6, 7], "the-name-of-a-rollout", length(3))
+
+
+async def test_a_cut_answer_is_carried_on_and_its_client_never_sees_the_cut(stage: Stage) -> None:
+    async with trial(stage, in_one([CUT])) as moving:
+        moving.target.goes.append(told(REST))
+        assert joined(await moving.answer()) == CARRIED_ON
+        assert moving.target.asked[0]["input_ids"] == [1, 2, 5, 6]
+        assert (moving.moved, moving.unmoved) == (1, {})
+        assert moving.told == [{"rid": "the-name-of-a-rollout"}]
+
+
+async def test_one_that_has_ended_before_it_was_told_comes_as_it_is(stage: Stage) -> None:
+    said = in_json(b' {"text": "",' + orjson.dumps(WHOLE)[1:])
+    async with trial(stage, said) as moving:
+        came = await moving.answer()
+        assert said.endswith(b"\r\n\r\n" + came.body), "byte for byte"
+        assert (moving.moved, moving.unmoved) == (0, {"ended": 1})
+
+
+@pytest.mark.parametrize("wish", [{"rid": "the-name-of-a-rollout"}, {"abort_all": True}])
+async def test_an_abort_by_a_client_while_it_is_told_is_final(stage: Stage, wish: dict[str, Any]) -> None:
+    async with trial(stage, in_one([CUT])) as moving:
+        moving.source.worker.standing["/abort_request"] = script(in_json(b""))
+        assert (await post(moving.router, "/abort_request", **wish)).status == 200
+        assert (await moving.answer()).json() == CUT
+        assert (moving.moved, moving.unmoved) == (0, {"aborted": 1})
+
+
+async def test_a_pause_that_cuts_while_it_is_told_is_a_pause(stage: Stage) -> None:
+    async with trial(stage, in_one([CUT])) as moving:
+        assert (await post(moving.router, "/pause_generation", mode="abort")).status == 200
+        assert (await moving.answer()).json() == CUT
+        assert (await post(moving.router, "/continue_generation")).status == 200
+        assert moving.moved == 0
+
+
+async def test_under_resume_it_is_carried_on_after_that(stage: Stage) -> None:
+    async with trial(stage, in_one([CUT]), partial_rollout="resume") as moving:
+        assert (await post(moving.router, "/pause_generation", mode="abort")).status == 200
+        moving.answered.set()
+        await until(lambda: moving.router.app.router.gate.held, "it waits for the fleet to go on")
+        for each in (moving.source, moving.target):
+            each.goes.append(told(REST))
+        assert (await post(moving.router, "/continue_generation")).status == 200
+        assert joined(await moving.answer()) == CARRIED_ON
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_a_pause_that_cuts_nothing_lasts_between_two_workers_too(stage: Stage, mode: str) -> None:
+    async with trial(stage, in_one([CUT])) as moving:
+        assert (await post(moving.router, "/pause_generation", mode=mode)).status == 200
+        moving.answered.set()
+        await until(lambda: moving.router.app.router.gate.held, "it waits for the fleet to go on")
+        assert moving.target.asked == []
+        moving.target.goes.append(told(REST))
+        assert (await post(moving.router, "/continue_generation")).status == 200
+        assert joined(await moving.answer()) == CARRIED_ON
+
+
+async def test_a_pause_that_cuts_ends_what_waits_between_two_workers(stage: Stage) -> None:
+    """Whoever paused waits for all that runs; a generation between two workers would not come before continue."""
+    async with trial(stage, in_one([CUT])) as moving:
+        assert (await post(moving.router, "/pause_generation", mode="in_place")).status == 200
+        moving.answered.set()
+        await until(lambda: moving.router.app.router.gate.held, "it waits for the fleet to go on")
+        assert (await post(moving.router, "/pause_generation", mode="abort")).status == 200
+        assert (await soon(moving.asking)).json() == CUT
+        assert (await post(moving.router, "/continue_generation")).status == 200
+
+
+async def test_an_abort_ends_what_waits_between_two_workers(stage: Stage) -> None:
+    async with trial(stage, in_one([CUT])) as moving:
+        assert (await post(moving.router, "/pause_generation", mode="in_place")).status == 200
+        moving.answered.set()
+        await until(lambda: moving.router.app.router.gate.held, "it waits for the fleet to go on")
+        assert (await post(moving.router, "/abort_request", rid="the-name-of-a-rollout")).status == 200
+        assert (await soon(moving.asking)).json() == CUT
+        assert (await post(moving.router, "/continue_generation")).status == 200
+
+
+async def test_a_client_that_leaves_between_two_workers_ends_it(stage: Stage) -> None:
+    async with trial(stage, in_one([CUT])) as moving:
+        assert (await post(moving.router, "/pause_generation", mode="in_place")).status == 200
+        moving.answered.set()
+        await until(lambda: moving.router.app.router.gate.held, "it waits for the fleet to go on")
+        await cancelled(moving.asking)
+        await until(lambda: not moving.router.app.router.gate.held, "it has ended")
+        assert (await post(moving.router, "/continue_generation")).status == 200
+        assert moving.target.asked == []
+
+
+# Who does not carry it on
+
+REFUSALS: dict[str, Behaviour] = {
+    "too long": script(in_json(b'{"error": {"message": "too long"}}', 400)),
+    "overloaded": script(in_json(b"{}", 503)),
+    "no JSON": script(in_json(b"{")),
+    "no meta_info": told({"text": "x", "output_ids": [7]}),
+    "a prompt that was cut": told(answer([7], length(1), prompt=2, weight_version="1")),
+    "no versions": told(answer([7], length(1), prompt=4, weight_versions=["1"])),
+    "lost before": script(RESET),
+    "lost inside": script(chunked_head(JSON), chunk(b"{"), RESET),
+}
+
+
+@pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
+async def test_where_one_does_not_carry_it_on_it_goes_back_to_the_worker_that_had_it(
+    stage: Stage, refusal: Behaviour
+) -> None:
+    async with trial(stage, in_one([CUT]), max_retries=0) as moving:
+        moving.target.goes += [refusal, refusal]  # on a kept connection it is asked twice
+        moving.source.goes.append(told(REST))
+        assert joined(await moving.answer()) == CARRIED_ON
+        assert moving.source.asked[2]["input_ids"] == [1, 2, 5, 6]
+
+
+CUTS: dict[str, tuple[Step, ...]] = {
+    "contradicts itself": (in_one([{**CUT, "meta_info": {**CUT["meta_info"], "completion_tokens": 7}}]),),
+    "compressed": (reply(gzip.compress(orjson.dumps(CUT)), 200, [*JSON, ("Content-Encoding", "gzip")]),),
+    "no JSON": (in_json(b"{"),),
+    "an error": (in_json(b'{"error": {"message": "aborted"}}', 400),),
+    "lost": (chunked_head(JSON), chunk(b'{"text": "'), RESET),
+}
+
+
+@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
+async def test_a_cut_answer_that_cannot_be_read_is_asked_for_anew_as_it_was(
+    stage: Stage, cut: tuple[Step, ...]
+) -> None:
+    async with trial(stage, *cut) as moving:
+        moving.source.goes.append(told(WHOLE))
+        came = await moving.answer()
+        assert came.json() == WHOLE
+        assert moving.source.asked[1:] == [orjson.loads(BODY)] * 2
+        assert (moving.moved, moving.unmoved) == (0, {"begun_anew": 1})
+
+
+async def test_what_nobody_carries_on_is_asked_for_anew_as_it_was(stage: Stage) -> None:
+    async with trial(stage, in_one([CUT])) as moving:
+        no = script(in_json(b'{"error": {"message": "no"}}', 400))
+        moving.target.goes.append(no)
+        moving.source.goes += [no, no, told(WHOLE)]
+        assert (await moving.answer()).json() == WHOLE
+        assert moving.unmoved == {"begun_anew": 1}
+
+
+async def test_where_no_worker_is_left_it_waits_for_one(stage: Stage) -> None:
+    async with trial(stage, in_one([CUT])) as moving:
+        for each in (moving.source, moving.target):
+            await post(moving.router, f"/remove_worker?url={each.worker.url}")
+        moving.answered.set()
+        await until(lambda: moving.moved, "it was to go on")
+        moving.source.goes.append(told(REST))
+        assert (await post(moving.router, f"/add_worker?url={moving.source.worker.url}")).status == 200
+        assert joined(await moving.answer()) == CARRIED_ON
