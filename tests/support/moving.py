@@ -38,7 +38,7 @@ class Hold:
         self.tokens = tokens
         self._engine = engine
         self.thaw = engine.thaw
-        engine.thaw = self._held
+        engine.thaw = self._held  # type: ignore[method-assign]
 
     async def _held(self, generation: Generation) -> None:
         await self.thaw(generation)
