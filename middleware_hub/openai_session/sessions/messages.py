@@ -131,6 +131,8 @@ def alike(one: AnyStr, other: AnyStr) -> int:
 def message_bytes(message: object) -> int:
     """The memory that a message, or a value in it, takes; but for keys, which are few and shared."""
     own = sys.getsizeof(message)
+    if isinstance(message, str):  # as most are
+        return own
     if isinstance(message, Mapping):
         return own + sum(map(message_bytes, message.values()))
     if isinstance(message, (list, tuple)):
