@@ -66,7 +66,7 @@ class WrittenIds(Recent[tuple["ref[Turn]", bytes]]):
         """The ids of a prompt, as a list in JSON, in pieces: a long text is not copied more often than it must be."""
         turn, text = self.get(session_id) or (None, b"")
         if turn is None or turn() is not prompt.parent:
-            return _list(prompt.ids())[:-1], b"]"
+            text = _list(prompt.parent.trajectory().tokens)[:-1]
         for _ in range(prompt.dropped):
             text = text[: text.rindex(b",")]
         return text, *_more(prompt.given), b"]"
