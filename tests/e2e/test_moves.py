@@ -143,7 +143,7 @@ async def test_what_cannot_be_carried_on_exactly_is_never_aborted(
         scene.ask(**{"rid": "one-that-stays", **fields})
         await until(lambda: scene.source.running, "it runs")
         scene.ask("another-that-stays", stream=True)
-        await until(lambda: scene.source.running > 1, "both run")
+        await until(lambda: scene.router.pool.in_flight == 2, "both are there")
         await scene.open()
         await until(lambda: scene.unmoved(reason), f"it was chosen: {scene.numbers}")
         scene.holds.on = False

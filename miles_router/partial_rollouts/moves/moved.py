@@ -48,6 +48,7 @@ class Relocation:
         body: the same, as it was sent.
         source, target: the URLs of the workers that have it and that take it.
         cuts: of the gate, when its worker was told.
+        order: tells its worker to abort it.
         legs: the requests that carry moved generations on: whoever sent them reads their replies.
     """
 
@@ -58,6 +59,7 @@ class Relocation:
     target: str
     cuts: int
     legs: set[Exchange]
+    order: asyncio.Task[None]
 
     def relief(self, scope: Scope, receive: Receive, send: Send) -> MovedAnswer | None:
         """Who takes the reply."""
@@ -123,6 +125,7 @@ class MovedAnswer(ResumableAnswer):
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
         logger.warning("moved_generation_begun_anew", extra={"fields": fields})
         self.exchange.notes[BEGUN_ANEW] = True
+        await asyncio.wait({self._relocation.order})  # it bears the same name, and must not be what is aborted
         flight = self.exchange.flight
         flight.preferred, flight.move, flight.first_byte_at = self._relocation.source, None, None
         await self.context.app(self.scope, replay(self._body, self.receive), self.send)
