@@ -130,7 +130,7 @@ async def test_a_pause_that_cuts_while_it_is_told_is_a_pause(stage: Stage) -> No
         assert (await post(moving.router, "/pause_generation", mode="abort")).status == 200
         assert (await moving.answer()).json() == CUT
         assert (await post(moving.router, "/continue_generation")).status == 200
-        assert moving.moved == 0
+        assert (moving.moved, moving.unmoved) == (0, {"aborted": 1})
 
 
 async def test_under_resume_it_is_carried_on_after_that(stage: Stage) -> None:
@@ -232,6 +232,18 @@ async def test_a_cut_answer_that_cannot_be_read_is_asked_for_anew_as_it_was(
         assert came.json() == WHOLE
         assert moving.source.asked[1:] == [orjson.loads(BODY)] * 2
         assert (moving.moved, moving.unmoved) == (0, {"begun_anew": 1})
+
+
+async def test_what_is_asked_for_anew_moves_no_more(stage: Stage) -> None:
+    async with trial(stage, in_json(b"{")) as moving:
+        over = asyncio.Event()
+        moving.source.goes.append(script(over, in_one([WHOLE])))
+        moving.answered.set()
+        await until(lambda: len(moving.source.asked) == 3, "it runs again")
+        await asyncio.sleep(5 * SOON)  # nothing tells that none has moved
+        assert len(moving.told) == 1
+        over.set()
+        assert (await moving.answer()).json() == WHOLE
 
 
 async def test_what_nobody_carries_on_is_asked_for_anew_as_it_was(stage: Stage) -> None:

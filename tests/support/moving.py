@@ -28,6 +28,11 @@ SOON = 0.02
 #: Tokens of each generation when an engine holds it, and of the whole.
 HELD, BUDGET = 7, 24
 ABORT = "/abort_request"
+#: Of an answer, what does not depend on where it was sampled.
+OF_META = (
+    *("finish_reason", "completion_tokens", "prompt_tokens", "weight_versions", "routed_experts", "id"),
+    *("output_token_logprobs", "input_token_logprobs", "output_top_logprobs"),
+)
 
 
 class Hold:
@@ -46,7 +51,8 @@ class Hold:
             await asyncio.sleep(0.0005)
 
     def _may_end(self, generation: Generation) -> bool:
-        return generation.aborted or generation.finish_reason is not None
+        question = generation.max_new_tokens <= 1
+        return question or generation.aborted or generation.finish_reason is not None
 
     def holds(self, count: int) -> bool:
         """Whether it holds so many."""
@@ -107,6 +113,11 @@ class MovingScene:
         found = self.router.app.router.metrics.numbers()
         return {name: found[name] for name in ("moved_generations", "unmoved_generations")}
 
+    @property
+    def ended(self) -> int:
+        """How many have been answered."""
+        return sum(each.done() for each in self.asked.values())
+
     def unmoved(self, reason: str) -> int:
         """How many stayed for this reason."""
         return self.router.app.router.metrics.unmoved_generations[reason]
@@ -130,6 +141,12 @@ def request(rid: str, **fields: Any) -> dict[str, Any]:
         del body["input_ids"]
     body["sampling_params"] = params
     return {name: value for name, value in body.items() if value is not None}
+
+
+def of_one_go(answer: dict[str, Any]) -> dict[str, Any]:
+    """What does not depend on where it was sampled."""
+    meta = answer["meta_info"]
+    return {"text": answer["text"], "ids": answer["output_ids"], **{name: meta.get(name) for name in OF_META}}
 
 
 @asynccontextmanager

@@ -12,8 +12,12 @@ import pytest
 from miles_router.testing import Pairing, SimulatedWorker
 from miles_router.testing.worker.costs.gpu import QWEN3_8B_H100, Gpu, gpu_named
 from miles_router.testing.worker.costs.pacer import Pacer
+from miles_router.testing.worker.costs.plan import planned
 from miles_router.testing.worker.costs.prefix_tree import PrefixTree, packed
 from miles_router.testing.worker.costs.schedule import Job, Schedule
+from miles_router.testing.worker.model.generation import GenerationRequest, Model
+from miles_router.testing.worker.model.vocabulary import ToyTokenizer
+from miles_router.testing.worker.wire.sampling_params import SamplingParams
 from tests.support.waiting import PATIENCE
 
 #: Seconds that are easy to add up: a prefill 1, each of its tokens 0.1; a step 1, each sequence in it 0.01.
@@ -368,3 +372,24 @@ async def test_time_stands_still_in_a_pause() -> None:
     assert not waiting.done()
     pacer.go_on()
     assert await asyncio.wait_for(waiting, PATIENCE) == 3
+
+
+# What is said
+
+
+@pytest.mark.parametrize(
+    ("labels", "budget", "expected"),
+    [
+        ({"output_tokens": "7"}, 100, 7),
+        ({"output_tokens": "7"}, 5, 5),
+        ({"output_tokens": "7", "prompt_tokens": "4"}, 100, 7),
+        ({"output_tokens": "7", "prompt_tokens": "2"}, 100, 5),
+        ({"output_tokens": "2", "prompt_tokens": "1"}, 100, 1),
+    ],
+)
+def test_what_a_longer_prompt_has_of_an_answer_is_not_said_again(
+    labels: dict[str, str], budget: int, expected: int
+) -> None:
+    model = Model.seeded(ToyTokenizer(), 0, 0.0, 4096)
+    sampling = SamplingParams(max_new_tokens=budget)
+    assert len(planned(model, GenerationRequest("r", [5, 6, 7, 8], sampling, custom_labels=labels))) == expected

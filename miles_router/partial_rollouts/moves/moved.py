@@ -48,6 +48,7 @@ class Relocation:
         body: the same, as it was sent.
         source, target: the URLs of the workers that have it and that take it.
         cuts: of the gate, when its worker was told.
+        order: tells its worker to abort it.
         legs: the requests that carry moved generations on: whoever sent them reads their replies.
     """
 
@@ -58,6 +59,7 @@ class Relocation:
     target: str
     cuts: int
     legs: set[Exchange]
+    order: asyncio.Task[None]
 
     def relief(self, scope: Scope, receive: Receive, send: Send) -> MovedAnswer | None:
         """Who takes the reply."""
@@ -115,7 +117,9 @@ class MovedAnswer(ResumableAnswer):
     async def _carry_on_from(self, answer: Any) -> None:
         (generation,) = self.generations
         generation.add(answer)
-        generation.abort, generation.facts = answer["meta_info"]["finish_reason"], self._opening.facts
+        generation.abort = answer["meta_info"]["finish_reason"]
+        generation.defaults = self._opening.facts.preferred_sampling_params
+        generation.facts = await self.context.router.fleet.facts(self._relocation.target)
         self.answers = [answer]
         await self.carry_on([generation])
 
@@ -123,6 +127,7 @@ class MovedAnswer(ResumableAnswer):
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
         logger.warning("moved_generation_begun_anew", extra={"fields": fields})
         self.exchange.notes[BEGUN_ANEW] = True
+        await asyncio.wait({self._relocation.order})  # it bears the same name, and must not be what is aborted
         flight = self.exchange.flight
         flight.preferred, flight.move, flight.first_byte_at = self._relocation.source, None, None
         await self.context.app(self.scope, replay(self._body, self.receive), self.send)
@@ -136,7 +141,7 @@ class MovedAnswer(ResumableAnswer):
     def in_flight(self, exchange: Exchange, body: bytes) -> Iterator[None]:
         """Within this an abort finds it, and so does the next move."""
         self._legs.add(exchange)
-        exchange.flight.preferred = self._relocation.target
+        self._send_to_target(exchange)
         try:
             with super().in_flight(exchange, body):
                 yield
@@ -146,10 +151,11 @@ class MovedAnswer(ResumableAnswer):
     async def sample(self, leg: Leg, generation: ResumableGeneration, seam: Seam, body: bytes) -> None:
         """One more piece, of the worker that takes it over."""
         flight = leg.exchange.flight
-        source, flight.move, flight.first_byte_at = flight.worker_url, None, None
+        flight.move, flight.first_byte_at = None, None
         if not self._tries:
             self.context.router.metrics.moved_generations += 1
-            fields = {"request_id": self.exchange.request_id, "source": source, "target": flight.preferred}
+            where = {"source": self._relocation.source, "target": flight.preferred}
+            fields = {"request_id": self.exchange.request_id, **where}
             logger.debug("generation_moved", extra={"fields": fields})
         if not await self._before_a_pause(super().sample(leg, generation, seam, body), lambda: flight.stop is None):
             return  # it waits at the gate
@@ -160,7 +166,14 @@ class MovedAnswer(ResumableAnswer):
         relocation = leg.exchange.flight.move
         await super().note_end(leg, generation, finish)
         if not generation.done and isinstance(relocation, Relocation):
-            self._relocation, leg.exchange.flight.preferred = relocation, relocation.target
+            self._relocation = relocation
+            self._send_to_target(leg.exchange)
+            generation.facts = await self.context.router.fleet.facts(relocation.target)
+
+    def _send_to_target(self, exchange: Exchange) -> None:
+        """Have the worker that takes it over be asked for what comes next, questions about it among that: the one that
+        had it has a queue."""
+        exchange.flight.worker_url = exchange.flight.preferred = self._relocation.target
 
     async def tries_again(self, generation: ResumableGeneration, exchange: Exchange, error: Exception) -> bool:
         """At the worker that had it, if that one still takes requests.

@@ -169,15 +169,16 @@ class Mover:
             target=target.url,
             cuts=self._fleet.gate.cuts,
             legs=self._legs,
+            order=self._order(self._fleet.pool.get(source.url), request.body[RID]),
         )
-        self._order(self._fleet.pool.get(source.url), request.body[RID])
         return True
 
-    def _order(self, worker: Worker, rid: str) -> None:
+    def _order(self, worker: Worker, rid: str) -> asyncio.Task[None]:
         """Have a worker abort a generation. One that does not hear it goes on with it."""
         order = tasks.spawn(self._tell(worker, rid), name=f"move from {worker.url}")
         self._orders.add(order)
         order.add_done_callback(self._orders.discard)
+        return order
 
     async def _tell(self, worker: Worker, rid: str) -> None:
         await self._fan_out.ask_one(worker, outgoing_order(ABORT.order(rid=rid)), BRIEF)
