@@ -57,8 +57,9 @@ class Proxy:
         self._in_flight.enter(exchange, body)
         try:
             while True:
-                if request.generates and self._gate.closed:
+                if request.generates and (self._gate.closed or self._in_flight.orders):
                     with Watch(receive, 0):  # the time that a worker may take has not begun
+                        await self._in_flight.past_orders(body)
                         await self._gate.wait(flight)
                     if flight.aborted:
                         await self._answer_aborted(scope, exchange, body, send)
