@@ -102,6 +102,8 @@ def _check_engine(request: GenerateRequest, facts: Facts) -> None:
     except CannotResume:
         raise Immovable("stateful") from None
     prompt, budget = request.prompts[0], generation.budget
+    if budget is not None and not isinstance(budget, int):  # as its client wrote it
+        raise Immovable("unreadable")
     longest = len(prompt.ids) if prompt.ids is not None else len((prompt.text or "").encode("utf-8", "replace"))
     if budget is None or facts.context_length is None or longest + budget > facts.context_length - ROOM:
         raise Immovable("too_long")
