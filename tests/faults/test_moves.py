@@ -303,6 +303,13 @@ async def test_a_cut_answer_that_cannot_be_read_is_asked_for_anew_as_it_was(
         assert (moving.moved, moving.unmoved) == (0, {"begun_anew": 1})
 
 
+async def test_an_answer_that_is_too_large_to_be_held_is_asked_for_anew_and_passes(stage: Stage) -> None:
+    async with trial(stage, in_one([WHOLE]), max_answer_bytes=100) as moving:
+        moving.source.goes.append(told(WHOLE))
+        assert (await moving.answer()).json() == WHOLE
+        assert (moving.moved, moving.unmoved) == (0, {"begun_anew": 1})
+
+
 async def test_what_is_asked_for_anew_moves_no_more(stage: Stage) -> None:
     async with trial(stage, in_json(b"{")) as moving:
         over = asyncio.Event()

@@ -16,13 +16,14 @@ from typing import Any
 import orjson
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay
+from miles_router.asgi.replies import Tap
 from miles_router.asgi.watch import Watch
 from miles_router.engines.answers import UnreadableAnswer, finish_of, is_abort
 from miles_router.engines.generate import GenerateRequest
 from miles_router.errors import RouterError, UpstreamBroken
 from miles_router.partial_rollouts.answer import FollowingAnswer, ResumableAnswer
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
-from miles_router.partial_rollouts.leg import Leg, ResumeContext, is_failure
+from miles_router.partial_rollouts.leg import LAYER, Leg, ResumeContext, is_failure
 from miles_router.partial_rollouts.questions import EngineQuestions
 from miles_router.partial_rollouts.seam import Seam
 from miles_router.tasks import cancelled
@@ -75,6 +76,16 @@ class MovedLeg(Leg):
         return mine and is_abort(finish) and not flight.aborted and not is_failure(finish)
 
 
+class _FirstReply(FollowingAnswer):
+    """One that is too large to be held is asked for anew: without a move it would pass."""
+
+    layer = LAYER
+
+    def unread(self, reason: str) -> None:
+        """Nothing of it is kept."""
+        Tap.unread(self, reason)
+
+
 class MovedAnswer(ResumableAnswer):
     """The `Relief` of a request that moves."""
 
@@ -85,7 +96,7 @@ class MovedAnswer(ResumableAnswer):
         #: The last one.
         self._relocation = relocation
         self._opening = self.leg(self.exchange)
-        self._reply = FollowingAnswer(self._opening)
+        self._reply = _FirstReply(self._opening)
         self._reply.max_collected = self.exchange.max_answer_bytes
         self._tries = self._refusals = 0
 
