@@ -123,6 +123,7 @@ def _pool(
         metrics=metrics,
         max_retries=config.max_retries,
         max_answer_bytes=config.max_answer_bytes,
+        admission=config.admission,
     )
     in_flight = InFlight()
     health = HealthMonitor(
@@ -148,9 +149,7 @@ def _pool(
         args=args,
         tokenizer=tokenizer,
     )
-    innermost: ASGIApp = Proxy(
-        forwarder, metrics, gate=fleet.gate, in_flight=in_flight, request_timeout=config.request_timeout
-    )
+    innermost: ASGIApp = Proxy(forwarder, metrics, in_flight=in_flight, request_timeout=config.request_timeout)
     mover = Mover(
         ResumeContext(innermost, router, in_flight, health.is_paused, resume_cut=False, resume_lost=False),
         fan_out,

@@ -17,6 +17,7 @@
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── TooManyConnections          503 too_many_connections, with Retry-After
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
+    │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
     ├── PartlyFailed                502 fan_out_failed
     ├── UnsupportedByEngine         501 unsupported_by_engine: no routable worker's engine can do it
     └── UpstreamError               502 upstream_error
@@ -168,6 +169,12 @@ class FleetPaused(RouterError):
     type = "fleet_paused"
     retryable = True
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
+class FleetFull(FleetPaused):
+    """No worker has room for another session, and this one cannot wait (any longer)."""
+
+    type = "fleet_full"
 
 
 class PartlyFailed(RouterError):

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from miles_router.engines.paths import COMPUTED, GENERATION
-from miles_router.errors import FleetPaused
+from miles_router.errors import FleetFull, FleetPaused
 
+#: Seconds after which whoever is first looks again whether there is room: what frees it has many places.
+GLANCE = 0.1
 #: What stands before an engine's own path in a request of a session: `/sessions/{id}/...`.
 SESSION_PREFIX = "/sessions/"
 
@@ -65,6 +67,8 @@ class Gate:
         self._now = now
         #: What each waits for, and who it is; one request may wait several times, once for each of its generations.
         self._held: dict[asyncio.Future[None], Waiting] = {}
+        #: Those that wait for room, in the order of coming.
+        self._queue: dict[object, Waiting] = {}
 
     @property
     def held(self) -> int:
@@ -121,20 +125,52 @@ class Gate:
         Raises:
             FleetPaused: too many wait already, or this one has waited for too long.
         """
-        loop = asyncio.get_running_loop()
-        came_at = loop.time()
+        came_at = asyncio.get_running_loop().time()
         while self.closed and not who.aborted:
-            if len(self._held) >= self._max_held:
-                raise FleetPaused(f"{self.reason()}; {self._max_held} requests wait already (--gate-max-held)")
-            waiting: asyncio.Future[None] = loop.create_future()
-            self._held[waiting] = who
-            left = max(0.0, came_at + self._timeout - loop.time()) if self._timeout else None
-            try:
-                done, _ = await asyncio.wait({waiting}, timeout=left)
-            finally:
-                self._held.pop(waiting, None)
-            if not done:
-                raise FleetPaused(f"{self.reason()}, and this request has waited {self._timeout:g} s (--gate-timeout)")
+            await self._hold(who, came_at, FleetPaused, self.reason())
+
+    async def wait_for_room(self, who: Waiting, has_room: Callable[[], bool]) -> None:
+        """Wait until a worker has room, in the order of coming; or until `who` is aborted and released. Whoever returns
+        takes the room before anybody else looks.
+
+        Raises:
+            FleetFull: too many wait already, or this one has waited for too long.
+        """
+        came_at = asyncio.get_running_loop().time()
+        turn = object()
+        self._queue[turn] = who
+        try:
+            while not who.aborted and (next(iter(self._queue)) is not turn or not has_room()):
+                first = next(iter(self._queue)) is turn
+                await self._hold(who, came_at, FleetFull, "no worker has room for it", GLANCE if first else None)
+        finally:
+            del self._queue[turn]
+            self._wake_next()
+
+    def _wake_next(self) -> None:
+        """Whoever is first in the queue now looks whether there is room."""
+        first = next(iter(self._queue.values()), None)
+        for waiting, holder in self._held.items():
+            if holder is first and not waiting.done():
+                waiting.set_result(None)
+
+    async def _hold(
+        self, who: Waiting, came_at: float, error: type[FleetPaused], reason: str, glance: float | None = None
+    ) -> None:
+        """Wait until somebody changes something, or for `glance` seconds."""
+        loop = asyncio.get_running_loop()
+        if len(self._held) >= self._max_held:
+            raise error(f"{reason}; {self._max_held} requests wait already (--gate-max-held)")
+        left = came_at + self._timeout - loop.time() if self._timeout else None
+        if left is not None and left <= 0:
+            raise error(f"{reason}, and this request has waited {self._timeout:g} s (--gate-timeout)")
+        waiting: asyncio.Future[None] = loop.create_future()
+        self._held[waiting] = who
+        try:
+            bounds = [each for each in (left, glance) if each is not None]
+            await asyncio.wait({waiting}, timeout=min(bounds, default=None))
+        finally:
+            self._held.pop(waiting, None)
 
     def release(self, who: Waiting) -> None:
         """Let one request go on although the gate is closed: it was aborted and will not generate."""

@@ -68,8 +68,16 @@ class Forwarder:
     """Sends requests into the fleet."""
 
     def __init__(
-        self, *, fleet: Fleet, upstream: Upstream, metrics: Metrics, max_retries: int, max_answer_bytes: int
+        self,
+        *,
+        fleet: Fleet,
+        upstream: Upstream,
+        metrics: Metrics,
+        max_retries: int,
+        max_answer_bytes: int,
+        admission: float = 0.0,
     ) -> None:
+        self._admission = admission
         self._max_answer_bytes = max_answer_bytes
         self._fleet = fleet
         self._upstream = upstream
@@ -266,6 +274,30 @@ class Forwarder:
             logger.warning("caches_not_kept_apart", extra={"fields": {"worker": worker.url, "path": path}})
         return False
 
+    def must_wait(self, request: Outgoing) -> bool:
+        """Whether a request cannot go on now: the gate is closed, or no worker has room for the session it begins."""
+        return request.generates and (self._fleet.gate.closed or (self._admission > 0 and not self._has_room(request)))
+
+    async def wait(self, request: Outgoing, waiting: Flight) -> None:
+        """Wait until it can, or is aborted.
+
+        Raises:
+            FleetPaused: it has waited for too long, or was one too many.
+        """
+        gate = self._fleet.gate
+        while self.must_wait(request) and not waiting.aborted:
+            if gate.closed:
+                await gate.wait(waiting)
+            else:
+                await gate.wait_for_room(waiting, lambda: gate.closed or self._has_room(request))
+
+    def _has_room(self, request: Outgoing) -> bool:
+        if request.key is None:
+            return True
+        pool = self._fleet.pool
+        pool.homes.expire()
+        return request.key in pool.homes or pool.snapshot.has_room(prompt_tokens(request.body), self._admission)
+
     async def open_when_admitted(self, request: Outgoing, waiting: Flight) -> Forwarded:
         """`open`, and before it a wait at the gate where that is closed. An abort of `waiting` ends the wait.
 
@@ -273,10 +305,9 @@ class Forwarder:
             FleetPaused: it was aborted there, has waited for too long, or was one too many.
             The errors of `open`.
         """
-        gate = self._fleet.gate
         while True:
-            if request.generates and gate.closed:
-                await gate.wait(waiting)
+            if self.must_wait(request):
+                await self.wait(request, waiting)
                 if waiting.aborted:
                     raise FleetPaused(ABORTED)
             with suppress(NotAdmitted):

@@ -15,7 +15,7 @@ from miles_router.asgi.watch import Watch
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.paths import GENERATE
 from miles_router.errors import BadRequest, FleetPaused, UpstreamBroken
-from miles_router.fleet.gate import Gate, endpoint
+from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
 from miles_router.forwarding.forwarder import ABORTED, Forwarded, Forwarder
 from miles_router.forwarding.outgoing import Outgoing, outgoing
@@ -30,13 +30,10 @@ NOT_MODIFIED = 304
 class Proxy:
     """ASGI app that forwards every request to one worker of the pool."""
 
-    def __init__(
-        self, forwarder: Forwarder, metrics: Metrics, *, gate: Gate, in_flight: InFlight, request_timeout: float
-    ) -> None:
+    def __init__(self, forwarder: Forwarder, metrics: Metrics, *, in_flight: InFlight, request_timeout: float) -> None:
         self._forwarder = forwarder
         self._metrics = metrics
         self._request_timeout = request_timeout
-        self._gate = gate
         self._in_flight = in_flight
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,10 +54,10 @@ class Proxy:
         self._in_flight.enter(exchange, body)
         try:
             while True:
-                if request.generates and (self._gate.closed or self._in_flight.orders):
+                if self._forwarder.must_wait(request) or (request.generates and self._in_flight.orders):
                     with Watch(receive, 0):  # the time that a worker may take has not begun
                         await self._in_flight.past_orders(body)
-                        await self._gate.wait(flight)
+                        await self._forwarder.wait(request, flight)
                     if flight.aborted:
                         await self._answer_aborted(scope, exchange, body, send)
                         return

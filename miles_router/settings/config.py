@@ -137,6 +137,11 @@ class RouterConfig:
         "session",
         "which worker a request goes to: session, prefix, least-tokens, least-inflight, or pkg.module.Class",
     )
+    admission: float = setting(
+        0.0,
+        "part of the workers' memory that may be held before new sessions wait; 0: none waits",
+        _at_least(0),
+    )
     partial_rollout: Literal["return", "resume"] = setting(
         "return", "a generation cut by a pause: return the part, or resume it after continue"
     )

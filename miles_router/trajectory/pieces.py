@@ -16,6 +16,8 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 #: Engines compute in low precision: a certain token's logprob can come out a little above zero.
 LOGPROB_TOLERANCE = 1e-2
 MAX_TOKEN = 2**31 - 1
+#: Of an array's values; none where one of them is no number. `array.min` and `array.max` say the same, later.
+_least, _largest = np.minimum.reduce, np.maximum.reduce
 
 
 class InvalidTrajectory(ValueError):
@@ -127,11 +129,7 @@ def token_array(ids: Sequence[int] | npt.NDArray[np.integer]) -> Tokens:
     except ValueError as error:
         raise InvalidTrajectory("tokens_are_ids", str(error)) from None
     # Its own type first: told to make integers, numpy would cut fractions off.
-    if (
-        array.dtype.kind not in "iu"
-        or array.ndim != 1
-        or (array.size and not 0 <= array.min() <= array.max() <= MAX_TOKEN)
-    ):
+    if array.dtype.kind not in "iu" or array.ndim != 1 or _largest(_unsigned(array), initial=0) > MAX_TOKEN:
         raise InvalidTrajectory("tokens_are_ids", "token ids must be a flat list of integers from 0 to 2**31 - 1")
     return frozen(array.astype(np.int32))
 
@@ -149,9 +147,14 @@ def logprob_array(logprobs: Sequence[float] | npt.NDArray[np.floating], length: 
     except (TypeError, ValueError) as error:
         raise InvalidTrajectory("logprobs_are_logprobs", str(error)) from None
     # What was sampled had a probability; and JSON has no number for the logarithm of none.
-    if array.ndim != 1 or not np.isfinite(array).all() or (length and array.max() > LOGPROB_TOLERANCE):
+    if array.ndim != 1 or not (length == 0 or -np.inf < _least(array) <= _largest(array) <= LOGPROB_TOLERANCE):
         raise InvalidTrajectory("logprobs_are_logprobs", "a logprob is above zero or no finite number")
     return frozen(array)
+
+
+def _unsigned(array: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:
+    """Integers as they are from 0 on; what is below is larger than any."""
+    return array.astype(np.int64, copy=False).view(np.uint64)
 
 
 def frozen(array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:

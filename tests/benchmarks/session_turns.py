@@ -133,6 +133,7 @@ def episode(subject: Subject, name: str, api: str, turns: int, seed: int, times:
     sessions = [orjson.loads(answer)["session_id"] for answer in made]
     histories: list[list[dict[str, Any]]] = [[{"role": "system", "content": "You are an agent."}] for _ in sessions]
     given = int(TARGET_TOKENS / turns * (1 - SAMPLED_SHARE))
+    asked: list[list[bytes]] = []
     for turn in range(turns):
         for messages in histories:
             messages.append({"role": "user", "content": " ".join(source.choice(WORDS) for _ in range(given))})
@@ -145,11 +146,12 @@ def episode(subject: Subject, name: str, api: str, turns: int, seed: int, times:
         )
         times[name][turn].append(seconds)
         if name == "chat":
-            asked = Worker.asked[:AGENTS]
-            tokens[turn] = len(orjson.loads(asked[0]).get("input_ids") or ()) + len(Worker.engine.triples)
-            times[PASSED][turn].append(subject.round([(CHAT, body) for body in asked])[1])
+            asked.append(Worker.asked[:AGENTS])
+            tokens[turn] = len(orjson.loads(asked[-1][0]).get("input_ids") or ()) + len(Worker.engine.triples)
         for messages, answer in zip(histories, answers, strict=True):
             messages.append({"role": "assistant", "content": text_of(orjson.loads(answer))})
+    for turn, bodies in enumerate(asked):  # at the end: turns follow each other as they do for every other subject
+        times[PASSED][turn].append(subject.round([(CHAT, body) for body in bodies])[1])
 
 
 def measured(options: argparse.Namespace) -> tuple[Times, dict[int, int]]:

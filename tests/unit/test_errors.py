@@ -41,6 +41,7 @@ def test_the_body_is_type_message_and_request_id() -> None:
 
 def test_only_errors_without_any_part_of_a_reply_may_be_tried_again() -> None:
     assert {cls.__name__ for cls in CLASSES if cls.retryable} == {
+        "FleetFull",
         "FleetPaused",
         "TooManyConnections",
         "NoWorkerAvailable",

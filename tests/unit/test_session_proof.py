@@ -120,9 +120,7 @@ def test_tools_that_move_to_the_last_question_are_refused_where_there_are_tools(
 def test_a_system_message_that_moves_behind_the_answer_is_refused() -> None:
     moving = within("{%- if loop.last and m.role == 'critic' -%}{{ messages[0].content }}{%- endif -%}")
     reason = proved(moving).refusal(Shape(("critic",)), {})
-    assert reason == "what the template writes behind an answer depends on the system message" or (
-        reason == "the template writes a system message of before behind the answer"
-    )
+    assert reason == "what the template writes behind an answer depends on the conversation before it"
 
 
 def test_history_that_is_left_out_once_something_is_appended_is_refused() -> None:
@@ -130,7 +128,7 @@ def test_history_that_is_left_out_once_something_is_appended_is_refused() -> Non
         LOOP, "{%- set kept = messages[-4:] if messages[-1].role == 'critic' else messages -%}{%- for m in kept -%}"
     )
     reason = proved(forgetting).refusal(Shape(("critic",)), {})
-    assert reason == "the template writes a system message of before differently once something is appended"
+    assert reason == "the template writes a user message of before differently once something is appended"
 
 
 def test_a_template_without_a_prompt_for_an_answer_cannot_go_on_from_nothing() -> None:

@@ -1,7 +1,7 @@
 """What a template writes behind an answer: measured in a short conversation, so that it costs what is appended and not
 what came before.
 
-    system, user, answer, appended messages  ──►  ...... MARKER <tail>
+    user, answer, appended messages  ──►  ...... MARKER <tail>
 
 The marker is the answer's content, or stands in the arguments of its last tool call; then the tail begins with the rest
 of that call. The tail goes on with what ends the answer, the appended messages, and the prompt for the next answer.
@@ -72,17 +72,17 @@ class Endings:
         self._before = self._shortest(context)
 
     def _shortest(self, context: Context) -> tuple[Message, ...]:
-        """Some templates take no system message.
+        """Some templates may take no conversation without a system message.
 
         Raises:
             CannotRender: the template takes neither.
         """
         try:
-            self.parts(AnswerShape(), (), context, before=(SYSTEM, USER))
-            return SYSTEM, USER
-        except CannotRender:
             self.parts(AnswerShape(), (), context, before=(USER,))
             return (USER,)
+        except CannotRender:
+            self.parts(AnswerShape(), (), context, before=(SYSTEM, USER))
+            return SYSTEM, USER
 
     def measure(self, answer: AnswerShape, context: Context) -> Ending:
         """How answers of a shape end.

@@ -98,8 +98,8 @@ def histories() -> Iterator[History]:
     call = {"id": "call_9", "type": "function", "function": {"name": "probe", "arguments": '{"q": "9"}'}}
     called: Message = {"role": "assistant", "content": "", "reasoning_content": "qz7plan7zq", "tool_calls": [call]}
     result: Message = {"role": "tool", "tool_call_id": "call_9", "name": "probe", "content": "qz7result7zq"}
-    for system in ([SYSTEM], []):
-        name = "the conversation before it" if system else "the system message"
+    for system in ([], [SYSTEM]):
+        name = "the system message" if system else "the conversation before it"
         yield History(name, [*system, question, called, result, answered, USER])
         yield History(name, [*system, question, answered, USER, answered, USER])
     plain: Message = {"role": "assistant", "content": "qz7answered7zq"}

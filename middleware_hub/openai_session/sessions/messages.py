@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
-from typing import Any, AnyStr
+from typing import Any
 
 import orjson
 
@@ -119,8 +119,8 @@ def parse_text(text: str) -> Any:
     return parsed
 
 
-def alike(one: AnyStr, other: AnyStr) -> int:
-    """How many characters, or bytes, two texts begin with alike."""
+def alike(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -131,6 +131,8 @@ def alike(one: AnyStr, other: AnyStr) -> int:
 def message_bytes(message: object) -> int:
     """The memory that a message, or a value in it, takes; but for keys, which are few and shared."""
     own = sys.getsizeof(message)
+    if isinstance(message, str):  # as most are
+        return own
     if isinstance(message, Mapping):
         return own + sum(map(message_bytes, message.values()))
     if isinstance(message, (list, tuple)):

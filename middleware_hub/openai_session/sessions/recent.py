@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from json import JSONDecoder
 from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import ref
 
 import orjson
 
-from middleware_hub.openai_session.sessions.messages import SentList, alike, message_bytes
+from middleware_hub.openai_session.sessions.messages import SentList, message_bytes
 from middleware_hub.openai_session.sessions.pending import TokenPrompt
 from middleware_hub.openai_session.sessions.tree import Turn
-from miles_router.middlewares import nests_too_deep, read_json
+from miles_router.middlewares import Field, nests_too_deep, read_json
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens
 
@@ -25,6 +26,7 @@ MAX_BYTES = 256 * 1024 * 1024
 #: Bytes of a request up to which it is compared with the last one; longer ones have bounds of their own.
 LONGEST = 1 << 21
 COMMA = ord(",")
+_decode = JSONDecoder().raw_decode
 
 Value = TypeVar("Value")
 
@@ -64,7 +66,7 @@ class WrittenIds(Recent[tuple["ref[Turn]", bytes]]):
         """The ids of a prompt, as a list in JSON, in pieces: a long text is not copied more often than it must be."""
         turn, text = self.get(session_id) or (None, b"")
         if turn is None or turn() is not prompt.parent:
-            return _list(prompt.ids())[:-1], b"]"
+            text = _list(prompt.parent.trajectory().tokens)[:-1]
         for _ in range(prompt.dropped):
             text = text[: text.rindex(b",")]
         return text, *_more(prompt.given), b"]"
@@ -114,8 +116,8 @@ class KnownRequests(Recent[KnownRequest]):
             return grown
         parsed = read_json(body)
         if isinstance(parsed, dict) and isinstance(parsed.get(name), list) and len(body) <= LONGEST:
-            open_end = known is not None and not known.behind
-            behind = _behind_list(known, body, len(parsed[name])) if known is not None and open_end else b""
+            goes_on = known is None or not known.behind  # of one that did not, the next is looked at again
+            behind = _behind_list(body, name, len(parsed[name])) if goes_on else b""
             parsed[name] = SentList(parsed[name])
             self._keep(session_id, body, len(behind), name, parsed, message_bytes(parsed))
         return parsed
@@ -150,18 +152,21 @@ def _goes_on(body: bytes, before: bytes, behind: bytes) -> bool:
     return body.startswith(before) and body.endswith(behind)
 
 
-def _behind_list(known: KnownRequest, body: bytes, count: int) -> bytes:
-    """What stands in a request behind the last item of its list, which has so many, as the request before shows;
-    nothing where that does not.
+def _behind_list(body: bytes, name: str, count: int) -> bytes:
+    """What stands in a request behind the last item of its list, which has so many; nothing where that is not found.
 
-    The two differ in text in front of a closing bracket. Whether that bracket is the list's own shows a further item in
-    front of it: of another list, of one that a second field of its name hides, or of a text, the list has no more.
+    It is looked for in the first field of the list's name. Whether the bracket at its end is the list's own shows a
+    further item in front of it: of a list within another field, or of one that a second field hides, the list has no
+    more.
     """
-    behind = known.before[alike(known.before, body) :]
-    if not (behind.lstrip().startswith(b"]") and body.endswith(behind)):
+    found = Field(name).find(body)
+    if found is None:
         return b""
+    text = body[found[1] :].decode()
     try:
-        longer = orjson.loads(b"%b,0%b" % (body[: len(body) - len(behind)], behind))
-    except orjson.JSONDecodeError:
+        _, length = _decode(text)
+        end = len(body[: found[1] + len(text[:length].encode()) - 1].rstrip())
+        longer = orjson.loads(b"%b,0%b" % (body[:end], body[end:]))
+    except ValueError:  # an empty list, or numbers that one of the two does not read
         return b""
-    return behind if len(longer[known.name]) == count + 1 else b""
+    return body[end:] if len(longer[name]) == count + 1 else b""

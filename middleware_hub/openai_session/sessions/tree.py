@@ -10,7 +10,7 @@ error: what does not extend a held turn grows a root of its own. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -237,7 +237,7 @@ class Session:
                 self._messages[digest] = message
                 nbytes += message_bytes(message)
             appended.append(self._messages[digest])
-        return replace(place, appended=tuple(appended), context=context), nbytes
+        return Place(place.parent, tuple(appended), context, place.sent), nbytes
 
     def grow(self, turn: Turn, equal: Equality, sent: Sent = NOTHING) -> None:
         """Hang a finished turn into the tree, and say why it is not simply the next one. `sent`: that of its place."""

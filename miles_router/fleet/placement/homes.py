@@ -81,10 +81,10 @@ class Homes:
         tokens: int,
     ) -> SessionHome | None:
         """Where a session is at home, now that a request of it goes to `unit`; None where it is elsewhere. It moves
-        when its policy has it move, and when nothing can be sent home. Where this request alone cannot, for it was just
-        lost there, its home is kept."""
+        when its policy has it move, and when nothing can be sent home, or nobody answers there. Where this request
+        alone cannot, for it was just lost there, its home is kept."""
         lost = home is not None and home.unit is not unit and home.unit not in candidates
-        if home is not None and lost and home.unit in routable:
+        if home is not None and lost and home.unit in routable and not home.unit.worker.failures:
             self.stay_away(home)
             return None
         return self.enter(key, home, unit, tokens)
