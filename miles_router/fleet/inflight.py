@@ -6,8 +6,10 @@ There may be gigabytes of them, so that it looks in steps.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import orjson
@@ -34,6 +36,8 @@ class InFlight:
     def __init__(self) -> None:
         self._bodies: dict[Exchange, bytes] = {}
         self._holders: dict[Exchange, int] = {}
+        #: Names that a worker is told to abort though no client has asked for that, by what ends with the order.
+        self.orders: dict[asyncio.Future[None], str] = {}
 
     def __len__(self) -> int:
         return len(self._bodies)
@@ -48,6 +52,25 @@ class InFlight:
         self._holders[exchange] -= 1
         if not self._holders[exchange]:
             del self._holders[exchange], self._bodies[exchange]
+
+    @contextmanager
+    def ordered(self, rid: str) -> Iterator[None]:
+        """Within this a worker is told to abort what has this name, and nothing comes to it that it would take for
+        that."""
+        over = asyncio.get_running_loop().create_future()
+        self.orders[over] = rid
+        try:
+            yield
+        finally:
+            del self.orders[over]
+            over.set_result(None)
+
+    async def past_orders(self, body: bytes) -> None:
+        """Returns when no order is under way that could mean a generation which this body names."""
+        pace = Pace()
+        for over, rid in list(self.orders.items()):
+            if await _may_name(body, rid, pace):
+                await asyncio.wait({over})
 
     def at(self, url: str) -> set[str]:
         """The ids of the requests that the worker at this URL has."""

@@ -248,7 +248,7 @@ class WorkerPool:
     ) -> Lease:
         """A lease on one of the candidates. `at_home`: the units where a session stays though this request of it is
         elsewhere."""
-        known = None if key is None else self.homes.find(key)
+        known = self.homes.find(key)
         if len(candidates) == 1:
             unit = candidates[0]
         elif known is None:

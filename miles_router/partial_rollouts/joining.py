@@ -59,7 +59,7 @@ def join(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
         if name in head or name in tail:
             meta[name] = join_base64(head.get(name) or "", tail.get(name) or "")
     meta["finish_reason"] = _whole_length(tail.get("finish_reason"), shift)
-    meta[RESUMED] = head.get(RESUMED, 0) + 1
+    meta[RESUMED] = head.get(RESUMED, 0) + 1 + tail.get(RESUMED, 0)  # a move within a part
     ids = [*first["output_ids"], *second["output_ids"]]
     return {**first, "text": first["text"] + second["text"], "output_ids": ids, "meta_info": meta}
 

@@ -24,6 +24,7 @@ from tests.support.waiting import soon, until
 
 MODEL = script(reply(orjson.dumps({"weight_version": "1", "model_path": "m", "preferred_sampling_params": None})))
 SERVER = script(reply(orjson.dumps({"context_length": 4096, "incremental_streaming_output": False})))
+ABORT_PATH = "/abort_request"
 #: As the client writes it.
 BODY = b'{"input_ids": [1, 2],  "rid": "the-name-of-a-rollout", "sampling_params": {"ignore_eos": true}}'
 CUT = answer([5, 6], ABORT, id="the-name-of-a-rollout", weight_version="1")
@@ -40,6 +41,7 @@ class MoveTrial:
     target: Engine
     told: list[Any]  # what the source was told to abort
     answered: asyncio.Event  # the source answers
+    heeded: asyncio.Event  # it says that it has heard what it was told
     asking: asyncio.Task[RawReply]
 
     @property
@@ -50,6 +52,11 @@ class MoveTrial:
     def moved(self) -> int:
         return self.router.app.router.metrics.moved_generations
 
+    def under_way(self, rid: str) -> bool:
+        """Whether the router has a request of this name."""
+        bodies = [body for _, body in self.router.app.router.control._in_flight.requests()]
+        return any(orjson.loads(body).get("rid") == rid for body in bodies if body)
+
     async def answer(self) -> RawReply:
         """What the client gets once the source has answered."""
         self.answered.set()
@@ -57,20 +64,26 @@ class MoveTrial:
 
 
 @asynccontextmanager
-async def trial(stage: Stage, *reply: Step, body: bytes = BODY, **settings: Any) -> AsyncIterator[MoveTrial]:
-    """A trial whose source has been told to abort the generation, and answers so when the test says."""
+async def trial(
+    stage: Stage, *reply: Step, body: bytes = BODY, late: bool = False, **settings: Any
+) -> AsyncIterator[MoveTrial]:
+    """A trial whose source has been told to abort the generation, and answers so when the test says; where it is
+    `late`, so is that it has heard it."""
     source, target = await engine(stage), await engine(stage)
     heard: list[Any] = []
-    answered, rest = asyncio.Event(), asyncio.Event()
+    answered, rest, heeded = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    if not late:
+        heeded.set()
     for each in (source, target):
         each.worker.model_info = MODEL
         each.worker.standing["/server_info"] = SERVER
 
     async def abort(visit: Visit) -> None:
         heard.append(orjson.loads(await visit.read_body()))
+        await heeded.wait()
         await visit.write(in_json(b""))
 
-    source.worker.standing["/abort_request"] = abort
+    source.worker.standing[ABORT_PATH] = abort
     router = await stage.router(source.worker, **{"move_after": SOON, **settings})
     await router.probed()
     source.goes.append(script(rest, in_one([answer([1], length(1))])))
@@ -83,10 +96,11 @@ async def trial(stage: Stage, *reply: Step, body: bytes = BODY, **settings: Any)
     assert (await post(router, f"/add_worker?url={target.worker.url}")).status == 200
     await until(lambda: heard, "it is to move")
     try:
-        yield MoveTrial(router, source, target, heard, answered, asking)
+        yield MoveTrial(router, source, target, heard, answered, heeded, asking)
     finally:
         rest.set()
         answered.set()
+        heeded.set()
         assert (await soon(staying)).json() == answer([1], length(1))
         await cancelled(asking)
 
@@ -167,6 +181,61 @@ async def test_a_pause_that_cuts_ends_what_waits_between_two_workers(stage: Stag
         assert (await post(moving.router, "/continue_generation")).status == 200
 
 
+async def test_what_an_engine_would_take_for_the_one_that_moves_waits_until_it_has_been_told(stage: Stage) -> None:
+    """A client goes on under the same name, or a longer one: nobody has asked for that to be aborted."""
+    at_home = [*JSON, ("X-Session-Id", "s")]
+    async with trial(stage, in_json(orjson.dumps(WHOLE)), late=True) as moving:
+        moving.source.goes += [told(WHOLE), told(REST)]
+        assert (await moving.answer()).json() == WHOLE
+        alike = spawn(moving.router.ask("POST", "/generate", at_home, BODY.replace(b"rollout", b"rollout-2")), name="a")
+        await until(lambda: moving.under_way("the-name-of-a-rollout-2"), "it is there")
+        other = await moving.router.ask("POST", "/generate", at_home, BODY.replace(b"the-", b"a-"))
+        assert other.json() == WHOLE
+        assert [each.get("rid") for each in moving.source.asked[2:]] == ["a-name-of-a-rollout"]
+        moving.heeded.set()
+        assert (await soon(alike)).json() == REST
+
+
+async def test_one_that_waits_for_that_can_be_aborted(stage: Stage) -> None:
+    async with trial(stage, in_json(orjson.dumps(WHOLE)), late=True) as moving:
+        assert (await moving.answer()).json() == WHOLE
+        alike = spawn(moving.router.ask("POST", "/generate", JSON, BODY), name="a")
+        await until(lambda: moving.under_way("the-name-of-a-rollout"), "it is there")
+        moving.source.worker.standing[ABORT_PATH] = script(in_json(b""))
+        assert (await post(moving.router, ABORT_PATH, rid="the-name-of-a-rollout")).status == 200
+        moving.heeded.set()
+        assert (await soon(alike)).json()["meta_info"]["finish_reason"]["type"] == "abort"
+        assert len(moving.source.asked) == 2
+
+
+async def test_an_abort_finds_one_whose_next_worker_is_asked_what_it_is(stage: Stage) -> None:
+    async with trial(stage, in_one([CUT])) as moving:
+        asked, go = asyncio.Event(), asyncio.Event()
+
+        async def slow(visit: Visit) -> None:
+            asked.set()
+            await go.wait()
+            await visit.write(reply(orjson.dumps({"context_length": 4096})))
+
+        moving.target.worker.standing["/server_info"] = slow
+        moving.router.pool.get(moving.target.worker.url).facts = None
+        moving.answered.set()
+        await soon(asked.wait())
+        moving.source.worker.standing[ABORT_PATH] = script(in_json(b""))
+        assert (await post(moving.router, ABORT_PATH, rid="the-name-of-a-rollout")).status == 200
+        go.set()
+        assert (await soon(moving.asking)).json() == CUT
+        assert moving.target.asked == []
+
+
+async def test_an_aborted_one_that_is_lost_is_not_asked_for_anew(stage: Stage) -> None:
+    async with trial(stage, chunked_head(JSON), chunk(b'{"text": "'), RESET) as moving:
+        moving.source.worker.standing[ABORT_PATH] = script(in_json(b""))
+        assert (await post(moving.router, ABORT_PATH, rid="the-name-of-a-rollout")).status == 200
+        assert (await moving.answer()).status == 502
+        assert len(moving.source.asked) == 2
+
+
 async def test_an_abort_ends_what_waits_between_two_workers(stage: Stage) -> None:
     async with trial(stage, in_one([CUT])) as moving:
         assert (await post(moving.router, "/pause_generation", mode="in_place")).status == 200
@@ -231,6 +300,13 @@ async def test_a_cut_answer_that_cannot_be_read_is_asked_for_anew_as_it_was(
         came = await moving.answer()
         assert came.json() == WHOLE
         assert moving.source.asked[1:] == [orjson.loads(BODY)] * 2
+        assert (moving.moved, moving.unmoved) == (0, {"begun_anew": 1})
+
+
+async def test_an_answer_that_is_too_large_to_be_held_is_asked_for_anew_and_passes(stage: Stage) -> None:
+    async with trial(stage, in_one([WHOLE]), max_answer_bytes=100) as moving:
+        moving.source.goes.append(told(WHOLE))
+        assert (await moving.answer()).json() == WHOLE
         assert (moving.moved, moving.unmoved) == (0, {"begun_anew": 1})
 
 

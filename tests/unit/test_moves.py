@@ -8,7 +8,7 @@ import pytest
 
 from miles_router.engines.facts import Facts
 from miles_router.partial_rollouts.moves.balance import relocation
-from miles_router.partial_rollouts.moves.checks import Immovable, movable
+from miles_router.partial_rollouts.moves.checks import Immovable, check_size, movable
 
 SAYS = Facts(context_length=4096, preferred_sampling_params={})
 
@@ -57,6 +57,8 @@ def test_one_whole_answer_with_a_name_can_move(fields: dict[str, Any]) -> None:
     ("reason", "fields", "engine"),
     [
         ("unreadable", {"input_ids": None, "prompt": "Hi"}, SAYS),
+        ("unreadable", {"sampling_params": {"max_new_tokens": "5"}}, SAYS),
+        ("unreadable", {"sampling_params": {"max_new_tokens": 1.5}}, SAYS),
         ("streamed", {"stream": True}, SAYS),
         ("several", {"sampling_params": {"n": 2}}, SAYS),
         ("several", {"input_ids": [[1]]}, SAYS),
@@ -79,3 +81,10 @@ def test_what_might_not_be_carried_on_is_known_before(reason: str, fields: dict[
     with pytest.raises(Immovable) as refusal:
         movable(body(**fields), [SAYS, engine])
     assert refusal.value.reason == reason
+
+
+def test_a_body_that_cannot_fit_is_not_read() -> None:
+    check_size(b" " * 16 * 4096, [SAYS])
+    for engine in (SAYS, Facts()):
+        with pytest.raises(Immovable, match="too_long"):
+            check_size(b" " * (16 * 4096 + 1), [SAYS, engine])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -189,6 +191,29 @@ def test_the_patience_has_bounds() -> None:
     assert held(pool) == [(1, 1)]
 
 
+def test_who_comes_back_late_is_learned_from() -> None:
+    """Else the first quick tool would say for ever how long they take."""
+    clock = Clock()
+    pool, policy = pool_of(1, Homes(now=clock)), LeastInFlight()
+    turn(pool, policy, "a", 100)
+    turn(pool, policy, "a", 100)  # back at once
+    for _ in range(30):
+        clock.now += 30.0
+        turn(pool, policy, "a", 100)
+    clock.now += 30.0
+    turn(pool, policy, "b", 10)
+    assert held(pool) == [(2, 110)]
+
+
+def test_requests_without_a_session_see_that_sessions_have_gone() -> None:
+    clock = Clock()
+    pool, policy = pool_of(1, Homes(now=clock)), LeastInFlight()
+    turn(pool, policy, "a", 100)
+    clock.now += LONGEST + 1
+    pool.lease(policy, tokens=5).release()
+    assert held(pool) == [(0, 0)]
+
+
 def test_a_session_goes_home_again_after_it_was_lost_there_once() -> None:
     pool, policy = pool_of(3), LeastInFlight()
     home = turn(pool, policy, "a", 300)
@@ -336,6 +361,7 @@ def test_a_policy_that_cannot_be_is_refused_at_the_start(name: str, says: str) -
         (orjson.dumps({"input_ids": [151_643] * 3_000}), 3_000),
         (orjson.dumps({"text": "The quick brown fox, of all, jumps over the lazy dog. " * 100}), 1_250),
         (orjson.dumps({"sampling_params": {"max_new_tokens": 5}}), 12),
+        (orjson.dumps({"image_data": base64.b64encode(random.Random(0).randbytes(450_000)).decode()}), 1_200),
     ],
 )
 def test_tokens_are_guessed_from_bytes(body: bytes, tokens: int) -> None:

@@ -59,12 +59,15 @@ class Homes:
         """Those that count and of which nothing runs."""
         return self._away.values()
 
-    def find(self, key: str) -> SessionHome | None:
-        """The home of a session that sends a request. What it holds there counts no more: `settle` must follow."""
+    def find(self, key: str | None) -> SessionHome | None:
+        """The home of a session that sends a request; None for a request of none. What it holds there counts no more:
+        `settle` must follow. Who comes back too late to have counted is learned from like all others: the mean would
+        stay too short for ever."""
         self.expire()
-        home = self._homes.get(key)
-        if home is not None and self._uncount(home):
-            absence = self._now() - home.since
+        home = None if key is None else self._homes.get(key)
+        if home is not None and not home.running:
+            self._uncount(home)
+            absence = min(LONGEST, self._now() - home.since)
             self._mean = absence if self._mean is None else self._mean + _WEIGHT * (absence - self._mean)
         return home
 
@@ -127,14 +130,14 @@ class Homes:
 
     def expire(self) -> None:
         """Count nobody who has been away for too long."""
+        if not self._away:
+            return
         limit = LONGEST if self._mean is None else min(LONGEST, max(SHORTEST, PATIENCE * self._mean))
         latest = self._now() - limit
         while self._away and (home := next(iter(self._away.values()))).since < latest:
             self._uncount(home)
 
-    def _uncount(self, home: SessionHome) -> bool:
-        if self._away.pop(home.key, None) is None:
-            return False
-        home.unit.tokens -= home.tokens
-        home.unit.sessions -= 1
-        return True
+    def _uncount(self, home: SessionHome) -> None:
+        if self._away.pop(home.key, None) is not None:
+            home.unit.tokens -= home.tokens
+            home.unit.sessions -= 1

@@ -31,6 +31,8 @@ PLACES = (*ranks.FIELDS, "bootstrap_host", "bootstrap_room")
 LONG_NAME = 16
 #: Positions that an engine keeps free behind a prompt: SGLang 0.5.23 takes one that is 6 shorter than its context.
 ROOM = 8
+#: Bytes of JSON that a token has at the most, as an id or as escaped text.
+TOKEN_BYTES = 16
 
 
 class Immovable(Exception):
@@ -39,6 +41,17 @@ class Immovable(Exception):
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason)
         self.reason: Reason = reason
+
+
+def check_size(body: bytes, engines: Iterable[Facts]) -> None:
+    """See that a body is worth reading, which holds everybody up: beside `TOKEN_BYTES` for each token of the context it
+    has what no text rollout has.
+
+    Raises:
+        Immovable: it is too long.
+    """
+    if any(len(body) > TOKEN_BYTES * (facts.context_length or 0) for facts in engines):
+        raise Immovable("too_long")
 
 
 def movable(body: Any, engines: Iterable[Facts]) -> GenerateRequest:
@@ -89,6 +102,8 @@ def _check_engine(request: GenerateRequest, facts: Facts) -> None:
     except CannotResume:
         raise Immovable("stateful") from None
     prompt, budget = request.prompts[0], generation.budget
+    if budget is not None and not isinstance(budget, int):  # as its client wrote it
+        raise Immovable("unreadable")
     longest = len(prompt.ids) if prompt.ids is not None else len((prompt.text or "").encode("utf-8", "replace"))
     if budget is None or facts.context_length is None or longest + budget > facts.context_length - ROOM:
         raise Immovable("too_long")

@@ -16,13 +16,14 @@ from typing import Any
 import orjson
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send, replay
+from miles_router.asgi.replies import Tap
 from miles_router.asgi.watch import Watch
 from miles_router.engines.answers import UnreadableAnswer, finish_of, is_abort
 from miles_router.engines.generate import GenerateRequest
-from miles_router.errors import RouterError
+from miles_router.errors import RouterError, UpstreamBroken
 from miles_router.partial_rollouts.answer import FollowingAnswer, ResumableAnswer
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
-from miles_router.partial_rollouts.leg import Leg, ResumeContext, is_failure
+from miles_router.partial_rollouts.leg import LAYER, Leg, ResumeContext, is_failure
 from miles_router.partial_rollouts.questions import EngineQuestions
 from miles_router.partial_rollouts.seam import Seam
 from miles_router.tasks import cancelled
@@ -48,7 +49,6 @@ class Relocation:
         body: the same, as it was sent.
         source, target: the URLs of the workers that have it and that take it.
         cuts: of the gate, when its worker was told.
-        order: tells its worker to abort it.
         legs: the requests that carry moved generations on: whoever sent them reads their replies.
     """
 
@@ -59,7 +59,6 @@ class Relocation:
     target: str
     cuts: int
     legs: set[Exchange]
-    order: asyncio.Task[None]
 
     def relief(self, scope: Scope, receive: Receive, send: Send) -> MovedAnswer | None:
         """Who takes the reply."""
@@ -77,6 +76,16 @@ class MovedLeg(Leg):
         return mine and is_abort(finish) and not flight.aborted and not is_failure(finish)
 
 
+class _FirstReply(FollowingAnswer):
+    """One that is too large to be held is asked for anew: without a move it would pass."""
+
+    layer = LAYER
+
+    def unread(self, reason: str) -> None:
+        """Nothing of it is kept."""
+        Tap.unread(self, reason)
+
+
 class MovedAnswer(ResumableAnswer):
     """The `Relief` of a request that moves."""
 
@@ -87,7 +96,7 @@ class MovedAnswer(ResumableAnswer):
         #: The last one.
         self._relocation = relocation
         self._opening = self.leg(self.exchange)
-        self._reply = FollowingAnswer(self._opening)
+        self._reply = _FirstReply(self._opening)
         self._reply.max_collected = self.exchange.max_answer_bytes
         self._tries = self._refusals = 0
 
@@ -119,7 +128,8 @@ class MovedAnswer(ResumableAnswer):
         generation.add(answer)
         generation.abort = answer["meta_info"]["finish_reason"]
         generation.defaults = self._opening.facts.preferred_sampling_params
-        generation.facts = await self.context.router.fleet.facts(self._relocation.target)
+        with super().in_flight(self.exchange, self._body):
+            generation.facts = await self.context.router.fleet.facts(self._relocation.target)
         self.answers = [answer]
         await self.carry_on([generation])
 
@@ -127,8 +137,9 @@ class MovedAnswer(ResumableAnswer):
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
         logger.warning("moved_generation_begun_anew", extra={"fields": fields})
         self.exchange.notes[BEGUN_ANEW] = True
-        await asyncio.wait({self._relocation.order})  # it bears the same name, and must not be what is aborted
         flight = self.exchange.flight
+        if flight.aborted:
+            raise UpstreamBroken("it was aborted, and its worker has not said what it had sampled") from error
         flight.preferred, flight.move, flight.first_byte_at = self._relocation.source, None, None
         await self.context.app(self.scope, replay(self._body, self.receive), self.send)
 

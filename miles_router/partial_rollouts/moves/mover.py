@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from miles_router.errors import BadRequest
 from miles_router.fleet.workers import Role, Worker
 from miles_router.partial_rollouts.leg import ResumeContext
 from miles_router.partial_rollouts.moves.balance import relocation
-from miles_router.partial_rollouts.moves.checks import Immovable, movable
+from miles_router.partial_rollouts.moves.checks import Immovable, check_size, movable
 from miles_router.partial_rollouts.moves.moved import BEGUN_ANEW, Relocation
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Mover:
         loads = self._loads()
         if len(loads) < 2 or not self._quiet():
             return
-        choice, begun = self._movable(loads, now), 0
+        choice, begun, pace = self._movable(loads, now), 0, tasks.Pace()
         for _ in range(READ_AT_ONCE):
             pair = relocation(loads, choice)
             if pair is None or begun == AT_ONCE:
@@ -102,6 +102,7 @@ class Mover:
                 loads[source] -= 1
                 loads[target] += 1
                 begun += 1
+            await pace.step()
 
     def _quiet(self) -> bool:
         """Whether nothing is under way that changes, silences or cuts what runs."""
@@ -147,38 +148,40 @@ class Mover:
 
     async def _begin(self, exchange: Exchange, source: UnitName, target: UnitName) -> bool:
         """Have one move, if it can: what could fail later is found out now."""
-        stay = self._stays[exchange]
-        try:
-            request = movable(read_json(stay.body), [self._facts(source), self._facts(target)])
-            if await self._context.in_flight.named(request.body[RID], source.url) != {exchange}:
-                raise Immovable("named_alike")
-        except (BadRequest, Immovable) as refusal:
-            reason = refusal.reason if isinstance(refusal, Immovable) else "unreadable"
-            self._context.router.metrics.unmoved_generations[reason] += 1
-            stay.stays = True
-            return False
-        flight = exchange.flight
-        here = UnitName(flight.worker_url or "", flight.rank) == source and _waits(exchange)
-        if not here or not self._quiet() or not {source, target} <= self._loads().keys():
-            return False
-        flight.move = Relocation(
-            context=self._context,
-            request=request,
-            body=stay.body,
-            source=source.url,
-            target=target.url,
-            cuts=self._fleet.gate.cuts,
-            legs=self._legs,
-            order=self._order(self._fleet.pool.get(source.url), request.body[RID]),
-        )
+        stay, engines = self._stays[exchange], [self._facts(source), self._facts(target)]
+        with ExitStack() as order:
+            try:
+                check_size(stay.body, engines)
+                request = movable(read_json(stay.body), engines)
+                order.enter_context(self._context.in_flight.ordered(request.body[RID]))
+                if await self._context.in_flight.named(request.body[RID], source.url) != {exchange}:
+                    raise Immovable("named_alike")
+            except (BadRequest, Immovable) as refusal:
+                reason = refusal.reason if isinstance(refusal, Immovable) else "unreadable"
+                self._context.router.metrics.unmoved_generations[reason] += 1
+                stay.stays = True
+                return False
+            here = UnitName(exchange.flight.worker_url or "", exchange.flight.rank) == source and _waits(exchange)
+            if not here or not self._quiet() or not {source, target} <= self._loads().keys():
+                return False
+            exchange.flight.move = Relocation(
+                context=self._context,
+                request=request,
+                body=stay.body,
+                source=source.url,
+                target=target.url,
+                cuts=self._fleet.gate.cuts,
+                legs=self._legs,
+            )
+            self._order(self._fleet.pool.get(source.url), request.body[RID], order.pop_all())
         return True
 
-    def _order(self, worker: Worker, rid: str) -> asyncio.Task[None]:
+    def _order(self, worker: Worker, rid: str, until_then: ExitStack) -> None:
         """Have a worker abort a generation. One that does not hear it goes on with it."""
         order = tasks.spawn(self._tell(worker, rid), name=f"move from {worker.url}")
         self._orders.add(order)
         order.add_done_callback(self._orders.discard)
-        return order
+        order.add_done_callback(lambda _: until_then.close())
 
     async def _tell(self, worker: Worker, rid: str) -> None:
         await self._fan_out.ask_one(worker, outgoing_order(ABORT.order(rid=rid)), BRIEF)
