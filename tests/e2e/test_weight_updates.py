@@ -277,6 +277,8 @@ async def test_generations_outlive_the_death_of_their_worker(sglang_moe_workers:
         chats.append(asyncio.ensure_future(fleet.chat(TURN)))
 
     async def kill(fleet: Fleet, version: str) -> None:
+        streaming = lambda: any(go.streamed for door in fleet.doors for go in door.begun if go.finish is None)  # noqa: E731
+        await until(streaming, "a stream is under way")
         victim = max(fleet.doors, key=lambda door: sum(go.streamed for go in door.begun if go.finish is None))
         killed.append(sglang_moe_workers[fleet.doors.index(victim)])
         await asyncio.to_thread(killed[0].kill)
