@@ -19,9 +19,8 @@ from miles_router.fleet.workers import Unit
 REQUEST = 8_000
 #: A worker is full when this part of its memory is held: behind it, sessions evict each other's prefixes.
 FULL = 0.85
-#: A session leaves a worker that holds so many times what another would, and at least so many tokens more; each so many
-#: requests it is looked at.
-SKEW, GAP, SETTLED = 1.3, 20_000, 3
+#: Each so many requests it is looked at whether a session leaves its worker.
+SETTLED = 3
 
 _IN_FLIGHT = attrgetter("in_flight", "chosen_at")
 
@@ -48,25 +47,25 @@ class LeastTokens:
 
 
 class Sessions:
-    """Fewest tokens; and a session moves when its worker is full, or holds far more than another."""
+    """Fewest tokens; and a session moves when its worker is full and another has room."""
 
     def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
         """See `Policy`."""
         home = need.home
-        if home is not None and (need.stayed % SETTLED or home.tokens + need.tokens < GAP):
+        if home is not None and (need.stayed % SETTLED or not _is_full(home, need)):
             return home
         best = min(candidates, key=_load)
         return best if home is None or _moves(need, home, best) else home
 
 
+def _is_full(unit: Unit, need: Need) -> bool:
+    return unit.capacity is not None and unit.tokens + need.tokens > FULL * unit.capacity
+
+
 def _moves(need: Need, home: Unit, best: Unit) -> bool:
-    """Whether moving pays: its prefix is computed anew, once, and its neighbours have room from then on."""
-    stays, goes = home.tokens + need.tokens, best.tokens + need.tokens
-    if home is best or stays <= goes + need.tokens:
-        return False
-    if home.capacity is not None and stays > FULL * home.capacity:
-        return best.capacity is None or goes < FULL * best.capacity
-    return stays > SKEW * goes and stays - goes > GAP
+    """Whether leaving a full worker pays: the prefix is computed anew, once, and its neighbours have room from then on.
+    That one worker holds more than another is no reason: the other may be slower."""
+    return home is not best and not _is_full(best, need) and home.tokens > best.tokens + need.tokens
 
 
 class Prefixes(Sessions):
