@@ -134,8 +134,8 @@ class RouterConfig:
     gate_max_held: int = setting(10_000, "requests that may wait while the fleet is paused", _at_least(0))
     gate_timeout: float = setting(0.0, "seconds a request may wait there; 0: as long as it takes", _at_least(0))
     policy: str = setting(
-        "session",
-        "which worker a request goes to: session, prefix, least-tokens, least-inflight, or pkg.module.Class",
+        "least-inflight",
+        "which worker a request goes to: least-inflight, least-tokens, session, prefix, or pkg.module.Class",
     )
     admission: float = setting(
         0.0,
