@@ -76,6 +76,11 @@ class Gate:
         return len(self._held)
 
     @property
+    def queued(self) -> bool:
+        """Whether somebody waits for room."""
+        return bool(self._queue)
+
+    @property
     def deliberate(self) -> bool:
         """Whether the router itself made the fleet silent, so that silence says nothing about health."""
         return self.paused_since is not None or self.asleep_since is not None

@@ -275,8 +275,12 @@ class Forwarder:
         return False
 
     def must_wait(self, request: Outgoing) -> bool:
-        """Whether a request cannot go on now: the gate is closed, or no worker has room for the session it begins."""
-        return request.generates and (self._fleet.gate.closed or (self._admission > 0 and not self._has_room(request)))
+        """Whether a request cannot go on now: the gate is closed, or the session that it begins has no room, or others
+        that came before it wait for that."""
+        gate = self._fleet.gate
+        return request.generates and (
+            gate.closed or (self._begins(request) and (gate.queued or not self._room(request)))
+        )
 
     async def wait(self, request: Outgoing, waiting: Flight) -> None:
         """Wait until it can, or is aborted.
@@ -289,14 +293,18 @@ class Forwarder:
             if gate.closed:
                 await gate.wait(waiting)
             else:
-                await gate.wait_for_room(waiting, lambda: gate.closed or self._has_room(request))
+                await gate.wait_for_room(waiting, lambda: gate.closed or self._room(request))
+                if not gate.closed:
+                    return
 
-    def _has_room(self, request: Outgoing) -> bool:
-        if request.key is None:
-            return True
+    def _begins(self, request: Outgoing) -> bool:
+        """Whether it begins a session, where such wait for room."""
+        return self._admission > 0 and request.key is not None and request.key not in self._fleet.pool.homes
+
+    def _room(self, request: Outgoing) -> bool:
         pool = self._fleet.pool
         pool.homes.expire()
-        return request.key in pool.homes or pool.snapshot.has_room(prompt_tokens(request.body), self._admission)
+        return not self._begins(request) or pool.snapshot.has_room(prompt_tokens(request.body), self._admission)
 
     async def open_when_admitted(self, request: Outgoing, waiting: Flight) -> Forwarded:
         """`open`, and before it a wait at the gate where that is closed. An abort of `waiting` ends the wait.

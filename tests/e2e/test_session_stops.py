@@ -277,13 +277,15 @@ async def test_what_a_session_holds_on_its_worker_is_shown_until_it_is_over(tria
 async def test_new_sessions_wait_for_room_where_that_is_switched_on(stage: Stage) -> None:
     """They wait in order, with a reason; turns of sessions that have begun never do."""
     long = [user("Hi " * 500)]
-    async with simulated_sessions(stage, settings={"admission": 0.2}, context_len=2000) as trial:
+    async with simulated_sessions(stage, settings={"admission": 0.4}, context_len=2000) as trial:
         await until(lambda: next(iter(trial.router.pool)).facts is not None, "its capacity is known")
         first, second = await trial.create(), await trial.create()
         assert (await trial.turn(first, long, max_tokens=3)).status == 200
         async with under_way(trial.turn(second, long, max_tokens=3)) as waiting:
             await until(lambda: trial.router.app.router.gate.held == 1, "the second waits")
             assert (await trial.turn(first, long, max_tokens=3)).status == 200
-            assert not waiting.done()
-            await trial.ask("DELETE", f"/sessions/{first}")
-            assert (await waiting).status == 200
+            small = await trial.create()
+            async with under_way(trial.turn(small, HI, max_tokens=3)) as later:
+                await until(lambda: trial.router.app.router.gate.held == 2, "it would have room, and came later")
+                await trial.ask("DELETE", f"/sessions/{first}")
+                assert [(await each).status for each in (waiting, later)] == [200, 200]
