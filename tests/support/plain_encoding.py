@@ -13,7 +13,9 @@ class PlainEncoding:
     def __init__(self, tokenizer: Any) -> None:
         self._backend = tokenizer.backend_tokenizer
         self._continuing = _without_dummy_prefix(self._backend)
-        self._special = [each.content for each in self._backend.get_added_tokens_decoder().values()]
+        added = self._backend.get_added_tokens_decoder()
+        self._special = [each.content for each in added.values()]
+        self._skipped = {number for number, each in added.items() if each.special}
         self._bos: int | None = tokenizer.bos_token_id
 
     def whole(self, text: str) -> list[list[int]]:
@@ -36,6 +38,10 @@ class PlainEncoding:
         """The text of ids that begin a text; a beginning-of-sequence token is none of it."""
         shown = ids[1:] if self._bos is not None and ids[:1] == [self._bos] else ids
         return str(self._backend.decode(self._shown_as(shown), skip_special_tokens=False))
+
+    def is_special(self, token: int) -> bool:
+        """Whether it is left out where special tokens are skipped."""
+        return token in self._skipped
 
     def decode(self, ids: list[int], *, skip_special: bool) -> str:
         """The text of ids that stand behind others."""
