@@ -114,10 +114,10 @@ class Account:
             return  # the tokenizer itself cannot give this text back
         before: list[int | None] = [0, *self.ends]
         given = self.arrays.tokens[: self.given]
-        # One that is special, and stands within a character, was skipped: shown, it would have ended that.
-        within = [self.ends[i] is None and not plain.is_special(token) for i, token in enumerate(given)]
-        ended = [self.ends[i] is not None and self.ends[i] != before[i] for i in range(self.given)]
-        shown = [token for i, token in enumerate(given) if within[i] or ended[i]]
+        # A special one that was sampled within a character was skipped: shown, it would have ended that.
+        skipped = [self.ends[i] is None and self.sampled(i) and plain.is_special(given[i]) for i in range(self.given)]
+        spells = [self.ends[i] is None or self.ends[i] != before[i] for i in range(self.given)]
+        shown = [token for i, token in enumerate(given) if spells[i] and not skipped[i]]
         assert plain.decode_whole(shown) == text, (text, shown, given, self.ends)
 
     def cuts(self, text: str) -> Iterator[tuple[int, int]]:
