@@ -13,9 +13,11 @@ import pytest
 from miles_router.asgi.flight import Flight
 from miles_router.errors import FleetPaused
 from miles_router.testing import SimulatedWorker
+from tests.support.brake import Brake
 from tests.support.fleet import JSON, gate, held, post
 from tests.support.http import Client, RawReply, request
 from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import RESET, script
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
@@ -154,11 +156,11 @@ async def test_a_client_that_leaves_and_an_abort_let_the_next_one_begin(stage: S
             under_way(scene.turn("d", 400)) as last,
         ):
             await held(scene.router, 3)
-            client.abort()
-            await held(scene.router, 2)
             await post(scene.router, "/abort_request", rid="rollout-c")
             answer = (await aborted).json()
             assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+            await held(scene.router, 2)
+            client.abort()
             assert (await last).status == 200
         assert gate(scene.router).held == 0
         assert len(scene.workers[0].door.at("/generate")) == 2
@@ -200,12 +202,32 @@ async def test_what_a_middleware_asks_waits_for_an_order_that_its_name_is_meant_
             assert await waiting == 200
 
 
+async def test_a_fleet_whose_memory_nobody_names_takes_all(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), admission=0.5)
+    for key in "abc":
+        headers = [*JSON, ("X-SMG-Routing-Key", key)]
+        assert (await router.ask("POST", "/generate", headers, body(2_000))).status == 200
+
+
+async def test_a_first_turn_that_was_lost_is_held_where_it_was_answered(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers, admission=0.5)
+    workers[0].next(script(RESET), script(RESET))  # on the connection that there is, and on a new one
+    headers = [*JSON, ("X-SMG-Routing-Key", "a")]
+    assert (await router.ask("POST", "/generate", headers, body(2_000))).status == 200
+    lost, answered = (worker.units[0] for worker in router.pool)
+    assert (lost.tokens, lost.sessions, answered.sessions) == (0, 0, 1)
+    assert answered.tokens == pytest.approx(2_000, rel=0.1)
+
+
 # Sessions of the middleware
 
 
 @asynccontextmanager
-async def sessions(stage: Stage) -> AsyncIterator[SessionTrial]:
-    async with simulated_sessions(stage, settings={"admission": 0.4}, context_len=2000, token_latency_s=0.002) as trial:
+async def sessions(stage: Stage, **settings: Any) -> AsyncIterator[SessionTrial]:
+    async with simulated_sessions(
+        stage, settings={"admission": 0.4, **settings}, context_len=2000, token_latency_s=0.002
+    ) as trial:
         await until(lambda: next(iter(trial.router.pool)).facts is not None, "its capacity is known")
         yield trial
 
@@ -290,3 +312,19 @@ async def test_an_agent_whose_context_was_full_goes_on_at_once(stage: Stage) -> 
             assert not new.done()
             await trial.ask("DELETE", f"/sessions/{first}")
             assert (await new).status == 200
+
+
+async def test_what_goes_on_from_what_was_sampled_begins_nothing(stage: Stage) -> None:
+    """Its session was deleted while it was cut, and others hold the memory."""
+    async with sessions(stage, partial_rollout="resume") as trial:
+        other, cut, brake = await trial.create(), await trial.create(), Brake(trial.worker.engine)
+        brake.when = lambda generation: len(generation.output_ids) > 250
+        assert (await trial.turn(other, LONG, max_tokens=3)).status == 200
+        async with under_way(trial.turn(cut, HI, ignore_eos=True, max_tokens=400)) as turn:
+            await until(lambda: brake.on, "much is sampled")
+            await post(trial.router, "/pause_generation", mode="abort")
+            await held(trial.router, 1)
+            brake.on = False
+            await trial.ask("DELETE", f"/sessions/{cut}")
+            await post(trial.router, "/continue_generation")
+            assert (await turn).json()["usage"]["completion_tokens"] == 400
