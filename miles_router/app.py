@@ -109,23 +109,26 @@ def _pool(
     """The workers of one model, and all that serves them alone. The checkpoint is that of the default pool."""
     if name != (config.model_id or ""):
         config, tokenizer = replace(config, hf_checkpoint=None, chat_template_path=None), None
+    workers = WorkerPool(
+        failure_threshold=config.health_check_failure_threshold, readmit=config.readmit, admission=config.admission
+    )
     fleet = Fleet(
-        pool=WorkerPool(failure_threshold=config.health_check_failure_threshold, readmit=config.readmit),
-        gate=Gate(max_held=config.gate_max_held, timeout=config.gate_timeout),
+        pool=workers,
+        gate=Gate(workers.admission, max_held=config.gate_max_held, timeout=config.gate_timeout),
         policy=policy_named(config.policy),
         questions=probes,
         orders=fan_out,
     )
     metrics.count(fleet)
+    in_flight = InFlight()
     forwarder = Forwarder(
         fleet=fleet,
         upstream=upstream,
         metrics=metrics,
         max_retries=config.max_retries,
         max_answer_bytes=config.max_answer_bytes,
-        admission=config.admission,
+        in_flight=in_flight,
     )
-    in_flight = InFlight()
     health = HealthMonitor(
         fleet, probes, interval=config.health_check_interval, deep_interval=config.deep_health_check_interval
     )

@@ -30,8 +30,7 @@ async def abort(call: Call) -> list[Outcome]:
         return await _end_group(call, call.arguments["group"])
     rid = None if call.arguments.get("abort_all") else call.arguments.get("rid")
     concerned = await call.in_flight.abort(rid)
-    for exchange in concerned:
-        call.fleet.gate.release(exchange.flight)
+    call.fleet.gate.release(*(exchange.flight for exchange in concerned))
     urls = set[str]().union(*(exchange.flight.urls for exchange in concerned)) if rid else set()
     workers = [worker for worker in call.fleet.pool if worker.url in urls] or call.workers()
     inward = [_inward(call, worker, rid, concerned) for worker in workers] if rid else []
@@ -65,10 +64,11 @@ async def _end_group(call: Call, group: str | int) -> list[Outcome]:
     that a worker knows is broken off, which ends it there too."""
     await asyncio.gather(*(listener(group) for listener in call.group_listeners))
     orders = []
-    for exchange, rids in call.in_flight.of_group(str(group).encode()).items():
+    members = call.in_flight.of_group(str(group).encode())
+    call.fleet.gate.release(*(exchange.flight for exchange in members))
+    for exchange, rids in members.items():
         flight = exchange.flight
         flight.aborted = True
-        call.fleet.gate.release(flight)
         workers = [worker for url in flight.urls if (worker := call.fleet.pool.find(url)) is not None]
         if workers and rids:
             names = sorted(_names(flight, rids))

@@ -301,7 +301,7 @@ class Fleet:
         """A worker has answered with a part of its facts; where they are no longer those that are known, it is another
         process, or has another model."""
         if worker.facts is not None and worker.facts.contradicts(facts):
-            worker.facts = worker.profile = None
+            worker.forget_engine()
 
     def _known(self, worker: Worker) -> Facts | None:
         process = self._questions.process(worker)
@@ -316,6 +316,7 @@ class Fleet:
     async def _ask(self, worker: Worker) -> Facts:
         facts, process = await self._questions.facts(worker)
         worker.profile = facts.profile or worker.profile
+        worker.asked, worker.last_capacity = True, facts.token_capacity or worker.last_capacity
         if process is not None and self.pool.find(worker.url) is worker:
             worker.facts, worker.facts_of = facts.after(worker.facts), process
             self._count_on_ranks(worker, worker.facts)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from miles_router.engines.paths import COMPUTED, GENERATION
-from miles_router.errors import FleetFull, FleetPaused
+from miles_router.errors import FleetPaused
+from miles_router.fleet.admission_queue import AdmissionQueue, Waiting
+from miles_router.fleet.placement.admission import Admission
 
-#: Seconds after which whoever is first looks again whether there is room: what frees it has many places.
-GLANCE = 0.1
 #: What stands before an engine's own path in a request of a session: `/sessions/{id}/...`.
 SESSION_PREFIX = "/sessions/"
 
@@ -35,24 +34,15 @@ def computes(path: str) -> bool:
     return endpoint(path) in COMPUTED
 
 
-class Waiting(Protocol):
-    """Who waits: a request, which may be aborted meanwhile."""
-
-    aborted: bool
-
-    @property
-    def number(self) -> int:
-        """Lower for one that came before."""
-        ...
-
-
 class Gate:
     """Holds at most `max_held` requests, each for at most `timeout` seconds (0: as long as it takes).
 
     They are let through in the order in which they came to the router. Who is aborted waits no longer.
     """
 
-    def __init__(self, *, max_held: int, timeout: float, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, admission: Admission, *, max_held: int, timeout: float, now: Callable[[], float] = time.time
+    ) -> None:
         self.closed = False
         self.mode: str | None = None  # of the router's own pause
         self.paused_since: float | None = None
@@ -67,18 +57,13 @@ class Gate:
         self._now = now
         #: What each waits for, and who it is; one request may wait several times, once for each of its generations.
         self._held: dict[asyncio.Future[None], Waiting] = {}
-        #: Those that wait for room, in the order of coming.
-        self._queue: dict[object, Waiting] = {}
+        #: Where new sessions wait for room. They take nobody's place here: what runs may have to wait here too.
+        self.queue = AdmissionQueue(admission, max_waiting=max_held, timeout=timeout, is_open=self.is_open)
 
     @property
     def held(self) -> int:
-        """Requests that wait."""
-        return len(self._held)
-
-    @property
-    def queued(self) -> bool:
-        """Whether somebody waits for room."""
-        return bool(self._queue)
+        """Requests that wait, those for room among them."""
+        return len(self._held) + len(self.queue)
 
     @property
     def deliberate(self) -> bool:
@@ -124,65 +109,42 @@ class Gate:
         """Whether a generation may be written to a worker now."""
         return not self.closed
 
-    async def wait(self, who: Waiting) -> None:
+    async def wait(self, who: Waiting, came_at: float | None = None) -> None:
         """Wait until the gate is open, or `who` is aborted and released.
+
+        Args:
+            came_at: since when it waits, in the event loop's time, where that is not now.
 
         Raises:
             FleetPaused: too many wait already, or this one has waited for too long.
         """
-        came_at = asyncio.get_running_loop().time()
+        came_at = asyncio.get_running_loop().time() if came_at is None else came_at
         while self.closed and not who.aborted:
-            await self._hold(who, came_at, FleetPaused, self.reason())
+            await self._hold(who, came_at)
 
-    async def wait_for_room(self, who: Waiting, has_room: Callable[[], bool]) -> None:
-        """Wait until a worker has room, in the order of coming; or until `who` is aborted and released. Whoever returns
-        takes the room before anybody else looks.
-
-        Raises:
-            FleetFull: too many wait already, or this one has waited for too long.
-        """
-        came_at = asyncio.get_running_loop().time()
-        turn = object()
-        self._queue[turn] = who
-        try:
-            while not who.aborted and (next(iter(self._queue)) is not turn or not has_room()):
-                first = next(iter(self._queue)) is turn
-                await self._hold(who, came_at, FleetFull, "no worker has room for it", GLANCE if first else None)
-        finally:
-            del self._queue[turn]
-            self._wake_next()
-
-    def _wake_next(self) -> None:
-        """Whoever is first in the queue now looks whether there is room."""
-        first = next(iter(self._queue.values()), None)
-        for waiting, holder in self._held.items():
-            if holder is first and not waiting.done():
-                waiting.set_result(None)
-
-    async def _hold(
-        self, who: Waiting, came_at: float, error: type[FleetPaused], reason: str, glance: float | None = None
-    ) -> None:
-        """Wait until somebody changes something, or for `glance` seconds."""
+    async def _hold(self, who: Waiting, came_at: float) -> None:
+        """Wait until somebody changes something."""
         loop = asyncio.get_running_loop()
         if len(self._held) >= self._max_held:
-            raise error(f"{reason}; {self._max_held} requests wait already (--gate-max-held)")
+            raise FleetPaused(f"{self.reason()}; {self._max_held} requests wait already (--gate-max-held)")
         left = came_at + self._timeout - loop.time() if self._timeout else None
         if left is not None and left <= 0:
-            raise error(f"{reason}, and this request has waited {self._timeout:g} s (--gate-timeout)")
+            raise FleetPaused(f"{self.reason()}, and this request has waited {self._timeout:g} s (--gate-timeout)")
         waiting: asyncio.Future[None] = loop.create_future()
         self._held[waiting] = who
         try:
-            bounds = [each for each in (left, glance) if each is not None]
-            await asyncio.wait({waiting}, timeout=min(bounds, default=None))
+            await asyncio.wait({waiting}, timeout=left)
         finally:
             self._held.pop(waiting, None)
 
-    def release(self, who: Waiting) -> None:
-        """Let one request go on although the gate is closed: it was aborted and will not generate."""
-        for waiting in [waiting for waiting, holder in self._held.items() if holder is who]:
+    def release(self, *those: Waiting) -> None:
+        """Let these go on although the gate is closed or there is no room: they were aborted and will not generate."""
+        aborted = {*those}
+        for waiting in [waiting for waiting, holder in self._held.items() if holder in aborted]:
             del self._held[waiting]
             if not waiting.done():
                 waiting.set_result(None)
+        self.queue.release(aborted)
 
     def reason(self) -> str:
         """Why it is closed, in words."""

@@ -67,10 +67,12 @@ class InFlight:
 
     async def past_orders(self, body: bytes) -> None:
         """Returns when no order is under way that could mean a generation which this body names."""
-        pace = Pace()
-        for over, rid in list(self.orders.items()):
-            if await _may_name(body, rid, pace):
-                await asyncio.wait({over})
+        pace, seen = Pace(), set[asyncio.Future[None]]()
+        while new := {over: rid for over, rid in self.orders.items() if over not in seen}:
+            seen |= new.keys()
+            for over, rid in new.items():
+                if not over.done() and await _may_name(body, rid, pace):
+                    await asyncio.wait({over})
 
     def at(self, url: str) -> set[str]:
         """The ids of the requests that the worker at this URL has."""

@@ -32,8 +32,9 @@ class Lease:
         """Whose unit it is."""
         return self.unit.worker
 
-    def release(self) -> None:
-        """Give the slot back; the second and later calls do nothing."""
+    def release(self, *, answered: bool = True) -> None:
+        """Give the slot back; the second and later calls do nothing. `answered`: its request was, and not with a
+        refusal, so that its session holds what it asked with."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.released(self)
+            pool.released(self, answered=answered)

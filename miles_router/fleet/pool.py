@@ -21,6 +21,7 @@ from typing import Literal
 from miles_router.errors import NotFound, NoWorkerAvailable
 from miles_router.fleet.caches import PrefixCaches, new_number
 from miles_router.fleet.lease import Lease
+from miles_router.fleet.placement.admission import Admission
 from miles_router.fleet.placement.contract import Need, Policy
 from miles_router.fleet.placement.homes import Homes
 from miles_router.fleet.snapshot import Snapshot, why_none
@@ -45,9 +46,11 @@ class WorkerPool:
         readmit: ReadmitPolicy = "same-weights",
         now: Callable[[], float] = time.time,
         homes: Homes | None = None,
+        admission: float = 0.0,
     ) -> None:
-        #: Where sessions are.
+        #: Where sessions are, and whether others may begin.
         self.homes = Homes() if homes is None else homes
+        self.admission = Admission(admission, self.homes, lambda: self.snapshot)
         self.weight_version: str | None = None
         #: Odd while an update of the weights is under way; a version that was asked for under another number is none.
         self.weights_epoch = 0
@@ -248,6 +251,7 @@ class WorkerPool:
     ) -> Lease:
         """A lease on one of the candidates. `at_home`: the units where a session stays though this request of it is
         elsewhere."""
+        candidates = self.admission.places(key, candidates, tokens)
         known = self.homes.find(key)
         if len(candidates) == 1:
             unit = candidates[0]
@@ -258,17 +262,16 @@ class WorkerPool:
             unit = policy.choose(candidates, Need(home, known.stayed, tokens, body))
         self._choices += 1
         unit.chosen_at = self._choices
-        if key is None:
-            return Lease(self, unit, tokens)
-        return Lease(self, unit, tokens, self.homes.settle(key, known, unit, candidates, at_home, tokens))
+        at = None if key is None else self.homes.settle(key, known, unit, candidates, at_home, tokens)
+        return Lease(self, unit, tokens, at)
 
-    def released(self, lease: Lease) -> None:
+    def released(self, lease: Lease, *, answered: bool) -> None:
         """Its slot is given back."""
         unit, worker = lease.unit, lease.unit.worker
         unit.in_flight -= 1
         unit.tokens -= lease.tokens
         if lease.home is not None:
-            self.homes.leave(lease.home)
+            self.homes.leave(lease.home, lease.tokens, answered=answered)
         worker.in_flight -= 1
         assert unit.in_flight >= 0, f"{unit!r} released more often than leased"
         if worker.state is WorkerState.DRAINING:
@@ -307,7 +310,7 @@ class WorkerPool:
         """Who answers next may be another, with other weights; most engines say themselves which."""
         if worker.profile is not None and not worker.profile.tells_version:
             worker.weight_version = None
-        worker.facts = worker.profile = None
+        worker.forget_engine()
 
     def record_stall(self, worker: Worker, reason: str) -> None:
         """Its engine stands still: it is out until it passes its checks, and keeps this reason while it is silent."""

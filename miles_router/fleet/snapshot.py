@@ -44,14 +44,6 @@ class Snapshot:
             candidates = [unit for unit in candidates if unit.worker.role is Role.REGULAR]
         return [unit for unit in candidates if unit.worker not in excluded]
 
-    def has_room(self, tokens: int, share: float) -> bool:
-        """Whether a session with such a prompt may begin: some unit holds nothing, says no capacity, or holds at most
-        this share of it then. Where there is none at all, whoever looks for one says so."""
-        units = self.generating
-        return not units or any(
-            not unit.tokens or unit.capacity is None or unit.tokens + tokens <= share * unit.capacity for unit in units
-        )
-
 
 def why_none(workers: Collection[Worker]) -> str:
     """Why none of them takes a request, in words."""

@@ -73,9 +73,9 @@ class Unit:
 
     @property
     def capacity(self) -> int | None:
-        """Tokens whose keys and values it has memory for, as its engine says."""
+        """Tokens whose keys and values it has memory for, as its engine says, or said before it was lost."""
         facts = self.worker.facts
-        return None if facts is None else facts.token_capacity
+        return self.worker.last_capacity if facts is None else facts.token_capacity
 
     def __repr__(self) -> str:
         return f"<Unit {self.rank} of {self.worker!r}>"
@@ -87,6 +87,7 @@ class Worker:
     __slots__ = (
         "address",
         "api_key",
+        "asked",
         "attributes",
         "bootstrap_port",
         "caches",
@@ -94,6 +95,7 @@ class Worker:
         "facts_of",
         "failures",
         "in_flight",
+        "last_capacity",
         "last_check",
         "profile",
         "pulse",
@@ -140,6 +142,10 @@ class Worker:
         #: one still answers: ask `Fleet.facts`.
         self.facts: Facts | None = None
         self.facts_of: int | None = None
+        #: Whether its engine was ever asked, and had its time to answer.
+        self.asked = False
+        #: The memory of a unit, in tokens, of the engine that was forgotten last.
+        self.last_capacity: int | None = None
         #: How it is dealt with; None until that is known. `Fleet.profile` asks.
         self.profile: Profile | None = None
 
@@ -154,6 +160,11 @@ class Worker:
 
     def __repr__(self) -> str:
         return f"<Worker {self.url} {self.state.value}, in flight: {self.in_flight}, failures: {self.failures}>"
+
+    def forget_engine(self) -> None:
+        """Another one may be there from now on."""
+        self.last_capacity = self.units[0].capacity
+        self.facts = self.profile = None
 
     @property
     def ranks(self) -> tuple[Unit, ...]:

@@ -6,6 +6,7 @@ home. Repeating is safe exactly as long as no part of a reply exists (`UpstreamU
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from contextlib import suppress
 
@@ -20,6 +21,7 @@ from miles_router.errors import BadRequest, FleetPaused, UnsupportedByEngine, Up
 from miles_router.fleet.caches import cache_key
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
+from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.workers import Role, Unit, Worker
 from miles_router.forwarding.outgoing import Outgoing, PairHistory, send
@@ -32,6 +34,8 @@ from miles_router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
+#: From this status on an engine has refused, and holds nothing of what it was asked.
+REFUSED = 400
 ABORTED = "aborted while it waited for the fleet to go on"
 
 
@@ -56,7 +60,7 @@ class Forwarded:
     def close(self) -> None:
         """Give up both; harmless when repeated."""
         self.reply.close()
-        self.lease.release()
+        self.lease.release(answered=self.reply.status < REFUSED)
 
 
 class UnkeyedPaths(set[str]):
@@ -75,9 +79,9 @@ class Forwarder:
         metrics: Metrics,
         max_retries: int,
         max_answer_bytes: int,
-        admission: float = 0.0,
+        in_flight: InFlight,
     ) -> None:
-        self._admission = admission
+        self._in_flight = in_flight
         self._max_answer_bytes = max_answer_bytes
         self._fleet = fleet
         self._upstream = upstream
@@ -113,12 +117,12 @@ class Forwarder:
             try:
                 return Forwarded(lease, await self._ask(unit, request, flight))
             except CannotServe as refusal:
-                lease.release()
+                lease.release(answered=False)
                 unable += (worker,)
                 if not self._others(request, (*request.tried, *unable)):
                     raise UnsupportedByEngine(f"the engine of {worker.url} cannot serve this: {refusal}") from None
             except UpstreamUnreachable as error:
-                lease.release()
+                lease.release(answered=False)
                 lost = error.worker if isinstance(error, PrefillLost) else worker
                 request.tried += (lost,)
                 self._unreachable(lost, error)
@@ -127,7 +131,7 @@ class Forwarder:
                     raise
                 self._metrics.retries += 1
             except BaseException:
-                lease.release()
+                lease.release(answered=False)
                 raise
 
     async def _ask(self, unit: Unit, request: Outgoing, flight: Flight | None) -> AnyReply:
@@ -241,7 +245,7 @@ class Forwarder:
             )
             reply = await exchange.open(flight)
         finally:
-            lease.release()
+            lease.release(answered=False)  # unless it was before
         if flight is not None:
             flight.caches.append(UsedCache(cache, lambda: caches.versions(cache, worker.weight_version)))
         return reply
@@ -274,13 +278,17 @@ class Forwarder:
             logger.warning("caches_not_kept_apart", extra={"fields": {"worker": worker.url, "path": path}})
         return False
 
-    def must_wait(self, request: Outgoing) -> bool:
-        """Whether a request cannot go on now: the gate is closed, or the session that it begins has no room, or others
-        that came before it wait for that."""
+    def must_wait(self, request: Outgoing, flight: Flight) -> bool:
+        """Whether a request cannot go on now: the gate is closed, or a worker is told to abort what may be meant by its
+        name, or there is no room for the session that it begins."""
+        return request.generates and bool(self._in_flight.orders or self._is_barred(request, flight))
+
+    def _is_barred(self, request: Outgoing, flight: Flight) -> bool:
+        """Whether it has to wait at the gate. What goes on from tokens that were sampled begins no session."""
         gate = self._fleet.gate
-        return request.generates and (
-            gate.closed or (self._begins(request) and (gate.queued or not self._room(request)))
-        )
+        if gate.closed or request.key is None or flight.caches or flight.goes_on is not None:
+            return gate.closed
+        return gate.queue.must_wait(request.key, prompt_tokens(request.body))
 
     async def wait(self, request: Outgoing, waiting: Flight) -> None:
         """Wait until it can, or is aborted.
@@ -288,23 +296,16 @@ class Forwarder:
         Raises:
             FleetPaused: it has waited for too long, or was one too many.
         """
-        gate = self._fleet.gate
-        while self.must_wait(request) and not waiting.aborted:
-            if gate.closed:
-                await gate.wait(waiting)
-            else:
-                await gate.wait_for_room(waiting, lambda: gate.closed or self._room(request))
-                if not gate.closed:
-                    return
-
-    def _begins(self, request: Outgoing) -> bool:
-        """Whether it begins a session, where such wait for room."""
-        return self._admission > 0 and request.key is not None and request.key not in self._fleet.pool.homes
-
-    def _room(self, request: Outgoing) -> bool:
-        pool = self._fleet.pool
-        pool.homes.expire()
-        return not self._begins(request) or pool.snapshot.has_room(prompt_tokens(request.body), self._admission)
+        gate, came_at = self._fleet.gate, asyncio.get_running_loop().time()
+        while True:
+            await gate.wait(waiting, came_at)
+            if request.key is not None and self._is_barred(request, waiting):
+                await gate.queue.wait(waiting, request.key, prompt_tokens(request.body), came_at)
+            if waiting.aborted or not self._in_flight.orders:
+                return  # and takes its room, before anybody else looks
+            await self._in_flight.past_orders(request.body)
+            if not self._is_barred(request, waiting):
+                return
 
     async def open_when_admitted(self, request: Outgoing, waiting: Flight) -> Forwarded:
         """`open`, and before it a wait at the gate where that is closed. An abort of `waiting` ends the wait.
@@ -314,7 +315,7 @@ class Forwarder:
             The errors of `open`.
         """
         while True:
-            if self.must_wait(request):
+            if self.must_wait(request, waiting):
                 await self.wait(request, waiting)
                 if waiting.aborted:
                     raise FleetPaused(ABORTED)

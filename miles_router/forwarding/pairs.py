@@ -211,16 +211,18 @@ class PairExchange:
         worker = self._halves.prefill.worker
         if flight is not None:
             flight.prefill_url = worker.url
+        answered = False
         try:
             reply = await send(self._upstream, worker, self._request, body=self._body, slot=False, admit=self._admit)
             try:
                 body, rows = await self._read(reply)
+                answered = reply.status == OK
             finally:
                 reply.close()
         except (UpstreamUnreachable, UpstreamBroken) as error:
             raise PrefillLost(worker, error) from error
         finally:
-            self._halves.prefill.release()
+            self._halves.prefill.release(answered=answered)
             if flight is not None:
                 flight.prefill_url = None
         if reply.status != OK:

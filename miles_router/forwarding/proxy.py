@@ -54,9 +54,8 @@ class Proxy:
         self._in_flight.enter(exchange, body)
         try:
             while True:
-                if self._forwarder.must_wait(request) or (request.generates and self._in_flight.orders):
+                if self._forwarder.must_wait(request, flight):
                     with Watch(receive, 0):  # the time that a worker may take has not begun
-                        await self._in_flight.past_orders(body)
                         await self._forwarder.wait(request, flight)
                     if flight.aborted:
                         await self._answer_aborted(scope, exchange, body, send)

@@ -27,7 +27,7 @@ class PoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = WorkerPool(
-            failure_threshold=THRESHOLD, readmit="same-weights", now=lambda: 0.0, homes=Homes(max_keys=3)
+            failure_threshold=THRESHOLD, readmit="same-weights", now=lambda: 0.0, homes=Homes(max_keys=3), admission=0.5
         )
         self.pool.listeners.append(self._heard)
         self.policy = LeastInFlight()
@@ -88,11 +88,11 @@ class PoolMachine(RuleBasedStateMachine):
         self.held.append(lease)
         return lease
 
-    @rule(lease=consumes(leases), times=st.integers(1, 3))
-    def release(self, lease: Lease, times: int) -> None:
+    @rule(lease=consumes(leases), times=st.integers(1, 3), answered=st.booleans())
+    def release(self, lease: Lease, times: int, answered: bool) -> None:
         self.held.remove(lease)
         for _ in range(times):
-            lease.release()
+            lease.release(answered=answered)
 
     @rule(position=st.integers(0, 3), times=st.integers(1, THRESHOLD))
     def fail(self, position: int, times: int) -> None:
@@ -139,6 +139,12 @@ class PoolMachine(RuleBasedStateMachine):
                 assert unit.tokens == prompts + sum(home.tokens for home in away if home.unit is unit)
                 running = {id(lease.home) for lease in self.held if lease.home is not None and lease.home.unit is unit}
                 assert unit.sessions == len(running) + sum(home.unit is unit for home in away)
+
+    @invariant()
+    def what_runs_of_a_session_has_begun(self) -> None:
+        for lease in self.held:
+            if lease.home is not None:
+                assert lease.home.prompts == sum(other.home is lease.home for other in self.held)
 
     @rule(key=st.sampled_from("abcde"))
     def end_session(self, key: str) -> None:

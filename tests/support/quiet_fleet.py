@@ -13,10 +13,10 @@ from miles_router.forwarding.upstream import Upstream
 
 def quiet_fleet(*, failure_threshold: int = 1) -> Fleet:
     """Without workers."""
-    upstream = Upstream()
+    upstream, pool = Upstream(), WorkerPool(failure_threshold=failure_threshold)
     return Fleet(
-        pool=WorkerPool(failure_threshold=failure_threshold),
-        gate=Gate(max_held=10, timeout=0),
+        pool=pool,
+        gate=Gate(pool.admission, max_held=10, timeout=0),
         policy=LeastInFlight(),
         questions=Probes(upstream, timeout=1.0),
         orders=FanOut(upstream),

@@ -97,7 +97,7 @@ class Scene(Workers):
         upstream = cast(Upstream, self)
         probes, fan_out = Probes(upstream, timeout=1.0), FanOut(upstream)
         self.pool = WorkerPool(failure_threshold=1)
-        self.gate = Gate(max_held=10, timeout=0)
+        self.gate = Gate(self.pool.admission, max_held=10, timeout=0)
         self.in_flight = InFlight()
         self.fleet = Fleet(pool=self.pool, gate=self.gate, policy=LeastInFlight(), questions=probes, orders=fan_out)
         health = HealthMonitor(self.fleet, probes, interval=1.0, deep_interval=0.0)

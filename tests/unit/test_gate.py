@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from miles_router.errors import FleetFull, FleetPaused
+from miles_router.errors import FleetPaused
 from miles_router.fleet.gate import Gate, generates
+from miles_router.fleet.pool import WorkerPool
 from tests.support.waiting import soon, until
 
 
@@ -22,7 +23,7 @@ class Who:
 
 def made(*, max_held: int = 10, timeout: float = 0.0) -> Gate:
     clock = iter(range(100, 1000))
-    return Gate(max_held=max_held, timeout=timeout, now=lambda: float(next(clock)))
+    return Gate(WorkerPool().admission, max_held=max_held, timeout=timeout, now=lambda: float(next(clock)))
 
 
 async def settled() -> None:
@@ -241,45 +242,3 @@ async def test_an_aborted_request_is_let_through_a_closed_gate_and_no_other() ->
     gate.release(Who())
     gate.resume()
     await tasks[2]
-
-
-async def test_whoever_waits_for_room_gets_it_in_the_order_of_coming() -> None:
-    gate, room, order = made(), [0], list[int]()
-
-    async def come(number: int) -> None:
-        await gate.wait_for_room(Who(number), lambda: room[0] > 0)
-        room[0] -= 1
-        order.append(number)
-
-    coming = [asyncio.ensure_future(come(number)) for number in range(4)]
-    await settled()
-    assert (gate.held, order) == (4, [])
-    room[0] = 3
-    await until(lambda: len(order) == 3, "three have got in")
-    assert (gate.held, order) == (1, [0, 1, 2])
-    room[0] = 1
-    await soon(asyncio.gather(*coming))
-    assert (gate.held, order, room) == (0, [0, 1, 2, 3], [0])
-
-
-async def test_who_waits_for_room_and_is_aborted_lets_the_next_one_look() -> None:
-    gate, first, room = made(), Who(), [False]
-    waits = [asyncio.ensure_future(gate.wait_for_room(who, lambda: room[0])) for who in (first, Who())]
-    await settled()
-    first.aborted = True
-    gate.release(first)
-    await soon(waits[0])
-    assert not waits[1].done()
-    room[0] = True
-    await soon(waits[1])
-
-
-async def test_waiting_for_room_is_bounded_and_refused_with_the_reason() -> None:
-    full = made(max_held=0)
-    with pytest.raises(FleetFull, match="no worker has room for it; 0 requests wait already"):
-        await full.wait_for_room(Who(), lambda: False)
-    short = made(timeout=0.01)
-    with pytest.raises(FleetFull, match=r"has waited 0\.01 s \(--gate-timeout\)"):
-        await soon(short.wait_for_room(Who(), lambda: False))
-    assert (short.held, full.held) == (0, 0)
-    await short.wait_for_room(Who(), lambda: True)

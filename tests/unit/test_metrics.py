@@ -229,7 +229,7 @@ def test_a_gauge_that_nobody_reads_and_a_name_that_is_not_declared_are_refused()
 
 
 def test_every_family_of_the_gate_is_given() -> None:
-    gate = Gate(max_held=1, timeout=0)
+    gate = Gate(WorkerPool().admission, max_held=1, timeout=0)
     gate.pause("abort")
     gate.sleep()
     assert shown(GateStatistics([gate])) == {

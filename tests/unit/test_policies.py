@@ -363,19 +363,3 @@ def test_a_policy_that_cannot_be_is_refused_at_the_start(name: str, says: str) -
 )
 def test_tokens_are_guessed_from_bytes(body: bytes, tokens: int) -> None:
     assert prompt_tokens(body) == pytest.approx(tokens, rel=0.2)
-
-
-def test_a_session_begins_where_there_is_room() -> None:
-    pool, policy = pool_of(2), LeastTokens()
-    assert pool.snapshot.has_room(10**9, 0.5), "nobody says a capacity"
-    give_memory(pool, 1_000)
-    assert pool.snapshot.has_room(10**9, 0.5), "an idle worker takes anything"
-    for key in "ab":
-        turn(pool, policy, key, 400)
-    assert pool.snapshot.has_room(100, 0.5)
-    assert not pool.snapshot.has_room(101, 0.5)
-    pool.homes.forget("b")
-    assert pool.snapshot.has_room(10**9, 0.5)
-    for worker in pool:
-        pool.remove(worker)
-    assert pool.snapshot.has_room(1, 0.5), "whoever looks for a worker says that there is none"

@@ -158,7 +158,8 @@ class SessionStore:
     def end(self, session: Session, reason: str) -> None:
         """Its work is over. Of several reasons the first counts, but for a context that is full: the agent may have
         gone on in a smaller one, until something else ended it."""
-        self.when_over(session.id)
+        if reason != CONTEXT:
+            self.when_over(session.id)
         before = session.episode.end_reason
         if before is None or (before == CONTEXT and reason not in (CONTEXT, FINALIZED, DELETED, EXPIRED)):
             session.episode.end_reason = reason
@@ -213,6 +214,9 @@ class SessionStore:
             session.in_flight -= 1
             if not session.deleted:
                 self._used(session)
+            over = session.deleted or session.episode.end_reason not in (None, CONTEXT)
+            if over and not session.in_flight and self._sessions.get(session.id, session) is session:
+                self.when_over(session.id)  # again: what has run until now may have come to its worker after the end
 
     def _used(self, session: Session) -> None:
         session.used_at, session.idle_since = self._now(), self._clock()

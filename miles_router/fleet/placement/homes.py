@@ -23,14 +23,16 @@ _WEIGHT = 0.02
 class SessionHome:
     """One session's."""
 
-    __slots__ = ("key", "running", "since", "stayed", "tokens", "unit")
+    __slots__ = ("key", "prompts", "running", "since", "stayed", "tokens", "unit")
 
     def __init__(self, key: str, unit: Unit) -> None:
         self.key = key
         self.unit = unit
-        #: Its requests in flight.
+        #: Its requests in flight,
         self.running = 0
-        #: Tokens of its last prompt.
+        #: and how many of them generate.
+        self.prompts = 0
+        #: Tokens of its last prompt that was answered.
         self.tokens = 0
         #: Its requests since it came to this unit.
         self.stayed = 0
@@ -53,6 +55,11 @@ class Homes:
 
     def __contains__(self, key: str) -> bool:
         return key in self._homes
+
+    def begun(self, key: str) -> bool:
+        """Whether a generation of this session runs, or was answered."""
+        home = self._homes.get(key)
+        return home is not None and bool(home.tokens or home.prompts)
 
     @property
     def away(self) -> Collection[SessionHome]:
@@ -81,9 +88,10 @@ class Homes:
         tokens: int,
     ) -> SessionHome | None:
         """Where a session is at home, now that a request of it goes to `unit`; None where it is elsewhere. It moves
-        when its policy has it move, and when nothing can be sent home, or nobody answers there. Where this request
-        alone cannot, for it was just lost there, its home is kept."""
+        when its policy has it move, when nothing can be sent home, or nobody answers there, and when nothing was
+        generated there. Where this request alone cannot, for it was just lost there, its home is kept."""
         lost = home is not None and home.unit is not unit and home.unit not in candidates
+        lost = lost and (not tokens or self.begun(key))
         if home is not None and lost and home.unit in routable and not home.unit.worker.failures:
             self.stay_away(home)
             return None
@@ -104,12 +112,15 @@ class Homes:
         unit.sessions += home.running == 0
         home.running += 1
         home.stayed += 1
-        home.tokens = tokens or home.tokens
+        home.prompts += tokens > 0
         return home
 
-    def leave(self, home: SessionHome) -> None:
-        """One of its requests has ended."""
+    def leave(self, home: SessionHome, tokens: int, *, answered: bool) -> None:
+        """One of its requests has ended. One that was not answered has added nothing to what it holds."""
         home.running -= 1
+        home.prompts -= tokens > 0
+        if answered:
+            home.tokens = tokens or home.tokens
         if not home.running:
             home.unit.sessions -= 1
             if self._homes.get(home.key) is home:

@@ -1,0 +1,165 @@
+"""Where new sessions wait for room. Turns of a session that has begun have nothing to wait for here.
+
+Only the first of them looks whether there is room, and calls one other at a time that may begin before it: each takes
+its room before the next one is called. What frees room has many places, and tells nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection
+from math import inf
+from operator import attrgetter
+from typing import Protocol
+
+from miles_router.errors import FleetFull
+from miles_router.fleet.placement.admission import Admission
+
+#: Seconds after which whoever is first looks again.
+GLANCE = 0.1
+
+
+class Waiting(Protocol):
+    """Who waits: a request, which may be aborted meanwhile."""
+
+    aborted: bool
+
+    @property
+    def number(self) -> int:
+        """Lower for one that came before."""
+        ...
+
+
+class _Newcomer:
+    """One request's."""
+
+    __slots__ = ("called", "key", "number", "tokens", "who", "woken")
+
+    def __init__(self, who: Waiting, key: str, tokens: int, count: int) -> None:
+        self.who = who
+        self.key = key
+        self.tokens = tokens
+        self.number = (who.number, count)
+        #: Whether it may look, although it is not the first.
+        self.called = False
+        self.woken: asyncio.Future[None] | None = None
+
+    def wake(self) -> None:
+        if self.woken is not None and not self.woken.done():
+            self.woken.set_result(None)
+
+
+_NUMBER = attrgetter("number")
+
+
+class AdmissionQueue:
+    """At most `max_waiting` requests, each for at most `timeout` seconds (0: as long as it takes)."""
+
+    def __init__(self, admission: Admission, *, max_waiting: int, timeout: float, is_open: Callable[[], bool]) -> None:
+        self._admission = admission
+        self._max_waiting = max_waiting
+        self._timeout = timeout
+        self._is_open = is_open
+        self._count = itertools.count()
+        self._order: list[_Newcomer] = []
+        self._of: dict[str, list[_Newcomer]] = {}  # by session
+        self._least = inf  # nobody who waits has a shorter prompt than this
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def must_wait(self, key: str | None, tokens: int) -> bool:
+        """Whether a generation has to wait here first: the session that it begins has no room, or others wait."""
+        rules = self._admission
+        if not rules.begins(key) or (not self._order and rules.has_room(tokens)):
+            return False
+        return not rules.fits_nowhere(tokens)
+
+    async def wait(self, who: Waiting, key: str, tokens: int, came_at: float) -> None:
+        """Wait until a session with a prompt of so many tokens may begin, or has begun; or until `who` is aborted and
+        released. Whoever returns takes the room before anybody else looks.
+
+        Args:
+            came_at: since when it waits, in the event loop's time.
+
+        Raises:
+            FleetFull: too many wait already, or this one has waited for too long.
+        """
+        if len(self._order) >= self._max_waiting:
+            raise FleetFull(f"no worker has room for it; {len(self._order)} requests wait already (--gate-max-held)")
+        place = _Newcomer(who, key, tokens, next(self._count))
+        self._enter(place)
+        try:
+            while not who.aborted and self._admission.begins(key) and not self._goes(place):
+                await self._hold(place, came_at)
+        finally:
+            self._leave(place)
+
+    def release(self, those: Collection[Waiting]) -> None:
+        """They were aborted: let them go on."""
+        for place in self._order:
+            if place.who in those:
+                place.wake()
+
+    def _enter(self, place: _Newcomer) -> None:
+        insort(self._order, place, key=_NUMBER)
+        self._of.setdefault(place.key, []).append(place)
+        self._least = min(self._least, place.tokens)
+
+    def _leave(self, place: _Newcomer) -> None:
+        at = bisect_left(self._order, place.number, key=_NUMBER)
+        if at == 0:
+            self._admission.unreserve()
+        del self._order[at]
+        others = self._of[place.key]
+        others.remove(place)
+        for other in others:  # their session has begun now, or what goes on is no concern of theirs
+            other.wake()
+        if not others:
+            del self._of[place.key]
+        if self._order:
+            self._order[0].wake()
+        else:
+            self._least = inf
+
+    def _goes(self, place: _Newcomer) -> bool:
+        """Whether it is this one that may begin now."""
+        if place is self._order[0]:
+            following = self._next()
+            if following is not None and following is not place:
+                following.called = True
+                following.wake()
+            return following is place
+        called, place.called = place.called, False
+        return called and self._is_open() and self._admission.has_room(place.tokens, spare=True)
+
+    def _next(self) -> _Newcomer | None:
+        """Who may begin now: the first, or else the first of those for whom there is room beside what it waits for."""
+        rules, first = self._admission, self._order[0]
+        if not self._is_open():
+            return None
+        if rules.has_room(first.tokens) or rules.fits_nowhere(first.tokens):
+            return first
+        rules.reserve()
+        spare = rules.most(spare=True)
+        if spare < self._least:
+            return None
+        found = next((place for place in self._order if place is not first and place.tokens <= spare), None)
+        if found is None:
+            self._least = min(place.tokens for place in self._order)
+        return found
+
+    async def _hold(self, place: _Newcomer, came_at: float) -> None:
+        """Wait until somebody wakes it, or until it looks again by itself."""
+        loop = asyncio.get_running_loop()
+        bounds = [GLANCE] if place is self._order[0] else []
+        if self._timeout:
+            bounds.append(came_at + self._timeout - loop.time())
+            if bounds[-1] <= 0:
+                raise FleetFull(
+                    f"no worker has room for it, and this request has waited {self._timeout:g} s (--gate-timeout)"
+                )
+        place.woken = loop.create_future()
+        await asyncio.wait({place.woken}, timeout=min(bounds, default=None))

@@ -1,0 +1,330 @@
+"""New sessions that wait for room: who goes on, who waits no longer, and what is given back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+import pytest
+
+from miles_router.asgi.flight import Flight
+from miles_router.errors import FleetPaused
+from miles_router.testing import SimulatedWorker
+from tests.support.brake import Brake
+from tests.support.fleet import JSON, gate, held, post
+from tests.support.http import Client, RawReply, request
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import RESET, script
+from tests.support.session_trial import SessionTrial, simulated_sessions, user
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+MEMORY = 4_000
+ENDLESS = {"max_new_tokens": 3_000, "ignore_eos": True}
+LONG, HI = [user("Hi " * 600)], [user("Hi")]
+
+
+class Fleet:
+    """A router with admission before workers that know how much memory they have."""
+
+    def __init__(self, router: RunningRouter, *workers: SimulatedWorker) -> None:
+        self.router = router
+        self.workers = workers
+
+    async def known(self) -> None:
+        await until(lambda: all(worker.facts is not None for worker in self.router.pool), "their memory is known")
+
+    async def turn(self, key: str | None, tokens: int, **fields: Any) -> RawReply:
+        named = [] if key is None else [("X-SMG-Routing-Key", key)]
+        return await self.router.ask("POST", "/generate", [*JSON, *named], body(tokens, **fields))
+
+    def end(self, key: str) -> None:
+        self.router.app.router.end_session(key)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [unit.tokens for worker in self.router.pool for unit in worker.units]
+
+
+def body(tokens: int, **fields: Any) -> bytes:
+    return orjson.dumps({"input_ids": [300] * tokens, "sampling_params": {"max_new_tokens": 2}, **fields})
+
+
+@asynccontextmanager
+async def fleet(stage: Stage, count: int = 1, *, memory: int = MEMORY, **settings: Any) -> AsyncIterator[Fleet]:
+    workers = [SimulatedWorker(context_len=memory, token_latency_s=0.002) for _ in range(count)]
+    async with workers[0], workers[-1] if count > 1 else _nothing():
+        scene = Fleet(await stage.router(*(each.url for each in workers), admission=0.5, **settings), *workers)
+        await scene.known()
+        yield scene
+
+
+@asynccontextmanager
+async def _nothing() -> AsyncIterator[None]:
+    yield
+
+
+async def test_a_refused_first_turn_holds_nothing(stage: Stage) -> None:
+    async with fleet(stage) as scene:
+        assert (await scene.turn("a", 1_500, sampling_params={"max_new_tokens": "many"})).status == 400
+        assert scene.tokens == [0]
+        assert (await scene.turn("b", 1_500)).status == 200
+
+
+async def test_a_prompt_for_which_no_worker_has_memory_is_refused_by_its_engine_at_once(stage: Stage) -> None:
+    async with fleet(stage) as scene:
+        assert (await scene.turn("a", 1_500)).status == 200
+        async with under_way(scene.turn("b", 1_000)) as waiting:
+            await held(scene.router, 1)
+            refused = await scene.turn("c", 3 * MEMORY)
+            assert (refused.status, waiting.done()) == (400, False)
+            scene.end("a")
+            assert (await waiting).status == 200
+
+
+async def test_a_session_that_asks_for_the_models_first_waits_all_the_same(stage: Stage) -> None:
+    async with fleet(stage) as scene:
+        assert (await scene.turn("a", 1_500)).status == 200
+        assert (await scene.router.ask("GET", "/v1/models", [("X-SMG-Routing-Key", "b")])).status == 200
+        async with under_way(scene.turn("b", 1_000)) as waiting:
+            await held(scene.router, 1)
+            assert (await scene.turn("a", 1_600)).status == 200
+            assert (await scene.turn(None, 1_600)).status == 200, "a text rollout has nothing to wait for"
+            scene.end("a")
+            assert (await waiting).status == 200
+
+
+async def test_the_first_turns_of_one_session_begin_together(stage: Stage) -> None:
+    async with fleet(stage) as scene:
+        assert (await scene.turn("a", 1_500)).status == 200
+        async with (
+            under_way(scene.turn("b", 1_500)) as first,
+            under_way(scene.turn("c", 1_500)) as other,
+            under_way(scene.turn("b", 1_600)) as second,
+        ):
+            await held(scene.router, 3)
+            scene.end("a")
+            done, _ = await asyncio.wait({first, other, second}, return_when=asyncio.FIRST_COMPLETED)
+            if other in done:  # it came first: connections have no order
+                scene.end("c")
+            assert [(await each).status for each in (first, second)] == [200, 200]
+            scene.end("b")
+            assert (await other).status == 200
+
+
+async def test_a_worker_that_joins_takes_who_waits(stage: Stage) -> None:
+    async with fleet(stage) as scene, SimulatedWorker(context_len=MEMORY) as newcomer:
+        assert (await scene.turn("a", 1_500)).status == 200
+        async with under_way(scene.turn("b", 1_500)) as first, under_way(scene.turn("c", 1_500)) as second:
+            await held(scene.router, 2)
+            assert (await post(scene.router, "/workers", url=newcomer.url)).status == 201
+            await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+            await scene.known()
+            await held(scene.router, 1)
+            assert len(newcomer.door.at("/generate")) == 1, "one of them is all that it has room for"
+            scene.end("a")
+            assert [(await each).status for each in (first, second)] == [200, 200]
+
+
+async def test_who_waits_stays_in_the_queue_through_a_pause(stage: Stage) -> None:
+    async with fleet(stage) as scene:
+        assert (await scene.turn("a", 1_500)).status == 200
+        async with under_way(scene.turn("b", 1_500)) as waiting:
+            await held(scene.router, 1)
+            await post(scene.router, "/pause_generation", mode="abort")
+            scene.end("a")
+            async with under_way(scene.turn(None, 10)) as text:
+                await held(scene.router, 2)
+                assert not waiting.done()
+                await post(scene.router, "/continue_generation")
+                assert [(await each).status for each in (text, waiting)] == [200, 200]
+        assert gate(scene.router).held == 0
+
+
+async def test_a_client_that_leaves_and_an_abort_let_the_next_one_begin(stage: Stage) -> None:
+    async with fleet(stage) as scene:
+        assert (await scene.turn("a", 1_500)).status == 200
+        client: Client = await stage.client(scene.router)
+        await client.send(request("POST", "/generate", [*JSON, ("X-SMG-Routing-Key", "b")], body(2_000)))
+        await held(scene.router, 1)
+        async with (
+            under_way(scene.turn("c", 2_000, rid="rollout-c")) as aborted,
+            under_way(scene.turn("d", 400)) as last,
+        ):
+            await held(scene.router, 3)
+            await post(scene.router, "/abort_request", rid="rollout-c")
+            answer = (await aborted).json()
+            assert answer["meta_info"]["finish_reason"]["type"] == "abort"
+            await held(scene.router, 2)
+            client.abort()
+            assert (await last).status == 200
+        assert gate(scene.router).held == 0
+        assert len(scene.workers[0].door.at("/generate")) == 2
+
+
+async def test_a_request_of_a_middleware_waits_until_its_flight_is_aborted(stage: Stage) -> None:
+    async with fleet(stage) as scene:
+        router, flight = scene.router.app.router, Flight()
+        assert (await scene.turn("a", 1_500)).status == 200
+
+        async def ask() -> None:
+            with pytest.raises(FleetPaused):
+                async with router.forward("POST", "/generate", body=body(1_500), key="b", flight=flight):
+                    pass
+
+        async with under_way(ask()) as waiting:
+            await held(scene.router, 1)
+            flight.aborted = True
+            router.gate.release(flight)
+            await waiting
+
+
+async def test_what_a_middleware_asks_waits_for_an_order_that_its_name_is_meant_by(stage: Stage) -> None:
+    async with fleet(stage) as scene:
+        router, in_flight = scene.router.app.router, scene.router.app.router.control._in_flight
+
+        async def ask(rid: str) -> int:
+            async with router.forward(
+                "POST", "/generate", headers=[(b"content-type", b"application/json")], body=body(10, rid=rid)
+            ) as forwarded:
+                return forwarded.reply.status
+
+        with in_flight.ordered("rollout-number-1"):
+            async with under_way(ask("rollout-number-1-again")) as waiting:
+                assert await ask("rollout-number-2") == 200
+                assert not waiting.done()
+                assert len(scene.workers[0].door.at("/generate")) == 1
+        async with under_way(ask("rollout-number-1")) as waiting:
+            assert await waiting == 200
+
+
+async def test_a_fleet_whose_memory_nobody_names_takes_all(stage: Stage) -> None:
+    router = await stage.router(await stage.worker(), admission=0.5)
+    for key in "abc":
+        headers = [*JSON, ("X-SMG-Routing-Key", key)]
+        assert (await router.ask("POST", "/generate", headers, body(2_000))).status == 200
+
+
+async def test_a_first_turn_that_was_lost_is_held_where_it_was_answered(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers, admission=0.5)
+    workers[0].next(script(RESET), script(RESET))  # on the connection that there is, and on a new one
+    headers = [*JSON, ("X-SMG-Routing-Key", "a")]
+    assert (await router.ask("POST", "/generate", headers, body(2_000))).status == 200
+    lost, answered = (worker.units[0] for worker in router.pool)
+    assert (lost.tokens, lost.sessions, answered.sessions) == (0, 0, 1)
+    assert answered.tokens == pytest.approx(2_000, rel=0.1)
+
+
+# Sessions of the middleware
+
+
+@asynccontextmanager
+async def sessions(stage: Stage, **settings: Any) -> AsyncIterator[SessionTrial]:
+    async with simulated_sessions(
+        stage, settings={"admission": 0.4, **settings}, context_len=2000, token_latency_s=0.002
+    ) as trial:
+        await until(lambda: next(iter(trial.router.pool)).facts is not None, "its capacity is known")
+        yield trial
+
+
+def held_tokens(trial: SessionTrial) -> int:
+    return sum(unit.tokens for worker in trial.router.pool for unit in worker.units)
+
+
+@pytest.mark.parametrize("how", ["deleted with abort", "deadline", "group"])
+async def test_a_session_whose_work_is_over_waits_no_longer(stage: Stage, how: str) -> None:
+    async with sessions(stage) as trial:
+        first = await trial.create()
+        assert (await trial.turn(first, LONG, max_tokens=3)).status == 200
+        contract = {"budget": {"deadline_s": 0.5}} if how == "deadline" else {"group": "g"}
+        second, third = await trial.create(contract=contract), await trial.create()
+        async with under_way(trial.turn(second, LONG, max_tokens=3)) as over:
+            if how != "deadline":
+                await held(trial.router, 1)
+            async with under_way(trial.turn(third, HI, max_tokens=3)) as following:
+                if how == "deleted with abort":
+                    await held(trial.router, 2)
+                    await trial.ask("DELETE", f"/sessions/{second}?abort=true")
+                elif how == "group":
+                    await held(trial.router, 2)
+                    await trial.ask("POST", "/abort_request", {"group": "g"})
+                assert (await over).status in (400, 404)
+                assert (await following).status == 200
+        assert gate(trial.router).held == 0
+        assert len(trial.door) == 2
+
+
+async def test_a_turn_that_begins_in_a_deleted_session_leaves_nothing_behind(stage: Stage) -> None:
+    """Without abort what was asked for finishes; it may have waited until then."""
+    async with sessions(stage) as trial:
+        first, second = await trial.create(), await trial.create()
+        assert (await trial.turn(first, LONG, max_tokens=3)).status == 200
+        async with under_way(trial.turn(second, LONG, max_tokens=3)) as waiting:
+            await held(trial.router, 1)
+            await trial.ask("DELETE", f"/sessions/{second}")
+            await trial.ask("DELETE", f"/sessions/{first}")
+            assert (await waiting).status == 200
+        assert held_tokens(trial) == 0
+
+
+async def test_a_repeated_turn_waits_with_the_one_that_it_repeats(stage: Stage) -> None:
+    async with sessions(stage) as trial:
+        first, second, turn = await trial.create(), await trial.create(), [("X-Turn-Id", "t")]
+        assert (await trial.turn(first, LONG, max_tokens=3)).status == 200
+        async with (
+            under_way(trial.turn(second, LONG, turn, max_tokens=3)) as one,
+            under_way(trial.turn(second, LONG, turn, max_tokens=3)) as again,
+        ):
+            await held(trial.router, 1)
+            await trial.ask("DELETE", f"/sessions/{first}")
+            answers = [(await each).json() for each in (one, again)]
+        assert answers[0] == answers[1]
+        assert len(trial.door) == 2
+        before = held_tokens(trial)
+        assert (await trial.turn(second, LONG, turn, max_tokens=3)).status == 200
+        assert held_tokens(trial) == before > 0
+
+
+async def test_several_choices_of_a_first_turn_are_held_once(stage: Stage) -> None:
+    async with sessions(stage) as trial:
+        one, several = await trial.create(), await trial.create()
+        await trial.turn(one, LONG, max_tokens=3)
+        alone = held_tokens(trial)
+        await trial.ask("DELETE", f"/sessions/{one}")
+        assert (await trial.turn(several, LONG, n=3, max_tokens=3)).status == 200
+        assert held_tokens(trial) == pytest.approx(alone, rel=0.1)
+
+
+async def test_an_agent_whose_context_was_full_goes_on_at_once(stage: Stage) -> None:
+    async with sessions(stage) as trial:
+        first = await trial.create(contract={"budget": {"max_context": 700}})
+        assert (await trial.turn(first, LONG[:1], max_tokens=3)).status == 200
+        assert (await trial.turn(first, [user("Hi " * 900)], max_tokens=3)).status == 400
+        assert (await trial.read(first))["metadata"]["end_reason"] == "context"
+        async with under_way(trial.turn(await trial.create(), LONG, max_tokens=3)) as new:
+            await held(trial.router, 1)
+            assert (await trial.turn(first, HI, max_tokens=3)).status == 200
+            assert not new.done()
+            await trial.ask("DELETE", f"/sessions/{first}")
+            assert (await new).status == 200
+
+
+async def test_what_goes_on_from_what_was_sampled_begins_nothing(stage: Stage) -> None:
+    """Its session was deleted while it was cut, and others hold the memory."""
+    async with sessions(stage, partial_rollout="resume") as trial:
+        other, cut, brake = await trial.create(), await trial.create(), Brake(trial.worker.engine)
+        brake.when = lambda generation: len(generation.output_ids) > 250
+        assert (await trial.turn(other, LONG, max_tokens=3)).status == 200
+        async with under_way(trial.turn(cut, HI, ignore_eos=True, max_tokens=400)) as turn:
+            await until(lambda: brake.on, "much is sampled")
+            await post(trial.router, "/pause_generation", mode="abort")
+            await held(trial.router, 1)
+            brake.on = False
+            await trial.ask("DELETE", f"/sessions/{cut}")
+            await post(trial.router, "/continue_generation")
+            assert (await turn).json()["usage"]["completion_tokens"] == 400
