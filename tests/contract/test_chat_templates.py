@@ -171,7 +171,7 @@ async def test_what_is_given_behind_a_held_turn_is_what_the_engine_would_write_t
     (end,) = tokenizer("qwen3").convert_tokens_to_ids(["<|im_end|>"])
     calls = tuple((each["id"], each["function"]["name"]) for each in answer.get("tool_calls", ()))
     held = HeldEnd(end, ended=True, tool_calls=calls, reasoning="reasoning_content" in answer)
-    extension = await made.after(held, appended, context.tools, context.template_kwargs)
+    extension = await made.after(held, appended, context)
     ids = await prompt_ids(sglang_workers[0].url, [USER, answer, *appended], BESIDE[beside])
     assert extension.drop == 0
     assert [end, *extension.ids.tolist()] == ids[-len(extension.ids) - 1 :]

@@ -98,7 +98,7 @@ def spelled(made: Any, ids: list[int]) -> str:
 
 def check_given(made: Any, continuation: Continuation, turn: HeldEnd, appended: list[Message]) -> tuple[int, list[int]]:
     """What is given, held against the whole rendering of a history that the short conversation does not have."""
-    extension = at_once(continuation.after(turn, appended, TOOLS, {}))
+    extension = at_once(continuation.after(turn, appended, Context(TOOLS, {})))
     drop, ids = extension.drop, extension.ids.tolist()
     calls = [
         {"id": call_id, "type": "function", "function": {"name": name, "arguments": '{"q": "é"}'}}

@@ -82,13 +82,13 @@ def given(
     made: Continuation, end: HeldEnd, *appended: Message, family: str = "qwen3", **settings: Any
 ) -> tuple[int, str]:
     """How much is dropped, and the text of what is given."""
-    extension = at_once(made.after(end, appended, TOOLS if end.tool_calls else None, settings))
+    extension = at_once(made.after(end, appended, Context(TOOLS if end.tool_calls else None, settings)))
     return extension.drop, family_tokenizer(family).decode(extension.ids.tolist(), skip_special_tokens=False)
 
 
 def joined(held: list[int], made: Continuation, end: HeldEnd, appended: list[Message], **kwargs: Any) -> list[int]:
     tools = kwargs.pop("tools", None)
-    extension = at_once(made.after(end, appended, tools, kwargs))
+    extension = at_once(made.after(end, appended, Context(tools, kwargs)))
     return [*held[: len(held) - extension.drop], *extension.ids.tolist()]
 
 
@@ -210,7 +210,7 @@ def test_settings_of_a_request_reach_the_template() -> None:
 def test_what_is_no_setting_of_a_template_is_refused() -> None:
     for name in ("chat_template", "add_generation_prompt", "tokenize"):
         with pytest.raises(NotAppendOnly, match=name):
-            at_once(over(CHATML).after(HeldEnd(token(QWEN), ended=True), [user()], None, {name: False}))
+            at_once(over(CHATML).after(HeldEnd(token(QWEN), ended=True), [user()], Context(None, {name: False})))
 
 
 def test_a_setting_that_spoils_the_proof_is_refused() -> None:
@@ -218,7 +218,7 @@ def test_a_setting_that_spoils_the_proof_is_refused() -> None:
     end = HeldEnd(token(QWEN), ended=True)
     assert given(over(spoilt), end, user())[0] == 0
     with pytest.raises(NotAppendOnly, match="depends on the conversation before it"):
-        at_once(over(spoilt).after(end, [user()], None, {"count": True}))
+        at_once(over(spoilt).after(end, [user()], Context(None, {"count": True})))
 
 
 def test_a_shape_nobody_foresaw_is_proved_when_it_comes() -> None:
@@ -227,7 +227,7 @@ def test_a_shape_nobody_foresaw_is_proved_when_it_comes() -> None:
     end = HeldEnd(token(QWEN), ended=True)
     assert "critic" not in str(made.proof.describe())
     with pytest.raises(NotAppendOnly, match="depends on the conversation"):
-        at_once(made.after(end, [{"role": "critic", "content": "Hm"}], None, {}))
+        at_once(made.after(end, [{"role": "critic", "content": "Hm"}], Context(None, {})))
     assert given(made, end, {"role": "poet", "content": "O"})[0] == 0
 
 
@@ -237,7 +237,11 @@ def test_a_message_that_the_template_refuses_is_not_given() -> None:
         "{%- for m in messages -%}{%- if m.role == 'critic' -%}{{ raise_exception('No critics') }}{%- endif -%}",
     )
     with pytest.raises(NotAppendOnly, match="No critics"):
-        at_once(over(refusing).after(HeldEnd(token(QWEN), ended=True), [{"role": "critic", "content": "Hm"}], None, {}))
+        at_once(
+            over(refusing).after(
+                HeldEnd(token(QWEN), ended=True), [{"role": "critic", "content": "Hm"}], Context(None, {})
+            )
+        )
 
 
 @pytest.mark.parametrize("behind", [[tool(call_id="c2")], []])
@@ -245,7 +249,7 @@ def test_arguments_that_are_no_json_are_refused(behind: list[Message]) -> None:
     call = {"id": "c2", "type": "function", "function": {"name": "add", "arguments": "{secret"}}
     injected = {"role": "assistant", "content": "", "tool_calls": [call]}
     with pytest.raises(NotAppendOnly, match="no JSON") as refused:
-        at_once(over(CHATML).after(HeldEnd(token(QWEN), ended=True), [injected, *behind], None, {}))
+        at_once(over(CHATML).after(HeldEnd(token(QWEN), ended=True), [injected, *behind], Context(None, {})))
     assert "secret" not in str(refused.value)
 
 
@@ -273,7 +277,7 @@ def test_a_template_that_rewrites_history_rewrites_nothing_that_is_held(rewrites
     sampled = [*range(5000, 5009), token(QWEN)]
     end = HeldEnd(sampled[-1], ended=True, reasoning=True)
     expected = f"\n<|im_start|>user\nMore{QWEN}\n{NEXT}"
-    extension = at_once(over(template).after(end, [user()], None, {}))
+    extension = at_once(over(template).after(end, [user()], Context(None, {})))
     assert extension.drop == 0
     assert extension.ids.tolist() == family_tokenizer("qwen3").encode(expected, add_special_tokens=False)
 
@@ -383,7 +387,7 @@ def test_gpt_oss_does_not_say_where_a_cut_call_ends() -> None:
         HeldEnd(family_tokenizer(OSS).encode("}")[0], ended=True, tool_calls=CALLED),
     ):
         with pytest.raises(NotAppendOnly, match="does not end with a token that the template ends it with"):
-            at_once(continuation(OSS).after(end, [tool()], TOOLS, {}))
+            at_once(continuation(OSS).after(end, [tool()], Context(TOOLS, {})))
 
 
 def test_deepseek_asks_for_an_answer_behind_questions_alone() -> None:
@@ -393,7 +397,7 @@ def test_deepseek_asks_for_an_answer_behind_questions_alone() -> None:
     thinking = given(made, end, user(), family="deepseekv32", thinking=True)
     assert thinking == (0, "<｜User｜>More<｜Assistant｜><think>")
     with pytest.raises(NotAppendOnly, match="asks for no answer"):
-        at_once(made.after(end, [], None, {}))
+        at_once(made.after(end, [], Context(None, {})))
 
 
 # Tokens.
@@ -406,7 +410,7 @@ def test_ids_behind_a_special_token_are_those_of_the_whole_text() -> None:
     backend = with_template(llama, "llama2").backend_tokenizer
     head = backend.encode("user: Hi</s>assistant: Hello</s>", add_special_tokens=False).ids
     whole = backend.encode("user: Hi</s>assistant: Hello</s>user: More</s>assistant:", add_special_tokens=False).ids
-    extension = at_once(made.after(HeldEnd(head[-1], ended=True), [user()], None, {}))
+    extension = at_once(made.after(HeldEnd(head[-1], ended=True), [user()], Context(None, {})))
     assert head + extension.ids.tolist() == whole
 
 
@@ -418,7 +422,7 @@ def test_given_text_is_the_end_of_the_whole_conversations(family: str) -> None:
         message = answer(rng, calls=rng.randint(0, family != OSS), turn=9)
         appended = results(rng, message) if message.get("tool_calls") else [user(rng.choice(("More", "  é\n")))]
         whole = whole_of(made.renderer, [*history, message, *appended], Context(TOOLS, {}))
-        extension = at_once(made.after(held_end(message, None, ended=False), appended, TOOLS, {}))
+        extension = at_once(made.after(held_end(message, None, ended=False), appended, Context(TOOLS, {})))
         assert whole[-len(extension.ids) :] == extension.ids.tolist()
 
 
@@ -431,7 +435,7 @@ def test_a_long_list_of_tools_is_rendered_once_a_turn(monkeypatch: pytest.Monkey
     for turn in range(3):
         rendered.clear()
         end = HeldEnd(token(QWEN), ended=True, tool_calls=((f"c{turn}", "search"),))
-        at_once(made.after(end, [tool(call_id=f"c{turn}")], [dict(each) for each in TOOLS], {}))
+        at_once(made.after(end, [tool(call_id=f"c{turn}")], Context([dict(each) for each in TOOLS], {})))
     assert len(rendered) == 1
 
 

@@ -15,6 +15,7 @@ from middleware_hub.openai_session.faces.chat import ChatFace
 from middleware_hub.openai_session.faces.completions import CONTEXT, CompletionsFace
 from middleware_hub.openai_session.sessions.equality import STRICT
 from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.prompting import Context
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest
 from miles_router.trajectory.rows import ROUTED_EXPERTS
@@ -34,10 +35,10 @@ class Rendering:
         self.settings: Mapping[str, Any] | None = None
         self._refusal = refusal
 
-    async def after(self, turn: HeldEnd, appended: Sequence[Any], tools: Any, settings: Mapping[str, Any]) -> Extension:
+    async def after(self, turn: HeldEnd, appended: Sequence[Any], context: Context) -> Extension:
         if self._refusal is not None:
             raise NotAppendOnly(self._refusal)
-        self.tools, self.settings = tools, settings
+        self.tools, self.settings = context.tools, context.template_kwargs
         return Extension(1, np.array([7, 8], dtype=np.int32))
 
 

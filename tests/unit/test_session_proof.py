@@ -14,6 +14,7 @@ from middleware_hub.openai_session.continuing.endings import AnswerShape, NotApp
 from middleware_hub.openai_session.continuing.probes import CALLING, STANDARD, Shape, probe_of, shape_of
 from middleware_hub.openai_session.continuing.proof import Proof, prove
 from middleware_hub.openai_session.continuing.templates import from_tokenizer
+from middleware_hub.openai_session.sessions.prompting import Context
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.errors import ConfigError
@@ -232,7 +233,7 @@ def test_notes_say_where_a_tokenizer_cannot_go_on(monkeypatch: pytest.MonkeyPatc
     assert "user: cannot go on" in proof.notes
     made, end = Continuation(renderer, proof, encoder), HeldEnd(None, ended=False)
     with pytest.raises(NotAppendOnly, match="cannot go on"):
-        at_once(made.after(end, [{"role": "user", "content": ""}], None, {}))
+        at_once(made.after(end, [{"role": "user", "content": ""}], Context(None, {})))
 
 
 # Shapes.
@@ -290,8 +291,8 @@ def test_what_appends_very_many_messages_is_refused_before_anything_is_proved_or
     turns = [{"role": role, "content": "a"} for role in ("assistant", "user")]
     for appended, what in ((turns * 65, "128 roles"), ([turns[1]] * 4097, "4096 messages")):
         with pytest.raises(NotAppendOnly, match=f"more than {what}"):
-            at_once(made.after(end, appended, None, {}))
-    assert len(at_once(made.after(end, turns * 64, None, {})).ids)
+            at_once(made.after(end, appended, Context(None, {})))
+    assert len(at_once(made.after(end, turns * 64, Context(None, {}))).ids)
 
 
 def test_large_tools_settings_and_roles_are_not_kept() -> None:
@@ -300,10 +301,12 @@ def test_large_tools_settings_and_roles_are_not_kept() -> None:
     def turn(number: int) -> None:
         name = f"{number}" * large
         at_once(
-            made.after(end, [{"role": "user", "content": "a"}], [*TOOLS, {"function": {"name": name}}], {"x": name})
+            made.after(
+                end, [{"role": "user", "content": "a"}], Context([*TOOLS, {"function": {"name": name}}], {"x": name})
+            )
         )
         with pytest.raises(NotAppendOnly):
-            at_once(made.after(end, [{"role": name, "content": "a"}], None, {}))
+            at_once(made.after(end, [{"role": name, "content": "a"}], Context(None, {})))
 
     turn(0)
     tracemalloc.start()

@@ -113,8 +113,7 @@ class Continuation:
         self,
         turn: HeldEnd,
         appended: Sequence[Message],
-        tools: Sequence[Any] | None,
-        template_kwargs: Mapping[str, Any],
+        context: Context,
     ) -> Extension:
         """What follows a held turn, up to and with the prompt for the next answer.
 
@@ -125,10 +124,9 @@ class Continuation:
         if len(appended) > MAX_APPENDED:
             raise NotAppendOnly(f"more than {MAX_APPENDED} messages are appended")
         answer = AnswerShape(turn.tool_calls, turn.reasoning)
-        context = Context(tools, template_kwargs)
         try:
             appended = self.renderer.as_taken(appended)
-            self.proof.require(shape_of(answer, appended, tools), template_kwargs)
+            self.proof.require(shape_of(answer, appended, context.tools), context.template_kwargs)
             tail = self._endings.tail(answer, appended, context)
             given = self._given(turn, answer, tail, context)
             ids = await self._encoder.encode_behind(given.text, given.token)

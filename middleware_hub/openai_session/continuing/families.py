@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from middleware_hub.openai_session.continuing.templates import FAILURES, CannotRender, Renderer, from_tokenizer
+from middleware_hub.openai_session.continuing.preparing import FAILURES, CannotRender
+from middleware_hub.openai_session.continuing.templates import Renderer, from_tokenizer
 from miles_router.errors import ConfigError
 
 #: The option's values, each with the library's families it may mean.

@@ -15,6 +15,11 @@ from miles_router.errors import RouterError
 OF_A_USER = ("role", "content")
 OF_OTHERS = ("role", "content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools")
 TEXT_PARTS = ("text", "input_text")
+#: `(messages, tools, generation_prompt, template_kwargs)` to text.
+Write = Callable[[list[dict[str, Any]], list[Any] | None, bool, Mapping[str, Any]], str]
+
+#: What a template that cannot write some messages raises beside `jinja2.TemplateError`.
+FAILURES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, NotImplementedError)
 #: transformers' own tag; it writes nothing.
 GENERATION_TAG = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 

@@ -6,19 +6,16 @@ engine renders a session's first turn, and what is appended to that is rendered 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from middleware_hub.openai_session.continuing.preparing import CannotRender, loops_over_parts, prepared
+from middleware_hub.openai_session.continuing.preparing import FAILURES, CannotRender, Write, loops_over_parts, prepared
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import prepared_tool
 from middleware_hub.tokenizing.encoding import TextEncoder
 from miles_router.errors import ConfigError
 
 __all__ = ["CannotRender", "Renderer", "from_tokenizer"]
-
-#: `(messages, tools, generation_prompt, template_kwargs)` to text.
-Write = Callable[[list[dict[str, Any]], list[Any] | None, bool, Mapping[str, Any]], str]
 
 #: What `apply_chat_template` takes beside a template's own settings: not for a request to set.
 OURS = frozenset(
@@ -30,8 +27,6 @@ OURS = frozenset(
 )
 #: Characters that settle what a text's first token is.
 LOOKAHEAD = 64
-#: What a template that cannot write some messages raises beside `jinja2.TemplateError`.
-FAILURES = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, NotImplementedError)
 
 
 class Renderer:
@@ -141,18 +136,13 @@ def from_tokenizer(
         raise ConfigError("hf_checkpoint: the tokenizer has no chat template; set --chat-template-path")
     try:
         from jinja2 import TemplateError
+
+        from middleware_hub.openai_session.continuing.compiled import writer
     except ImportError:
         raise ConfigError("hf_checkpoint: chat templates need jinja2; pip install 'miles-router[tito]'") from None
     source = own if isinstance(own, str) else tokenizer.get_chat_template()
 
-    def apply(messages: list[Any], tools: list[Any] | None, generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
-        given = {**(settings or {}), **kwargs}
-        if template is not None:
-            given["chat_template"] = template
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=generation_prompt, tokenize=False, **given
-        )
-        return str(text)
+    apply = writer(tokenizer, template, settings or {})
 
     def write(messages: list[Any], tools: list[Any] | None, generation_prompt: bool, kwargs: Mapping[str, Any]) -> str:
         try:

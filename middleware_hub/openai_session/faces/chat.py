@@ -18,6 +18,7 @@ from middleware_hub.openai_session.sessions.prompting import Context, contexts_o
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.engines.openai.chat import ChatEndpoint, ids_obstacle
 from miles_router.trajectory import Piece
+from miles_router.trajectory.pieces import frozen
 
 #: The field of a request whose last message is the beginning of the answer.
 GOES_ON = "continue_final_message"
@@ -116,5 +117,5 @@ class ChatFace(Face):
             tool_calls=tuple((call.get("id"), call["function"]["name"]) for call in calls),
             reasoning=bool(parent.answer.get("reasoning_content")),
         )
-        extension = await self._continuation.after(end, place.appended, context.tools, context.template_kwargs)
-        return TokenPrompt(parent, Piece.given(extension.ids), extension.drop)
+        extension = await self._continuation.after(end, place.appended, context)
+        return TokenPrompt(parent, Piece(frozen(extension.ids)), extension.drop)

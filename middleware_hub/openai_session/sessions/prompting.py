@@ -15,6 +15,8 @@ EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh", "ultra
 #: What a function keeps on its way through the request model of SGLang.
 ALWAYS_OF_A_FUNCTION = ("description", "name", "parameters")
 OF_A_FUNCTION = (*ALWAYS_OF_A_FUNCTION, "strict", "defer_loading")
+#: What a request sets the template with.
+SETTINGS = frozenset({"chat_template_kwargs", "reasoning", "reasoning_effort"})
 YES = frozenset({"1", "true", "yes", "y", "on"})
 
 
@@ -101,6 +103,8 @@ def _name(tool: object) -> object:
 
 def settings_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """The template's settings: `chat_template_kwargs`, and what `reasoning_effort` and `reasoning` mean for them."""
+    if SETTINGS.isdisjoint(request):  # as of most
+        return {}
     reasoning = request.get("reasoning")
     reasoning = reasoning if isinstance(reasoning, Mapping) else {}
     named = (reasoning.get("effort"), reasoning.get("reasoning_effort"), request.get("reasoning_effort"))

@@ -17,7 +17,7 @@ import orjson
 from middleware_hub.openai_session.sessions.messages import SentList, message_bytes
 from middleware_hub.openai_session.sessions.pending import TokenPrompt
 from middleware_hub.openai_session.sessions.tree import Turn
-from miles_router.middlewares import Field, nests_too_deep, read_json
+from miles_router.middlewares import Field, is_too_deep, read_json
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import Tokens
 
@@ -138,11 +138,12 @@ def _added(known: KnownRequest, body: bytes) -> list[Any] | None:
     begin, end = len(known.before), len(body) - len(known.behind)
     if not _goes_on(body, known.before, known.behind):
         return None
+    added = b"[[%b]]" % body[begin + 1 : end]  # as deep as they are in the request
     try:
-        items: list[Any] = orjson.loads(b"[%b]" % body[begin + 1 : end])
-    except orjson.JSONDecodeError:
+        (items,) = parsed = orjson.loads(added)
+    except ValueError:
         return None
-    return None if nests_too_deep([items]) else items
+    return None if is_too_deep(added, parsed) else items
 
 
 def _goes_on(body: bytes, before: bytes, behind: bytes) -> bool:

@@ -133,9 +133,9 @@ class EpisodeKeeper:
         """Give a turn a name at its engine, so that it can be ended there. Where nothing but a deletion would do that,
         the agent's own stays. Of several choices each has another, which nobody knows (SGLang,
         `TokenizerManager._handle_batch_request`)."""
-        episode = turn.session.episode
-        stays = episode.deadline() is not None or episode.group(turn.session.metadata) is not None
-        if turn.several or (turn.fields.get(RID) is not None and not stays):
+        episode, own = turn.session.episode, turn.fields.get(RID) is not None
+        ends = not own or episode.deadline() is not None or episode.group(turn.session.metadata) is not None
+        if turn.several or not ends:
             return
         running.rid = secrets.token_hex(16)
         turn.fields = {**turn.fields, RID: running.rid}

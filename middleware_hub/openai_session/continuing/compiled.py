@@ -1,0 +1,171 @@
+"""A chat template, without what its library does around it at every turn, which takes as long as a short conversation.
+
+`apply_chat_template` copies and checks all that it hands to a template, and its sandbox asks anew of each attribute
+whether it is safe. Messages that were prepared here are plain JSON, and what is safe is a question of types. Whether a
+template is handed the same, and writes the same, is tried at the start, with one that shows all that it is given and
+with the model's own. Where that is not so, the library is asked at every turn, and the log says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+from middleware_hub.openai_session.continuing.preparing import FAILURES, Write
+
+logger = logging.getLogger(__name__)
+
+#: What turns set; one with any other setting is written by the library.
+SETTINGS = frozenset(("enable_thinking", "thinking", "reasoning_effort"))
+#: Shows what a template is given, some of it by these names.
+MIRROR = "{{ [messages, tools, documents, add_generation_prompt, %s] | tojson }}"
+#: Answers that a sandbox remembers.
+MAX_ANSWERS = 1024
+OF_A_DICT = frozenset(dir(dict))
+_CALL = {"name": "f", "arguments": {"a": [1, None, {"b": 0.5}], "c": True}}
+TRIAL: list[dict[str, Any]] = [
+    {"role": "system", "content": "s"},
+    {"role": "user", "content": "u"},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "r",
+        "tool_calls": [{"id": "c", "index": None, "type": "function", "function": _CALL}],
+    },
+    {"role": "tool", "content": "t", "tool_call_id": "c", "name": "f"},
+    {"role": "assistant", "content": "<think>\na\n</think>\n\nb"},
+    {"role": "user", "content": "v"},
+]
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "f", "description": None, "parameters": {}},
+    "defer_loading": None,
+}
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """The library's, which remembers what is safe."""
+
+    answers: dict[tuple[type, str], bool]
+
+    @classmethod
+    def like(cls, sandbox: ImmutableSandboxedEnvironment) -> Sandbox:
+        """One with the same settings, filters and names."""
+        own = sandbox.overlay()
+        own.__class__ = cls
+        assert isinstance(own, Sandbox)
+        own.answers = {}
+        return own
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As the library's. A dictionary has the attributes of its type alone, and is mostly asked for an item."""
+        if type(obj) is not dict or attribute in OF_A_DICT:
+            return super().getattr(obj, attribute)
+        try:
+            return obj[attribute]
+        except KeyError:
+            return self.undefined(obj=obj, name=attribute)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As the library's, which looks at the type and the name alone."""
+        known = self.answers.get((type(obj), attr))
+        if known is None:
+            known = super().is_safe_attribute(obj, attr, value)
+            if len(self.answers) < MAX_ANSWERS:
+                self.answers[type(obj), attr] = known
+        return known
+
+
+class Unlike(ValueError):
+    """The library may hand something else to a template, or write it in another way; the reason."""
+
+
+def writer(tokenizer: Any, template: str | None, settings: Mapping[str, Any]) -> Write:
+    """Writes with a template, or with the tokenizer's own; `settings` are in force unless a turn says otherwise."""
+    library = _library(tokenizer, template, settings)
+    try:
+        direct = _direct(tokenizer, template or tokenizer.chat_template, settings)
+        _require_same(library, direct)
+        mirror = MIRROR % ", ".join(sorted({*tokenizer.special_tokens_map, *settings, "messages"}))
+        _require_same(_library(tokenizer, mirror, settings), _direct(tokenizer, mirror, settings))
+    except Unlike as reason:
+        logger.warning("chat_template_by_the_library", extra={"fields": {"reason": str(reason)}})
+        return library
+
+    def write(messages: list[dict[str, Any]], tools: list[Any] | None, asks: bool, kwargs: Mapping[str, Any]) -> str:
+        known = messages and kwargs.keys() <= SETTINGS and all(type(tool) is dict for tool in tools or ())
+        return (direct if known else library)(messages, tools, asks, kwargs)
+
+    return write
+
+
+def _library(tokenizer: Any, template: str | None, settings: Mapping[str, Any]) -> Write:
+    """By the library's front door."""
+    named = {} if template is None else {"chat_template": template}
+
+    def write(messages: list[dict[str, Any]], tools: list[Any] | None, asks: bool, kwargs: Mapping[str, Any]) -> str:
+        given = {**settings, **kwargs, **named}
+        text = tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=asks, tokenize=False, **given)
+        return str(text)
+
+    return write
+
+
+def _direct(tokenizer: Any, source: object, settings: Mapping[str, Any]) -> Write:
+    """What the library comes to in the end.
+
+    Raises:
+        Unlike: it may come to something else.
+    """
+    if not isinstance(source, str):
+        raise Unlike("the tokenizer has several templates")
+    if type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
+        raise Unlike("the tokenizer applies its template in a way of its own")
+    compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+    try:
+        sandbox = compile_template(source).environment if compile_template is not None else None
+    except TemplateError as error:
+        raise Unlike(f"the template is none: {type(error).__name__}") from None
+    if type(sandbox) is not ImmutableSandboxedEnvironment:
+        raise Unlike("the library compiles templates in another way")
+    template = Sandbox.like(sandbox).from_string(source)
+    before = {**tokenizer.special_tokens_map, **settings}
+
+    def write(messages: list[dict[str, Any]], tools: list[Any] | None, asks: bool, kwargs: Mapping[str, Any]) -> str:
+        aliased = [
+            {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else message
+            for message in messages
+        ]
+        given = {"messages": aliased, "tools": tools, "documents": None, "add_generation_prompt": asks}
+        return template.render({**before, **kwargs, **given})
+
+    return write
+
+
+def _require_same(library: Write, direct: Write) -> None:
+    """Try both.
+
+    Raises:
+        Unlike: they do not write the same.
+    """
+    for count in range(1, len(TRIAL) + 1):
+        for tools in (None, [TOOL]):
+            for begin, asks in ((0, True), (count - 1, False)):
+                trial = TRIAL[begin:count], tools, asks, {"enable_thinking": False}
+                if _outcome(library, *trial) != _outcome(direct, *trial):
+                    raise Unlike("the library hands something else to templates, or renders them in another way")
+
+
+def _outcome(
+    write: Write, messages: list[dict[str, Any]], tools: list[Any] | None, asks: bool, kwargs: Mapping[str, Any]
+) -> str:
+    try:
+        return write(messages, tools, asks, kwargs)
+    except (TemplateError, *FAILURES) as error:
+        return repr(error)
