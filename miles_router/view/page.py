@@ -178,7 +178,7 @@ def _line(sheet: TokenSheet) -> dict[str, Any]:
     return {
         "session_id": sheet.session_id,
         "status": sheet.status,
-        "reward": sheet.reward,
+        "reward": None if sheet.reward is None else orjson.dumps(sheet.reward).decode(),
         "tokens": len(sheet),
         "trained": sheet.trained,
         "turns": len(sheet.path),

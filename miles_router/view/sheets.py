@@ -23,6 +23,8 @@ from miles_router.view.entropy import expert_entropy
 Floats = npt.NDArray[np.floating[Any]]
 #: Of a sample's metadata: where its turns are, and why one begins a segment.
 TURNS, EDIT = "turns", "edit"
+#: Characters that are shown of what a sample has beside its tokens.
+SHOWN = 20_000
 NO_TURNS = "The turns in its metadata do not fit its tokens: turns and workers are not shown."
 
 
@@ -76,17 +78,15 @@ class TokenSheet:
         return None if self.loss_mask is None else int(self.loss_mask.sum())
 
     def facts(self) -> dict[str, Any]:
-        """Everything but the arrays."""
+        """Everything but the arrays. `about` is for people: a text, for scripts would round what it has of numbers."""
+        names = ("status", "reward", "label", "response_length", "metadata")
+        about = orjson.dumps({name: getattr(self, name) for name in names}, option=orjson.OPT_INDENT_2).decode()
         return {
-            "session_id": self.session_id,
-            "status": self.status,
-            "reward": self.reward,
-            "label": self.label,
             "response_length": self.response_length,
             "versions": [run._asdict() for run in self.versions],
             "version_names": list(self.version_names),
             "turns": list(self.turns),
-            "metadata": dict(self.metadata),
+            "about": about if len(about) <= SHOWN else f"{about[:SHOWN]}…",
             "notes": list(self.notes),
         }
 

@@ -190,6 +190,18 @@ async def test_arrays_that_a_file_lacks_are_not_told(browser: Browser, tmp_path:
     assert {found[name] for name in fields} == {"not told"}
 
 
+async def test_large_numbers_and_logprobs_without_a_mask_are_the_files(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "odd.safetensors"
+    told = {"response_length": 2, "status": "failed", "weight_versions": [], "metadata": {"seed": 2**63 + 1}}
+    arrays = {"tokens": np.array([2**31 - 1, 0, 5]), "rollout_log_probs": np.array([-1e-300, -0.1])}
+    file.write_bytes(b"".join(samples_file([{**arrays, **told}], {}, None).chunks()))
+    async with opened(browser, page_of_file(file)) as page:
+        found = await read(page, [0, 1, 2])
+        assert '"seed": 9223372036854775809' in await page.text("details pre")
+    assert [each["logprob"] for each in found] == ["none", "-1e-300", "-0.1"]
+    assert found[0]["id"] == found[0]["shown"] == "2147483647"
+
+
 async def test_a_file_without_samples_says_why(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "empty.safetensors"
     file.write_bytes(GOLDEN.with_name("all_truncated.safetensors").read_bytes())
@@ -496,7 +508,8 @@ async def test_of_thousands_of_samples_those_are_drawn_that_are_seen(browser: Br
         await page.choose("#search", "s2999")
         assert await page.text(".count") == "1 of 3,000 samples"
         await choose_sample(page, 2999)
-        assert '"reward": 2999' in await page.text("details pre")
+        assert '"reward": 2999.0' in await page.text("details pre")
+        assert "reward 2999.0, 3 tokens, 2 in the loss" in await page.text("#sample-line-2999")
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -5,16 +5,13 @@ import {VirtualRows} from "./virtual_rows.js";
 
 const ROW = 44, MOST_ROWS = 6;
 
-function rewardText(reward) {
-  return reward === null ? "no reward" : `reward ${typeof reward === "number" ? reward : JSON.stringify(reward)}`;
-}
-
 /** The text of a sample's line. */
 function lineOf(sample, place) {
   const trained = sample.trained === null ? "" : `, ${counted(sample.trained)} in the loss`;
   const turns = sample.turns ? `, ${several(sample.turns, "turn")}` : "";
   const tokens = several(sample.tokens, "token");
-  return [`sample ${place}`, `${sample.status}, ${rewardText(sample.reward)}, ${tokens}${trained}${turns}`];
+  const reward = sample.reward === null ? "no reward" : `reward ${sample.reward}`;
+  return [`sample ${place}`, `${sample.status}, ${reward}, ${tokens}${trained}${turns}`];
 }
 
 /** Samples as the page's index has them; `choose(place)` opens one. */

@@ -5,8 +5,6 @@ import {element} from "./elements.js";
 import {reasonsOf} from "./reasons.js";
 import {TokenView} from "./token_view.js";
 
-const LONGEST = 20_000;
-
 function notesOf(sheet, pieces) {
   const notes = [...sheet.facts.notes];
   if (!pieces.spelled) notes.push("Ids alone are shown: no tokenizer was given (--hf-checkpoint).");
@@ -14,11 +12,8 @@ function notesOf(sheet, pieces) {
 }
 
 function factsOf(sheet) {
-  const {metadata, reward, label, status, response_length: response} = sheet.facts;
-  const text = JSON.stringify({status, reward, label, response_length: response, metadata}, null, 1);
-  const shown = text.length > LONGEST ? `${text.slice(0, LONGEST)}…` : text;
   const summary = element("summary", {}, "Metadata");
-  return element("details", {class: "card"}, summary, element("pre", {tabindex: "0"}, shown));
+  return element("details", {class: "card"}, summary, element("pre", {tabindex: "0"}, sheet.facts.about));
 }
 
 /** Draws into its `element`. `choose(sample, turn)` is asked for another sample, from where a turn begins. */

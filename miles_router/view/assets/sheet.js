@@ -43,9 +43,10 @@ export class Sheet {
     return this.sampled === null ? null : this.sampled[position] === 1;
   }
 
-  /** Of a sampled token; else null. */
+  /** Of a sampled token; else null. Where nobody says what was sampled, of those of the response. */
   logprob(position) {
-    return this.logprobs !== null && this.isSampled(position) !== false ? this.logprobs[position] : null;
+    const sampled = this.isSampled(position) ?? position >= this.length - this.facts.response_length;
+    return this.logprobs !== null && sampled ? this.logprobs[position] : null;
   }
 
   /** Bits; null where no experts are known. */
