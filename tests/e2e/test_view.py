@@ -383,6 +383,7 @@ HOSTILE = (
     "__proto__",
     "\u202egnp.exe<!--",
     "' onfocus=alert(1) autofocus '",
+    "long" * 99,
 )
 
 
@@ -516,9 +517,9 @@ async def test_of_thousands_of_samples_those_are_drawn_that_are_seen(browser: Br
 async def test_a_phone_shows_all_without_scrolling_sideways_in_any_light(
     browser: Browser, pages: Path, hostile_page: Path, dark: bool
 ) -> None:
-    for file in (pages, hostile_page):
+    for file, place in ((pages, 1), (hostile_page, len(HOSTILE) - 1)):
         async with opened(browser, file, width=320, height=640, dark=dark) as page:
-            await choose_sample(page, 1)
+            await choose_sample(page, place)
             assert await page.value("[document.documentElement.scrollWidth, innerWidth]") == [320, 320]
             ground = await page.value("getComputedStyle(document.body).backgroundColor")
             assert ground == ("rgb(17, 23, 29)" if dark else "rgb(255, 255, 255)")
@@ -580,3 +581,19 @@ async def test_the_same_modules_are_a_component_of_other_pages(browser: Browser,
         assert await page.until("document.querySelector('#token-0')?.dataset.tokenId") == str(samples[0].tokens[0])
         assert page.problems == []
         assert await page.value("violations") == []
+
+
+async def test_the_runs_of_a_difference_make_up_both_texts(browser: Browser) -> None:
+    random = np.random.default_rng(1)
+    texts = ["", "a", "🙂é", *("".join(random.choice([*"ab 🙂"], size)) for size in (3, 8, 20, 20, 30))]
+    pairs = [[held, sent] for held in texts for sent in texts] + [["x" * 500, "y" * 500 + "x"]]
+    async with served() as url, browser.page() as page:
+        await page.open(f"{url}/empty.html")
+        found = await page.value(
+            f"import('/difference.js').then(({{difference}}) => {json.dumps(pairs)}.map((pair) => difference(...pair)))"
+        )
+    for (held, sent), runs in zip(pairs, found, strict=True):
+        assert "".join(text for kind, text in runs if kind != "sent") == held
+        assert "".join(text for kind, text in runs if kind != "held") == sent
+        if held == sent:
+            assert {kind for kind, _ in runs} <= {"same"}
