@@ -272,13 +272,18 @@ async def test_colours_say_what_is_asked(browser: Browser, pages: Path, samples:
 
 async def test_a_pointer_shows_the_details_of_what_is_under_it(browser: Browser, pages: Path) -> None:
     async with opened(browser, pages) as page:
+        described = "document.querySelector('[data-field=position]').textContent.startsWith('%d of')"
         await page.hover("#token-7")
-        assert (await page.until("document.querySelector('[data-field=position]').textContent")).startswith("7 of")
+        await page.until(described % 7)
         await page.hover("h1")
-        assert (await page.text("[data-field=position]")).startswith("0 of"), "the current one again"
+        await page.until(described % 0)  # the current one again
         await page.click("#token-9")
+        await page.until(described % 9)
         await page.hover("h1")
-        assert (await page.text("[data-field=position]")).startswith("9 of")
+        await page.hover("#token-8")
+        await page.until(described % 8)
+        await page.hover("h1")
+        await page.until(described % 9)
 
 
 async def test_keys_go_through_tokens_which_are_marked_and_read_out(
@@ -472,13 +477,16 @@ async def test_of_fifty_thousand_tokens_those_are_drawn_that_are_seen(
     drawn = (
         "[...document.querySelectorAll('.token')].map((at) => [at.dataset.position, at.dataset.tokenId].map(Number))"
     )
-    settled = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    settled = """(() => {
+      const {left, top, height} = document.querySelector(".tokens").getBoundingClientRect();
+      return Boolean(document.elementFromPoint(left + 20, top + height / 2)?.closest(".row"));
+    })()"""
     async with opened(browser, page_of(tmp_path, [sample], token_bytes(tokenizer))) as page:
         height = await page.value("document.querySelector('.tokens').scrollHeight")
         seen: set[int] = set()
         for part in (0, 0.1, 0.33, 0.5, 0.77, 0.99, 1, 0.2):
             await page.value(f"document.querySelector('.tokens').scrollTop = {height * part}")
-            await page.value(settled)
+            await page.until(settled)
             assert await page.value(NODES) < MOST_NODES
             found = await page.value(drawn)
             positions = [position for position, _ in found]
