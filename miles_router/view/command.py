@@ -74,7 +74,7 @@ def _written(file: Path, page: Path, bytes_of: BytesOf | None, bar: Bar) -> Summ
     samples = open_samples(file)
     with tempfile.NamedTemporaryFile(dir=page.parent, prefix=f".{page.name}.", delete=False) as out:
         try:
-            summary = write_page(out, file.name, samples, bytes_of, bar.draw)
+            summary = write_page(out, file.name.encode(errors="replace").decode(), samples, bytes_of, bar.draw)
             out.close()
             os.chmod(out.name, 0o666 & ~_umask())
             os.replace(out.name, page)

@@ -15,7 +15,7 @@ import base64
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -29,7 +29,7 @@ import pybase64
 from miles_router.trajectory import InvalidTrajectory, Malformed
 from miles_router.trajectory.safetensors import pack
 from miles_router.view.files import SamplesFile
-from miles_router.view.sheets import TokenSheet
+from miles_router.view.sheets import TokenSheet, as_json
 from miles_router.view.tree import BranchTree
 
 #: What a token spells; None where the tokenizer has no such token, or nobody knows.
@@ -102,23 +102,17 @@ def write_page(
     head, rest = page.split("<!-- blocks -->")
     out.write(head.replace("<!-- policy -->", policy(code, style)).replace("<!-- style -->", style).encode())
     index = _Index(name, samples.why_empty, bytes_of)
-    for each in _located(samples, index):
-        out.write(_block(f"sample-{index.summary.samples}", each.packed()))
-        index.add(each)
-        progress(index.share)
+    try:
+        for sheet, share in samples.sheets:
+            out.write(_block(f"sample-{index.summary.samples}", sheet.packed()))
+            index.add(sheet)
+            progress(share)
+    except (InvalidTrajectory, Malformed) as error:
+        raise Malformed(f"sample {index.summary.samples}: {error}") from None
     out.write(_block("vocabulary", index.vocabulary()))
     out.write(_block("index", index.packed()))
     out.write(rest.replace("<!-- script -->", code).encode())
     return index.summary
-
-
-def _located(samples: SamplesFile, index: _Index) -> Iterator[TokenSheet]:
-    """The sheets; what is wrong with one says which."""
-    try:
-        for sheet, index.share in samples.sheets:
-            yield sheet
-    except (InvalidTrajectory, Malformed) as error:
-        raise Malformed(f"sample {index.summary.samples}: {error}") from None
 
 
 def _block(name: str, data: bytes) -> bytes:
@@ -135,7 +129,6 @@ class _Index:
     why_empty: str | None
     bytes_of: BytesOf | None
     summary: Summary = field(default_factory=Summary)
-    share: float = 0.0
     _lines: list[dict[str, Any]] = field(default_factory=list)
     _trees: dict[str, BranchTree] = field(default_factory=dict)
     _ids: set[int] = field(default_factory=set)
@@ -178,10 +171,10 @@ def _line(sheet: TokenSheet) -> dict[str, Any]:
     return {
         "session_id": sheet.session_id,
         "status": sheet.status,
-        "reward": None if sheet.reward is None else orjson.dumps(sheet.reward).decode(),
+        "reward": None if sheet.reward is None else as_json(sheet.reward),
         "tokens": len(sheet),
         "trained": sheet.trained,
         "turns": len(sheet.path),
         "reasons": sorted({str(turn["reason"]) for turn in sheet.turns if turn.get("reason") is not None}),
-        "searched": orjson.dumps({"label": sheet.label, **sheet.metadata}).decode()[:SEARCHED],
+        "searched": as_json({"label": sheet.label, **sheet.metadata})[:SEARCHED],
     }

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from miles_router.trajectory import Sample, VersionRun
+from miles_router.trajectory import Malformed, Sample, VersionRun
 from miles_router.trajectory.pieces import Mask, Tokens
 from miles_router.trajectory.safetensors import pack
 from miles_router.trajectory.sample import ShapedRows
@@ -80,7 +80,7 @@ class TokenSheet:
     def facts(self) -> dict[str, Any]:
         """Everything but the arrays. `about` is for people: a text, for scripts would round what it has of numbers."""
         names = ("status", "reward", "label", "response_length", "metadata")
-        about = orjson.dumps({name: getattr(self, name) for name in names}, option=orjson.OPT_INDENT_2).decode()
+        about = as_json({name: getattr(self, name) for name in names}, orjson.OPT_INDENT_2)
         return {
             "response_length": self.response_length,
             "versions": [run._asdict() for run in self.versions],
@@ -91,11 +91,27 @@ class TokenSheet:
         }
 
     def packed(self) -> bytes:
-        """The form on a page."""
+        """The form on a page.
+
+        Raises:
+            Malformed: its metadata cannot be written.
+        """
         names = ("tokens", "loss_mask", "sampled", "logprobs", "expert_entropy")
         every = {name: getattr(self, name) for name in names}
         arrays = {name: array for name, array in every.items() if array is not None}
-        return pack(arrays, {"facts": orjson.dumps(self.facts()).decode()})
+        return pack(arrays, {"facts": as_json(self.facts())})
+
+
+def as_json(value: object, options: int = 0) -> str:
+    """What a file says, as JSON.
+
+    Raises:
+        Malformed: it is nested deeper than `orjson` writes, which reads deeper.
+    """
+    try:
+        return orjson.dumps(value, option=options).decode()
+    except orjson.JSONEncodeError as error:
+        raise Malformed(f"its metadata cannot be written: {error}") from None
 
 
 def sheet_of(sample: Sample) -> TokenSheet:

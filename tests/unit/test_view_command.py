@@ -19,6 +19,7 @@ from miles_router.trajectory.sample import write_json, write_safetensors
 from miles_router.view.command import Bar, view
 from miles_router.view.page import asset, policy, script
 
+DEEP = b'"metadata":{"deep":%b%b}' % (b"[" * 300, b"]" * 300)
 Run = Callable[..., tuple[str, str]]
 
 
@@ -69,6 +70,7 @@ def test_with_a_tokenizer_nothing_is_missing(run: Run, tmp_path: Path) -> None:
         (write_json([sample(), sample()], {})[:-5], "sample 2: no JSON, or cut"),
         (write_safetensors([sample()], {})[:-1], "a tensor's offsets in a safetensors file do not fit"),
         (write_json([sample()], {}).replace(b'"loss_mask":[0', b'"loss_mask":[7'), "sample 0: mask_is_binary"),
+        (write_json([sample()], {}).replace(b'"metadata":{}', DEEP), "sample 0: its metadata cannot be written"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_by_name_and_the_old_page_stays(
