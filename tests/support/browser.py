@@ -13,14 +13,17 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -35,7 +38,7 @@ FLAGS = (
     *("--disable-extensions", "--disable-background-networking", "--disable-component-update", "--mute-audio"),
     *("--force-color-profile=srgb", "--remote-debugging-port=0"),
 )
-LISTENING = re.compile(rb"DevTools listening on (ws://\S+)")
+LISTENING = re.compile(r"(\d+)\n(/devtools/browser/[-\w]{36})")
 MAX_MESSAGE = 256 << 20
 CODES = {"Home": 36, "End": 35, "PageUp": 33, "PageDown": 34, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39}
 KEYS = {**CODES, "ArrowDown": 40, "Tab": 9, "Enter": 13, "Escape": 27}
@@ -67,23 +70,29 @@ class Browser:
     @classmethod
     @asynccontextmanager
     async def started(cls) -> AsyncIterator[Browser]:
-        """A browser with a profile of its own, which ends with the context."""
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        """A browser with a profile of its own, which ends with the context, and all of its processes with it."""
+        with (
+            tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile,
+            (Path(profile) / "log").open("wb") as log,
+        ):
             process = await asyncio.create_subprocess_exec(
                 *(program(), *FLAGS, f"--user-data-dir={profile}", "about:blank"),
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
+                stdout=log,  # no pipe: those of its processes that end last would keep it open
+                stderr=log,
                 env={"PATH": "/usr/bin:/bin", "HOME": profile, "LANG": "C.UTF-8"},
+                start_new_session=True,
             )
             try:
-                url = await soon(_address(process))
+                url = await _address(process, Path(profile))
                 async with aiohttp.ClientSession() as http, http.ws_connect(url, max_msg_size=MAX_MESSAGE) as socket:
                     browser = cls(socket)
-                    spawn(browser._listen(), name="browser")
+                    listening = spawn(browser._listen(), name="browser")
                     yield browser
+                    await socket.close()
+                    await listening
             finally:
-                if process.returncode is None:
-                    process.kill()
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
 
     @asynccontextmanager
@@ -130,21 +139,19 @@ class Browser:
                 page.hear(told["method"], told["params"])
 
 
-async def _address(process: asyncio.subprocess.Process) -> str:
-    """Where it says that it listens."""
-    assert process.stderr is not None
-    said = b""
-    while line := await process.stderr.readline():
-        said += line
-        if found := LISTENING.search(line):
-            spawn(_drained(process.stderr), name="browser's complaints")
-            return found[1].decode()
-    raise RuntimeError(f"the browser did not start: {said.decode(errors='replace')}")
+async def _address(process: asyncio.subprocess.Process, profile: Path) -> str:
+    """Where it listens, which it writes into a file of its profile."""
+    written = profile / "DevToolsActivePort"
 
+    def told() -> re.Match[str] | None:
+        return LISTENING.match(written.read_text(encoding="ascii")) if written.exists() else None
 
-async def _drained(stream: asyncio.StreamReader) -> None:
-    while await stream.read(65536):
-        pass
+    await until(lambda: told() is not None or process.returncode is not None, "the browser listens")
+    found = told()
+    if found is None or process.returncode is not None:
+        said = (profile / "log").read_text(encoding="utf-8", errors="replace")
+        raise RuntimeError(f"the browser ended with {process.returncode}: {said}")
+    return f"ws://127.0.0.1:{found[1]}{found[2]}"
 
 
 #: Counts what the page's own policy refuses.
