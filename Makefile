@@ -34,11 +34,11 @@ help: ## this list
 demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=sglang takes two real SGLang workers
 	@$(MAKE) --no-print-directory demo-$(WORKER)
 
-test: install sglang tokenizers agents nginx ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
+test: install sglang tokenizers agents nginx chromium ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
 	@$(call say,tests and checks of the source)
 	@$(PYTEST)
 
-nightly: install tokenizers agents ## the tests without SGLang with many more and always other random cases
+nightly: install tokenizers agents chromium ## the tests without SGLang with many more and always other random cases
 	@$(call say,tests with many random cases)
 	@$(PYTEST) --tier nightly -m "not sglang and not static"
 
@@ -52,10 +52,10 @@ fuzz: install ## bytes and bodies made up for an hour, held against oracles; FUZ
 soak: install ## half an hour of everything at once: nothing may grow, every token is exact; SOAK='--minutes 5'
 	@$(BIN)/python -m tests.soak $(SOAK)
 
-unit: install tokenizers agents ## the tests that need no SGLang
+unit: install tokenizers agents chromium ## the tests that need no SGLang
 	@$(PYTEST) -m "not sglang"
 
-coverage: install tokenizers agents ## which branches the tests without SGLang take, in the processes that they start too
+coverage: install tokenizers agents chromium ## which branches the tests without SGLang take, in the processes that they start too
 	@$(call say,tests under coverage)
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -n $(JOBS) -m "not sglang and not static"
@@ -100,7 +100,7 @@ placement: install $(PEERS)/.installed ## one rollout step behind each router an
 
 # The parts of the above
 
-.PHONY: demo-simulated demo-sglang bench-tools nginx
+.PHONY: demo-simulated demo-sglang bench-tools nginx chromium
 
 demo-simulated:
 	@$(DEMO)
@@ -118,6 +118,11 @@ bench-tools:
 
 nginx:
 	@command -v nginx >/dev/null || $(call apt,nginx) || echo "nginx is absent: TLS in front of the router is not tried."
+
+# Tests of pages fail without it: nobody would see that they were left out.
+chromium: install
+	@$(BIN)/python -m tests.support.browser >/dev/null 2>&1 || $(call apt,--no-install-recommends chromium) || true
+	@$(BIN)/python -m tests.support.browser >/dev/null
 
 npm:
 	@command -v npm >/dev/null || $(call apt,npm) || echo "npm is absent: tokenizers for tests come from it." \

@@ -1,4 +1,4 @@
-"""The command `miles-router`: start the router, or look at what it would start."""
+"""The command `miles-router`: start the router, look at what it would start, or at what it has recorded."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ commands:
   miles-router config [options]       print every setting, its value and where it came from
   miles-router middlewares [options]  list the middleware stack with every option
   miles-router check PKG.MOD.CLASS    run the middleware contract suite on a class
+  miles-router view FILE              write a page that shows a file of samples token by token (view --help)
 
 Every setting is also a YAML key (--config) and an environment variable (MILES_ROUTER_PORT=31000).
 Precedence: defaults < --config < environment < flags < --set.
@@ -32,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 2 and one line on a wrong setting."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = arguments.pop(0) if arguments and arguments[0] in ACTIONS else "run"
-    options = parser().parse_args(arguments)
-    if options.names and command != "check":
+    options = PARSERS.get(command, parser)().parse_args(arguments)
+    if command not in NAMED and options.names:
         parser().error(f"unrecognized arguments: {' '.join(options.names)}")
     sys.path.insert(0, os.getcwd())  # a middleware written in the current directory is importable, as with python -m
     try:
@@ -79,6 +80,20 @@ def parser() -> argparse.ArgumentParser:
         help="a setting, or a middleware's option: --set radix_tree_middleware.limit=4 (repeatable)",
     )
     made.add_argument("--version", action="version", version=f"miles-router {__version__}")
+    return made
+
+
+def view_parser() -> argparse.ArgumentParser:
+    """Of `view`, which has no settings."""
+    made = _Parser(
+        prog="miles-router view",
+        description="Write one self-contained page that shows a file of samples token by token.",
+        allow_abbrev=False,
+    )
+    made.add_argument("file", metavar="FILE", help="samples as the router gives them: JSON or safetensors of any form")
+    made.add_argument("--output", metavar="PAGE", help="the page to write; default: FILE with the ending .html")
+    text = "directory or hub name with the model's tokenizer; without it the page shows ids alone"
+    made.add_argument("--hf-checkpoint", metavar="DIR", help=text)
     return made
 
 
@@ -140,6 +155,18 @@ def _check(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
+def _view(options: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from miles_router.middlewares.checkpoint import load_tokenizer
+    from miles_router.settings.config import RouterConfig
+    from miles_router.view.command import view
+
+    wanted = options.hf_checkpoint is not None
+    tokenizer = load_tokenizer(RouterConfig(hf_checkpoint=options.hf_checkpoint)) if wanted else None
+    print(view(Path(options.file), Path(options.output) if options.output else None, tokenizer))
+
+
 def print_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns as wide as their longest cell."""
     widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
@@ -147,4 +174,14 @@ def print_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-ACTIONS = {"run": _run, "config": _show_config, "middlewares": _show_middlewares, "check": _check}
+ACTIONS = {
+    "run": _run,
+    "config": _show_config,
+    "middlewares": _show_middlewares,
+    "check": _check,
+    "view": _view,
+}
+#: Of the actions that have flags of their own.
+PARSERS = {"view": view_parser}
+#: Which of them take names.
+NAMED = ("check", *PARSERS)

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 import uvloop
 
 from tests.sglang_worker import RealWorker, real_workers, tail
 from tests.support import tiers
+from tests.support.browser import Browser
 from tests.support.stage import Stage, staged
 from tests.support.tokenizers import loaded_once
 
@@ -85,6 +87,13 @@ def pytest_sessionfinish() -> None:
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The event loop that the router runs on."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest_asyncio.fixture(scope="session")
+async def browser() -> AsyncIterator[Browser]:
+    """A Chromium without a window."""
+    async with Browser.started() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

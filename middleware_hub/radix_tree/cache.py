@@ -17,7 +17,7 @@ from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.eviction import EvictionQueue
 from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.radix_tree.text_tree import TextTree
-from middleware_hub.tokenizing.spelling import Ends
+from miles_router.engines.spelling import Ends
 from miles_router.middlewares import NO_ROWS
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.trajectory import common_prefix

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from middleware_hub.tokenizing.spelling import NO_CUT, Ends
+from miles_router.engines.spelling import NO_CUT, Ends
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind

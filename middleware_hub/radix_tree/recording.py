@@ -12,9 +12,9 @@ from middleware_hub.radix_tree.cache import NO_MATCH, PrefixMatch, RadixTreeCach
 from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
-from middleware_hub.tokenizing.spelling import Ends, moved
 from miles_router.engines.answers import GenerateAnswer
 from miles_router.engines.generate import Prompt
+from miles_router.engines.spelling import Ends, moved
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from middleware_hub.tokenizing.spelling import NO_CUT, Ends, Speller, moved
+from miles_router.engines.spelling import NO_CUT, Ends, Speller, moved
 
 
 class Alignment(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from middleware_hub.tokenizing.spelling import byte_of_character
+from miles_router.engines.spelling import byte_of_character
 from miles_router.trajectory.pieces import Tokens
 
 #: Normalizers that change no ASCII.

@@ -22,7 +22,7 @@ from typing import Any
 from middleware_hub.tokenizing.alignment import Alignment
 from middleware_hub.tokenizing.encoder_process import EncoderLost, EncoderProcess, EncoderWork, PackedTokenizer
 from middleware_hub.tokenizing.encoding import Encoding, TextEncoder
-from middleware_hub.tokenizing.spelling import Spelling
+from miles_router.engines.spelling import Spelling
 from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import Router, Statistics, counter, gauge
 from miles_router.trajectory.pieces import Tokens

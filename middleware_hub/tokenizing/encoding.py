@@ -10,7 +10,7 @@ import numpy as np
 
 from middleware_hub.tokenizing.alignment import Alignment, align
 from middleware_hub.tokenizing.ascii_encoding import ascii_encoder
-from middleware_hub.tokenizing.spelling import NO_CUT, Ends, Spelling, speller_for
+from miles_router.engines.spelling import NO_CUT, Ends, Spelling, speller_for
 from miles_router.errors import ConfigError, RouterError
 from miles_router.trajectory.pieces import Tokens
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from middleware_hub.tokenizing.spelling import ByteLevelSpeller, speller_for
+from miles_router.engines.spelling import ByteLevelSpeller, speller_for
 from miles_router.middlewares import Pace
 
 STEP = 500  # tokens between which others go on

@@ -6,6 +6,7 @@
     Retrieved    a trajectory and the text that it spells, written and read likewise
     safetensors  the file format that both are written in
     json_parts   JSON of both, in parts that are each written quickly
+    json_items   JSON of many samples, read one at a time
 
 Knows nothing of HTTP, tokenizers or engines.
 """

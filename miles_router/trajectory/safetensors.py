@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ def pack(arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) ->
     return b"".join(TensorFile(arrays, metadata).chunks())
 
 
-def unpack(data: bytes) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
+def unpack(data: bytes | mmap) -> tuple[dict[str, npt.NDArray[Any]], dict[str, str]]:
     """The arrays (read-only views of `data`) and the metadata of a file.
 
     Raises:

@@ -187,13 +187,18 @@ def read_json(data: bytes) -> list[Sample]:
 
 def read_safetensors(data: bytes) -> list[Sample]:
     """The samples that `write_safetensors` has written. Their rows are views of `data`. Raises as `read_json`."""
-    arrays, metadata = unpack(data)
+    return list(samples_of(*unpack(data)))
+
+
+def samples_of(arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, str]) -> Iterator[Sample]:
+    """The samples in the arrays and the metadata of a safetensors file, one at a time; that all are there is known
+    before the first is made. Raises as `read_json`."""
     try:
         given = _objects(orjson.loads(metadata["samples"]))
         parts = [_arrays_of(arrays, place) for place in range(len(given))]
     except (KeyError, orjson.JSONDecodeError) as error:
         raise Malformed(f"no samples in safetensors: {error!r}") from None
-    return [_from_parts(part, facts) for part, facts in zip(parts, given, strict=True)]
+    return (_from_parts(part, facts) for part, facts in zip(parts, given, strict=True))
 
 
 WRITERS: Mapping[Format, Callable[..., bytes]] = {"json": write_json, "safetensors": write_safetensors}

@@ -12,7 +12,7 @@ import numpy as np
 
 from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import TextRecord
-from middleware_hub.tokenizing.spelling import Ends
+from miles_router.engines.spelling import Ends
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.pieces import Tokens
 

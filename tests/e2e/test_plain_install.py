@@ -119,7 +119,8 @@ async def test_a_plain_install_has_what_the_server_needs_and_no_more(stage: Stag
 
 
 @pytest.mark.parametrize(
-    "module", ["miles_router.compat", "miles_router.check", "middleware_hub.radix_tree_middleware"]
+    "module",
+    ["miles_router.compat", "miles_router.check", "miles_router.view.command", "middleware_hub.radix_tree_middleware"],
 )
 def test_a_plain_install_has_what_the_other_ways_in_need(module: str) -> None:
     done = run(f"import {module}")

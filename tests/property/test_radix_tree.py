@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from middleware_hub.radix_tree.cache import ENTRY_CHARGE, NO_MATCH, PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
-from middleware_hub.tokenizing.spelling import NO_CUT
+from miles_router.engines.spelling import NO_CUT
 from miles_router.trajectory import Piece
 from tests.support.cache_integrity import check_integrity
 from tests.support.tiers import examples

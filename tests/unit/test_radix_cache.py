@@ -10,7 +10,7 @@ import pytest
 
 from middleware_hub.radix_tree.cache import ENTRY_CHARGE, NO_MATCH, PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
-from middleware_hub.tokenizing.spelling import NO_CUT
+from miles_router.engines.spelling import NO_CUT
 from miles_router.trajectory import Piece, Trajectory
 from tests.support.cache_integrity import check_integrity
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from middleware_hub.tokenizing.alignment import Alignment, align
 from middleware_hub.tokenizing.encoding import TextEncoder
-from middleware_hub.tokenizing.spelling import NO_CUT, UnknownSpeller, speller_for
+from miles_router.engines.spelling import NO_CUT, UnknownSpeller, speller_for
 from tests.support.tiers import examples
 from tests.support.tokenizers import PACKAGES, tokenizer
 

@@ -43,6 +43,10 @@ class Speller(Protocol):
         """The content of a special token; None for any other token."""
         ...
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """What one token of the tokenizer spells behind other text; None where nobody knows."""
+        ...
+
 
 def speller_for(backend: Any) -> Speller:
     """The speller for a `tokenizers.Tokenizer`, by its decoder."""
@@ -82,6 +86,10 @@ class UnknownSpeller(AddedTokens):
     def spell(self, ids: Sequence[int], *, skip_special: bool) -> Spelling | None:
         return None
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """See `Speller`; of the tokenizer's added tokens it is known."""
+        return self._added[token].encode() if token in self._added else None
+
 
 class Pieces(dict[int, P]):
     """What each token spells, found out at its first use."""
@@ -113,7 +121,7 @@ class ByteLevelSpeller(AddedTokens):
             return _spell_invalid(parts)
 
     def bytes_of(self, token: int) -> bytes:
-        """What one token spells."""
+        """See `Speller`."""
         return self._verbatim[token]
 
     def _bytes(self, token: int) -> bytes:
@@ -150,6 +158,11 @@ class ByteFallbackSpeller(AddedTokens):
             ends.append(position)
         _close_run(run, parts, ends, position)
         return Spelling("".join(parts), np.array(ends, dtype=np.uint32))
+
+    def bytes_of(self, token: int) -> bytes:
+        """See `Speller`."""
+        piece = self._pieces[token]
+        return bytes((piece,)) if isinstance(piece, int) else piece.encode()
 
     def _spelled(self, token: int) -> str | int:
         """Its text, or its byte."""

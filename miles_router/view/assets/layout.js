@@ -1,0 +1,54 @@
+// Which tokens stand in which row: pieces side by side as far as they fit, and a new row behind a line break.
+
+const PADDING = 6, GAP = 2, LEAST = 10;
+
+/** The width of each token of a sheet, in pixels, as `font` has it; each piece is measured once. */
+export class Widths {
+  constructor(font) {
+    this._pen = document.createElement("canvas").getContext("2d");
+    this._pen.font = font;
+    this._known = new Map();
+  }
+
+  /** Of a piece, whose texts are alike. */
+  of(shown) {
+    let width = this._known.get(shown);
+    if (width === undefined) {
+      width = Math.max(LEAST, Math.ceil(this._pen.measureText(shown).width)) + PADDING;
+      this._known.set(shown, width);
+    }
+    return width;
+  }
+}
+
+/** Rows of at most `room` pixels: `starts` has the first position of each, and the number of positions behind them. */
+export function rowsOf(sheet, pieces, widths, room) {
+  const starts = [0];
+  let used = 0;
+  for (let position = 0; position < sheet.length; position++) {
+    const piece = pieces.of(sheet.tokens[position]);
+    const width = Math.min(widths.of(piece.shown), room) + GAP;
+    if (used > 0 && used + width > room + GAP) {
+      starts.push(position);
+      used = 0;
+    }
+    used += width;
+    if (piece.breaks && position + 1 < sheet.length) {
+      starts.push(position + 1);
+      used = 0;
+    }
+  }
+  if (sheet.length) starts.push(sheet.length);
+  return Int32Array.from(starts);
+}
+
+/** The row of a position. */
+export function rowAt(starts, position) {
+  let low = 0, high = starts.length - 2;
+  while (low < high) {
+    const middle = (low + high + 1) >> 1;
+    if (starts[middle] <= position) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}

@@ -1,0 +1,106 @@
+"""`miles-router view`: a samples file as one page."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, TextIO
+
+from miles_router.engines.spelling import UnknownSpeller, speller_for
+from miles_router.errors import ConfigError
+from miles_router.trajectory import InvalidTrajectory, Malformed
+from miles_router.view.files import open_samples
+from miles_router.view.page import BytesOf, Summary, write_page
+
+BAR = 30
+MEGA = 1_000_000
+
+
+class Bar:
+    """How far a page is written, on a terminal."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._drawn = -1
+        self._wanted = stream.isatty()
+
+    def draw(self, share: float) -> None:
+        """Draw it, if it looks otherwise than before."""
+        percent = int(100 * share)
+        if self._wanted and percent != self._drawn:
+            self._drawn = percent
+            full = BAR * percent // 100
+            self._stream.write(f"\r[{'#' * full}{' ' * (BAR - full)}] {percent:3} %")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Leave nothing of it."""
+        if self._drawn >= 0:
+            self._stream.write(f"\r{' ' * (BAR + 10)}\r")
+            self._stream.flush()
+
+
+def view(file: Path, output: Path | None, tokenizer: Any = None) -> str:
+    """Write the page of a file, by default beside it, and say so in a line. A page that could not be written to its end
+    is not left behind.
+
+    Args:
+        tokenizer: as transformers load it; without one ids alone are shown.
+
+    Raises:
+        ConfigError: the file is no samples file, is cut, or cannot be read; or the page cannot be written.
+    """
+    page = file.with_suffix(".html") if output is None else output
+    if page.resolve() == file.resolve():
+        raise ConfigError(f"view: the page would replace the file {file}; name another one with --output")
+    bytes_of = None if tokenizer is None else token_bytes(tokenizer)
+    bar = Bar(sys.stderr)
+    try:
+        summary = _written(file, page, bytes_of, bar)
+    except (Malformed, InvalidTrajectory) as error:
+        raise ConfigError(f"view: {file} is no samples file that can be shown: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"view: {error}") from None
+    finally:
+        bar.clear()
+    hint = "" if bytes_of is not None else "; ids alone, for texts give --hf-checkpoint"
+    samples = f"{summary.samples:,} sample{'' if summary.samples == 1 else 's'}"
+    return f"{page}: {samples}, {summary.tokens:,} tokens, {page.stat().st_size / MEGA:.1f} MB{hint}"
+
+
+def _written(file: Path, page: Path, bytes_of: BytesOf | None, bar: Bar) -> Summary:
+    samples = open_samples(file)
+    with tempfile.NamedTemporaryFile(dir=page.parent, prefix=f".{page.name}.", delete=False) as out:
+        try:
+            summary = write_page(out, file.name.encode(errors="replace").decode(), samples, bytes_of, bar.draw)
+            out.close()
+            os.chmod(out.name, 0o666 & ~_umask())
+            os.replace(out.name, page)
+        except BaseException:
+            os.unlink(out.name)
+            raise
+    return summary
+
+
+def _umask() -> int:
+    """The mode bits that new files do not get."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def token_bytes(tokenizer: Any) -> BytesOf:
+    """What each token of a tokenizer spells.
+
+    Raises:
+        ConfigError: the tokenizer is not a fast one, or nobody knows what a token of its kind spells.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(f"hf_checkpoint: {type(tokenizer).__name__} has no fast tokenizer (tokenizer.json)")
+    speller = speller_for(backend)
+    if isinstance(speller, UnknownSpeller):
+        raise ConfigError("hf_checkpoint: the tokens of this tokenizer have no bytes of their own")
+    return lambda token: None if backend.id_to_token(token) is None else speller.bytes_of(token)

@@ -1,0 +1,1 @@
+"""Samples files of training frameworks, a file for each of them."""

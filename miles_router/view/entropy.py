@@ -1,0 +1,40 @@
+"""How widely a token's experts are spread, in bits.
+
+Of the ids in a token's row, over all layers and ranks: the entropy of how often each stands there. 0 where every layer
+chose the same expert, at most log2(layers * top_k).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from miles_router.trajectory.sample import ShapedRows
+
+#: Rows at a time.
+CHUNK = 1024
+
+
+def expert_entropy(rows: ShapedRows) -> npt.NDArray[np.float32]:
+    """Float32 [rows] of integers [rows, layers, top_k]."""
+    count, width = len(rows), int(np.prod(rows.shape[1:], dtype=np.int64))
+    found = np.zeros(count, dtype=np.float32)
+    if width:
+        for start in range(0, count, CHUNK):
+            found[start : start + CHUNK] = _entropy(rows[start : start + CHUNK].reshape(-1, width))
+    return found
+
+
+def _entropy(rows: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.float64]:
+    """Of each row, by the lengths of the runs in it when it is sorted."""
+    width = rows.shape[1]
+    ordered = np.sort(rows, axis=1)
+    begins = np.ones(ordered.shape, dtype=bool)
+    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    places = np.flatnonzero(begins)
+    lengths = np.diff(places, append=ordered.size)
+    shares = np.bincount(places // width, weights=lengths * np.log2(lengths), minlength=len(rows))
+    entropy: npt.NDArray[np.float64] = np.log2(width) - shares / width
+    return entropy

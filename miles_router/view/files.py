@@ -1,0 +1,75 @@
+"""A samples file, one sample at a time: the router's JSON and safetensors, and those of training frameworks.
+
+The file is mapped, not read: what is held is one sample, and a safetensors file's header.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_router.trajectory import Malformed, Sample
+from miles_router.trajectory.json_items import objects_of_list
+from miles_router.trajectory.safetensors import LENGTH, unpack
+from miles_router.trajectory.sample import samples_of
+from miles_router.view.dialects import miles
+from miles_router.view.sheets import TokenSheet, sheet_of
+
+#: Where both of our forms have the samples.
+SAMPLES = "samples"
+#: Bytes in which JSON begins, with white space in front.
+BEGINNING = 64
+
+
+@dataclass(frozen=True)
+class SamplesFile:
+    """What is in a file.
+
+    Attributes:
+        sheets: each sample, and the share of the file up to its end.
+        why_empty: why it has no sample, where it says so.
+    """
+
+    sheets: Iterator[tuple[TokenSheet, float]]
+    why_empty: str | None = None
+
+
+def open_samples(path: Path) -> SamplesFile:
+    """The samples of a file. What is wrong with one is raised when it is its turn.
+
+    Raises:
+        Malformed: it is no samples file, or is cut.
+        InvalidTrajectory: a sample that no rollout can have.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            raise Malformed("it is empty")
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if not _has_tensors(data):
+        if not data[:BEGINNING].lstrip().startswith(b"{"):
+            raise Malformed("it is neither JSON nor safetensors, or is cut")
+        return SamplesFile(_of_json(data))
+    arrays, metadata = unpack(data)
+    if miles.META in arrays:
+        told, why_empty = miles.read(arrays)
+        return SamplesFile(_counted(miles.sheets_of(arrays, told), len(told)), why_empty)
+    count = sum(name.endswith(".tokens") for name in arrays)
+    return SamplesFile(_counted(map(sheet_of, samples_of(arrays, metadata)), count))
+
+
+def _has_tensors(data: mmap.mmap) -> bool:
+    """Whether a header as long as the first bytes say fits into the file."""
+    return len(data) > LENGTH.size and LENGTH.unpack_from(data)[0] <= len(data) - LENGTH.size
+
+
+def _of_json(data: mmap.mmap) -> Iterator[tuple[TokenSheet, float]]:
+    for each, end in objects_of_list(data, SAMPLES):
+        yield sheet_of(Sample.from_json(each)), end / len(data)
+
+
+def _counted(sheets: Iterator[TokenSheet], count: int) -> Iterator[tuple[TokenSheet, float]]:
+    for place, sheet in enumerate(sheets, 1):
+        yield sheet, place / count

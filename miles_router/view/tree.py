@@ -1,0 +1,77 @@
+"""`BranchTree`: how the samples of a session branch, as lines of a list.
+
+A line stands for turns that follow each other without a branch, an end, or a reason between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles_router.view.sheets import TokenSheet
+
+
+@dataclass(eq=False)
+class _TurnNode:
+    turn: int
+    sampled: int
+    reason: str | None
+    children: dict[int, _TurnNode] = field(default_factory=dict)
+    samples: list[int] = field(default_factory=list)
+
+    @property
+    def goes_on(self) -> _TurnNode | None:
+        """What stands on its line behind it."""
+        if len(self.children) != 1 or self.samples:
+            return None
+        (child,) = self.children.values()
+        return child if child.reason is None else None
+
+
+class BranchTree:
+    """The turns of one session's samples."""
+
+    def __init__(self) -> None:
+        self._roots: dict[int, _TurnNode] = {}
+
+    def add(self, place: int, sheet: TokenSheet) -> None:
+        """The sample that stands at a place of the file."""
+        spans = {turn["turn"]: turn for turn in sheet.turns}
+        children, node = self._roots, None
+        for number in sheet.path:
+            turn = spans.get(number, {})
+            node = children.get(number)
+            if node is None:
+                reason = turn.get("reason")
+                sampled = turn.get("end", 0) - turn.get("start", 0)
+                node = children[number] = _TurnNode(number, sampled, None if reason is None else str(reason))
+            children = node.children
+        if node is not None:
+            node.samples.append(place)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Depth first: `depth`, `first` and `last` turn, how many `turns` and sampled `tokens`, the `reason` why it
+        begins, and the `samples` that end with it."""
+        lines = []
+        waiting = [(node, 0) for node in reversed(self._roots.values())]
+        while waiting:
+            node, depth = waiting.pop()
+            chain = [node]
+            while (following := chain[-1].goes_on) is not None:
+                chain.append(following)
+            lines.append(_line(chain, depth))
+            waiting += [(child, depth + 1) for child in reversed(chain[-1].children.values())]
+        return lines
+
+
+def _line(chain: Sequence[_TurnNode], depth: int) -> dict[str, Any]:
+    return {
+        "depth": depth,
+        "first": chain[0].turn,
+        "last": chain[-1].turn,
+        "turns": len(chain),
+        "tokens": sum(node.sampled for node in chain),
+        "reason": chain[0].reason,
+        "samples": chain[-1].samples,
+    }

@@ -1,0 +1,607 @@
+"""The token view in a real browser: what it shows is what is in the file, and nothing in the file can run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from middleware_hub.openai_session.dialects.miles import samples_file
+from miles_router.testing import tiny_tokenizer
+from miles_router.trajectory import Sample, VersionRun
+from miles_router.view.command import token_bytes
+from miles_router.view.entropy import expert_entropy
+from miles_router.view.page import asset
+from miles_router.view.sheets import sheet_of
+from tests.support.browser import Browser, Page, PageFailed
+from tests.support.token_pages import episode, page_of, page_of_file
+
+GOLDEN = Path(__file__).resolve().parents[1] / "compat" / "miles_samples" / "v2_reward.safetensors"
+SHOWN = "document.getElementById('page').dataset.shown"
+#: Details of positions, by field, and the id that the token's element tells; each made the current one.
+READ = """
+((positions) => positions.map((position) => {
+  const input = document.getElementById("goto");
+  input.value = position;
+  input.dispatchEvent(new Event("change"));
+  const token = document.getElementById(`token-${position}`);
+  const details = [...document.querySelectorAll("dd")].map((each) => [each.dataset.field, each.textContent]);
+  return {...Object.fromEntries(details), element: token.dataset.tokenId, shown: token.textContent};
+}))
+"""
+NODES = "document.querySelectorAll('*').length"
+MOST_NODES = 4000
+#: The contrast of each entry of the legend, and of the page's own text.
+CONTRASTS = """
+(() => {
+  const channel = (value) => (value /= 255, value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => {
+    const [r, g, b] = numbers(colour).map(channel);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (at) => {
+    const colour = getComputedStyle(at).backgroundColor;
+    return numbers(colour)[3] === 0 ? ground(at.parentElement) : colour;
+  };
+  const every = ".swatch, .legend li, dt, dd, .soft, h1, .tokens .token, ins, del";
+  return [...document.querySelectorAll(every)].map((at) => {
+    const [a, b] = [light(getComputedStyle(at).color), light(ground(at))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+  });
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import AutoTokenizer
+
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer.build(directory)
+    return AutoTokenizer.from_pretrained(str(directory))
+
+
+@pytest.fixture(scope="module")
+def samples(tokenizer: Any) -> list[Sample]:
+    return episode(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def pages(samples: list[Sample], tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of an episode."""
+    return page_of(tmp_path_factory.mktemp("pages"), samples, token_bytes(tokenizer))
+
+
+@asynccontextmanager
+async def opened(browser: Browser, page: Path, **how: Any) -> AsyncIterator[Page]:
+    """A page once its first sample is drawn; nothing goes wrong in it, and it asks nobody."""
+    async with browser.page(**how) as shown:
+        await shown.send("Network.enable")
+        await shown.open(page.as_uri())
+        await shown.until(f"{SHOWN} || !document.getElementById('problem').hidden")
+        assert await shown.value("document.getElementById('problem').textContent") == ""
+        yield shown
+        assert shown.problems == []
+        assert await shown.value("violations") == []
+        assert shown.asked == [page.as_uri()]
+
+
+async def choose_sample(page: Page, place: int) -> None:
+    await page.click(f"#sample-line-{place}")
+    await page.until(f"{SHOWN} === '{place}'")
+
+
+async def read(page: Page, positions: list[int]) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = await page.value(f"{READ}({json.dumps(positions)})")
+    return found
+
+
+def expected(sample: Sample, position: int) -> dict[str, str]:
+    """What the details of a position are, by the sample itself."""
+    turns = sample.metadata["turns"]
+    run = next((run for run in sample.weight_versions if run.start <= position < run.end), None)
+    turn = next((turn for turn in turns if turn["start"] <= position < turn["end"]), None)
+    prompt = next((turn for turn in turns if position < turn["start"]), None)
+    assert sample.routed_experts is not None
+    entropy = expert_entropy(sample.routed_experts)
+    told = turn if turn is not None else prompt
+    return {
+        "position": f"{position} of {len(sample):,}",
+        "id": str(sample.tokens[position]),
+        "element": str(sample.tokens[position]),
+        "mask": "1, in the loss" if sample.loss_mask[position] else "0, not in the loss",
+        "origin": "given" if turn is None else "sampled",
+        "version": "none" if run is None else run.version,
+        "worker": "none" if turn is None else turn["worker"],
+        "turn": "not told" if told is None else f"{told['turn']}, {'in its prompt' if turn is None else 'sampled'}",
+        "entropy": f"{entropy[position]:.3f} bits" if position < len(entropy) else "not told",
+    }
+
+
+async def test_every_number_is_the_files(browser: Browser, pages: Path, samples: list[Sample], tokenizer: Any) -> None:
+    bytes_of = token_bytes(tokenizer)
+    async with opened(browser, pages) as page:
+        for place, sample in enumerate(samples):
+            await choose_sample(page, place)
+            for position, found in enumerate(await read(page, [*range(len(sample))])):
+                wanted = expected(sample, position)
+                assert {name: found[name] for name in wanted} == wanted
+                spelled = bytes_of(int(sample.tokens[position])) or b""
+                assert bytes.fromhex(found["bytes"]) == spelled
+                if found["origin"] == "given":
+                    assert found["logprob"] == found["probability"] == "none"
+                else:
+                    assert np.float32(found["logprob"]) == sample.logprobs[position]
+                    assert len(found["logprob"]) < 16, "the digits of its type and no more"
+                    assert float(found["probability"]) == pytest.approx(np.exp(sample.logprobs[position]), rel=1e-3)
+
+
+async def test_texts_are_exact_and_half_characters_are_bytes(
+    browser: Browser, pages: Path, samples: list[Sample], tokenizer: Any
+) -> None:
+    bytes_of, sample = token_bytes(tokenizer), samples[1]
+    kinds = set()
+    async with opened(browser, pages) as page:
+        await choose_sample(page, 1)
+        for token, found in zip(sample.tokens.tolist(), await read(page, [*range(len(sample))]), strict=True):
+            spelled = bytes_of(token) or b""
+            try:
+                text = spelled.decode()
+                assert json.loads(found["text"]) == text
+                kinds.add("text")
+            except UnicodeDecodeError:
+                assert found["text"] == "part of a character"
+                assert found["shown"] == spelled.hex(" ").upper().replace(" ", "·")
+                kinds.add("bytes")
+    assert kinds == {"text", "bytes"}
+
+
+async def test_a_file_of_miles_shows_what_it_says_and_no_more(browser: Browser, tmp_path: Path) -> None:
+    told = json.loads(GOLDEN.with_suffix(".json").read_text(encoding="utf-8"))["samples"][0]
+    file = tmp_path / "miles.safetensors"
+    file.write_bytes(GOLDEN.read_bytes())
+    async with opened(browser, page_of_file(file)) as page:
+        found = await read(page, [*range(9)])
+        assert "Ids alone are shown" in await page.text(".notice")
+        assert await page.value("document.querySelector('option[value=turn]').disabled")
+    behind = [each for each in found if int(each["position"].split()[0]) >= 4]
+    assert [each["shown"] for each in found] == [str(token) for token in told["tokens"]]
+    assert [each["logprob"] for each in behind] == ["-0.5", "-1.25", "none", "none", "-3.0000001"]
+    assert [each["mask"][0] for each in behind] == [str(each) for each in told["loss_mask"]]
+    assert [each["version"] for each in behind] == ["one of 3, 4", "one of 3, 4", "none", "none", "one of 3, 4"]
+    assert {each["turn"] for each in found} == {"not told"}
+
+
+async def test_arrays_that_a_file_lacks_are_not_told(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "bare.safetensors"
+    bare = {"response_length": 2, "status": "pending", "weight_versions": ["4"], "metadata": {}}
+    file.write_bytes(b"".join(samples_file([{"tokens": np.arange(3), **bare}], {}, None).chunks()))
+    async with opened(browser, page_of_file(file)) as page:
+        (found,) = await read(page, [2])
+        assert "nothing is told" in await page.text(".legend")
+    fields = ("mask", "origin", "logprob", "worker", "entropy")
+    assert {found[name] for name in fields} == {"not told"}
+
+
+async def test_large_numbers_and_logprobs_without_a_mask_are_the_files(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "odd.safetensors"
+    told = {"response_length": 2, "status": "failed", "weight_versions": [], "metadata": {"seed": 2**63 + 1}}
+    arrays = {"tokens": np.array([2**31 - 1, 0, 5]), "rollout_log_probs": np.array([-1e-300, -0.1])}
+    file.write_bytes(b"".join(samples_file([{**arrays, **told}], {}, None).chunks()))
+    async with opened(browser, page_of_file(file)) as page:
+        found = await read(page, [0, 1, 2])
+        assert '"seed": 9223372036854775809' in await page.text("details pre")
+    assert [each["logprob"] for each in found] == ["none", "-1e-300", "-0.1"]
+    assert found[0]["id"] == found[0]["shown"] == "2147483647"
+
+
+async def test_a_file_without_samples_says_why(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "empty.safetensors"
+    file.write_bytes(GOLDEN.with_name("all_truncated.safetensors").read_bytes())
+    async with browser.page() as page:
+        await page.open(page_of_file(file).as_uri())
+        assert await page.until("document.getElementById('about').textContent")
+        assert await page.text("#about") == "empty.safetensors has no samples (all_truncated)."
+        assert page.problems == []
+
+
+def classes_of(name: str, sample: Sample) -> Callable[[int], str]:
+    """The class that a colouring gives a position."""
+    sheet, turns = sheet_of(sample), sample.metadata["turns"]
+    versions = list(dict.fromkeys(run.version for run in sample.weight_versions))
+    workers = list(dict.fromkeys(turn["worker"] for turn in turns))
+    assert sheet.sampled is not None
+    assert sheet.expert_entropy is not None
+    sampled, entropy = sheet.sampled, sheet.expert_entropy.astype(float)
+    bounds = np.log([0.9, 0.5, 0.1, 0.01, 0.001])
+
+    def turn(position: int) -> int:
+        return next(place for place, each in enumerate(turns) if position < each["end"])
+
+    def colour(position: int) -> str:
+        if name == "entropy":
+            if position >= len(entropy):
+                return "none"
+            size = (entropy.max() - entropy.min()) / 6
+            return f"step-{min(5, int((entropy[position] - entropy.min()) / size))}"
+        if name == "turn" and not sampled[position]:
+            return f"given hue-{turn(position)}"
+        if not sampled[position]:
+            return "none"
+        if name == "logprob":
+            return f"step-{next((i for i, b in enumerate(bounds) if sample.logprobs[position] >= b), 5)}"
+        if name == "mask":
+            return "trained" if sample.loss_mask[position] else "untrained"
+        if name == "version":
+            (version,) = [run.version for run in sample.weight_versions if run.start <= position < run.end]
+            return f"hue-{versions.index(version)}"
+        return f"hue-{turn(position) if name == 'turn' else workers.index(turns[turn(position)]['worker'])}"
+
+    return colour
+
+
+async def test_colours_say_what_is_asked(browser: Browser, pages: Path, samples: list[Sample]) -> None:
+    sample = samples[1]
+    said = {
+        "mask": f"in the loss: {sample.loss_mask.sum()}",
+        "logprob": "p ≥ 0.9",
+        "version": "version 7",
+        "turn": "turn 2",
+        "worker": "http://10.0.0.1:30000",
+        "entropy": "bits",
+    }
+    async with opened(browser, pages) as page:
+        await choose_sample(page, 1)
+        assert await page.value("[...document.querySelector('#colour').options].map((each) => each.value)") == [*said]
+        for name, legend in said.items():
+            wanted = classes_of(name, sample)
+            await page.choose("#colour", name)
+            found = await page.value("[...document.querySelectorAll('.token')].map((each) => each.className)")
+            assert len(found) == len(sample)
+            for position, classes in enumerate(found):
+                assert f"token {wanted(position)} " in classes, (name, position)
+            assert legend in await page.text(".legend")
+
+
+async def test_a_pointer_shows_the_details_of_what_is_under_it(browser: Browser, pages: Path) -> None:
+    async with opened(browser, pages) as page:
+        described = "document.querySelector('[data-field=position]').textContent.startsWith('%d of')"
+        await page.hover("#token-7")
+        await page.until(described % 7)
+        await page.hover("h1")
+        await page.until(described % 0)  # the current one again
+        await page.click("#token-9")
+        await page.until(described % 9)
+        await page.hover("h1")
+        await page.hover("#token-8")
+        await page.until(described % 8)
+        await page.hover("h1")
+        await page.until(described % 9)
+
+
+async def test_keys_go_through_tokens_which_are_marked_and_read_out(
+    browser: Browser, pages: Path, samples: list[Sample]
+) -> None:
+    current = "Number(document.querySelector('.tokens').getAttribute('aria-activedescendant').slice(6))"
+    top = "document.querySelector('#token-%d').getBoundingClientRect().top"
+    last = len(samples[0]) - 1
+    async with opened(browser, pages) as page:
+        await page.value("document.querySelector('.tokens').focus()")
+        await page.press("ArrowRight")
+        await page.press("ArrowRight")
+        assert await page.value(current) == 2
+        assert await page.text("[role=status].unseen") == await page.value(
+            "[...document.querySelectorAll('.details div')].map((each) => [...each.children].map((e) => e.textContent))"
+            ".filter(([, text]) => text !== 'none' && text !== 'not told').map((each) => each.join(' ')).join('; ')"
+        )
+        assert await page.value("getComputedStyle(document.querySelector('#token-2')).outlineStyle") == "solid"
+        assert await page.value("document.querySelectorAll('[aria-selected=true].token').length") == 1
+        await page.press("ArrowLeft")
+        assert await page.value(current) == 1
+        first = await page.value(top % 1)
+        await page.press("ArrowDown")
+        beneath = await page.value(current)
+        assert await page.value(top % beneath) == first + 28
+        await page.press("Home")
+        start = await page.value(current)
+        assert 1 < start <= beneath
+        await page.press("ArrowLeft")
+        assert await page.value(top % await page.value(current)) == first, "the end of the row above"
+        await page.press("End", ctrl=True)
+        await page.press("ArrowRight")
+        assert await page.value(current) == last
+        await page.press("Home", ctrl=True)
+        assert await page.value(current) == 0
+
+
+async def test_samples_are_searched_filtered_and_chosen_by_keys(browser: Browser, pages: Path) -> None:
+    async with opened(browser, pages) as page:
+        assert await page.text(".count") == "3 of 3 samples"
+        await page.choose("#reason", "=compaction")
+        assert await page.text(".count") == "1 of 3 samples"
+        assert await page.text(".list .row b") == "sample 2"
+        await page.choose("#reason", "")
+        await page.choose("#search", "EDITED_history episode-7")
+        assert await page.text(".count") == "1 of 3 samples"
+        await page.choose("#search", "no such thing")
+        assert await page.text(".count") == "0 of 3 samples"
+        await page.choose("#search", "")
+        await page.value("document.querySelector('.list').focus()")
+        await page.press("ArrowDown")
+        await page.until(f"{SHOWN} === '1'")
+        await page.press("End")
+        await page.until(f"{SHOWN} === '2'")
+
+
+async def test_the_tree_opens_branches_where_their_turns_begin(
+    browser: Browser, pages: Path, samples: list[Sample]
+) -> None:
+    lines = (
+        "[...document.querySelectorAll('.tree .row')].map((row) => [row.getAttribute('aria-level'), row.textContent])"
+    )
+    async with opened(browser, pages) as page:
+        found = await page.value(lines)
+        sampled = [turn["end"] - turn["start"] for sample in samples for turn in sample.metadata["turns"]]
+        assert [level for level, _ in found] == ["1", "2", "2", "1"]
+        assert [text for _, text in found] == [
+            f"turn 0{sampled[0]} tokens sampled",
+            f"turn 1{sampled[1]} tokens sampled · sample 0",
+            f"turn 2 · edited_history{sampled[3]} tokens sampled · sample 1",
+            f"turn 3 · compaction{sampled[4]} tokens sampled · sample 2",
+        ]
+        await page.click(".tree .row:nth-child(3) button")
+        await page.until(f"{SHOWN} === '1'")
+        start = samples[1].metadata["turns"][1]["start"]
+        assert (await page.text("[data-field=position]")).startswith(f"{start} of")
+        assert await page.value("[...document.querySelectorAll('.on-path')].length") == 2
+        assert await page.text(".tree [aria-current] b") == "turn 2"
+
+
+async def test_why_a_segment_begins_stands_with_both_messages_and_their_difference(
+    browser: Browser, pages: Path
+) -> None:
+    async with opened(browser, pages) as page:
+        assert await page.value("document.querySelector('.reasons')") is None
+        await choose_sample(page, 1)
+        assert "turn 2 edited_history: messages behind an earlier turn" in await page.text(".reasons li")
+        assert await page.text(".edit > p") == "message 3, content"
+        assert await page.text(".held .message") == "42"
+        assert await page.text(".sent .message") == "17 + 25 = 42 🙂"
+        marked = await page.value("[...document.querySelectorAll('.edit ins, .edit del')].map((at) => at.textContent)")
+        assert marked == ["17 + 25 = ", " 🙂"]
+        await choose_sample(page, 2)
+        assert "The message was left out." in await page.text(".edit")
+
+
+HOSTILE = (
+    "</script><script>window.ran = 1</script>",
+    '"><img src=x onerror="window.ran = 1">',
+    "javascript:window.ran=1",
+    "<svg/onload=alert(1)>",
+    "__proto__",
+    "\u202egnp.exe<!--",
+    "' onfocus=alert(1) autofocus '",
+    "long" * 99,
+)
+
+
+def hostile(text: str) -> Sample:
+    """A sample that has a text wherever texts may stand."""
+    edit = {"message": 1, "field": text, "held": text, "sent": f"{text}!"}
+    turn = {"turn": 0, "start": 1, "end": 3, "reason": text, "edit": edit, "worker": text, "finish_reason": text}
+    given: dict[str, Any] = {"tokens": [0, 1, 2], "loss_mask": [0, 1, 1], "logprobs": [0.0, -1.0, -2.0]}
+    return Sample(
+        **given,
+        weight_versions=(VersionRun(text, 1, 3),),
+        response_length=2,
+        status="completed",
+        reward={text: 1.0},
+        label=text,
+        response=text,
+        metadata={"session_id": text, text: text, "turns": [turn]},
+    )
+
+
+@pytest.fixture(scope="module")
+def hostile_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    spelled = [*map(str.encode, HOSTILE)]
+    given = [hostile(text) for text in HOSTILE]
+    twins = [hostile(text) for text in HOSTILE]  # so that each session has a tree
+    for twin in twins:
+        twin.metadata["turns"][0]["turn"] = 1
+    directory = tmp_path_factory.mktemp("hostile")
+    return page_of(directory, [*given, *twins], lambda token: spelled[token], name="<img src=x onerror=alert(1)>")
+
+
+async def test_hostile_text_is_text(browser: Browser, hostile_page: Path) -> None:
+    async with opened(browser, hostile_page) as page:
+        for place, text in enumerate(HOSTILE):
+            await choose_sample(page, place)
+            for name in ("version", "worker"):
+                await page.choose("#colour", name)
+            found = await read(page, [0, 1, 2])
+            assert [json.loads(each["text"]) for each in found] == [*HOSTILE[:3]]
+            assert (found[1]["version"], found[1]["worker"]) == (text, text)
+            assert await page.text(".reasons strong") == text
+            assert await page.text(".tree ~ *, h3 code") == text
+            assert text in json.loads(await page.text("details pre"))["metadata"]
+            await page.choose("#search", text)
+            assert await page.value("document.querySelectorAll('.list .row').length") >= 2
+            await page.choose("#search", "")
+        assert await page.value("[window.ran, document.querySelectorAll('img, svg, iframe, [onerror]').length]") == [
+            None,
+            0,
+        ]
+        assert await page.value("document.querySelectorAll('script:not([type])').length") == 0
+        assert await page.value("({}).hue") is None
+
+
+async def test_the_policy_stops_what_would_run(browser: Browser, pages: Path) -> None:
+    async with browser.page() as page:
+        await page.open(pages.as_uri())
+        await page.until(SHOWN)
+        with pytest.raises(PageFailed, match="TrustedHTML"):
+            await page.value("document.body.innerHTML = '<img src=x onerror=alert(1)>'")
+        await page.value(
+            "(() => { const made = document.createElement('img'); made.setAttribute('src', 'http://127.0.0.1:1/x'); "
+            "document.body.append(made); })()"
+        )
+        assert await page.until("violations.some((each) => each.startsWith('img-src')) && violations.length")
+
+
+def large(tokens: int, spelled: int) -> Sample:
+    random = np.random.default_rng(3)
+    mask = (np.arange(tokens) % 10 > 6).astype(np.uint8)
+    return Sample(
+        tokens=random.integers(0, spelled, tokens, dtype=np.int32),
+        loss_mask=mask,
+        logprobs=np.where(mask == 1, -0.5, 0.0),
+        response_length=tokens,
+        status="completed",
+        metadata={"session_id": "large"},
+        routed_experts=random.integers(0, 9, (tokens - 1, 1, 2)).astype(np.uint8),
+    )
+
+
+async def test_of_fifty_thousand_tokens_those_are_drawn_that_are_seen(
+    browser: Browser, tmp_path: Path, tokenizer: Any
+) -> None:
+    sample = large(50_000, 500)
+    drawn = (
+        "[...document.querySelectorAll('.token')].map((at) => [at.dataset.position, at.dataset.tokenId].map(Number))"
+    )
+    settled = """(() => {
+      const {left, top, height} = document.querySelector(".tokens").getBoundingClientRect();
+      return Boolean(document.elementFromPoint(left + 20, top + height / 2)?.closest(".row"));
+    })()"""
+    async with opened(browser, page_of(tmp_path, [sample], token_bytes(tokenizer))) as page:
+        height = await page.value("document.querySelector('.tokens').scrollHeight")
+        seen: set[int] = set()
+        for part in (0, 0.1, 0.33, 0.5, 0.77, 0.99, 1, 0.2):
+            await page.value(f"document.querySelector('.tokens').scrollTop = {height * part}")
+            await page.until(settled)
+            assert await page.value(NODES) < MOST_NODES
+            found = await page.value(drawn)
+            positions = [position for position, _ in found]
+            assert positions == [*range(positions[0], positions[-1] + 1)], "in order, without a gap"
+            assert [token for _, token in found] == sample.tokens[positions].tolist()
+            seen.update(positions)
+        assert {0, 49_999} <= seen
+        outside = (
+            "[...document.querySelectorAll('.token')].filter((at) => at.getBoundingClientRect().right > innerWidth)"
+        )
+        assert await page.value(f"{outside}.length") == 0
+        for name in ("entropy", "logprob"):
+            await page.choose("#colour", name)
+        found = await read(page, [0, 25_000, 49_999, 123])
+        assert [int(each["id"]) for each in found] == sample.tokens[[0, 25_000, 49_999, 123]].tolist()
+        assert await page.value(NODES) < MOST_NODES
+
+
+async def test_of_thousands_of_samples_those_are_drawn_that_are_seen(browser: Browser, tmp_path: Path) -> None:
+    count, one = 3000, hostile("x")
+    many = [
+        Sample(**{**vars(one), "reward": float(place), "metadata": {"session_id": f"s{place}"}})
+        for place in range(count)
+    ]
+    async with opened(browser, page_of(tmp_path, many)) as page:
+        nodes = await page.value("document.querySelectorAll('body *:not(script)').length")
+        assert nodes < MOST_NODES
+        await page.choose("#search", "s2999")
+        assert await page.text(".count") == "1 of 3,000 samples"
+        await choose_sample(page, 2999)
+        assert '"reward": 2999.0' in await page.text("details pre")
+        assert "reward 2999.0, 3 tokens, 2 in the loss" in await page.text("#sample-line-2999")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+async def test_a_phone_shows_all_without_scrolling_sideways_in_any_light(
+    browser: Browser, pages: Path, hostile_page: Path, dark: bool
+) -> None:
+    for file, place in ((pages, 1), (hostile_page, len(HOSTILE) - 1)):
+        async with opened(browser, file, width=320, height=640, dark=dark) as page:
+            await choose_sample(page, place)
+            assert await page.value("[document.documentElement.scrollWidth, innerWidth]") == [320, 320]
+            ground = await page.value("getComputedStyle(document.body).backgroundColor")
+            assert ground == ("rgb(17, 23, 29)" if dark else "rgb(255, 255, 255)")
+            for name in ("mask", "logprob", "version", "turn", "worker"):
+                await page.choose("#colour", name)
+                assert min(await page.value(CONTRASTS)) >= 4.5, name
+
+
+async def test_a_reader_that_does_not_see_has_names_for_everything(browser: Browser, pages: Path) -> None:
+    async with opened(browser, pages) as page:
+        tree = (await page.send("Accessibility.getFullAXTree"))["nodes"]
+    named = ("listbox", "combobox", "textbox", "searchbox", "spinbutton", "button", "region", "option")
+    found = [(each["role"]["value"], each.get("name", {}).get("value", "")) for each in tree if not each["ignored"]]
+    assert [role for role, name in found if role in named and not name.strip()] == []
+    regions = ["Samples of the file", "Tokens of the sample", "Details of the token", "Branch tree"]
+    assert [name for role, name in found if role == "region"] == regions
+    assert {("combobox", "Colours by"), ("spinbutton", "Position"), ("listbox", "Tokens")} <= {*found}
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[str]:
+    """The view's files as a server gives them, under a policy that takes scripts and styles from it alone."""
+    headers = {"Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'"}
+
+    async def give(request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        if name == "favicon.ico":
+            return web.Response(status=204)
+        kind = {"js": "text/javascript", "css": "text/css", "html": "text/html"}[name.rpartition(".")[2]]
+        text = "<!doctype html><body>" if name == "empty.html" else asset(name)
+        return web.Response(text=text, content_type=kind, headers=headers)
+
+    app = web.Application()
+    app.router.add_get("/{name}", give)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+async def test_the_same_modules_are_a_component_of_other_pages(browser: Browser, samples: list[Sample]) -> None:
+    packed = [*sheet_of(samples[0]).packed()]
+    async with served() as url, browser.page() as page:
+        await page.open(f"{url}/empty.html")
+        await page.value(
+            f"""(async () => {{
+              const load = (name) => import(`/${{name}}.js`);
+              const [{{SampleView}}, {{Sheet}}, {{Pieces}}, {{readTensors}}] =
+                await Promise.all(["sample_view", "sheet", "pieces", "tensors"].map(load));
+              const view = new SampleView(() => {{}});
+              document.body.append(view.element);
+              view.show(new Sheet(readTensors(Uint8Array.from({packed}).buffer)), new Pieces(null));
+            }})()"""
+        )
+        assert await page.until("document.querySelector('#token-0')?.dataset.tokenId") == str(samples[0].tokens[0])
+        assert page.problems == []
+        assert await page.value("violations") == []
+
+
+async def test_the_runs_of_a_difference_make_up_both_texts(browser: Browser) -> None:
+    random = np.random.default_rng(1)
+    texts = ["", "a", "🙂é", *("".join(random.choice([*"ab 🙂"], size)) for size in (3, 8, 20, 20, 30))]
+    pairs = [[held, sent] for held in texts for sent in texts] + [["x" * 500, "y" * 500 + "x"]]
+    async with served() as url, browser.page() as page:
+        await page.open(f"{url}/empty.html")
+        found = await page.value(
+            f"import('/difference.js').then(({{difference}}) => {json.dumps(pairs)}.map((pair) => difference(...pair)))"
+        )
+    for (held, sent), runs in zip(pairs, found, strict=True):
+        assert "".join(text for kind, text in runs if kind != "sent") == held
+        assert "".join(text for kind, text in runs if kind != "held") == sent
+        if held == sent:
+            assert {kind for kind, _ in runs} <= {"same"}
