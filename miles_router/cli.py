@@ -21,6 +21,7 @@ commands:
   miles-router config [options]       print every setting, its value and where it came from
   miles-router middlewares [options]  list the middleware stack with every option
   miles-router check PKG.MOD.CLASS    run the middleware contract suite on a class
+  miles-router audit --router URL     hold recorded logprobs against those of the engines (--help: its own flags)
 
 Every setting is also a YAML key (--config) and an environment variable (MILES_ROUTER_PORT=31000).
 Precedence: defaults < --config < environment < flags < --set.
@@ -31,12 +32,16 @@ FLAG_LESS = ("middlewares",)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 2 and one line on a wrong setting."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = arguments.pop(0) if arguments and arguments[0] in ACTIONS else "run"
-    options = parser().parse_args(arguments)
-    if options.names and command != "check":
-        parser().error(f"unrecognized arguments: {' '.join(options.names)}")
-    sys.path.insert(0, os.getcwd())  # a middleware written in the current directory is importable, as with python -m
+    command = arguments.pop(0) if arguments and arguments[0] in (*ACTIONS, *APART) else "run"
     try:
+        if command in APART:
+            status = APART[command](arguments)
+            sys.stdout.flush()
+            sys.exit(status)
+        options = parser().parse_args(arguments)
+        if options.names and command != "check":
+            parser().error(f"unrecognized arguments: {' '.join(options.names)}")
+        sys.path.insert(0, os.getcwd())  # a middleware written in the current directory is importable, as with -m
         ACTIONS[command](options)
         sys.stdout.flush()
     except ConfigError as error:
@@ -147,4 +152,15 @@ def print_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def _audit(arguments: Sequence[str]) -> int:
+    try:
+        from miles_router.audit.command import run
+    except ImportError as error:  # of an extra that is not installed, and it says which
+        raise ConfigError(f"audit: {error}") from None
+    return run(arguments)
+
+
+#: Commands that look at settings, with the flags of all of them.
 ACTIONS = {"run": _run, "config": _show_config, "middlewares": _show_middlewares, "check": _check}
+#: Commands with flags of their own; each gives its exit status.
+APART = {"audit": _audit}

@@ -109,12 +109,6 @@ class ChatFace(Face):
         obstacle = ids_obstacle(fields) or ("not_text" if not only_text(fields["messages"]) else None)
         if obstacle is not None:
             raise NotAppendOnly(obstacle)
-        calls = parent.answer.get("tool_calls") or ()
-        end = HeldEnd(
-            last_id=parent.last_id,
-            ended=parent.ended_itself,
-            tool_calls=tuple((call.get("id"), call["function"]["name"]) for call in calls),
-            reasoning=bool(parent.answer.get("reasoning_content")),
-        )
+        end = HeldEnd.of(parent)
         extension = await self._continuation.after(end, place.appended, context.tools, context.template_kwargs)
         return TokenPrompt(parent, Piece.given(extension.ids), extension.drop)

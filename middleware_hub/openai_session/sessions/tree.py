@@ -28,6 +28,10 @@ from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefi
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
 
+#: Facts of a turn for audits, where there is something to say: the setting that made its logprobs those of another
+#: distribution than the weights', the adapter that sampled it (None: not known), what of its prompt no messages say.
+RESHAPED_BY, ADAPTER, UNRENDERED = "reshaped_by", "adapter", "unrendered"
+
 
 @dataclass(eq=False)
 class Turn:
@@ -51,6 +55,7 @@ class Turn:
     rows: RowsByKind = field(default_factory=lambda: NO_ROWS)  # of all its tokens but the last, where they are captured
     first: Turn | None = field(default=None, repr=False)  # that answered the same request, if this one was not it
     children: list[Turn] = field(default_factory=list, repr=False)
+    tools: bytes = b""  # of a root, as they were sent: `context` does not tell the order of names in an object
     unrecorded_history: bool = False  # an answer in `appended` is none that this session has recorded
     side_call: bool = False  # its agent says that it is none of the main line, or said so of its parent
     origin: Turn | None = field(default=None, repr=False)  # the root that began its conversation, if it is not that
@@ -238,6 +243,11 @@ class Session:
                 nbytes += message_bytes(message)
             appended.append(self._messages[digest])
         return Place(place.parent, tuple(appended), context, place.sent), nbytes
+
+    def hold_tools(self, tools: bytes) -> tuple[bytes, int]:
+        """The session's own object for the tools of a root, as they were sent, and its bytes if it is new."""
+        nbytes = 0 if tools in self._contexts else len(tools)
+        return self._contexts.setdefault(tools, tools), nbytes
 
     def grow(self, turn: Turn, equal: Equality, sent: Sent = NOTHING) -> None:
         """Hang a finished turn into the tree, and say why it is not simply the next one. `sent`: that of its place."""
