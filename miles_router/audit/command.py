@@ -15,7 +15,7 @@ from miles_router.audit import plot
 from miles_router.audit.collecting import Sampling, collect
 from miles_router.audit.report import lines
 from miles_router.audit.verdict import AuditedSessions, Limits, judge
-from miles_router.client import RouterClient, RouterClientError
+from miles_router.client import Retries, RouterClient, RouterClientError
 from miles_router.errors import ConfigError
 from miles_router.settings.config import ENVIRONMENT_PREFIX
 
@@ -37,6 +37,8 @@ Tokens sampled by other weights than those loaded now are counted, not compared.
 wait while the fleet is paused; no layer records them.
 """
 BAR = 24
+#: Somebody waits for the answer.
+RETRIES = Retries(attempts=2)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -106,7 +108,7 @@ def run(arguments: Sequence[str]) -> int:
 async def _collect(options: argparse.Namespace) -> AuditedSessions:
     key = options.api_key or os.environ.get(f"{ENVIRONMENT_PREFIX}API_KEY")
     wanted = Sampling(options.sample, options.session, options.rate, options.seed)
-    async with RouterClient(options.router, api_key=key) as client:
+    async with RouterClient(options.router, api_key=key, retries=RETRIES) as client:
         return await collect(client, wanted, _bar if sys.stderr.isatty() else _silent)
 
 

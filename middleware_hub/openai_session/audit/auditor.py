@@ -36,7 +36,7 @@ JSON = [(b"content-type", b"application/json")]
 REFUSED, CUT, UNREADABLE = "refused", "cut", "unreadable"
 
 
-class NotAnswered(Exception):
+class NotRecomputed(Exception):
     """An engine did not say it; `reason` in a word, `said` in the engine's."""
 
     def __init__(self, reason: str, said: str = "") -> None:
@@ -112,7 +112,7 @@ class Auditor:
             try:
                 start, stop = spans[0].start - 1, spans[-1].end
                 answered, worker = await self._recomputed(tokens[:stop], start, adapter, spans)
-            except NotAnswered as failure:
+            except NotRecomputed as failure:
                 others[failure.reason] += count
                 refusals += [failure.said[:SHOWN_CHARS]] if failure.said else []
                 continue
@@ -150,24 +150,24 @@ class Auditor:
         """The logprobs of the ids behind `start`, and the worker that said them.
 
         Raises:
-            NotAnswered: no engine says them.
+            NotRecomputed: no engine says them.
         """
         body, wanted = recomputing.request(ids, start, adapter), ids[start:].tolist()
         for _ in range(TRIES):
             async with self._at_once:
                 status, answer, worker = await self._ask(body, BYTES_BESIDE + BYTES_PER_ID * len(wanted), spans)
             if status != OK:
-                raise NotAnswered(REFUSED, answer.decode("utf-8", "replace"))
+                raise NotRecomputed(REFUSED, answer.decode("utf-8", "replace"))
             try:
                 found = recomputing.read(answer, wanted)
             except RecomputationCut:
                 continue
             except UnreadableAnswer as error:
-                raise NotAnswered(UNREADABLE, str(error)) from None
+                raise NotRecomputed(UNREADABLE, str(error)) from None
             if found.version is None:
                 found = found._replace(version=self._router.pool.version_of(worker))
             return found, worker
-        raise NotAnswered(CUT)
+        raise NotRecomputed(CUT)
 
     async def _ask(self, body: bytes, limit: int, spans: Sequence[Span]) -> tuple[int, bytes, str]:
         preferred = self._preferred(spans)
