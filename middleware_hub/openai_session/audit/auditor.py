@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from middleware_hub.openai_session.audit.prompts import NotRendered, PromptCheck
@@ -30,6 +31,8 @@ TRIES = 3
 RESERVED = 8
 #: Bytes of an answer: for each id, and beside them.
 BYTES_PER_ID, BYTES_BESIDE = 256, 1 << 20
+#: And those that are read while everybody waits; more of them are read beside.
+READ_HERE = 1 << 18
 #: Differences of prompts that an answer shows, and characters of what an engine says of a request that it refuses.
 SHOWN, SHOWN_CHARS = 16, 500
 JSON = [(b"content-type", b"application/json")]
@@ -159,7 +162,8 @@ class Auditor:
             if status != OK:
                 raise NotRecomputed(REFUSED, answer.decode("utf-8", "replace"))
             try:
-                found = recomputing.read(answer, wanted)
+                read = partial(recomputing.read, answer, wanted)
+                found = await asyncio.to_thread(read) if len(answer) > READ_HERE else read()
             except RecomputationCut:
                 continue
             except UnreadableAnswer as error:

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import orjson
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, Extension, HeldEnd, NotAppendOnly
 from middleware_hub.openai_session.continuing.templates import CannotRender
@@ -92,4 +91,4 @@ def _context(turn: Turn) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
     root = turn.line()[0]
     if not root.tools or root.context != turn.context:
         raise NotRendered("tools_not_held")
-    return orjson.loads(root.tools), template_kwargs
+    return root.sent_tools, template_kwargs

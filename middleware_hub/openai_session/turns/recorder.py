@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import orjson
 
 from middleware_hub.openai_session.episodes.contract import DELETED
 from middleware_hub.openai_session.errors import SessionNotFound, UnusableAnswer
@@ -67,7 +66,7 @@ class TurnRecorder:
             if id(place) not in held:
                 held[id(place)], new = session.hold(place)
                 nbytes += new
-        tools, new = session.hold_tools(_tools(pending))
+        tools, new = session.hold_tools(tools_of(pending.fields) if pending.places[0].parent is None else None)
         nbytes += new
         for (choice, given, sampled), place in zip(parts, places, strict=True):
             turn = self._turn(pending, held[id(place)], given, sampled, choice, facts)
@@ -145,12 +144,6 @@ class TurnRecorder:
             session.untraced.append({"path": path, "reason": reason, "request_id": request_id, "at": self._now()})
         fields = {"session_id": session.id, "path": path, "reason": reason, "request_id": request_id}
         logger.warning("turn_not_traced", extra={"fields": fields})
-
-
-def _tools(pending: PendingTurn) -> bytes:
-    """What the template was told of for a root of a chat."""
-    tools = tools_of(pending.fields) if pending.places[0].parent is None else None
-    return b"" if tools is None else orjson.dumps(tools)
 
 
 def _pieces(choice: Choice) -> tuple[Piece, ...]:
