@@ -17,10 +17,12 @@ from miles_router.client import RouterClient
 from miles_router.testing import SimulatedWorker
 from miles_router.trajectory import Piece
 from tests.support.audits import LONG, SYSTEM, audited, damaged, episode, foreign, shifted, turns_of
+from tests.support.pairs import halves
 from tests.support.ports import free_ports
 from tests.support.running_router import COMMAND
 from tests.support.session_trial import ADD, SessionTrial, qwen3, session_trial, simulated_sessions, user
 from tests.support.stage import Stage, staged
+from tests.support.tokenizers import tokenizer_directory
 from tests.support.under_way import under_way
 from tests.support.waiting import PATIENCE, until
 
@@ -112,6 +114,14 @@ async def test_a_session_may_go_on_while_it_is_audited(trial: SessionTrial) -> N
         (sample,) = (await auditing)["samples"]
         await going
     assert (sample["leaf"], [span["turn"] for span in sample["spans"]]) == (2, [0, 1, 2])
+
+
+async def test_a_prefill_half_tells_the_logprobs_of_a_pair(stage: Stage) -> None:
+    trial = await session_trial(stage, hf_checkpoint=tokenizer_directory("qwen3"))
+    async with halves(stage, router=trial.router, worker={"tokenizer": qwen3(), "weight_version": "1"}):
+        await episode(trial, await trial.create())
+        said = await audited(trial)
+    assert (said.status, said.report["total"]["tokens"]) == (GOOD, 144)
 
 
 # What is wrong
