@@ -60,7 +60,7 @@ def _others(verdict: Verdict) -> Iterator[str]:
         yield ""
         yield "tokens that cannot be compared"
         yield from (f"  {reason}: {count}" for reason, count in found.not_comparable.most_common())
-    yield from (f"  an engine said: {said}" for said in dict.fromkeys(found.refusals))
+    yield from (f"  an engine said: {said!r}" for said in dict.fromkeys(found.refusals))
     yield ""
     yield f"prompts rendered anew: {found.prompts['compared']}, different: {found.prompts['differ']}"
     yield from (f"  not rendered, {reason}: {count}" for reason, count in found.prompts_not_compared.most_common())

@@ -9,7 +9,7 @@ that of the bare logits. The first one asked for has none, since nothing is comp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -20,9 +20,9 @@ from miles_router.engines.models import ADAPTER, MODEL, adapter_of
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.pieces import Logprobs, Tokens, logprob_array
 
-#: Settings of a request that change the logprobs that are told of it, with the value that does not.
+TEMPERATURE = "temperature"
+#: Settings beside it that change the logprobs that are told of a request, with the value that does not.
 NEUTRAL: Mapping[str, float] = {
-    "temperature": 1.0,
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
@@ -32,10 +32,9 @@ NEUTRAL: Mapping[str, float] = {
 #: And those that do whatever they say.
 CONSTRAINTS = ("logit_bias", "regex", "ebnf", "json_schema", "structural_tag", "custom_logit_processor")
 #: What an engine takes from the model's `generation_config.json` where a chat request says nothing.
-OF_THE_MODEL = ("temperature", "repetition_penalty")
+OF_THE_MODEL = (TEMPERATURE, "repetition_penalty")
 #: Below it an engine is greedy.
 GREEDY = 1e-6
-INPUT_LOGPROBS = "input_token_logprobs"
 
 
 class Recomputed(NamedTuple):
@@ -50,13 +49,19 @@ class RecomputationCut(Exception):
     """The engine was told to end it."""
 
 
+def temperature(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> float | None:
+    """By which temperature the logits of a chat or completions request are divided, 1 where it is greedy; None where
+    nobody can tell. `defaults` hold where the request says nothing."""
+    values = [1.0 if _is_greedy(value) else value for value in _said(TEMPERATURE, fields, defaults)] or [1.0]
+    known = isinstance(values[0], (int, float)) and all(value == values[0] for value in values)
+    return float(values[0]) if known else None
+
+
 def reshaped_by(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> str | None:
-    """The setting of a chat or completions request that makes its logprobs those of another distribution than the
-    weights'; None where there is none. `defaults` hold where the request says nothing."""
+    """The setting of a chat or completions request, beside its temperature, that makes its logprobs those of another
+    distribution than the weights'; None where there is none. `defaults` hold where the request says nothing."""
     for name, neutral in NEUTRAL.items():
-        said = [each[name] for each in (fields, *defaults) if each.get(name) is not None]
-        values = said[:1] if fields.get(name) is not None else said  # nobody knows which default counts
-        if any(value != neutral and not _is_greedy(name, value) for value in values):
+        if any(value != neutral for value in _said(name, fields, defaults)):
             return name
     for name in CONSTRAINTS:
         if fields.get(name):
@@ -70,8 +75,15 @@ def reshaped_by(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> str 
     return "tools" if _has_strict_tool(fields.get("tools")) else None
 
 
-def _is_greedy(name: str, value: object) -> bool:
-    return name == "temperature" and isinstance(value, (int, float)) and 0 <= value < GREEDY
+def _said(name: str, fields: Mapping[str, Any], defaults: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """What a request says of a setting; else what all defaults say, since nobody knows which of them counts."""
+    if fields.get(name) is not None:
+        return [fields[name]]
+    return [each[name] for each in defaults if each.get(name) is not None]
+
+
+def _is_greedy(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 <= value < GREEDY
 
 
 def _has_strict_tool(tools: object) -> bool:
@@ -93,12 +105,16 @@ def adapter_in(fields: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 def request(ids: Tokens, start: int, adapter: str) -> bytes:
     """A request of `/generate` for the logprobs of the ids behind `start`."""
-    body: dict[str, Any] = {
-        IDS: ids,
-        PARAMS: {"max_new_tokens": 0, "temperature": 0},
-        "return_logprob": True,
-        "logprob_start_len": start,
-    }
+    return _written(ids, {"max_new_tokens": 0, TEMPERATURE: 0}, adapter, logprob_start_len=start)
+
+
+def request_next(ids: Tokens, token: int, divided_by: float, adapter: str) -> bytes:
+    """A request of `/generate` for the logprob of one token behind these ids, at a temperature."""
+    return _written(ids, {"max_new_tokens": 1, TEMPERATURE: divided_by}, adapter, token_ids_logprob=[token])
+
+
+def _written(ids: Tokens, params: Mapping[str, Any], adapter: str, **fields: Any) -> bytes:
+    body: dict[str, Any] = {IDS: ids, PARAMS: params, "return_logprob": True, **fields}
     if adapter:
         body[ADAPTER] = adapter
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -111,15 +127,27 @@ def read(body: bytes, ids: Sequence[int]) -> Recomputed:
         RecomputationCut: it was ended by an abort.
         UnreadableAnswer: it has no logprobs, or those of other ids.
     """
+    return _read(body, lambda meta: meta["input_token_logprobs"], ids, 1)
+
+
+def read_next(body: bytes, token: int) -> Recomputed:
+    """Read the answer to a request for the logprob of one token behind given ids. Raises as `read`."""
+    return _read(body, lambda meta: meta["output_token_ids_logprobs"][0], [token], 0)
+
+
+def _read(
+    body: bytes, entries_of: Callable[[Mapping[str, Any]], Sequence[Any]], ids: Sequence[int], first: int
+) -> Recomputed:
+    """The logprobs from the id at place `first` on."""
     try:
         meta = orjson.loads(body)["meta_info"]
         if is_abort(meta.get("finish_reason")):
             raise RecomputationCut
-        entries = meta[INPUT_LOGPROBS]
+        entries = entries_of(meta)
         if [entry[1] for entry in entries] != list(ids):
             raise UnreadableAnswer("logprobs_of_other_tokens", f"{len(entries)} logprobs, {len(ids)} ids")
         versions = {span["version"] for span in meta.get(VERSIONS) or ()} | {meta.get(VERSION)}
-        logprobs = logprob_array([entry[0] for entry in entries[1:]], len(entries) - 1)
+        logprobs = logprob_array([entry[0] for entry in entries[first:]], len(entries) - first)
     except (*MALFORMED, orjson.JSONDecodeError, InvalidTrajectory) as error:
         raise UnreadableAnswer("incomplete", repr(error)) from None
     if len(versions - {None}) > 1:

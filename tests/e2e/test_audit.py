@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -154,7 +155,11 @@ async def test_a_worker_whose_weights_are_not_what_it_says_is_found(stage: Stage
     async with SimulatedWorker(**options, seed=1) as right, SimulatedWorker(**options, seed=2) as wrong:
         trial = await session_trial(stage, right, wrong)
         for _ in range(4):
-            await episode(trial, await trial.create(), turns=1)
+            session = await trial.create()
+            await episode(trial, session, turns=1)
+            (sample,) = (await audit(trial, session))["samples"]
+            (span,) = sample["spans"]
+            assert {span["worker"], span["recomputed_by"]} == {right.url, wrong.url}
         said = await audited(trial)
     assert said.status == DIFFERENT
     assert {"worker", "recomputed_by"} <= said.parts
@@ -201,7 +206,6 @@ async def test_tokens_of_other_weights_are_counted_and_nothing_comparable_has_it
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"temperature": 0.6}, "temperature"),
         ({"logit_bias": {"1000": 1.0}}, "logit_bias"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"min_tokens": 8}, "min_tokens"),
@@ -227,6 +231,31 @@ async def test_settings_that_leave_logprobs_as_they_are_are_compared(
     await trial.chat(session, [user("Hi")], **fields)
     (sample,) = (await audit(trial, session))["samples"]
     assert sample["compared"] > 0
+
+
+async def test_what_was_sampled_at_another_temperature_is_asked_for_token_by_token(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await episode(trial, session, temperature=0.6)
+    (sample,), (held,) = (await audit(trial, session))["samples"], await trial.samples(session)
+    assert (sample["compared"], sample["not_comparable"]) == (32, {"not_asked": 3 * LONG["max_tokens"] - 32})
+    assert {span["turn"] for span in sample["spans"]} == {0, 1, 2}
+    for exchange, span in zip(trial.worker.door.at(GENERATE), sample["spans"], strict=True):
+        asked, position = exchange.json(), span["start"]
+        assert [*asked["input_ids"], *asked["token_ids_logprob"]] == held["tokens"][: position + 1]
+        assert asked["sampling_params"]["temperature"] == 0.6
+        assert span["recorded"] == span["recomputed"] == pytest.approx([held["logprobs"][position]])
+
+
+async def test_the_temperature_that_an_engine_assumes_counts(stage: Stage, tmp_path: Path) -> None:
+    shutil.copytree(tokenizer_directory("qwen3"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
+    async with simulated_sessions(stage, settings={"hf_checkpoint": str(tmp_path)}) as trial:
+        cases: list[tuple[dict[str, Any], float]] = [({}, 0.6), ({"temperature": 1}, 0)]
+        for fields, asked in cases:
+            session = await trial.create()
+            await trial.chat(session, [user("Hi")], **fields)
+            assert (await audit(trial, session))["samples"][0]["compared"] > 0
+            assert trial.worker.door.at(GENERATE)[-1].json()["sampling_params"]["temperature"] == asked
 
 
 async def test_the_adapter_that_answered_is_asked(stage: Stage) -> None:
@@ -271,6 +300,27 @@ async def test_what_an_engine_refuses_or_garbles_is_no_alarm(trial: SessionTrial
         (sample,) = (await audit(trial, session))["samples"]
         assert (sample["compared"], set(sample["not_comparable"]), len(sample["refusals"])) == (0, {reason}, 1)
         assert (await audited(trial)).status == GOOD, "the next one is answered"
+
+
+async def test_one_that_a_pause_ended_is_asked_again(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await episode(trial, session, turns=1)
+    cut = b'{"meta_info": {"finish_reason": {"type": "abort"}}}'
+    trial.worker.faults.status(200, body=cut, path=GENERATE, times=2)
+    assert (await audited(trial)).status == GOOD
+    trial.worker.faults.status(200, body=cut, path=GENERATE, times=3)
+    assert await only_reason(trial, session) == "cut"
+
+
+async def test_logprobs_of_weights_that_came_meanwhile_are_not_compared(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await episode(trial, session, turns=1)
+    (span,) = (await audit(trial, session))["samples"][0]["spans"]
+    asked = trial.worker.door.at(GENERATE)[-1].json()
+    entries = [[-1.0, token, None] for token in asked["input_ids"][span["start"] - 1 :]]
+    meta = {"finish_reason": {"type": "length"}, "input_token_logprobs": entries, "weight_version": "2"}
+    trial.worker.faults.status(200, body=json.dumps({"meta_info": meta}).encode(), path=GENERATE)
+    assert await only_reason(trial, session) == "other_weights"
 
 
 # Who may, and how

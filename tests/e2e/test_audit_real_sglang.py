@@ -88,6 +88,18 @@ async def test_a_sample_that_is_shifted_or_has_foreign_ids_is_found(
             assert said.report["slip"] == slip
 
 
+async def test_what_was_sampled_at_another_temperature_is_compared_token_by_token(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await episode(trial, session, turns=2, temperature=0.6)
+    named = ("--session", session)
+    good = await audited(trial, *STRICT, *named)
+    assert (good.status, good.report["total"]["tokens"]) == (GOOD, 32)
+    for change in (shifted, foreign):
+        with damaged(trial, session, change):
+            assert (await audited(trial, *STRICT, *named)).status == DIFFERENT
+    await trial.ask("DELETE", f"/sessions/{session}")
+
+
 async def test_other_weights_under_the_same_version_are_found(
     trial: SessionTrial, session: str, other_weights: str
 ) -> None:

@@ -9,7 +9,16 @@ import orjson
 import pytest
 
 from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.recomputing import RecomputationCut, adapter_in, read, request, reshaped_by
+from miles_router.engines.recomputing import (
+    RecomputationCut,
+    adapter_in,
+    read,
+    read_next,
+    request,
+    request_next,
+    reshaped_by,
+    temperature,
+)
 
 IDS = [5, 6, 7]
 
@@ -85,9 +94,7 @@ def test_one_that_was_aborted_or_saw_the_weights_change_may_be_asked_again() -> 
     [
         ({}, None),
         ({"temperature": 1, "top_p": 0.9, "top_k": 40, "min_p": 0.1, "seed": 1, "stop": ["x"]}, None),
-        ({"temperature": 0}, None),
-        ({"temperature": 0.0000001}, None),
-        ({"temperature": 1.1}, "temperature"),
+        ({"temperature": 0.6}, None),
         ({"repetition_penalty": 1.05}, "repetition_penalty"),
         ({"presence_penalty": 1}, "presence_penalty"),
         ({"logit_bias": {}}, None),
@@ -107,10 +114,45 @@ def test_settings_that_reshape_logprobs(fields: dict[str, Any], reason: str | No
 
 
 def test_what_an_engine_assumes_counts_where_a_request_says_nothing() -> None:
-    assert reshaped_by({}, {}, {"temperature": 0.6}) == "temperature"
-    assert reshaped_by({}, {"temperature": 1.0}, {"temperature": 0.6}) == "temperature", "nobody knows which counts"
-    assert reshaped_by({"temperature": 1.0}, {}, {"temperature": 0.6}) is None
-    assert reshaped_by({}, {}, {"temperature": None}) is None
+    assert reshaped_by({}, {}, {"repetition_penalty": 1.1}) == "repetition_penalty"
+    assert reshaped_by({}, {"repetition_penalty": 1.0}, {"repetition_penalty": 1.1}) == "repetition_penalty"
+    assert reshaped_by({"repetition_penalty": 1.0}, {}, {"repetition_penalty": 1.1}) is None
+    assert reshaped_by({}, {}, {"repetition_penalty": None}) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "defaults", "value"),
+    [
+        ({}, [], 1.0),
+        ({"temperature": 0.6}, [], 0.6),
+        ({"temperature": 0}, [], 1.0),  # greedy ones are not divided
+        ({"temperature": 0.0000001}, [], 1.0),
+        ({"temperature": None}, [{"temperature": 0.6}], 0.6),
+        ({"temperature": 1}, [{"temperature": 0.6}], 1.0),
+        ({}, [{}, {"temperature": 0.6}], 0.6),
+        ({}, [{"temperature": 1.0}, {"temperature": 0.6}], None),  # nobody knows which counts
+        ({"temperature": [0.6]}, [], None),
+    ],
+)
+def test_the_temperature_of_a_request(
+    fields: dict[str, Any], defaults: list[dict[str, Any]], value: float | None
+) -> None:
+    assert temperature(fields, *defaults) == value
+
+
+def test_one_token_is_asked_for_at_its_temperature() -> None:
+    asked = orjson.loads(request_next(np.array([1, 2], np.int32), 3, 0.6, ""))
+    assert asked == {
+        "input_ids": [1, 2],
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0.6},
+        "return_logprob": True,
+        "token_ids_logprob": [3],
+    }
+    assert read_next(answer(output_token_ids_logprobs=[[[-0.5, 3, None]]]), 3).logprobs.tolist() == [-0.5]
+    others: list[Any] = [[], [None], [[]], [[[-0.5, 4, None]]], [[[None, 3, None]]], "absent"]
+    for wrong in others:
+        with pytest.raises(UnreadableAnswer):
+            read_next(answer(output_token_ids_logprobs=wrong), 3)
 
 
 @pytest.mark.parametrize(

@@ -1,51 +1,27 @@
-"""Asks engines for the logprobs of recorded tokens, under the weights that sampled them.
-
-The requests go into the fleet as a layer's own: they wait at the gate and count as in flight, and no layer records
-them.
-"""
+"""Sessions as they are held now, against what engines and the chat template say of them."""
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
+import numpy as np
+
+from middleware_hub.openai_session.audit.asking import Asker, NotRecomputed, Said
 from middleware_hub.openai_session.audit.prompts import NotRendered, PromptCheck
 from middleware_hub.openai_session.audit.spans import Span, comparable
 from middleware_hub.openai_session.export.selection import trained_elsewhere
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_trajectory
-from miles_router.engines import paths, recomputing
-from miles_router.engines.answers import UnreadableAnswer
-from miles_router.engines.recomputing import RecomputationCut, Recomputed
-from miles_router.middlewares import OK, Router
+from miles_router.middlewares import Pace, Router
 from miles_router.trajectory.pieces import Logprobs, Tokens
 
-#: Requests of audits that a router has under way.
-AT_ONCE = 2
-#: Times that one is asked again which a pause has ended.
-TRIES = 3
-#: Tokens at the end of a context window that no prompt may have.
-RESERVED = 8
-#: Bytes of an answer: for each id, and beside them.
-BYTES_PER_ID, BYTES_BESIDE = 256, 1 << 20
-#: And those that are read while everybody waits; more of them are read beside.
-READ_HERE = 1 << 18
+#: Tokens of a sample that are asked for one by one, where an engine tells no others at their temperature.
+ONE_BY_ONE = 32
+NOT_ASKED = "not_asked"
 #: Differences of prompts that an answer shows, and characters of what an engine says of a request that it refuses.
 SHOWN, SHOWN_CHARS = 16, 500
-JSON = [(b"content-type", b"application/json")]
-REFUSED, CUT, UNREADABLE = "refused", "cut", "unreadable"
-
-
-class NotRecomputed(Exception):
-    """An engine did not say it; `reason` in a word, `said` in the engine's."""
-
-    def __init__(self, reason: str, said: str = "") -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.said = said
 
 
 @dataclass
@@ -68,8 +44,8 @@ class Auditor:
 
     def __init__(self, router: Router, prompts: PromptCheck) -> None:
         self._router = router
+        self._asker = Asker(router)
         self._prompts = prompts
-        self._at_once = asyncio.Semaphore(AT_ONCE)
 
     async def audit(self, session: Session, limit: int) -> dict[str, Any]:
         """Audit the newest leaves of a session, as it is now; each token in one of them.
@@ -83,19 +59,18 @@ class Auditor:
         for leaf, elsewhere in zip(leaves, trained_elsewhere(leaves), strict=True):
             line = leaf.line()
             samples.append(await self._sample(line, elsewhere, now))
-            await self._check_prompts([turn for turn in line if turn not in seen], prompts)
+            await self._check_prompts(line, seen, prompts)
             seen.update(line)
-        return {
-            "session_id": session.id,
-            "weight_version": now,
-            "samples": samples,
-            "prompts": prompts.as_json(),
-        }
+        return {"session_id": session.id, "weight_version": now, "samples": samples, "prompts": prompts.as_json()}
 
-    async def _check_prompts(self, turns: Sequence[Turn], report: PromptReport) -> None:
-        for turn in turns:
+    async def _check_prompts(self, line: Sequence[Turn], seen: set[Turn], report: PromptReport) -> None:
+        pace = Pace()
+        for turn in line:
+            if turn in seen:
+                continue
+            await pace.step()
             try:
-                difference = await self._prompts.difference(turn)
+                difference = await self._prompts.difference(turn, line[0])
             except NotRendered as reason:
                 report.not_compared[str(reason)] += 1
                 continue
@@ -105,92 +80,84 @@ class Auditor:
                 report.differences += [difference][: SHOWN - len(report.differences)]
 
     async def _sample(self, line: Sequence[Turn], elsewhere: Mapping[Turn, int], now: str | None) -> dict[str, Any]:
-        found = comparable(line, elsewhere, now, await self._longest())
-        others, shown, refusals = Counter(found.others), [], []
+        found = comparable(line, elsewhere, now, await self._asker.longest())
         trajectory = line_trajectory(line)
-        tokens, logprobs = trajectory.tokens, trajectory.logprobs
-        for adapter in dict.fromkeys(span.adapter for span in found.spans):
-            spans = [span for span in found.spans if span.adapter == adapter]
-            count = sum(span.end - span.start for span in spans)
-            try:
-                start, stop = spans[0].start - 1, spans[-1].end
-                answered, worker = await self._recomputed(tokens[:stop], start, adapter, spans)
-            except NotRecomputed as failure:
-                others[failure.reason] += count
-                refusals += [failure.said[:SHOWN_CHARS]] if failure.said else []
-                continue
-            if answered.version not in (None, now):  # they have changed meanwhile
-                others["other_weights"] += count
-                continue
-            shown += [_shown(span, logprobs, answered.logprobs, start, worker) for span in spans]
+        report = SampleReport(trajectory.tokens, trajectory.logprobs, Counter(found.others))
+        for asked in dict.fromkeys((span.adapter, span.temperature) for span in found.spans):
+            spans = [span for span in found.spans if (span.adapter, span.temperature) == asked]
+            await (self._compare(spans, report) if asked[1] == 1 else self._compare_some(spans, report))
         return {
             "leaf": line[-1].number,
             "tokens": len(trajectory),
-            "compared": sum(each["end"] - each["start"] for each in shown),
-            "spans": shown,
-            "not_comparable": dict(others),
-            "refusals": refusals,
+            "compared": sum(each["end"] - each["start"] for each in report.shown),
+            "spans": report.shown,
+            "not_comparable": dict(report.others),
+            "refusals": report.refusals,
         }
 
-    async def _longest(self) -> int:
-        """Tokens that every engine takes as a prompt."""
-        known = [facts.context_length for facts in await self._router.fleet.all_facts()]
-        windows = [length for length in known if length is not None]
-        return max(0, min(windows) - RESERVED) if windows else 1 << 31
+    async def _compare(self, spans: Sequence[Span], report: SampleReport) -> None:
+        """Compare all of their tokens by one question."""
+        start, stop = spans[0].start - 1, spans[-1].end
+        try:
+            said = await self._asker.all(
+                report.tokens[:stop], start, spans[0].adapter, spans[0].version, _workers(spans)
+            )
+        except NotRecomputed as failure:
+            report.add_failure(failure, sum(span.end - span.start for span in spans))
+            return
+        for span in spans:
+            report.add(span, said, start + 1)
 
-    def _preferred(self, spans: Sequence[Span]) -> str | None:
-        """Another worker than those that sampled, the one with the fewest requests: one that has other weights than it
-        says agrees with itself."""
-        snapshot = self._router.pool.snapshot
-        if snapshot.prefill:
-            return None
-        recorded = {span.turn.facts.get("worker") for span in spans}
-        others = [unit for unit in snapshot.generating if unit.worker.url not in recorded]
-        least = min(others, key=lambda unit: unit.in_flight, default=None)
-        return None if least is None else str(least.worker.url)
-
-    async def _recomputed(self, ids: Tokens, start: int, adapter: str, spans: Sequence[Span]) -> tuple[Recomputed, str]:
-        """The logprobs of the ids behind `start`, and the worker that said them.
-
-        Raises:
-            NotRecomputed: no engine says them.
-        """
-        body, wanted = recomputing.request(ids, start, adapter), ids[start:].tolist()
-        for _ in range(TRIES):
-            async with self._at_once:
-                status, answer, worker = await self._ask(body, BYTES_BESIDE + BYTES_PER_ID * len(wanted), spans)
-            if status != OK:
-                raise NotRecomputed(REFUSED, answer.decode("utf-8", "replace"))
+    async def _compare_some(self, spans: Sequence[Span], report: SampleReport) -> None:
+        """Compare some of their tokens one by one: what is told of prompts is not divided by the temperature."""
+        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
+        picked = np.unique(np.linspace(0, len(positions) - 1, min(ONE_BY_ONE, len(positions))).astype(int))
+        if len(picked) < len(positions):
+            report.others[NOT_ASKED] += len(positions) - len(picked)
+        for position in map(int, positions[picked]):
+            span = next(span for span in spans if span.start <= position < span.end)
+            ids, token = report.tokens[:position], int(report.tokens[position])
             try:
-                read = partial(recomputing.read, answer, wanted)
-                found = await asyncio.to_thread(read) if len(answer) > READ_HERE else read()
-            except RecomputationCut:
+                said = await self._asker.next(ids, token, span.temperature, span.adapter, span.version, _workers(spans))
+            except NotRecomputed as failure:
+                report.add_failure(failure, 1)
                 continue
-            except UnreadableAnswer as error:
-                raise NotRecomputed(UNREADABLE, str(error)) from None
-            if found.version is None:
-                found = found._replace(version=self._router.pool.version_of(worker))
-            return found, worker
-        raise NotRecomputed(CUT)
-
-    async def _ask(self, body: bytes, limit: int, spans: Sequence[Span]) -> tuple[int, bytes, str]:
-        preferred = self._preferred(spans)
-        async with self._router.forward(
-            "POST", paths.GENERATE, headers=JSON, body=body, preferred=preferred
-        ) as forwarded:
-            return forwarded.reply.status, await forwarded.reply.read_all(limit), str(forwarded.worker.url)
+            report.add(span._replace(start=position, end=position + 1), said, position)
 
 
-def _shown(span: Span, recorded: Logprobs, recomputed: Logprobs, start: int, worker: str) -> dict[str, Any]:
-    """One span of the answer. The first of `recomputed` is of the position behind `start`."""
-    first = start + 1
-    return {
-        "turn": span.turn.number,
-        "start": span.start,
-        "end": span.end,
-        "version": span.version,
-        "worker": span.turn.facts.get("worker"),
-        "recomputed_by": worker,
-        "recorded": recorded[span.start : span.end],
-        "recomputed": recomputed[span.start - first : span.end - first],
-    }
+@dataclass
+class SampleReport:
+    """What came of one line's tokens."""
+
+    tokens: Tokens
+    logprobs: Logprobs
+    others: Counter[str]
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+    def add(self, span: Span, said: Said, first: int) -> None:
+        """A span that was compared; the first logprob that was said is of position `first`."""
+        self.shown.append(
+            {
+                "turn": span.turn.number,
+                "start": span.start,
+                "end": span.end,
+                "version": span.version,
+                "worker": span.turn.facts.get("worker"),
+                "recomputed_by": said.worker,
+                "recorded": self.logprobs[span.start : span.end],
+                "recomputed": said.logprobs[span.start - first : span.end - first],
+            }
+        )
+
+    def add_failure(self, failure: NotRecomputed, tokens: int) -> None:
+        """So many tokens that no engine has told."""
+        self.others[failure.reason] += tokens
+        said = failure.said[:SHOWN_CHARS]
+        if said and said not in self.refusals:
+            self.refusals.append(said)
+
+
+def _workers(spans: Sequence[Span]) -> set[str]:
+    """Those that sampled them."""
+    return {str(span.turn.facts.get("worker")) for span in spans}

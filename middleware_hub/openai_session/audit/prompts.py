@@ -40,14 +40,14 @@ class PromptCheck:
         self._continuation = continuation
         self._decode = decode
 
-    async def difference(self, turn: Turn) -> Mapping[str, Any] | None:
+    async def difference(self, turn: Turn, root: Turn) -> Mapping[str, Any] | None:
         """Where what a turn was given and what is rendered now part, with both texts around that place; None if they
-        are the same.
+        are the same. `root` is the first turn of its line.
 
         Raises:
             NotRendered: that cannot be told.
         """
-        expected = await self._rendered(turn)
+        expected = await self._rendered(turn, root)
         dropped, given = turn.dropped, turn.given.tokens
         if (expected.drop, len(expected.ids)) == (dropped, len(given)) and np.array_equal(expected.ids, given):
             return None
@@ -66,12 +66,12 @@ class PromptCheck:
         window = ids[first : place + BEHIND].tolist()
         return {"tokens": len(ids), "ids": window[place - first :], "text": self._decode(window)}
 
-    async def _rendered(self, turn: Turn) -> Extension:
+    async def _rendered(self, turn: Turn, root: Turn) -> Extension:
         if turn.path == paths.COMPLETIONS:
             raise NotRendered("no_messages")
         if turn.facts.get(UNRENDERED) is not None:
             raise NotRendered(str(turn.facts[UNRENDERED]))
-        tools, template_kwargs = _context(turn)
+        tools, template_kwargs = _context(turn, root)
         try:
             if turn.parent is None:
                 return Extension(0, await self._continuation.beginning(turn.appended, tools, template_kwargs))
@@ -82,13 +82,12 @@ class PromptCheck:
             raise NotRendered("not_rendered") from None
 
 
-def _context(turn: Turn) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
+def _context(turn: Turn, root: Turn) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
     """Tools as they were sent, and template settings. The key of a context does not tell the order of names, which a
     template writes."""
     _, template_kwargs = read_key(turn.context)
     if not shows_tools(turn.context):
         return None, template_kwargs
-    root = turn.line()[0]
     if not root.tools or root.context != turn.context:
         raise NotRendered("tools_not_held")
     return root.sent_tools, template_kwargs

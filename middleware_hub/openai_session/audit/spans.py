@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from middleware_hub.openai_session.sessions.tree import ADAPTER, RESHAPED_BY, Turn, line_ends
+from middleware_hub.openai_session.sessions.tree import ADAPTER, RESHAPED_BY, TEMPERATURE, Turn, line_ends
 
 
 class Span(NamedTuple):
@@ -26,6 +26,7 @@ class Span(NamedTuple):
     end: int
     version: str
     adapter: str
+    temperature: float
 
 
 class Comparable(NamedTuple):
@@ -59,7 +60,8 @@ def comparable(line: Sequence[Turn], elsewhere: Mapping[Turn, int], now: str | N
             within = max(start, min(stop, longest))
             others["context"] += stop - within
             if start < within:
-                spans.append(Span(turn, start, within, piece.version, str(turn.facts.get(ADAPTER, ""))))
+                asked = (str(turn.facts.get(ADAPTER, "")), float(turn.facts.get(TEMPERATURE, 1.0)))
+                spans.append(Span(turn, start, within, piece.version, *asked))
     return Comparable(tuple(spans), {reason: count for reason, count in others.items() if count})
 
 
