@@ -5,14 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
 import shutil
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from miles_router import cli
+from miles_router.audit.collecting import Sampling, collect
 from miles_router.audit.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
 from miles_router.client import RouterClient
 from miles_router.testing import SimulatedWorker
@@ -115,6 +120,18 @@ async def test_a_session_may_go_on_while_it_is_audited(trial: SessionTrial) -> N
         (sample,) = (await auditing)["samples"]
         await going
     assert (sample["leaf"], [span["turn"] for span in sample["spans"]]) == (2, [0, 1, 2])
+
+
+async def test_an_audit_whose_client_leaves_ends(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await episode(trial, session, turns=1)
+    await trial.ask("POST", "/pause_generation", {"mode": "retract"})
+    gate = trial.router.app.router.gate
+    async with under_way(audit(trial, session)):
+        await until(lambda: gate.held == 1, "it waits at the gate")
+    await until(lambda: gate.held == 0, "it is gone")
+    await trial.ask("POST", "/continue_generation", {})
+    assert trial.worker.door.at(GENERATE) == []
 
 
 async def test_a_prefill_half_tells_the_logprobs_of_a_pair(stage: Stage) -> None:
@@ -393,21 +410,48 @@ async def test_the_command_says_in_words_what_it_found_and_draws_it(trial: Sessi
     assert "session wrong, turn 0, position" in done.stdout
 
 
-async def test_the_command_says_in_one_line_what_is_wrong_with_a_flag_or_a_router(tmp_path: Path) -> None:
-    port = free_ports(1)[0]
+def test_the_command_says_in_one_line_what_is_wrong_with_a_flag_or_a_router(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
     for flags, words in (
-        (("--router", f"http://127.0.0.1:{port}"), "127.0.0.1"),
+        (("--router", nobody), "127.0.0.1"),
         (("--router", "nowhere"), "base_url"),
         (("--router", "http://x", "--sample", "0"), "--sample"),
         (("--router", "http://x", "--quantile", "2"), "--quantile"),
         (("--router", "http://x", "--nothing"), "--nothing"),
         ((), "--router"),
     ):
-        done = command(*flags)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert words in done.stderr.splitlines()[-1]
+        with pytest.raises(SystemExit) as end:
+            cli.main(["audit", *flags])
+        said = capsys.readouterr()
+        assert (end.value.code, said.out) == (2, "")
+        assert words in said.err.splitlines()[-1]
 
 
 def test_its_help_says_what_each_exit_status_means() -> None:
     shown = command("--help").stdout
     assert all(f"  {status}  " in shown for status in (GOOD, DIFFERENT, 2, NOTHING_COMPARABLE))
+
+
+async def test_who_watches_sees_how_far_it_is(trial: SessionTrial) -> None:
+    await episode(trial, await trial.create(), turns=1)
+    reader, terminal = pty.openpty()
+    flags = ("--router", trial.router.url, "--sample", "1")
+    done = await asyncio.to_thread(subprocess.run, [str(COMMAND), "audit", *flags], stderr=terminal, timeout=PATIENCE)
+    os.close(terminal)
+    shown = os.read(reader, 4096).decode()
+    os.close(reader)
+    assert done.returncode == GOOD
+    assert shown.startswith("\raudit [------------------------] 0/1")
+    assert shown.rstrip().endswith("audit [########################] 1/1")
+
+
+async def test_sessions_are_asked_for_no_faster_than_told(trial: SessionTrial) -> None:
+    for _ in range(3):
+        await trial.chat(await trial.create(), [user("Hi")])
+    async with RouterClient(trial.router.url) as client:
+        began = time.monotonic()
+        found = await collect(client, Sampling(count=3, rate=10.0), lambda done, of: None)
+    assert found.sessions == 3
+    assert time.monotonic() - began >= 0.2
