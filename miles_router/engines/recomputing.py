@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from miles_router.engines.answers import MALFORMED, VERSION, VERSIONS, UnreadableAnswer, is_abort
+from miles_router.engines.facts import Facts
 from miles_router.engines.generate import IDS, PARAMS
 from miles_router.engines.models import ADAPTER, MODEL, adapter_of
 from miles_router.trajectory import InvalidTrajectory
@@ -33,6 +34,7 @@ NEUTRAL: Mapping[str, float] = {
 CONSTRAINTS = ("logit_bias", "regex", "ebnf", "json_schema", "structural_tag", "custom_logit_processor")
 #: What an engine takes from the model's `generation_config.json` where a chat request says nothing.
 OF_THE_MODEL = (TEMPERATURE, "repetition_penalty")
+FROM_THE_MODEL, FROM_THE_API = "model", "openai"  # `Facts.sampling_defaults`
 #: Below it an engine is greedy.
 GREEDY = 1e-6
 
@@ -47,6 +49,17 @@ class Recomputed(NamedTuple):
 
 class RecomputationCut(Exception):
     """The engine was told to end it."""
+
+
+def assumed(facts: Facts, of_model: Mapping[str, Any], *, chat: bool) -> list[Mapping[str, Any]]:
+    """What an engine may assume of settings that a request does not name; where several say something else, nobody
+    knows which of them counts. `of_model`: the model's `generation_config.json`."""
+    own = {name: of_model.get(name) for name in OF_THE_MODEL} if chat else {}
+    preferred = facts.preferred_sampling_params or {}
+    if facts.sampling_defaults == FROM_THE_API:
+        return [preferred]
+    neutral = {name: 1.0 for name, value in own.items() if value is not None}
+    return [preferred, own] if facts.sampling_defaults == FROM_THE_MODEL else [preferred, own, neutral]
 
 
 def temperature(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> float | None:

@@ -6,11 +6,20 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.audit.spans import comparable
+from middleware_hub.openai_session.audit.spans import Comparable, Distribution, distribution
+from middleware_hub.openai_session.audit.spans import comparable as of_line
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.trajectory import Piece
 
 ANY = 1 << 20
+Line = list[Turn]
+
+
+def comparable(
+    line: Line, elsewhere: dict[Turn, int], now: str | None, longest: int, *assumed: dict[str, Any]
+) -> Comparable:
+    """With what an engine assumes."""
+    return of_line(line, elsewhere, now, longest, {turn: distribution(turn, assumed) for turn in line})
 
 
 def turn(parent: Turn | None, given: int, *sampled: tuple[int, str | None], dropped: int = 0, **facts: Any) -> Turn:
@@ -70,3 +79,21 @@ def test_what_the_engine_does_not_take_is_counted() -> None:
     assert [(span.start, span.end) for span in found.spans] == [(10, 12)]
     assert found.others == {"context": 3}
     assert comparable([turn(None, 10, (5, "1"))], {}, "1", 3).others == {"context": 5}
+
+
+@pytest.mark.parametrize(
+    ("facts", "assumed", "told"),
+    [
+        ({}, {}, Distribution(None, 1.0)),
+        ({"sampling": {"temperature": 0.6}}, {"temperature": 0.7}, Distribution(None, 0.6)),
+        ({}, {"temperature": 0.7}, Distribution(None, 0.7)),
+        ({"sampling": {"temperature": "0.6"}}, {}, Distribution("temperature", 1.0)),
+        ({}, {"repetition_penalty": 1.1}, Distribution("repetition_penalty", 1.0)),
+        ({"sampling": {"repetition_penalty": 1.0}}, {"repetition_penalty": 1.1}, Distribution(None, 1.0)),
+        ({"reshaped_by": "regex"}, {}, Distribution("regex", 1.0)),
+    ],
+)
+def test_what_a_request_said_counts_before_what_its_engine_assumes(
+    facts: dict[str, Any], assumed: dict[str, Any], told: Distribution
+) -> None:
+    assert distribution(turn(None, 1, (1, "1"), **facts), [assumed]) == told

@@ -9,9 +9,11 @@ import orjson
 import pytest
 
 from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.facts import read_facts
 from miles_router.engines.recomputing import (
     RecomputationCut,
     adapter_in,
+    assumed,
     read,
     read_next,
     request,
@@ -171,3 +173,20 @@ def test_one_token_is_asked_for_at_its_temperature() -> None:
 )
 def test_the_adapter_of_a_request(fields: dict[str, Any], adapter: str | None) -> None:
     assert adapter_in(fields, ["base", "with:colon"]) == adapter
+
+
+@pytest.mark.parametrize(
+    ("said", "chat", "value"),
+    [
+        ({"sampling_defaults": "model"}, True, 0.6),
+        ({"sampling_defaults": "openai"}, True, 1.0),
+        ({}, True, None),  # an engine that does not say
+        ({}, False, 1.0),
+        ({"sampling_defaults": "model", "preferred_sampling_params": {"temperature": 0.9}}, True, None),
+        ({"sampling_defaults": "openai", "preferred_sampling_params": {"temperature": 0.9}}, True, 0.9),
+    ],
+)
+def test_what_an_engine_assumes_is_what_it_says(said: dict[str, Any], chat: bool, value: float | None) -> None:
+    facts = read_facts(server_info=orjson.dumps({"version": "0.5.23", **said}))
+    assert temperature({}, *assumed(facts, {"temperature": 0.6, "min_new_tokens": 9}, chat=chat)) == value
+    assert reshaped_by({}, *assumed(facts, {"temperature": 0.6, "min_new_tokens": 9}, chat=chat)) is None

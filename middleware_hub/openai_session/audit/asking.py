@@ -4,12 +4,14 @@ gate and count as in flight, and no layer records them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.engines import paths, recomputing
 from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.facts import Facts
 from miles_router.engines.recomputing import RecomputationCut, Recomputed
 from miles_router.middlewares import OK, Router
 from miles_router.trajectory.pieces import Logprobs, Tokens
@@ -54,6 +56,13 @@ class Asker:
         known = [facts.context_length for facts in await self._router.fleet.all_facts()]
         windows = [length for length in known if length is not None]
         return max(0, min(windows) - RESERVED) if windows else 1 << 31
+
+    async def assumed(self, turn: Turn) -> list[Mapping[str, Any]]:
+        """What the engine that sampled a turn assumes where its request said nothing; the others' where it is gone."""
+        fleet, url = self._router.fleet, str(turn.facts.get("worker"))
+        known = [await fleet.facts(url)] if self._router.pool.find(url) is not None else await fleet.all_facts()
+        of_model, chat = self._router.generation_config, turn.path != paths.COMPLETIONS
+        return [each for facts in known or [Facts()] for each in recomputing.assumed(facts, of_model, chat=chat)]
 
     async def all(self, ids: Tokens, start: int, adapter: str, version: str, others: Collection[str]) -> Said:
         """The logprobs of the ids behind `start`, under this weight version, and rather by another worker than these.

@@ -11,7 +11,7 @@ import numpy as np
 
 from middleware_hub.openai_session.audit.asking import Asker, NotRecomputed, Said
 from middleware_hub.openai_session.audit.prompts import NotRendered, PromptCheck
-from middleware_hub.openai_session.audit.spans import Span, comparable
+from middleware_hub.openai_session.audit.spans import Span, comparable, distribution
 from middleware_hub.openai_session.export.selection import trained_elsewhere
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_trajectory
 from miles_router.middlewares import Pace, Router
@@ -80,7 +80,8 @@ class Auditor:
                 report.differences += [difference][: SHOWN - len(report.differences)]
 
     async def _sample(self, line: Sequence[Turn], elsewhere: Mapping[Turn, int], now: str | None) -> dict[str, Any]:
-        found = comparable(line, elsewhere, now, await self._asker.longest())
+        distributions = {turn: distribution(turn, await self._asker.assumed(turn)) for turn in line}
+        found = comparable(line, elsewhere, now, await self._asker.longest(), distributions)
         trajectory = line_trajectory(line)
         report = SampleReport(trajectory.tokens, trajectory.logprobs, Counter(found.others))
         for asked in dict.fromkeys((span.adapter, span.temperature) for span in found.spans):

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from middleware_hub.openai_session.sessions.tree import ADAPTER, RESHAPED_BY, TEMPERATURE, Turn, line_ends
+from middleware_hub.openai_session.sessions.tree import ADAPTER, RESHAPED_BY, SAMPLING, Turn, line_ends
+from miles_router.engines.recomputing import TEMPERATURE, reshaped_by, temperature
 
 
 class Span(NamedTuple):
@@ -36,13 +37,37 @@ class Comparable(NamedTuple):
     others: Mapping[str, int]
 
 
-def comparable(line: Sequence[Turn], elsewhere: Mapping[Turn, int], now: str | None, longest: int) -> Comparable:
+class Distribution(NamedTuple):
+    """Of what a turn's logprobs are: the weights' own where `reshaped_by` is None and the temperature 1."""
+
+    reshaped_by: str | None
+    temperature: float
+
+
+def distribution(turn: Turn, assumed: Sequence[Mapping[str, Any]]) -> Distribution:
+    """That of a turn, by what its request said and what its engine assumes."""
+    said = turn.facts.get(SAMPLING, {})
+    divided_by = temperature(said, *assumed)
+    reshaped = turn.facts.get(RESHAPED_BY) or reshaped_by(said, *assumed)
+    if divided_by is None:
+        return Distribution(reshaped or TEMPERATURE, 1.0)
+    return Distribution(reshaped, divided_by)
+
+
+def comparable(
+    line: Sequence[Turn],
+    elsewhere: Mapping[Turn, int],
+    now: str | None,
+    longest: int,
+    distributions: Mapping[Turn, Distribution],
+) -> Comparable:
     """Sort what a line has sampled.
 
     Args:
         elsewhere: how many of a turn's first tokens another sample has.
         now: the weight version that is loaded.
         longest: tokens that the engine takes as a prompt.
+        distributions: of each turn.
     """
     spans: list[Span] = []
     others: Counter[str] = Counter()
@@ -53,19 +78,19 @@ def comparable(line: Sequence[Turn], elsewhere: Mapping[Turn, int], now: str | N
             begin += len(piece)
             if start >= stop:
                 continue
-            obstacle = _obstacle(turn, piece.version, now)
+            obstacle = _obstacle(turn, piece.version, now, distributions[turn])
             if obstacle is not None or piece.version is None:
                 others[obstacle or "unknown_weights"] += stop - start
                 continue
             within = max(start, min(stop, longest))
             others["context"] += stop - within
             if start < within:
-                asked = (str(turn.facts.get(ADAPTER, "")), float(turn.facts.get(TEMPERATURE, 1.0)))
+                asked = (str(turn.facts.get(ADAPTER, "")), distributions[turn].temperature)
                 spans.append(Span(turn, start, within, piece.version, *asked))
     return Comparable(tuple(spans), {reason: count for reason, count in others.items() if count})
 
 
-def _obstacle(turn: Turn, version: str | None, now: str | None) -> str | None:
+def _obstacle(turn: Turn, version: str | None, now: str | None, told: Distribution) -> str | None:
     """Why tokens of this version in a turn cannot be compared."""
     if version is None or now is None:
         return "unknown_weights"
@@ -75,7 +100,6 @@ def _obstacle(turn: Turn, version: str | None, now: str | None) -> str | None:
         return "weights_changed_within"
     if any(held != version for held in turn.facts.get("cache_versions") or ()):
         return "old_cache"
-    reshaped = turn.facts.get(RESHAPED_BY)
-    if reshaped is not None:
-        return f"reshaped_by_{reshaped}"
+    if told.reshaped_by is not None:
+        return f"reshaped_by_{told.reshaped_by}"
     return "unknown_adapter" if turn.facts.get(ADAPTER, "") is None else None

@@ -29,10 +29,10 @@ from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefi
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
 
-#: Facts of a turn for audits, where there is something to say: its temperature, unless that is 1 or it is greedy; the
-#: setting that made its logprobs those of another distribution; the adapter that sampled it (None: not known); what of
-#: its prompt no messages say.
-TEMPERATURE, RESHAPED_BY, ADAPTER, UNRENDERED = "temperature", "reshaped_by", "adapter", "unrendered"
+#: Facts of a turn for audits, where there is something to say: what its request said of settings that an engine assumes
+#: else; the setting that made its logprobs those of another distribution; the adapter that sampled it (None: not
+#: known); what of its prompt no messages say.
+SAMPLING, RESHAPED_BY, ADAPTER, UNRENDERED = "sampling", "reshaped_by", "adapter", "unrendered"
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import orjson
 from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
 from middleware_hub.openai_session.faces.face import Face, ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
-from middleware_hub.openai_session.sessions.tree import ADAPTER, RESHAPED_BY, TEMPERATURE, UNRENDERED
+from middleware_hub.openai_session.sessions.tree import ADAPTER, RESHAPED_BY, SAMPLING, UNRENDERED
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
@@ -23,7 +23,7 @@ from miles_router.engines.models import DEFAULT
 from miles_router.engines.openai.chat import ids_obstacle
 from miles_router.engines.openai.choices import Choice, StreamShortfall
 from miles_router.engines.parsers import Parsers
-from miles_router.engines.recomputing import OF_THE_MODEL, adapter_in, reshaped_by, temperature
+from miles_router.engines.recomputing import OF_THE_MODEL, adapter_in, reshaped_by
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.middlewares import (
     LAST_EVENT,
@@ -71,7 +71,6 @@ class TurnRunner:
         self._parsers = parsers
         self._names = names
         self._stream_facts = StreamFacts(router)
-        self._model_defaults = {name: router.generation_config.get(name) for name in OF_THE_MODEL}
         self._whole_answers = whole_answers
 
     async def run(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,16 +205,12 @@ class TurnRunner:
 
     def _of_the_request(self, turn: PendingTurn, url: str | None) -> dict[str, Any]:
         """What an audit must know of it, where there is something to know."""
-        fields, known = turn.fields, self._router.fleet.known_facts(url or "")
-        of_model = {} if turn.path == paths.COMPLETIONS else self._model_defaults
-        names = (known.served_model_name or "", *([DEFAULT] if known.served_model_name else ()))
-        adapter = adapter_in(fields, filter(None, names))
-        defaults = (known.preferred_sampling_params or {}, of_model)
-        divided_by = temperature(fields, *defaults)
-        unknown = TEMPERATURE if divided_by is None else None
+        fields, served = turn.fields, self._router.fleet.known_facts(url or "").served_model_name
+        adapter = adapter_in(fields, (served, DEFAULT) if served else ())
+        said = {name: fields[name] for name in OF_THE_MODEL if fields.get(name) is not None}
         facts = {
-            TEMPERATURE: divided_by if divided_by != 1 else None,
-            RESHAPED_BY: reshaped_by(fields, *defaults) or unknown,
+            SAMPLING: said or None,
+            RESHAPED_BY: reshaped_by(fields),
             UNRENDERED: None if turn.prompt is not None or turn.path == paths.COMPLETIONS else ids_obstacle(fields),
         }
         own = {} if adapter == "" else {ADAPTER: adapter}
