@@ -184,7 +184,7 @@ async def test_a_worker_whose_weights_are_not_what_it_says_is_found(stage: Stage
 
 
 async def test_a_prompt_of_another_template_is_found_with_its_place_and_both_texts(
-    stage: Stage, tmp_path: Path
+    stage: Stage, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     template = tmp_path / "other.jinja"
     template.write_text(
@@ -199,6 +199,7 @@ async def test_a_prompt_of_another_template_is_found_with_its_place_and_both_tex
     assert (difference["session_id"], difference["turn"], difference["position"]) == ("other", 0, 2)
     assert difference["held"]["text"].startswith("<|im_start|>system\nBe brief.")
     assert difference["rendered"]["text"].startswith("<|im_start|>system: Be brief.")
+    assert "Be brief" not in caplog.text
 
 
 # What cannot be compared
