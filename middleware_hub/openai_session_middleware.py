@@ -15,6 +15,9 @@ from typing import Any
 
 from starlette.routing import BaseRoute
 
+from middleware_hub.openai_session.audit.auditor import Auditor
+from middleware_hub.openai_session.audit.prompts import PromptCheck
+from middleware_hub.openai_session.audit.routes import AuditRoute
 from middleware_hub.openai_session.continuing.comparison import Comparison
 from middleware_hub.openai_session.continuing.continuation import build
 from middleware_hub.openai_session.dialects import DIALECTS, FORMS
@@ -123,6 +126,8 @@ class OpenAISessionMiddleware:
         defaults = checked_defaults("openai_session_middleware", default_build, default_mask)
         maker = SampleMaker(selection, router.tokenizer.decode, router.rows, *defaults, default_side_calls)
         self._sessions = SessionRoutes(self.store, maker, router.base_url, keeper.stop)
+        auditor = Auditor(router, PromptCheck(continuation, router.tokenizer.decode))
+        self._audits = AuditRoute(auditor, self.store.get)
         longest, skip = router.config.max_text_chars, self.store.statistics.count_uncompared
         comparison = Comparison(continuation.renderer, longest=longest, skip=skip)
         self._sessions.forms += [form(self._sessions, comparison, router.args) for form in FORMS]
@@ -140,8 +145,9 @@ class OpenAISessionMiddleware:
         return self._encoder.lifespan()
 
     def routes(self) -> Sequence[BaseRoute]:
-        """Making, reading, listing and deleting sessions, and their samples."""
-        return [*self._sessions.routes(), *(route for dialect in self._dialects for route in dialect.routes())]
+        """Making, reading, listing, deleting and auditing sessions, and their samples."""
+        own = [*self._sessions.routes(), *self._audits.routes()]
+        return [*own, *(route for dialect in self._dialects for route in dialect.routes())]
 
     def data_paths(self) -> Sequence[str]:
         """What agents ask for within their sessions."""

@@ -22,6 +22,7 @@ commands:
   miles-router middlewares [options]  list the middleware stack with every option
   miles-router check PKG.MOD.CLASS    run the middleware contract suite on a class
   miles-router view FILE              write a page that shows a file of samples token by token (view --help)
+  miles-router audit --router URL     hold recorded logprobs against those of the engines (audit --help)
 
 Every setting is also a YAML key (--config) and an environment variable (MILES_ROUTER_PORT=31000).
 Precedence: defaults < --config < environment < flags < --set.
@@ -32,12 +33,16 @@ FLAG_LESS = ("middlewares",)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line; exits with 2 and one line on a wrong setting."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    command = arguments.pop(0) if arguments and arguments[0] in ACTIONS else "run"
-    options = PARSERS.get(command, parser)().parse_args(arguments)
-    if command not in NAMED and options.names:
-        parser().error(f"unrecognized arguments: {' '.join(options.names)}")
-    sys.path.insert(0, os.getcwd())  # a middleware written in the current directory is importable, as with python -m
+    command = arguments.pop(0) if arguments and arguments[0] in (*ACTIONS, *APART) else "run"
     try:
+        if command in APART:
+            status = APART[command](arguments)
+            sys.stdout.flush()
+            sys.exit(status)
+        options = parser().parse_args(arguments)
+        if options.names and command != "check":
+            parser().error(f"unrecognized arguments: {' '.join(options.names)}")
+        sys.path.insert(0, os.getcwd())  # a middleware written in the current directory is importable, as with -m
         ACTIONS[command](options)
         sys.stdout.flush()
     except ConfigError as error:
@@ -155,16 +160,18 @@ def _check(options: argparse.Namespace) -> None:
         sys.exit(1)
 
 
-def _view(options: argparse.Namespace) -> None:
+def _view(arguments: Sequence[str]) -> int:
     from pathlib import Path
 
     from miles_router.middlewares.checkpoint import load_tokenizer
     from miles_router.settings.config import RouterConfig
     from miles_router.view.command import view
 
+    options = view_parser().parse_args(arguments)
     wanted = options.hf_checkpoint is not None
     tokenizer = load_tokenizer(RouterConfig(hf_checkpoint=options.hf_checkpoint)) if wanted else None
     print(view(Path(options.file), Path(options.output) if options.output else None, tokenizer))
+    return 0
 
 
 def print_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -174,14 +181,15 @@ def print_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-ACTIONS = {
-    "run": _run,
-    "config": _show_config,
-    "middlewares": _show_middlewares,
-    "check": _check,
-    "view": _view,
-}
-#: Of the actions that have flags of their own.
-PARSERS = {"view": view_parser}
-#: Which of them take names.
-NAMED = ("check", *PARSERS)
+def _audit(arguments: Sequence[str]) -> int:
+    try:
+        from miles_router.audit.command import run
+    except ImportError as error:  # of an extra that is not installed, and it says which
+        raise ConfigError(f"audit: {error}") from None
+    return run(arguments)
+
+
+#: Commands that look at settings, with the flags of all of them.
+ACTIONS = {"run": _run, "config": _show_config, "middlewares": _show_middlewares, "check": _check}
+#: Commands with flags of their own; each gives its exit status.
+APART = {"audit": _audit, "view": _view}

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 from urllib.parse import quote
 from uuid import uuid4
 
-from miles_router.client.errors import NotFound, RouterClientError, reading
+from miles_router.client.errors import InvalidReply, NotFound, RouterClientError, reading
 from miles_router.client.transport import Request, Transport
 from miles_router.trajectory import Sample
 from miles_router.trajectory.sample import READERS, Format, Reward
@@ -161,6 +161,18 @@ class Session:
         data = await self._transport.bytes(Request("POST", f"{self._path}/samples", body, repeatable=True))
         with reading(f"{self._path}/samples"):
             return READERS[format](data)
+
+    async def audit(self, *, limit: int = 8) -> dict[str, Any]:
+        """What the engines say of the recorded tokens now, beside what was recorded: docs/audit.md has the fields.
+
+        Args:
+            limit: samples that are audited, the newest ones.
+        """
+        request = Request("POST", f"{self._path}/audit", {"limit": limit}, repeatable=True)
+        answer: dict[str, Any] = await self._transport.json(request)
+        if not isinstance(answer, dict) or not isinstance(answer.get("samples"), list):
+            raise InvalidReply(f"POST {self._path}/audit was answered without samples")
+        return answer
 
     async def delete(self, *, abort: bool = True) -> None:
         """Forget it. What runs in it ends at its engine at once; with `abort=False` it finishes, and is dropped."""

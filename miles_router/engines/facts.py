@@ -63,6 +63,8 @@ class Facts:
     incremental_streaming: bool | None = None
     #: Sampling parameters that it assumes where a request names none.
     preferred_sampling_params: Mapping[str, Any] | None = None
+    #: Whether its chat assumes what the model's `generation_config.json` has ("model"), or the API's own ("openai").
+    sampling_defaults: str | None = None
     #: Tokens of a prompt and its answer together.
     context_length: int | None = None
     #: Tokens whose keys and values each of its ranks has memory for.
@@ -132,6 +134,7 @@ def read_facts(
         template={name: server[name] for name in TEMPLATE_SETTINGS if name in server} if server else None,
         incremental_streaming=False if translated else _flag(server, "incremental_streaming_output", "stream_output"),
         preferred_sampling_params=_mapping(both, "preferred_sampling_params"),
+        sampling_defaults=_text(server, "sampling_defaults"),
         context_length=_window(server),
         token_capacity=_count(server, "max_total_num_tokens"),
         endpoints=endpoints,

@@ -23,12 +23,14 @@ def load_model_config(config: RouterConfig) -> Mapping[str, Any]:
 
 
 def load_generation_config(config: RouterConfig) -> Mapping[str, Any]:
-    """`generation_config.json` of `--hf-checkpoint`, where that is a directory: what an engine assumes in chat where a
-    request says nothing (SGLang 0.5.23, `--sampling-defaults model`)."""
-    try:
-        return _read(config.hf_checkpoint, "generation_config.json") if config.hf_checkpoint is not None else {}
-    except FileNotFoundError:
+    """`generation_config.json` of `--hf-checkpoint`: what an engine assumes in chat where a request says nothing
+    (SGLang 0.5.23, `--sampling-defaults model`); nothing where there is none."""
+    if config.hf_checkpoint is None:
         return {}
+    try:
+        return _read(config.hf_checkpoint, "generation_config.json")
+    except FileNotFoundError:
+        return {} if Path(config.hf_checkpoint).is_dir() else _generation_from_hub(config.hf_checkpoint)
 
 
 def _read(checkpoint: str, name: str) -> Mapping[str, Any]:
@@ -49,6 +51,19 @@ def _from_hub(checkpoint: str) -> Mapping[str, Any]:
         return {}
     try:
         found: Mapping[str, Any] = PretrainedConfig.get_config_dict(checkpoint)[0]
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def _generation_from_hub(checkpoint: str) -> Mapping[str, Any]:
+    """Of a checkpoint that is no directory; nothing without the extra `tito`, or where the hub has none."""
+    try:
+        from transformers import GenerationConfig
+    except ImportError:
+        return {}
+    try:
+        found: Mapping[str, Any] = GenerationConfig.from_pretrained(checkpoint).to_diff_dict()
     except (OSError, ValueError):
         return {}
     return found

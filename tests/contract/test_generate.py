@@ -149,6 +149,36 @@ async def test_prompt_logprobs_cover_the_prompt_and_have_none_for_its_first_toke
     assert [logprob is None for logprob, _, _ in prompt] == [True, False, False, False]
 
 
+@pytest.mark.parametrize("params", [{}, {"top_p": 0.8}, {"top_k": 1000}, {"temperature": 0}])
+async def test_a_prompt_s_logprobs_are_those_that_its_tokens_were_sampled_with(
+    worker: WorkerClient, params: dict[str, Any]
+) -> None:
+    """As far as low precision goes: audits are built on it."""
+    sampled = await worker.generate(
+        input_ids=[5, 6, 7, 8],
+        sampling_params={"max_new_tokens": 24, "ignore_eos": True, **params},
+        return_logprob=True,
+    )
+    ids = [5, 6, 7, 8, *sampled["output_ids"]]
+    asked = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 3}
+    again = await worker.generate(input_ids=ids, **asked)
+    recorded = [logprob for logprob, _, _ in sampled["meta_info"]["output_token_logprobs"]]
+    (nothing, first, _), *told = again["meta_info"]["input_token_logprobs"]
+    assert (nothing, first, again["output_ids"]) == (None, 8, [])
+    assert [logprob for logprob, _, _ in told] == pytest.approx(recorded, abs=0.05)
+
+
+async def test_one_token_can_be_asked_for_at_a_temperature(worker: WorkerClient) -> None:
+    params = {"max_new_tokens": 1, "ignore_eos": True, "temperature": 0.6}
+    sampled = await worker.generate(input_ids=[5, 6, 7], sampling_params=params, return_logprob=True)
+    ((logprob, token, _),) = sampled["meta_info"]["output_token_logprobs"]
+    asked = await worker.generate(
+        input_ids=[5, 6, 7], sampling_params=params, return_logprob=True, token_ids_logprob=[token]
+    )
+    (((told, same, _),),) = asked["meta_info"]["output_token_ids_logprobs"]
+    assert (same, told) == (token, pytest.approx(logprob, abs=0.01))
+
+
 async def test_top_logprobs_list_alternatives_for_each_token(worker: WorkerClient) -> None:
     answer = await worker.generate(text="One", sampling_params=SHORT, return_logprob=True, top_logprobs_num=2)
     alternatives = answer["meta_info"]["output_top_logprobs"]

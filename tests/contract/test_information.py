@@ -40,6 +40,7 @@ async def test_what_it_says_is_read_as_facts(worker: WorkerClient) -> None:
     facts = read_facts(model_info=model_info, server_info=server_info, schema=schema)
     assert (facts.profile, facts.weight_version, facts.dp_size) == (USUAL, "default", 1)
     assert (facts.incremental_streaming, facts.preferred_sampling_params) == (False, {})
+    assert facts.sampling_defaults == "model"
     assert None not in (facts.version, facts.model_path, facts.model_type, facts.template)
     assert None not in (facts.tool_call_parser, facts.reasoning_parser)
     assert facts.takes_field("ChatCompletionRequest", "return_output_ids_in_sglext")

@@ -26,7 +26,7 @@ from tests.support.waiting import PATIENCE
 MARK = "--- status"
 #: The ports that pages use: the router's, and the workers' in a row.
 ROUTER_PORT, WORKER_PORTS = 31000, range(30001, 30005)
-STARTS_ROUTER = re.compile(r"(^|\s)miles-router(?!-)(?! config| middlewares| check| view)")
+STARTS_ROUTER = re.compile(r"(^|\s)miles-router(?!-)(?! config| middlewares| check| view| audit)")
 
 
 @dataclass(frozen=True)

@@ -188,6 +188,6 @@ def test_every_module_has_its_line_in_the_architecture(name: str) -> None:
     assert re.search(rf"^\| .*`{re.escape(name)}`", read("docs/architecture.md"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("command", [name for name in cli.ACTIONS if name != "run"])
+@pytest.mark.parametrize("command", [name for name in (*cli.ACTIONS, *cli.APART) if name != "run"])
 def test_every_subcommand_is_documented(command: str) -> None:
     assert any(f"miles-router {command}" in page.read_text(encoding="utf-8") for page in PAGES)

@@ -31,6 +31,7 @@ from middleware_hub.openai_session.continuing.proof_file import ProofFile
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer, from_tokenizer
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import Context
+from middleware_hub.openai_session.sessions.tree import Turn
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.trajectory.pieces import Tokens
@@ -54,6 +55,17 @@ class HeldEnd(NamedTuple):
     ended: bool
     tool_calls: tuple[tuple[str | None, str | None], ...] = ()
     reasoning: bool = False
+
+    @classmethod
+    def of(cls, turn: Turn) -> HeldEnd:
+        """The end of a turn of a chat."""
+        calls = turn.answer.get("tool_calls") or ()
+        return cls(
+            last_id=turn.last_id,
+            ended=turn.ended_itself,
+            tool_calls=tuple((call.get("id"), call["function"]["name"]) for call in calls),
+            reasoning=bool(turn.answer.get("reasoning_content")),
+        )
 
 
 class Extension(NamedTuple):

@@ -110,12 +110,5 @@ class ChatFace(Face):
         obstacle = ids_obstacle(fields) or ("not_text" if not only_text(fields["messages"]) else None)
         if obstacle is not None:
             raise NotAppendOnly(obstacle)
-        calls = parent.answer.get("tool_calls") or ()
-        end = HeldEnd(
-            last_id=parent.last_id,
-            ended=parent.ended_itself,
-            tool_calls=tuple((call.get("id"), call["function"]["name"]) for call in calls),
-            reasoning=bool(parent.answer.get("reasoning_content")),
-        )
-        extension = await self._continuation.after(end, place.appended, context)
+        extension = await self._continuation.after(HeldEnd.of(parent), place.appended, context)
         return TokenPrompt(parent, Piece(frozen(extension.ids)), extension.drop)

@@ -9,6 +9,7 @@ error: what does not extend a held turn grows a root of its own. Pure.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -27,6 +28,11 @@ from middleware_hub.openai_session.sessions.prompting import shows_tools
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
+
+#: Facts of a turn for audits, where there is something to say: what its request said of settings that an engine assumes
+#: else; the setting that made its logprobs those of another distribution; the adapter that sampled it (None: not
+#: known); what of its prompt no messages say.
+SAMPLING, RESHAPED_BY, ADAPTER, UNRENDERED = "sampling", "reshaped_by", "adapter", "unrendered"
 
 
 @dataclass(eq=False)
@@ -51,6 +57,7 @@ class Turn:
     rows: RowsByKind = field(default_factory=lambda: NO_ROWS)  # of all its tokens but the last, where they are captured
     first: Turn | None = field(default=None, repr=False)  # that answered the same request, if this one was not it
     children: list[Turn] = field(default_factory=list, repr=False)
+    tools: bytes = b""  # of a root, for `sent_tools`
     unrecorded_history: bool = False  # an answer in `appended` is none that this session has recorded
     side_call: bool = False  # its agent says that it is none of the main line, or said so of its parent
     origin: Turn | None = field(default=None, repr=False)  # the root that began its conversation, if it is not that
@@ -70,6 +77,13 @@ class Turn:
     def conversation(self) -> Turn:
         """The root that began its conversation."""
         return self.origin or self
+
+    @property
+    def sent_tools(self) -> Sequence[Any] | None:
+        """The tools of a root with the names of their objects in the order in which they were sent, which `context`
+        does not tell and templates write."""
+        tools: Sequence[Any] | None = orjson.loads(zlib.decompress(self.tools)) if self.tools else None
+        return tools
 
     def line(self) -> list[Turn]:
         """The turns from the root to this one."""
@@ -188,6 +202,7 @@ class Session:
         self._last = 0  # the number of the list that the last turn was sent; 0 where another may be like it
         self._messages: dict[bytes, Message] = {}  # every one that was sent, by digest
         self._contexts: dict[bytes, bytes] = {}
+        self._tools: dict[bytes, bytes] = {}  # as they were sent, by digest
         self._answers: set[bytes] = set()  # what the first recorded answers say, by digest
         self._answers_read = 0  # how many of them
 
@@ -238,6 +253,17 @@ class Session:
                 nbytes += message_bytes(message)
             appended.append(self._messages[digest])
         return Place(place.parent, tuple(appended), context, place.sent), nbytes
+
+    def hold_tools(self, tools: Sequence[Any] | None) -> tuple[bytes, int]:
+        """The session's own object for the tools of a root, as they were sent, and its bytes if it is new."""
+        if not tools:
+            return b"", 0
+        written = orjson.dumps(tools)
+        digest = blake2b(written, digest_size=16).digest()
+        if digest in self._tools:
+            return self._tools[digest], 0
+        held = self._tools[digest] = zlib.compress(written, 1)
+        return held, len(held)
 
     def grow(self, turn: Turn, equal: Equality, sent: Sent = NOTHING) -> None:
         """Hang a finished turn into the tree, and say why it is not simply the next one. `sent`: that of its place."""
@@ -326,6 +352,7 @@ class Session:
         self.notes.clear()
         self._messages.clear()
         self._contexts.clear()
+        self._tools.clear()
         self._answers.clear()
 
 

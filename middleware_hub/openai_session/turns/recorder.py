@@ -13,6 +13,7 @@ from middleware_hub.openai_session.errors import SessionNotFound, UnusableAnswer
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.prompting import tools_of
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.engines.answers import UnreadableAnswer
@@ -65,8 +66,11 @@ class TurnRecorder:
             if id(place) not in held:
                 held[id(place)], new = session.hold(place)
                 nbytes += new
+        tools, new = session.hold_tools(tools_of(pending.fields) if pending.places[0].parent is None else None)
+        nbytes += new
         for (choice, given, sampled), place in zip(parts, places, strict=True):
             turn = self._turn(pending, held[id(place)], given, sampled, choice, facts)
+            turn.tools = tools
             turn.rows = pending.handovers.take(choice.index, turn.tokens, choice.facts.get("rid"))
             session.grow(turn, self._equal, held[id(place)].sent)
             self.statistics.turns += 1

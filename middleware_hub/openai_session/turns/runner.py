@@ -11,14 +11,19 @@ import orjson
 from middleware_hub.openai_session.errors import AnswerCut, UnusableAnswer
 from middleware_hub.openai_session.faces.face import Face, ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
+from middleware_hub.openai_session.sessions.tree import ADAPTER, RESHAPED_BY, SAMPLING, UNRENDERED
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished_calls
 from middleware_hub.tokenizing.naming import TokenNames
+from miles_router.engines import paths
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer
+from miles_router.engines.models import DEFAULT
+from miles_router.engines.openai.chat import ids_obstacle
 from miles_router.engines.openai.choices import Choice, StreamShortfall
 from miles_router.engines.parsers import Parsers
+from miles_router.engines.recomputing import OF_THE_MODEL, adapter_in, reshaped_by
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.middlewares import (
     LAST_EVENT,
@@ -194,8 +199,22 @@ class TurnRunner:
             "worker": exchange.flight.worker_url,
             "request_id": exchange.request_id,
             "cache_versions": exchange.flight.cache_versions,
+            **self._of_the_request(turn, exchange.flight.worker_url),
         }
         self._recorder.record(turn, choices, facts)
+
+    def _of_the_request(self, turn: PendingTurn, url: str | None) -> dict[str, Any]:
+        """What an audit must know of it, where there is something to know."""
+        fields, served = turn.fields, self._router.fleet.known_facts(url or "").served_model_name
+        adapter = adapter_in(fields, (served, DEFAULT) if served else ())
+        said = {name: fields[name] for name in OF_THE_MODEL if fields.get(name) is not None}
+        facts = {
+            SAMPLING: said or None,
+            RESHAPED_BY: reshaped_by(fields),
+            UNRENDERED: None if turn.prompt is not None or turn.path == paths.COMPLETIONS else ids_obstacle(fields),
+        }
+        own = {} if adapter == "" else {ADAPTER: adapter}
+        return {**{name: value for name, value in facts.items() if value is not None}, **own}
 
 
 async def give_events(send: Send, body: bytes) -> None:

@@ -74,6 +74,7 @@ async def server_info(visit: Visit) -> web.StreamResponse:
             "weight_version": visit.engine.named_version,
             "tool_call_parser": settings.tool_call_parser,
             "reasoning_parser": settings.reasoning_parser,
+            "sampling_defaults": "model",
             "tp_size": 1,
             "dp_size": visit.engine.dp_size,
             "startup_time": {"scheduler_e2e": settings.startup_s},

@@ -1,0 +1,1 @@
+"""Recorded turns held against what the engines say of the very tokens now."""

@@ -1,0 +1,119 @@
+"""Asks engines how likely they find recorded tokens. The requests go into the fleet as a layer's own: they wait at the
+gate and count as in flight, and no layer records them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from middleware_hub.openai_session.sessions.tree import Turn
+from miles_router.engines import paths, recomputing
+from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.facts import Facts
+from miles_router.engines.recomputing import RecomputationCut, Recomputed
+from miles_router.middlewares import OK, Router
+from miles_router.trajectory.pieces import Logprobs, Tokens
+
+#: Requests of audits that a router has under way.
+AT_ONCE = 2
+#: Times that one is asked again which a pause has ended.
+TRIES = 3
+#: Tokens at the end of a context window that no prompt may have.
+RESERVED = 8
+#: Bytes of an answer: for each id, and beside them; and those that are read while everybody waits.
+BYTES_PER_ID, BYTES_BESIDE, READ_HERE = 256, 1 << 20, 1 << 18
+JSON = [(b"content-type", b"application/json")]
+REFUSED, CUT, UNREADABLE, OTHER_WEIGHTS = "refused", "cut", "unreadable", "other_weights"
+
+
+class NotRecomputed(Exception):
+    """No engine says it; `reason` in a word, `said` in the engine's."""
+
+    def __init__(self, reason: str, said: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.said = said
+
+
+class Said(NamedTuple):
+    """Logprobs, and the worker that computed them."""
+
+    logprobs: Logprobs
+    worker: str
+
+
+class Asker:
+    """Asks the engines of one router."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._at_once = asyncio.Semaphore(AT_ONCE)
+
+    async def longest(self) -> int:
+        """Tokens that every engine takes as a prompt."""
+        known = [facts.context_length for facts in await self._router.fleet.all_facts()]
+        windows = [length for length in known if length is not None]
+        return max(0, min(windows) - RESERVED) if windows else 1 << 31
+
+    async def assumed(self, turn: Turn) -> list[Mapping[str, Any]]:
+        """What the engine that sampled a turn assumes where its request said nothing; the others' where it is gone."""
+        fleet, url = self._router.fleet, str(turn.facts.get("worker"))
+        known = [await fleet.facts(url)] if self._router.pool.find(url) is not None else await fleet.all_facts()
+        of_model, chat = self._router.generation_config, turn.path != paths.COMPLETIONS
+        return [each for facts in known or [Facts()] for each in recomputing.assumed(facts, of_model, chat=chat)]
+
+    async def all(self, ids: Tokens, start: int, adapter: str, version: str, others: Collection[str]) -> Said:
+        """The logprobs of the ids behind `start`, under this weight version, and rather by another worker than these.
+
+        Raises:
+            NotRecomputed: no engine says them.
+            RouterError: no worker can be asked.
+        """
+        wanted = ids[start:].tolist()
+        body, limit = recomputing.request(ids, start, adapter), BYTES_BESIDE + BYTES_PER_ID * len(wanted)
+        return await self._ask(body, limit, partial(recomputing.read, ids=wanted), version, others)
+
+    async def next(
+        self, ids: Tokens, token: int, temperature: float, adapter: str, version: str, others: Collection[str]
+    ) -> Said:
+        """The logprob of one token behind these ids, at a temperature. As `all`."""
+        body = recomputing.request_next(ids, token, temperature, adapter)
+        return await self._ask(body, BYTES_BESIDE, partial(recomputing.read_next, token=token), version, others)
+
+    async def _ask(
+        self, body: bytes, limit: int, read: Callable[[bytes], Recomputed], version: str, others: Collection[str]
+    ) -> Said:
+        for _ in range(TRIES):
+            async with self._at_once:
+                status, answer, worker = await self._forward(body, limit, others)
+            if status != OK:
+                raise NotRecomputed(REFUSED, answer.decode("utf-8", "replace"))
+            try:
+                found = await asyncio.to_thread(read, answer) if len(answer) > READ_HERE else read(answer)
+            except RecomputationCut:
+                continue
+            except UnreadableAnswer as error:
+                raise NotRecomputed(UNREADABLE, str(error)) from None
+            if (found.version or self._router.pool.version_of(worker)) != version:  # they have changed meanwhile
+                raise NotRecomputed(OTHER_WEIGHTS)
+            return Said(found.logprobs, worker)
+        raise NotRecomputed(CUT)
+
+    async def _forward(self, body: bytes, limit: int, others: Collection[str]) -> tuple[int, bytes, str]:
+        preferred = self._rather_than(others)
+        async with self._router.forward(
+            "POST", paths.GENERATE, headers=JSON, body=body, preferred=preferred
+        ) as forwarded:
+            return forwarded.reply.status, await forwarded.reply.read_all(limit), str(forwarded.worker.url)
+
+    def _rather_than(self, others: Collection[str]) -> str | None:
+        """A worker that is none of these, the one with the fewest requests: one that has other weights than it says
+        agrees with itself."""
+        snapshot = self._router.pool.snapshot
+        if snapshot.prefill:
+            return None
+        free = [unit for unit in snapshot.generating if unit.worker.url not in others]
+        least = min(free, key=lambda unit: unit.in_flight, default=None)
+        return None if least is None else str(least.worker.url)

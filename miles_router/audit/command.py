@@ -1,0 +1,143 @@
+"""The command `miles-router audit`: its flags, its progress, its exit status."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+
+from miles_router.audit import plot
+from miles_router.audit.collecting import Sampling, collect
+from miles_router.audit.report import lines
+from miles_router.audit.verdict import AuditedSessions, Limits, judge
+from miles_router.client import Retries, RouterClient, RouterClientError
+from miles_router.errors import ConfigError
+from miles_router.settings.config import ENVIRONMENT_PREFIX
+
+#: Exit status: what was compared agrees; it does not; there was nothing to compare. A wrong flag, or a router that does
+#: not answer, is 2 as for every command.
+GOOD, DIFFERENT, NOTHING_COMPARABLE = 0, 1, 3
+DESCRIPTION = """\
+Ask a router's engines how likely they find the tokens that they have sampled, under the weights that sampled them, and
+say how far that is from what was recorded. Prompts are rendered anew and compared, too.
+"""
+EPILOG = """\
+exit status:
+  0  recorded and recomputed logprobs agree, and so do prompts
+  1  they lie too far apart, or prompts differ
+  2  a wrong flag, or a router that does not answer
+  3  nothing was comparable: other weights are loaded, or sampling settings have reshaped the logprobs
+
+Tokens sampled by other weights than those loaded now are counted, not compared. Requests go one after the other and
+wait while the fleet is paused; no layer records them.
+"""
+BAR = 24
+#: Somebody waits for the answer.
+RETRIES = Retries(attempts=2)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's flags."""
+    made = argparse.ArgumentParser(
+        prog="miles-router audit",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    usual = Limits()
+    made.add_argument("--router", required=True, metavar="URL", help="the router whose sessions are audited")
+    made.add_argument("--sample", type=_count, default=20, metavar="N", help="samples to compare [default: 20]")
+    made.add_argument(
+        "--session", action="append", default=[], metavar="ID", help="audit this session and no other (repeatable)"
+    )
+    made.add_argument("--rate", type=_positive, default=2.0, metavar="X", help="sessions in a second [default: 2]")
+    made.add_argument(
+        "--quantile",
+        type=_share,
+        default=usual.quantile,
+        metavar="Q",
+        help=f"which quantile of |recorded - recomputed| is judged [default: {usual.quantile:g}]",
+    )
+    made.add_argument(
+        "--threshold",
+        type=_positive,
+        default=usual.threshold,
+        metavar="NATS",
+        help=f"how large it may be; calibrate it on your own model [default: {usual.threshold:g}]",
+    )
+    made.add_argument("--seed", type=int, metavar="N", help="of the choice of sessions; by default another each time")
+    made.add_argument("--json", action="store_true", help="write the report as JSON")
+    made.add_argument("--plot", type=Path, metavar="FILE", help="draw the distances (.png, .svg, .pdf)")
+    made.add_argument(
+        "--api-key", metavar="KEY", help=f"the clients' key of the router [default: {ENVIRONMENT_PREFIX}API_KEY]"
+    )
+    return made
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run the command; gives the exit status.
+
+    Raises:
+        ConfigError: a flag is wrong, or the router does not answer as one that has sessions.
+    """
+    options = parser().parse_args(arguments)
+    if options.plot is not None:
+        plot.require()
+    try:
+        found = asyncio.run(_collect(options))
+    except (RouterClientError, ValueError) as error:
+        raise ConfigError(f"audit: {error}") from None
+    verdict = judge(found, Limits(options.quantile, options.threshold))
+    if options.plot is not None:
+        plot.draw(verdict, options.plot)
+    if options.json:
+        print(orjson.dumps(verdict.as_json(), option=orjson.OPT_INDENT_2).decode())
+    else:
+        print("\n".join(lines(verdict)))
+    if verdict.good is None:
+        return NOTHING_COMPARABLE
+    return GOOD if verdict.good else DIFFERENT
+
+
+async def _collect(options: argparse.Namespace) -> AuditedSessions:
+    key = options.api_key or os.environ.get(f"{ENVIRONMENT_PREFIX}API_KEY")
+    wanted = Sampling(options.sample, options.session, options.rate, options.seed)
+    async with RouterClient(options.router, api_key=key, retries=RETRIES) as client:
+        return await collect(client, wanted, _bar if sys.stderr.isatty() else _silent)
+
+
+def _silent(done: int, of: int) -> None:
+    """Nobody watches."""
+
+
+def _bar(done: int, of: int) -> None:
+    filled = BAR * done // max(of, 1)
+    end = "\n" if done >= of else ""
+    print(f"\raudit [{'#' * filled}{'-' * (BAR - filled)}] {done}/{of}", end=end, file=sys.stderr, flush=True)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("must be a number above 0")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError("must be above 0 and at most 1")
+    return value

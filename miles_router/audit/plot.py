@@ -1,0 +1,60 @@
+"""A verdict as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from miles_router.audit.verdict import Verdict
+from miles_router.errors import ConfigError
+
+#: Points that are drawn, and the least distance that a logarithmic axis shows.
+MOST_POINTS, LEAST = 50_000, 1e-5
+SIZE, RESOLUTION = (11.0, 4.5), 120
+
+
+def require() -> None:
+    """See that pictures can be drawn.
+
+    Raises:
+        ConfigError: matplotlib is not there.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("audit --plot needs matplotlib: pip install 'miles-router[plot]'") from None
+
+
+def draw(verdict: Verdict, file: Path) -> None:
+    """Write the distances by position, and how many tokens lie within each distance for each worker that sampled. The
+    name of the file says which kind of picture it is.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=SIZE, dpi=RESOLUTION, layout="constrained")
+    by_position, by_worker = figure.subplots(1, 2)
+    limits, spans = verdict.limits, verdict.found.spans
+    workers = list(dict.fromkeys(span.worker for span in spans))
+    for worker in workers:
+        own = [span for span in spans if span.worker == worker]
+        distances = np.maximum(np.concatenate([span.distances for span in own]), LEAST)
+        positions = np.concatenate([span.positions for span in own])
+        step = -(-len(distances) * len(workers) // MOST_POINTS)
+        by_position.scatter(positions[::step], distances[::step], s=4, alpha=0.4, linewidths=0)
+        within = np.sort(distances)
+        by_worker.plot(within, np.arange(1, len(within) + 1) / len(within), label=worker)
+    by_position.axhline(limits.threshold, color="black", linestyle="--", linewidth=1)
+    by_position.set(yscale="log", xlabel="position in the sample", ylabel="|recorded - recomputed| (nats)")
+    by_worker.axvline(limits.threshold, color="black", linestyle="--", linewidth=1)
+    by_worker.axhline(limits.quantile, color="black", linestyle="--", linewidth=1)
+    by_worker.set(xscale="log", xlabel="|recorded - recomputed| (nats)", ylabel="share of tokens within")
+    if workers:
+        by_worker.legend(title="sampled by", fontsize="small")
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"audit --plot: {error}") from None

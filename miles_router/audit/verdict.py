@@ -1,0 +1,241 @@
+"""How far recorded and recomputed logprobs lie apart, and whether that is too far. Pure.
+
+The distance is a quantile of |recorded - recomputed|, in nats, over all compared tokens. It is also taken of each
+sample, worker and weight version by itself, so that one bad sample or worker does not hide among good ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+
+#: Quantiles that are reported.
+QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
+#: Positions where one group of the report by position ends and the next begins.
+EDGES = (64, 256, 1024, 4096, 16384, 65536, 262144)
+#: Tokens from which on a part of all is judged by itself.
+ENOUGH = 32
+#: Positions by which recorded logprobs may have slipped.
+SLIPS = (-1, 1)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is too far: `quantile` of the distances beyond `threshold` nats."""
+
+    quantile: float = 0.95
+    threshold: float = 0.3
+
+
+@dataclass(frozen=True)
+class ComparedSpan:
+    """Tokens of one turn under one weight version: `recorded` and `recomputed` logprobs from position `start` on."""
+
+    session_id: str
+    leaf: int
+    start: int
+    version: str
+    worker: str
+    recomputed_by: str
+    recorded: Floats
+    recomputed: Floats
+
+    @property
+    def distances(self) -> Floats:
+        """|recorded - recomputed|."""
+        apart: Floats = np.abs(self.recorded - self.recomputed)
+        return apart
+
+    @property
+    def positions(self) -> npt.NDArray[np.int64]:
+        """Of each token in its sample."""
+        return np.arange(self.start, self.start + len(self.recorded))
+
+    def slipped(self, by: int) -> Floats:
+        """The distances if each recorded logprob were that of the token so many positions further on."""
+        kept = len(self.recorded) - abs(by)
+        recorded, recomputed = (
+            (self.recorded[:kept], self.recomputed[by:])
+            if by > 0
+            else (
+                self.recorded[-by:],
+                self.recomputed[:kept],
+            )
+        )
+        apart: Floats = np.abs(recorded - recomputed)
+        return apart
+
+    @classmethod
+    def read(cls, session_id: str, leaf: int, given: Mapping[str, Any]) -> ComparedSpan:
+        """A span of an answer to `POST /sessions/{id}/audit`."""
+        return cls(
+            session_id,
+            leaf,
+            int(given["start"]),
+            str(given["version"]),
+            str(given["worker"]),
+            str(given["recomputed_by"]),
+            np.asarray(given["recorded"], np.float64),
+            np.asarray(given["recomputed"], np.float64),
+        )
+
+
+@dataclass
+class AuditedSessions:
+    """What the router has answered."""
+
+    spans: list[ComparedSpan] = field(default_factory=list)
+    sessions: int = 0
+    samples: int = 0
+    not_comparable: Counter[str] = field(default_factory=Counter)
+    refusals: list[str] = field(default_factory=list)
+    prompts: Counter[str] = field(default_factory=Counter)
+    prompts_not_compared: Counter[str] = field(default_factory=Counter)
+    differences: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def add(self, answer: Mapping[str, Any]) -> int:
+        """Take one session's answer; says how many of its samples had something to compare."""
+        session_id, compared = str(answer["session_id"]), 0
+        self.sessions += 1
+        for sample in answer["samples"]:
+            self.samples += 1
+            compared += bool(sample["spans"])
+            self.spans += [ComparedSpan.read(session_id, sample["leaf"], each) for each in sample["spans"]]
+            self.not_comparable.update(sample["not_comparable"])
+            self.refusals += [str(each) for each in sample["refusals"]]
+        prompts = answer["prompts"]
+        self.prompts.update({name: prompts[name] for name in ("compared", "differ")})
+        self.prompts_not_compared.update(prompts["not_compared"])
+        self.differences += [{"session_id": session_id, **each} for each in prompts["differences"]]
+        return compared
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The distances of some tokens: how many, and their quantiles in nats. `too_far` is None where they are too few to
+    be judged by themselves."""
+
+    tokens: int
+    quantiles: Mapping[float, float]
+    at: float
+    too_far: bool | None
+
+    @classmethod
+    def of(cls, distances: Floats, limits: Limits, enough: int = ENOUGH) -> Spread:
+        """Of at least one token."""
+        at = float(np.quantile(distances, limits.quantile))
+        values = np.quantile(distances, QUANTILES)
+        known = {quantile: float(value) for quantile, value in zip(QUANTILES, values, strict=True)}
+        return cls(len(distances), known, at, at > limits.threshold if len(distances) >= enough else None)
+
+    def as_json(self) -> dict[str, Any]:
+        """With the quantiles by their names."""
+        quantiles = {str(quantile): round(value, 6) for quantile, value in self.quantiles.items()}
+        return {"tokens": self.tokens, "quantiles": quantiles, "at": round(self.at, 6), "too_far": self.too_far}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an audit has found.
+
+    Attributes:
+        total: of all compared tokens; None where there are none.
+        parts: by `sample`, `worker`, `recomputed_by`, `version` and `position`, and the name of the part.
+        slip: by how many positions recorded logprobs would have to move to fit, where they do then and not now.
+    """
+
+    found: AuditedSessions
+    limits: Limits
+    total: Spread | None
+    parts: Mapping[str, Mapping[str, Spread]]
+    slip: int | None
+
+    @property
+    def too_far(self) -> list[str]:
+        """The parts that lie too far apart, in words; `all` for all tokens."""
+        whole = ["all"] if self.total is not None and self.total.too_far else []
+        named = ("sample", "worker", "recomputed_by", "version")
+        return whole + [f"{by} {part}" for by in named for part, each in self.parts[by].items() if each.too_far]
+
+    @property
+    def good(self) -> bool | None:
+        """Whether everything that was compared agrees; None where nothing could be compared."""
+        if self.too_far or self.found.prompts["differ"]:
+            return False
+        return None if self.total is None else True
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json`."""
+        found = self.found
+        return {
+            "good": self.good,
+            "quantile": self.limits.quantile,
+            "threshold": self.limits.threshold,
+            "sessions": found.sessions,
+            "samples": found.samples,
+            "total": None if self.total is None else self.total.as_json(),
+            "too_far": self.too_far,
+            "slip": self.slip,
+            **{f"by_{by}": {part: each.as_json() for part, each in of.items()} for by, of in self.parts.items()},
+            "not_comparable": dict(found.not_comparable),
+            "refusals": found.refusals,
+            "prompts": {
+                **{name: found.prompts[name] for name in ("compared", "differ")},
+                "differences": found.differences,
+                "not_compared": dict(found.prompts_not_compared),
+            },
+        }
+
+
+def judge(found: AuditedSessions, limits: Limits) -> Verdict:
+    """The verdict over what was found."""
+    spans = [span for span in found.spans if len(span.recorded)]
+    parts = {
+        "sample": _parts(spans, lambda span: f"{span.session_id}/{span.leaf}", limits),
+        "worker": _parts(spans, lambda span: span.worker, limits),
+        "recomputed_by": _parts(spans, lambda span: span.recomputed_by, limits),
+        "version": _parts(spans, lambda span: span.version, limits),
+        "position": _by_position(spans, limits),
+    }
+    total = Spread.of(_joined(span.distances for span in spans), limits, enough=1) if spans else None
+    return Verdict(found, limits, total, parts, _slip(spans, limits))
+
+
+def _joined(arrays: Iterable[Floats]) -> Floats:
+    return np.concatenate([*arrays, np.zeros(0)])
+
+
+def _parts(spans: Sequence[ComparedSpan], name: Callable[[ComparedSpan], str], limits: Limits) -> dict[str, Spread]:
+    names = dict.fromkeys(map(name, spans))
+    return {part: Spread.of(_joined(span.distances for span in spans if name(span) == part), limits) for part in names}
+
+
+def _by_position(spans: Sequence[ComparedSpan], limits: Limits) -> dict[str, Spread]:
+    if not spans:
+        return {}
+    distances = _joined(span.distances for span in spans)
+    place = np.searchsorted(EDGES, np.concatenate([span.positions for span in spans]), side="right")
+    begins, ends = (0, *EDGES), (*EDGES, None)
+    return {
+        f"{begins[each]}-" if ends[each] is None else f"{begins[each]}-{ends[each]}": Spread.of(
+            distances[place == each], limits
+        )
+        for each in map(int, np.unique(place))
+    }
+
+
+def _slip(spans: Sequence[ComparedSpan], limits: Limits) -> int | None:
+    """By how many positions the spans of the samples that do not fit would fit."""
+    wrong = [span for span in spans if Spread.of(span.distances, limits, enough=1).too_far]
+    for by in SLIPS:
+        moved = _joined(span.slipped(by) for span in wrong if len(span.recorded) > abs(by))
+        if len(moved) and not Spread.of(moved, limits, enough=1).too_far:
+            return by
+    return None

@@ -1,0 +1,158 @@
+"""Audits on a real SGLang: a good run passes, and each thing that can be wrong with a sample is found.
+
+The engine decodes in batches and computes prompts at once, in low precision: recorded and recomputed logprobs are never
+the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_router.audit.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
+from miles_router.trajectory import Piece
+from tests.sglang.environment import ensure
+from tests.sglang_worker import RealWorker
+from tests.support.audits import Said, audited, damaged, episode, foreign, shifted
+from tests.support.real_sessions import real_sessions
+from tests.support.session_trial import ADD, SessionTrial, message_of, tool_result, user
+
+pytestmark = pytest.mark.sglang
+
+#: Random weights find every token about as likely: wrong ones are some 0.4 nats away, and right ones 0.002.
+STRICT = ("--threshold", "0.1")
+EPISODES = 3
+#: Numbers in a row of most weights.
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[RealWorker]:
+    """One of its own, for its weights change."""
+    with RealWorker.start() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+async def trial(worker: RealWorker) -> AsyncIterator[SessionTrial]:
+    async with real_sessions(worker) as (made, _):
+        yield made
+
+
+@pytest.fixture(scope="module")
+def other_weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The model with each row of its weights in the place of the one before."""
+    other = tmp_path_factory.mktemp("other-weights")
+    for file in ensure().dense_model.iterdir():
+        (other / file.name).symlink_to(file)
+    weights = other / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    weights.unlink()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    values = np.frombuffer(data, np.uint16, offset=begin)
+    values[:] = np.roll(values, HIDDEN)
+    weights.write_bytes(data)
+    return str(other)
+
+
+@pytest.fixture(scope="module")
+async def session(trial: SessionTrial) -> str:
+    """A good one, among others."""
+    names = [await trial.create() for _ in range(EPISODES)]
+    await asyncio.gather(*(episode(trial, name, turns=2) for name in names))
+    return names[0]
+
+
+async def test_a_good_run_passes(trial: SessionTrial, session: str) -> None:
+    said = await audited(trial, *STRICT)
+    assert (said.status, said.report["samples"]) == (GOOD, EPISODES)
+    assert 0 < said.report["total"]["quantiles"]["1.0"] < 0.1, "decoding is no prefill, to the last bit"
+    assert said.report["prompts"]["compared"] == 2 * EPISODES
+    assert (said.report["not_comparable"], said.report["prompts"]["not_compared"]) == ({}, {})
+
+
+@pytest.mark.parametrize(("change", "slip"), [(shifted, 1), (foreign, None)], ids=["shifted", "foreign ids"])
+async def test_a_sample_that_is_shifted_or_has_foreign_ids_is_found(
+    trial: SessionTrial, session: str, change: Callable[[Piece], Piece], slip: int | None
+) -> None:
+    with damaged(trial, session, change):
+        for limits in (STRICT, ()):
+            said = await audited(trial, *limits)
+            assert (said.status, wrong_samples(said)) == (DIFFERENT, [session])
+            assert said.report["slip"] == slip
+
+
+async def test_what_was_sampled_at_another_temperature_is_compared_token_by_token(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await episode(trial, session, turns=2, temperature=0.6)
+    named = ("--session", session)
+    good = await audited(trial, *STRICT, *named)
+    assert (good.status, good.report["total"]["tokens"]) == (GOOD, 32)
+    for change in (shifted, foreign):
+        with damaged(trial, session, change):
+            assert (await audited(trial, *STRICT, *named)).status == DIFFERENT
+    await trial.ask("DELETE", f"/sessions/{session}")
+
+
+async def test_other_weights_under_the_same_version_are_found(
+    trial: SessionTrial, session: str, other_weights: str
+) -> None:
+    await load(trial, other_weights)
+    try:
+        said = await audited(trial, *STRICT)
+    finally:
+        await load(trial, str(ensure().dense_model))
+    assert said.status == DIFFERENT
+    assert len(wrong_samples(said)) == EPISODES
+    assert (await audited(trial)).status == GOOD
+
+
+async def test_tokens_of_another_version_are_not_compared(trial: SessionTrial, session: str) -> None:
+    for version, status in (("2", NOTHING_COMPARABLE), ("default", GOOD)):
+        update = {"new_version": version, "abort_all_requests": False}
+        assert (await trial.ask("POST", "/update_weight_version", update)).status == 200
+        assert (await audited(trial, *STRICT)).status == status
+
+
+async def test_a_prompt_of_another_template_is_found(worker: RealWorker, tmp_path: Path) -> None:
+    config = json.loads((ensure().dense_model / "tokenizer_config.json").read_text(encoding="utf-8"))
+    template = tmp_path / "other.jinja"
+    template.write_text("{{ 'Be kind. ' }}" + config["chat_template"], encoding="utf-8")
+    async with real_sessions(worker, chat_template_path=str(template)) as (trial, _):
+        await episode(trial, await trial.create("other"), turns=1)
+        said = await audited(trial, *STRICT)
+    assert (said.status, said.report["too_far"]) == (DIFFERENT, []), "no logprob shows it"
+    (difference,) = said.report["prompts"]["differences"]
+    assert (difference["session_id"], difference["turn"], difference["position"]) == ("other", 0, 0)
+    assert difference["held"]["text"].startswith("<|im_start|>system\nBe brief.")
+    assert difference["rendered"]["text"].startswith("Be kind. <|im_start|>system\nBe brief.")
+
+
+async def test_tools_are_rendered_as_they_were_sent(trial: SessionTrial) -> None:
+    session = await trial.create()
+    backwards: Any = {"function": {"parameters": ADD["function"]["parameters"], **ADD["function"]}, "type": "function"}
+    fields: dict[str, Any] = {"tools": [backwards], "max_tokens": 120}
+    call = '<tool_call>\\n\\{"name": "add", "arguments": \\{"a": 17, "b": 25\\}\\}\\n</tool_call>'
+    message = message_of(await trial.chat(session, [user("Add.")], **fields, regex=call))
+    assert message["tool_calls"]
+    await trial.chat(session, [user("Add."), message, tool_result(message["tool_calls"][0], "42")], **fields)
+    report = (await audited(trial, *STRICT, "--session", session)).report
+    assert (report["good"], report["prompts"]["compared"], report["prompts"]["not_compared"]) == (True, 2, {})
+    assert set(report["not_comparable"]) == {"reshaped_by_regex"}
+
+
+def wrong_samples(said: Said) -> list[str]:
+    """The sessions whose samples lie too far apart."""
+    parts = [part for part in said.report["too_far"] if part.startswith("sample ")]
+    return [part.partition(" ")[2].partition("/")[0] for part in parts]
+
+
+async def load(trial: SessionTrial, model: str) -> None:
+    answer = await trial.ask("POST", "/update_weights_from_disk", {"model_path": model, "weight_version": "default"})
+    assert answer.status == 200, answer.body
