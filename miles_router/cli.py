@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if command in APART:
             status = APART[command](arguments)
             sys.stdout.flush()
-            sys.exit(status)
+            if status:
+                sys.exit(status)
+            return
         options = parser().parse_args(arguments)
         if options.names and command != "check":
             parser().error(f"unrecognized arguments: {' '.join(options.names)}")
