@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from starlette.routing import BaseRoute, Route
@@ -52,6 +53,7 @@ from miles_router.pools.apps import Dispatch, Reception
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.settings.config import RouterConfig, nearest, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
+from miles_router.state.store import StateStore
 
 
 def create_app(
@@ -77,9 +79,11 @@ def create_app(
     metrics, loop_delay = Metrics(), LoopDelay()
     metrics.register(clients)
     metrics.register(loop_delay)
+    store = StateStore(Path(config.state_dir), config.state_sync) if config.state_dir else None
     dispatch = Dispatch()
     pools = dispatch.pools = Pools(
-        config.model_id or "", lambda name: _pool(name, config, upstream, probes, fan_out, metrics, args, tokenizer)
+        config.model_id or "",
+        lambda name: _pool(name, config, upstream, probes, fan_out, metrics, store, args, tokenizer),
     )
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
@@ -89,7 +93,7 @@ def create_app(
         pools.default.fleet.pool.add(parse_worker_url(url))
     admin = Admin(pools, _described(loaded))
     routes, doors = _own_routes(config, admin, ControlRoutes(pools), layers, stack)
-    routes.lifespan_context = _lifespan(layers, pools, upstream, loop_delay)
+    routes.lifespan_context = _lifespan(layers, pools, upstream, store, loop_delay)
     _register_metrics(router, layers)
     return RouterApp(
         config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients
@@ -103,6 +107,7 @@ def _pool(
     probes: Probes,
     fan_out: FanOut,
     metrics: Metrics,
+    store: StateStore | None,
     args: Namespace | None,
     tokenizer: Any,
 ) -> ModelPool:
@@ -146,6 +151,7 @@ def _pool(
         forwarder=forwarder,
         metrics=metrics,
         control=control,
+        store=store,
         args=args,
         tokenizer=tokenizer,
     )
@@ -260,13 +266,18 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
                 router.metrics.register(collector)
 
 
-def _lifespan(layers: Iterable[ASGIApp], pools: Pools, upstream: Upstream, loop_delay: LoopDelay) -> Lifespan[Any]:
-    """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last."""
+def _lifespan(
+    layers: Iterable[ASGIApp], pools: Pools, upstream: Upstream, store: StateStore | None, loop_delay: LoopDelay
+) -> Lifespan[Any]:
+    """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last, and then
+    what outlives us."""
 
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         async with AsyncExitStack() as running:
             await running.enter_async_context(loop_delay.running())
+            if store is not None:
+                running.push_async_callback(store.close)
             running.push_async_callback(upstream.close)
             await running.enter_async_context(pools.running())
             for layer in layers:

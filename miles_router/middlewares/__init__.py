@@ -40,6 +40,9 @@ from miles_router.middlewares.rows import (
     TrajectoryRows,
     first_prefix,
 )
+from miles_router.slots import SLOTS, slot_of
+from miles_router.state.rows import Change, StateRow
+from miles_router.state.store import StateStore
 from miles_router.tasks import Pace, spawn
 
 __all__ = [
@@ -49,9 +52,11 @@ __all__ = [
     "NO_ROWS",
     "OK",
     "PAUSE",
+    "SLOTS",
     "TOO_LARGE",
     "UPDATE_VERSION",
     "ASGIApp",
+    "Change",
     "ChatTurn",
     "Collected",
     "Event",
@@ -80,6 +85,8 @@ __all__ = [
     "RowsByKind",
     "Scope",
     "Send",
+    "StateRow",
+    "StateStore",
     "Statistics",
     "Tap",
     "TrajectoryRows",
@@ -96,6 +103,7 @@ __all__ = [
     "read_json",
     "readable",
     "replay",
+    "slot_of",
     "spawn",
     "with_body",
     "with_length",
