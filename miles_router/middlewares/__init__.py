@@ -26,7 +26,15 @@ from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.middlewares.chat import ChatTurn, KnownVersions
-from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import (
+    ASGIApp,
+    HasDataPaths,
+    HasKeys,
+    HasLifespan,
+    HasMetrics,
+    HasRoutes,
+    Restores,
+)
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
     NO_ROWS,
@@ -76,6 +84,7 @@ __all__ = [
     "Pace",
     "RawHeaders",
     "Receive",
+    "Restores",
     "Router",
     "Row",
     "RowChannel",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_router.errors import ConfigError
-from miles_router.slots import slot_of
+from miles_router.slots import SLOTS, slot_of
 from miles_router.state.rows import ROW, Change, StateRow, Sync
 from miles_router.state.slot_file import SlotFile
 from miles_router.state.writer import Job, Writer
@@ -50,6 +50,8 @@ class StateStore:
         if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigError(f"state_dir: {directory}: may not be read and written by this user")
         self.directory, self.sync = directory, sync
+        #: Those that this process may open.
+        self.slots: Iterable[int] = range(SLOTS)
         #: Bytes of changes that wait to be written.
         self.waiting = 0
         self._held: deque[Job] = deque()

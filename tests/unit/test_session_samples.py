@@ -12,6 +12,7 @@ import orjson
 import pytest
 from starlette.requests import Request
 
+from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.routes import SessionRoutes
 from middleware_hub.openai_session.export.samples import SampleMaker, SamplePlan, SampleRequest
@@ -307,7 +308,9 @@ def test_beside_the_samples_stands_what_is_true_of_the_session() -> None:
 
 
 async def test_samples_are_written_one_after_the_other_and_not_begun_for_a_client_that_has_left() -> None:
-    routes = SessionRoutes(Scene().store, cast(SampleMaker, None), lambda scope: "", lambda session, reason: None)
+    store = Scene().store
+    archive = SessionArchive(store, None, now=lambda: 0.0, clock=lambda: 0.0)
+    routes = SessionRoutes(store, archive, cast(SampleMaker, None), lambda scope: "", lambda session, reason: None)
     go_on, begun = threading.Event(), list[str]()
 
     async def stays() -> Message:
