@@ -130,7 +130,7 @@ class OpenAISessionMiddleware:
         backend = getattr(router.tokenizer, "backend_tokenizer", None)
         names = TokenNames(backend, router.model_config.get("vocab_size"))
         runner = TurnRunner(app, router, recorder, known, names, whole_answers=whole_answers)
-        self._archive = SessionArchive(self.store, router.store, now=time.time, clock=time.monotonic)
+        self._archive = SessionArchive(self.store, router, now=time.time, clock=time.monotonic)
         keeper = EpisodeKeeper(router, self.store, self._archive, clock=time.monotonic)
         self._door = TurnDoor(app, faces, self.store, recorder, runner, keeper, self._archive, now=time.time)
         selection = Selection(branch_policies, default_branches)

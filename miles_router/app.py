@@ -42,7 +42,7 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
-from miles_router.metrics import ClientStatistics, LoopDelay, Metrics
+from miles_router.metrics import ClientStatistics, LoopDelay, Metrics, StateStatistics
 from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, class_at, load_middlewares
 from miles_router.middlewares.router import Router
@@ -51,6 +51,7 @@ from miles_router.partial_rollouts.leg import ResumeContext
 from miles_router.partial_rollouts.moves import Mover
 from miles_router.pools.apps import Dispatch, Reception
 from miles_router.pools.pools import ModelPool, Pools
+from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig, nearest, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.state.store import StateStore
@@ -80,6 +81,8 @@ def create_app(
     metrics.register(clients)
     metrics.register(loop_delay)
     store = StateStore(Path(config.state_dir), config.state_sync) if config.state_dir else None
+    if store is not None:
+        metrics.register(StateStatistics(store))
     dispatch = Dispatch()
     pools = dispatch.pools = Pools(
         config.model_id or "",
@@ -91,9 +94,10 @@ def create_app(
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
     for url in config.worker_urls:
         pools.default.fleet.pool.add(parse_worker_url(url))
-    admin = Admin(pools, _described(loaded))
+    registrations = Registrations(store, pools)
+    admin = Admin(pools, registrations, _described(loaded))
     routes, doors = _own_routes(config, admin, ControlRoutes(pools), layers, stack)
-    routes.lifespan_context = _lifespan(layers, pools, upstream, store, loop_delay)
+    routes.lifespan_context = _lifespan(layers, pools, upstream, store, registrations, loop_delay)
     _register_metrics(router, layers)
     return RouterApp(
         config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients
@@ -267,7 +271,12 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
 
 
 def _lifespan(
-    layers: Iterable[ASGIApp], pools: Pools, upstream: Upstream, store: StateStore | None, loop_delay: LoopDelay
+    layers: Iterable[ASGIApp],
+    pools: Pools,
+    upstream: Upstream,
+    store: StateStore | None,
+    registrations: Registrations,
+    loop_delay: LoopDelay,
 ) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last, and then
     what outlives us."""
@@ -278,6 +287,7 @@ def _lifespan(
             await running.enter_async_context(loop_delay.running())
             if store is not None:
                 running.push_async_callback(store.close)
+            await registrations.restore()
             running.push_async_callback(upstream.close)
             await running.enter_async_context(pools.running())
             for layer in layers:

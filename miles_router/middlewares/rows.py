@@ -189,6 +189,8 @@ class RowChannel:
         self.shape_option = ""
         #: Whether a layer captures.
         self.captures = False
+        #: The layer's own way to keep rows that were had before: own rows, the first one's number, and those before.
+        self.hold: Callable[[RowArray, int, AlignedRows | None], AlignedRows] | None = None
         #: By the field that names a trajectory in a request ("text", "session_id").
         self.sources: dict[str, RowSource] = {}
 

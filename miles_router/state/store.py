@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_router.errors import ConfigError
+from miles_router.errors import ConfigError, StateError
 from miles_router.slots import SLOTS, slot_of
 from miles_router.state.rows import ROW, Change, StateRow, Sync
 from miles_router.state.slot_file import SlotFile
-from miles_router.state.writer import Job, Writer
+from miles_router.state.writer import CONTROL, Job, Writer
 
 #: Bytes of changes that wait to be written; who comes with more waits for room.
 MAX_WAITING = 64 * 1024 * 1024
@@ -50,14 +51,29 @@ class StateStore:
         if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
             raise ConfigError(f"state_dir: {directory}: may not be read and written by this user")
         self.directory, self.sync = directory, sync
-        #: Those that this process may open.
-        self.slots: Iterable[int] = range(SLOTS)
+        #: Those that this process may open; `CONTROL` is for the one that knows who the workers are.
+        self.slots: Collection[int] = (*range(SLOTS), CONTROL)
         #: Bytes of changes that wait to be written.
         self.waiting = 0
+        #: Commits that are durable, those that were refused by type, and bytes of rows put.
+        self.commits, self.refused, self.written = 0, Counter[str](), 0
+        #: Hears how many seconds each commit took.
+        self.observe: Callable[[float], None] = lambda seconds: None
         self._held: deque[Job] = deque()
         self._touched: set[int] = set()
         self._writer = Writer(directory, sync, self._over)
         sys.setswitchinterval(min(SWITCH_INTERVAL, sys.getswitchinterval()))
+
+    def check(self) -> None:
+        """Before anything runs: whether the router's own slot can be opened.
+
+        Raises:
+            ConfigError: another running router has it, or its file cannot be used.
+        """
+        try:
+            SlotFile(self._writer.path(CONTROL), self.sync).close()
+        except StateError as error:
+            raise ConfigError(f"state_dir: {error}") from None
 
     async def commit(self, owner: str, changes: Iterable[Change], *, slot: int | None = None) -> None:
         """Change rows of an owner, all or none; returns when that is durable."""
@@ -106,8 +122,15 @@ class StateStore:
         await asyncio.get_running_loop().run_in_executor(None, self._writer.end)
 
     async def _in_transaction(self, owner: str, slot: int | None, work: Callable[[SlotFile], None], size: int) -> None:
-        answer = asyncio.get_running_loop().create_future()
-        await self._done(Job(slot_of(owner) if slot is None else slot, work, answer, commits=True, size=size))
+        answer, began = asyncio.get_running_loop().create_future(), time.perf_counter()
+        try:
+            await self._done(Job(slot_of(owner) if slot is None else slot, work, answer, commits=True, size=size))
+        except StateError as error:
+            self.refused[error.type] += 1
+            raise
+        self.commits += 1
+        self.written += size
+        self.observe(time.perf_counter() - began)
 
     async def _ask(self, slot: int, work: Callable[[SlotFile], Any] | None) -> Any:
         return await self._done(Job(slot, work, asyncio.get_running_loop().create_future()))

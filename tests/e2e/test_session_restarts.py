@@ -8,11 +8,14 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
+import numpy as np
 import pytest
 
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
+from tests.support.experts_trial import EXPERTS, MOE, SHAPE, experts_of, truth
 from tests.support.running_router import running_router
 from tests.support.session_trial import ADD, CHAT, SESSIONS, SessionTrial, message_of, qwen3, user
 from tests.support.tokenizers import tokenizer_directory
@@ -35,10 +38,10 @@ class Restarts:
         before, self._number = self.directory, self._number + 1
         if before.exists():
             shutil.copytree(before, self.directory)
-        options = settings.pop("options", {})
+        options, behind = settings.pop("options", {}), settings.pop("behind", ())
         async with running_router(
             self.worker.url,
-            middlewares=(MiddlewareSpec(SESSIONS, options),),
+            middlewares=(MiddlewareSpec(SESSIONS, options), *behind),
             hf_checkpoint=tokenizer_directory("qwen3"),
             state_dir=str(self.directory),
             **settings,
@@ -190,6 +193,37 @@ async def test_messages_of_anthropics_api_are_known_again(restarts: Restarts) ->
         async with restarts.started() as after:
             assert (await after.ask("POST", path, {**body, "stream": True})).status == 200
             assert await after.reasons(session) == [None, None]
+
+
+KEEPER = MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE})
+
+
+@pytest.mark.parametrize("held", [True, False])
+async def test_rows_of_experts_are_there_again_or_missing_by_name(tmp_path: Path, held: bool) -> None:
+    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1", moe=MOE) as worker:
+        restarts = Restarts(worker, tmp_path)
+        async with restarts.started(behind=(KEEPER,), state_rows=held) as before:
+            session = await before.create()
+            messages = [user("Hello there.")]
+            messages += [message_of(await before.chat(session, messages)), user("Go on.")]
+            messages += [message_of(await before.chat(session, messages)), user("And on.")]
+            await before.chat(session, messages, n=2)
+            told = await before.samples(session)
+            assert np.array_equal(experts_of(told[0]), truth(told[0]["tokens"]))
+            async with restarts.started(behind=(KEEPER,), state_rows=held) as after:
+                samples = await after.samples(session)
+                if held:
+                    assert samples == told
+                    assert await after.read(session) == {
+                        **(whole := await before.read(session)),
+                        "metadata": {**whole["metadata"], "last_used_at": ANY},
+                    }
+                else:
+                    assert "--state-rows was off" in str(samples[0]["metadata"]["routed_experts_missing"])
+                    assert [each["tokens"] for each in samples] == [each["tokens"] for each in told]
+                await after.chat(session, messages)
+                last = (await after.samples(session))[-1]
+                assert np.array_equal(experts_of(last), truth(last["tokens"])), "what goes on has all of them"
 
 
 async def test_an_untraced_request_is_told_of_after_a_kill(restarts: Restarts) -> None:

@@ -14,7 +14,7 @@ from middleware_hub.openai_session.archive.session_rows import HEAD, Saved, Unsa
 from middleware_hub.openai_session.sessions.store import ID, SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import StateDamaged, StateError
-from miles_router.middlewares import Pace, StateStore, spawn
+from miles_router.middlewares import Pace, Router, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -31,16 +31,21 @@ class SessionArchive:
     """
 
     def __init__(
-        self, sessions: SessionStore, store: StateStore | None, now: Callable[[], float], clock: Callable[[], float]
+        self,
+        sessions: SessionStore,
+        router: Router,
+        now: Callable[[], float],
+        clock: Callable[[], float],
     ) -> None:
         self._sessions = sessions
-        self._store = store
+        self._store = router.store
+        self._with_rows, self._channels = router.config.state_rows, router.rows
         self._now, self._clock = now, clock
         self._began = now()
         self._saved: dict[str, Saved] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._forgetting: dict[str, asyncio.Task[None]] = {}
-        if store is not None:
+        if self._store is not None:
             sessions.when_deleted = self._forget
 
     @property
@@ -60,7 +65,7 @@ class SessionArchive:
             if session.deleted:
                 return
             await self._forgotten(session.id)
-            unsaved = Unsaved(session, self._saved.get(session.id) or Saved())
+            unsaved = Unsaved(session, self._saved.get(session.id) or Saved(), with_rows=self._with_rows)
             if unsaved.changes:
                 await self._store.commit(session.id, unsaved.changes)
             if not session.deleted:
@@ -86,7 +91,7 @@ class SessionArchive:
             if not rows or session_id in self._sessions:
                 return
             try:
-                session, saved = read_session(session_id, rows, now=self._now(), clock=self._clock())
+                session, saved = read_session(session_id, rows, self._channels, now=self._now(), clock=self._clock())
             except (KeyError, IndexError, ValueError) as error:
                 raise StateDamaged(f"session {session_id!r} cannot be read: {error!r}") from error
             self._sessions.restore(session)

@@ -8,6 +8,7 @@ that may be asked for again, and the responses that it stores.
     untraced  number     JSON
     reply     digest     of a turn under an `X-Turn-Id`: header (JSON) and body
     response  id         of the Responses API: its envelope (JSON)
+    rows      kind, turn `aligned_rows.py`, where `--state-rows` is on
     settings  digest     what requests for responses asked for beside messages
 """
 
@@ -21,16 +22,18 @@ from typing import Any
 
 import orjson
 
+from middleware_hub.openai_session.archive.aligned_rows import key_of_rows, read_rows, written_rows
 from middleware_hub.openai_session.archive.turn_rows import digest_of, message_row, read_turn, written_turn
 from middleware_hub.openai_session.episodes.contract import NO_CONTRACT
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.faces.responses.envelope import NOTE, Envelope, Responses
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
 from middleware_hub.openai_session.sessions.tree import Session, Turn
-from miles_router.middlewares import Change, StateRow
+from miles_router.middlewares import Change, RowChannel, StateRow
+from miles_router.trajectory.rows import RowKind
 
-HEAD, TURN, MESSAGE, CONTEXT, UNTRACED, REPLY, RESPONSE, SETTINGS = (
-    *("session", "turn", "message", "context", "untraced", "reply", "response", "settings"),
+HEAD, TURN, MESSAGE, CONTEXT, UNTRACED, REPLY, RESPONSE, SETTINGS, ROWS = (
+    *("session", "turn", "message", "context", "untraced", "reply", "response", "settings", "rows"),
 )
 #: Of an envelope, what JSON has as it is.
 ENVELOPE = ("id", "created_at", "own", "seals", "usage", "cut_call")
@@ -50,13 +53,13 @@ class Saved:
 class Unsaved:
     """What of a session is not held yet: the changes, and what is held once they are made."""
 
-    def __init__(self, session: Session, saved: Saved) -> None:
+    def __init__(self, session: Session, saved: Saved, *, with_rows: bool) -> None:
         self.changes: list[Change] = []
         self._session = session
         self._keys = {kind: {*keys} for kind, keys in saved.keys.items()}
         responses = session.notes.get(NOTE)
         self._responses = responses if isinstance(responses, Responses) else None
-        self._tokens = saved.tokens
+        self._tokens, self._with_rows = saved.tokens, with_rows
         for turn in session.turns[saved.turns :]:
             self._turn(turn)
         for number in range(saved.untraced, len(session.untraced)):
@@ -85,6 +88,10 @@ class Unsaved:
         siblings = [each for each in before if each.number < turn.number]
         self.changes.append(Change(TURN, turn.number, written_turn(turn, keys, siblings)))
         self._tokens += len(turn.given) + sum(map(len, turn.sampled))
+        for kind in turn.rows if self._with_rows else ():
+            rows = written_rows(turn, kind, self._session.turns)
+            if rows is not None:
+                self.changes.append(Change(ROWS, key_of_rows(kind, turn.number), rows))
         response_id = turn.facts.get("response_id")
         envelope = self._responses.find(response_id) if self._responses is not None else None
         if envelope is not None and envelope.turn is turn:
@@ -155,7 +162,9 @@ def summary_of(session_id: str, head: bytes) -> dict[str, Any]:
     }
 
 
-def read_session(session_id: str, rows: Iterable[StateRow], *, now: float, clock: float) -> tuple[Session, Saved]:
+def read_session(
+    session_id: str, rows: Iterable[StateRow], channels: Mapping[RowKind, RowChannel], *, now: float, clock: float
+) -> tuple[Session, Saved]:
     """A session as it was when it was last saved, and what is held of it. It is new to whoever looks at idle ones.
 
     Raises:
@@ -175,11 +184,15 @@ def read_session(session_id: str, rows: Iterable[StateRow], *, now: float, clock
     episode.ledger.tokens, episode.ledger.turns = head["used"]["tokens"], head["used"]["turns"]
     messages = {key: orjson.loads(value) for key, value in kinds[MESSAGE].items()}
     for number in range(head["turns"]):
-        session.hang(read_turn(kinds[TURN][number], session.turns, messages, kinds[CONTEXT]))
+        turn = read_turn(kinds[TURN][number], session.turns, messages, kinds[CONTEXT])
+        for row_kind in [each for each, taken in turn.rows.items() if taken.reason is None]:
+            held = kinds[ROWS].get(key_of_rows(row_kind, number))
+            turn.rows = {**turn.rows, row_kind: read_rows(held, row_kind, session.turns, channels)}
+        session.hang(turn)
     session.untraced += [orjson.loads(kinds[UNTRACED][number]) for number in range(len(kinds[UNTRACED]))]
     _restore_replies(session, kinds[REPLY].values())
     _restore_responses(session, kinds)
-    keys = {kind: frozenset(of) for kind, of in kinds.items() if kind not in (HEAD, TURN, UNTRACED)}
+    keys = {kind: frozenset(of) for kind, of in kinds.items() if kind not in (HEAD, TURN, UNTRACED, ROWS)}
     written = written_head(session, head["tokens"])
     saved = Saved(head["turns"], head["tokens"], len(session.untraced), written, defaultdict(frozenset, keys))
     return session, saved

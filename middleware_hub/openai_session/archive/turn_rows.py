@@ -29,8 +29,6 @@ PLAIN = (
     *("path", "answer", "dropped", "finish_reason", "ended_itself", "choice", "reason", "edit", "segment", "facts"),
     *("unrecorded_history", "side_call"),
 )
-#: Why a turn that was read back has no rows.
-ROWS_ARE_GONE = "the router was restarted since, and --state-rows is off"
 
 
 def digest_of(data: bytes) -> str:
@@ -74,7 +72,7 @@ def _number(turn: Turn | None) -> int | None:
 def read_turn(
     data: bytes, turns: Sequence[Turn], messages: Mapping[str, Message], contexts: Mapping[str, bytes]
 ) -> Turn:
-    """The turn that was written so, behind those before it.
+    """The turn that was written so, behind those before it, without its rows: why it had none, or None.
 
     Raises:
         KeyError, IndexError, ValueError: it is none, or what it refers to is missing.
@@ -100,8 +98,7 @@ def read_turn(
         origin=_at(turns, header["origin"]),
     )
     reasons = header["rows"]
-    kinds = [kind for kind in KINDS if kind.name in reasons]
-    turn.rows = {kind: TrajectoryRows(None, reasons[kind.name] or ROWS_ARE_GONE) for kind in kinds}
+    turn.rows = {kind: TrajectoryRows(None, reasons[kind.name]) for kind in KINDS if kind.name in reasons}
     return turn
 
 
