@@ -142,8 +142,10 @@ class SlotFile:
             self._transactions = count
             self._acknowledged.write(count)
 
-    def change(self, owner: str, changes: Sequence[Change]) -> None:
-        """Inside a transaction: put and delete rows of an owner."""
+    def change(self, owner: str, changes: Sequence[Change], *, anew: bool) -> None:
+        """Inside a transaction: put and delete rows of an owner; `anew`: in place of all that it had."""
+        if anew:
+            self._connection.execute("DELETE FROM entries WHERE owner = ?", (owner,))
         gone = [(owner, each.kind, each.key) for each in changes if each.value is None]
         if gone:
             self.slack = True

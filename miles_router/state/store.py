@@ -75,11 +75,13 @@ class StateStore:
         except StateError as error:
             raise ConfigError(f"state_dir: {error}") from None
 
-    async def commit(self, owner: str, changes: Iterable[Change], *, slot: int | None = None) -> None:
-        """Change rows of an owner, all or none; returns when that is durable."""
+    async def commit(
+        self, owner: str, changes: Iterable[Change], *, slot: int | None = None, anew: bool = False
+    ) -> None:
+        """Change rows of an owner, all or none; returns when that is durable. `anew`: in place of all that it had."""
         listed = tuple(changes)
         size = sum(each.size for each in listed)
-        await self._in_transaction(owner, slot, lambda file: file.change(owner, listed), size)
+        await self._in_transaction(owner, slot, lambda file: file.change(owner, listed, anew=anew), size)
 
     async def delete(self, owner: str, *, slot: int | None = None) -> None:
         """Delete all rows of an owner; returns when that is durable. The disk has their room back some time after."""

@@ -114,7 +114,9 @@ async def test_a_repeated_turn_gets_the_answer_that_was_recorded(restarts: Resta
         session = await before.create()
         whole = await before.turn(session, [user("Hi")], named)
         stream = await before.turn(session, [user("Hi")], named, stream=True)
+        told = await everything(before, session)
         async with restarts.started() as after:
+            assert await everything(after, session) == told
             generated = len(restarts.worker.door.at(CHAT))
             assert (await after.turn(session, [user("Hi")], named)).body == whole.body
             assert (await after.turn(session, [user("Hi")], named, stream=True)).body == stream.body

@@ -77,6 +77,13 @@ async def test_a_row_is_replaced_and_deleted_and_an_owner_goes_as_a_whole(tmp_pa
         assert await store.load(OWNER) == []
 
 
+async def test_an_owner_that_begins_anew_has_nothing_of_what_it_had(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        await store.commit(OWNER, rows(5))
+        await store.commit(OWNER, [Change("turn", 7, b"new")], anew=True)
+        assert await store.load(OWNER) == [StateRow("turn", 7, b"new")]
+
+
 async def test_a_commit_is_made_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     async with opened(tmp_path) as store:
         first = store.commit(OWNER, [Change("turn", 0, b"kept")])

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 
@@ -43,7 +44,7 @@ class SessionArchive:
         self._now, self._clock = now, clock
         self._began = now()
         self._saved: dict[str, Saved] = {}
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # those that somebody holds
         self._forgetting: dict[str, asyncio.Task[None]] = {}
         if self._store is not None:
             sessions.when_deleted = self._forget
@@ -62,14 +63,27 @@ class SessionArchive:
         if self._store is None:
             return
         async with self._lock(session.id):
+            await self._forgotten(session.id)
             if session.deleted:
                 return
-            await self._forgotten(session.id)
-            unsaved = Unsaved(session, self._saved.get(session.id) or Saved(), with_rows=self._with_rows)
-            if unsaved.changes:
-                await self._store.commit(session.id, unsaved.changes)
+            saved = self._saved.get(session.id)
+            unsaved = Unsaved(session, saved or Saved(), with_rows=self._with_rows)
+            if unsaved.changes:  # of another that had its name nothing may be left, whatever became of that
+                await self._store.commit(session.id, unsaved.changes, anew=saved is None)
             if not session.deleted:
                 self._saved[session.id] = unsaved.made()
+
+    def save_soon(self, session: Session) -> None:
+        """The same beside the caller, who does not wait for it; where it fails, the next change tries again."""
+        if self._store is not None and not session.deleted:
+            spawn(self._try_to_save(session), name=f"save {session.id}")
+
+    async def _try_to_save(self, session: Session) -> None:
+        try:
+            await self.save(session)
+        except StateError as error:
+            fields = {"session_id": session.id, "reason": str(error)}
+            logger.warning("session_not_saved", extra={"fields": fields})
 
     def is_saved(self, session: Session) -> bool:
         """Whether all turns of a session are held."""
@@ -171,4 +185,7 @@ class SessionArchive:
             await asyncio.shield(task)
 
     def _lock(self, session_id: str) -> asyncio.Lock:
-        return self._locks.setdefault(session_id, asyncio.Lock())
+        lock = self._locks.get(session_id)
+        if lock is None:
+            lock = self._locks[session_id] = asyncio.Lock()
+        return lock

@@ -3,6 +3,7 @@ Nothing else does: whoever has a session's address has the clients' key, and run
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -114,6 +115,9 @@ class TurnDoor:
             raise
         except RouterError:  # which may have ended the episode
             await self._archive.save(session)
+            raise
+        except asyncio.CancelledError:
+            self._archive.save_soon(session)
             raise
 
     async def _turn(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:

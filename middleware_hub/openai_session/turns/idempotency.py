@@ -61,8 +61,9 @@ async def once(
     session.replies[key] = future
 
     def complete(reply: RecordedReply) -> None:
-        if recorded():
+        if recorded() and key not in session.repeats:
             session.repeats[key] = reply
+            account(len(reply.body))
 
     copy = ReplyCopy(send, last_event, complete)
     try:
@@ -71,9 +72,6 @@ async def once(
         reply = copy.reply if recorded() or session.deleted else None
         if reply is None:
             session.replies.pop(key, None)
-            session.repeats.pop(key, None)
-        else:
-            account(len(reply.body))
         future.set_result(reply)
 
 

@@ -95,6 +95,8 @@ class EpisodeKeeper:
         """End an episode, and what runs in it. What was sampled until now stays, unless the session is deleted."""
         self._store.end(session, reason)
         session.episode.closed = reason
+        if reason != DELETED:
+            self._archive.save_soon(session)
         for running in tuple(session.episode.running):
             running.stop(stopped(session, reason), keep=reason != DELETED)
 
