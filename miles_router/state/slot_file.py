@@ -186,6 +186,13 @@ class SlotFile:
             rows = self._connection.execute(OWNERS, (after, kind, key, limit)).fetchall()
             return [(owner, value) for owner, _, value in rows]
 
+    def holdings(self) -> list[tuple[str, str, int, int]]:
+        """Of each owner and kind: how many rows there are, and their bytes."""
+        with self._by_name():
+            return self._connection.execute(
+                "SELECT owner, kind, count(*), sum(length(value)) FROM entries GROUP BY 1, 2 ORDER BY 1, 2"
+            ).fetchall()
+
     def vacuum(self) -> None:
         """Give a part of the room of deleted rows back to the disk; `slack` says whether there is more."""
         with self._by_name():

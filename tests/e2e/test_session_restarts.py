@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -13,6 +15,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 
+from miles_router import cli
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, experts_of, truth
@@ -237,6 +240,32 @@ async def test_an_untraced_request_is_told_of_after_a_kill(restarts: Restarts) -
         async with restarts.started() as after:
             assert (await after.read(session))["metadata"]["untraced"] == told
             assert [each["path"] for each in told] == ["/generate"]
+
+
+async def test_the_command_lists_what_is_held_and_writes_a_session(
+    restarts: Restarts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with restarts.started() as before:
+        session = await before.create("written")
+        await before.chat(session, [user("Hi")])
+        (sample,) = await before.samples(session)
+        records = await before.records(session)
+        directory = str(restarts.directory)
+        with pytest.raises(SystemExit):
+            await asyncio.to_thread(cli.main, ["state", directory])
+        assert "another running router has it open" in capsys.readouterr().err
+    await asyncio.to_thread(cli.main, ["state", directory])
+    listed = [line.split()[1:4] for line in capsys.readouterr().out.splitlines()]
+    assert ["written", "turn", "1"] in listed
+    await asyncio.to_thread(cli.main, ["state", directory, "written"])
+    about, record, leaf = map(json.loads, capsys.readouterr().out.splitlines())
+    assert about["session"]["session_id"] == "written"
+    assert record["record"] == records[0]
+    assert leaf["leaf"]["tokens"] == sample["tokens"]
+    assert leaf["leaf"]["loss_mask"] == sample["loss_mask"]
+    with pytest.raises(SystemExit):
+        await asyncio.to_thread(cli.main, ["state", directory, "nobody"])
+    assert "holds nothing of 'nobody'" in capsys.readouterr().err
 
 
 async def test_held_sessions_expire_though_nobody_loads_them(restarts: Restarts) -> None:
