@@ -34,7 +34,7 @@ help: ## this list
 demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=sglang takes two real SGLang workers
 	@$(MAKE) --no-print-directory demo-$(WORKER)
 
-test: install sglang tokenizers agents nginx ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
+test: install sglang tokenizers agents nginx strace ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
 	@$(call say,tests and checks of the source)
 	@$(PYTEST)
 
@@ -100,7 +100,7 @@ placement: install $(PEERS)/.installed ## one rollout step behind each router an
 
 # The parts of the above
 
-.PHONY: demo-simulated demo-sglang bench-tools nginx
+.PHONY: demo-simulated demo-sglang bench-tools nginx strace
 
 demo-simulated:
 	@$(DEMO)
@@ -118,6 +118,9 @@ bench-tools:
 
 nginx:
 	@command -v nginx >/dev/null || $(call apt,nginx) || echo "nginx is absent: TLS in front of the router is not tried."
+
+strace:
+	@command -v strace >/dev/null || $(call apt,strace) || echo "strace is absent: the order of syncs is not looked at."
 
 npm:
 	@command -v npm >/dev/null || $(call apt,npm) || echo "npm is absent: tokenizers for tests come from it." \

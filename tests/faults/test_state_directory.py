@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 
 from miles_router.state.store import StateStore
+from tests.support.apart import MOUNTS, STRACE, mounted, traced
 from tests.support.committing import value
-from tests.support.waiting import soon
+from tests.support.waiting import soon, until
 
 MODULE = (sys.executable, "-m", "tests.support.committing")
-#: A mount of one's own, which ends with the process: root may, and so may others where user namespaces are allowed.
-APART = ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--user", "--map-root-user", "--mount")
 
 
 @contextlib.asynccontextmanager
@@ -61,10 +60,11 @@ async def test_no_kill_loses_what_was_acknowledged(tmp_path: Path, sync: str) ->
     assert len(acknowledged) > 8 * 20
 
 
+@mounted
 async def test_a_full_disk_refuses_loses_nothing_and_goes_on_with_room(tmp_path: Path) -> None:
     fill = "mount -t tmpfs -o size=2m none /mnt && head -c 1000000 /dev/zero > /mnt/ballast"
     script = f'{fill} && exec "$0" -m tests.support.committing /mnt/state process 3 20000'
-    async with process(*APART, "sh", "-c", script, sys.executable) as running:
+    async with process(*MOUNTS, "sh", "-c", script, sys.executable) as running:
         disk = Path(f"/proc/{running.pid}/root/mnt")
         acknowledged = []
         while (said := await line(running)) != "! state_full":
@@ -86,12 +86,14 @@ async def test_a_full_disk_refuses_loses_nothing_and_goes_on_with_room(tmp_path:
     await store.close()
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is absent")
+@traced
 async def test_the_disk_is_told_to_keep_a_commit_before_anybody_hears_of_it(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    strace = ("strace", "-f", "-y", "-o", str(trace), "-e", "trace=fdatasync,fsync,write,pwrite64")
+    strace = (*STRACE, "-o", str(trace), "-e", "trace=fdatasync,fsync,write,pwrite64")
     async with process(*strace, *MODULE, str(tmp_path / "state"), "machine", "1") as running:
         said = [await line(running) for _ in range(20)]
+        running.send_signal(signal.SIGKILL)
+        await until(lambda: "killed by SIGKILL" in trace.read_text(), "all is written down")
     calls = trace.read_text().splitlines()
     unsynced: set[str] = set()
     told = 0

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 from collections.abc import AsyncIterator
 from functools import partial
@@ -18,14 +17,13 @@ import pytest
 
 from miles_router.slots import slot_of
 from miles_router.testing import SimulatedWorker
+from tests.support.apart import MOUNTS, STRACE, mounted, traced
 from tests.support.http import CutReply, RawReply, ask
 from tests.support.running_router import RouterProcess, router_process
 from tests.support.session_trial import CHAT, SESSIONS, message_of, qwen3, user
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import until
 
-#: A mount of one's own, which ends with the process: root may, and so may others where user namespaces are allowed.
-APART = ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--user", "--map-root-user", "--mount")
 KILLED = -signal.SIGKILL
 
 
@@ -130,9 +128,10 @@ async def test_a_second_router_on_one_directory_does_not_start(tmp_path: Path) -
                 pass
 
 
+@mounted
 async def test_a_turn_without_room_is_refused_by_name_and_goes_on_with_room(worker: SimulatedWorker) -> None:
     fill = "mount -t tmpfs -o size=3m none /mnt && head -c 2500000 /dev/zero > /mnt/ballast"
-    under = (*APART, "sh", "-c", f'{fill} && exec "$0" "$@"')
+    under = (*MOUNTS, "sh", "-c", f'{fill} && exec "$0" "$@"')
     async with router(Path("/mnt/state"), "--worker-urls", worker.url, under=under) as running:
         assert (await post(running, "/sessions", {"session_id": "s"})).status == 200
         body: dict[str, Any] = {"model": "m", "max_tokens": 4, "messages": [user("x" * 30_000)]}
@@ -150,11 +149,11 @@ async def test_a_turn_without_room_is_refused_by_name_and_goes_on_with_room(work
         assert (await post(running, f"/sessions/s{CHAT}", {**body, "messages": [user("Now")]})).status == 200
 
 
-@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is absent")
+@traced
 async def test_the_disk_has_a_turn_before_its_agent_sees_the_end(tmp_path: Path, worker: SimulatedWorker) -> None:
     trace = tmp_path / "trace"
     calls = "trace=fdatasync,fsync,write,writev,sendto,sendmsg,pwrite64"
-    under = ("strace", "-D", "-f", "-y", "-s", "100000", "-o", str(trace), "-e", calls)
+    under = (*STRACE, "-s", "100000", "-o", str(trace), "-e", calls)
     sync = ("--worker-urls", worker.url, "--state-sync", "machine")
     async with router(tmp_path / "state", *sync, under=under) as running:
         assert (await post(running, "/sessions", {"session_id": "s"})).status == 200
@@ -163,6 +162,7 @@ async def test_the_disk_has_a_turn_before_its_agent_sees_the_end(tmp_path: Path,
         stream = await post(running, f"/sessions/s{CHAT}", {**body, "stream": True})
         assert whole.status == stream.status == 200
         ends = [f'"id\\":\\"{whole.json()["id"]}'.encode(), b"data: [DONE]"]
+    await until(lambda: b"+++ exited with 0 +++" in trace.read_bytes().splitlines()[-1], "all is written down")
     lines = trace.read_bytes().splitlines()
     wal = f"slot-{slot_of('s'):02d}.sqlite-wal>".encode()
     for end in ends:
