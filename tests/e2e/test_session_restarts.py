@@ -213,17 +213,21 @@ async def test_rows_of_experts_are_there_again_or_missing_by_name(tmp_path: Path
             messages += [message_of(await before.chat(session, messages)), user("Go on.")]
             messages += [message_of(await before.chat(session, messages)), user("And on.")]
             await before.chat(session, messages, n=2)
-            told = await before.samples(session)
+            told, asked = await before.samples(session), {"session_id": session, "leaf": 2}
+            rows = (await before.ask("POST", "/routed_experts", asked)).body
             assert np.array_equal(experts_of(told[0]), truth(told[0]["tokens"]))
             async with restarts.started(behind=(KEEPER,), state_rows=held) as after:
+                delivered = await after.ask("POST", "/routed_experts", asked)
                 samples = await after.samples(session)
                 if held:
+                    assert delivered.body == rows
                     assert samples == told
                     assert await after.read(session) == {
                         **(whole := await before.read(session)),
                         "metadata": {**whole["metadata"], "last_used_at": ANY},
                     }
                 else:
+                    assert delivered.error_type == "routed_experts_not_held"
                     assert "--state-rows was off" in str(samples[0]["metadata"]["routed_experts_missing"])
                     assert [each["tokens"] for each in samples] == [each["tokens"] for each in told]
                 await after.chat(session, messages)
