@@ -34,7 +34,7 @@ help: ## this list
 demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=sglang takes two real SGLang workers
 	@$(MAKE) --no-print-directory demo-$(WORKER)
 
-test: install sglang tokenizers agents nginx chromium ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
+test: install sglang tokenizers agents nginx chromium strace ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
 	@$(call say,tests and checks of the source)
 	@$(PYTEST)
 
@@ -100,7 +100,7 @@ placement: install $(PEERS)/.installed ## one rollout step behind each router an
 
 # The parts of the above
 
-.PHONY: demo-simulated demo-sglang bench-tools nginx chromium
+.PHONY: demo-simulated demo-sglang bench-tools nginx chromium strace
 
 demo-simulated:
 	@$(DEMO)
@@ -123,6 +123,9 @@ nginx:
 chromium: install
 	@$(BIN)/python -m tests.support.browser >/dev/null 2>&1 || $(call apt,--no-install-recommends chromium) || true
 	@$(BIN)/python -m tests.support.browser >/dev/null
+
+strace:
+	@command -v strace >/dev/null || $(call apt,strace) || echo "strace is absent: the order of syncs is not looked at."
 
 npm:
 	@command -v npm >/dev/null || $(call apt,npm) || echo "npm is absent: tokenizers for tests come from it." \

@@ -8,13 +8,14 @@ session's turns, and training samples of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 from starlette.routing import BaseRoute
 
+from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.audit.auditor import Auditor
 from middleware_hub.openai_session.audit.prompts import PromptCheck
 from middleware_hub.openai_session.audit.routes import AuditRoute
@@ -37,7 +38,19 @@ from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.parsers import Parsers
 from miles_router.errors import ConfigError
-from miles_router.middlewares import ASGIApp, HasKeys, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
+from miles_router.middlewares import (
+    ASGIApp,
+    HasKeys,
+    HasLifespan,
+    HasRoutes,
+    Receive,
+    Restores,
+    Router,
+    RowSource,
+    Scope,
+    Send,
+    first,
+)
 
 NAME = "openai_sessions"
 GIB = 1024**3
@@ -120,19 +133,22 @@ class OpenAISessionMiddleware:
         backend = getattr(router.tokenizer, "backend_tokenizer", None)
         names = TokenNames(backend, router.model_config.get("vocab_size"))
         runner = TurnRunner(app, router, recorder, known, names, whole_answers=whole_answers)
-        keeper = EpisodeKeeper(router, self.store, clock=time.monotonic)
-        self._door = TurnDoor(app, faces, self.store, recorder, runner, keeper, now=time.time)
+        self._archive = SessionArchive(self.store, router, now=time.time, clock=time.monotonic)
+        keeper = EpisodeKeeper(router, self.store, self._archive, clock=time.monotonic)
+        self._door = TurnDoor(app, faces, self.store, recorder, runner, keeper, self._archive, now=time.time)
         selection = Selection(branch_policies, default_branches)
         defaults = checked_defaults("openai_session_middleware", default_build, default_mask)
         maker = SampleMaker(selection, router.tokenizer.decode, router.rows, *defaults, default_side_calls)
-        self._sessions = SessionRoutes(self.store, maker, router.base_url, keeper.stop)
+        self._sessions = SessionRoutes(self.store, self._archive, maker, router.base_url, keeper.stop)
         auditor = Auditor(router, PromptCheck(continuation, router.tokenizer.decode))
         self._audits = AuditRoute(auditor, self.store.get)
         longest, skip = router.config.max_text_chars, self.store.statistics.count_uncompared
         comparison = Comparison(continuation.renderer, longest=longest, skip=skip)
         self._sessions.forms += [form(self._sessions, comparison, router.args) for form in FORMS]
         for kind, channel in router.rows.items():
-            channel.sources["session_id"] = RowSource(partial(self._sessions.rows, kind), fields=("leaf",))
+            channel.sources["session_id"] = RowSource(
+                partial(self._sessions.rows, kind), fields=("leaf",), bring=self._archive.load
+            )
         dialects = DIALECTS if header_sessions else ()
         if context_window < 0:
             raise ConfigError("openai_session_middleware.context_window must be 0 or a number of tokens")
@@ -140,9 +156,20 @@ class OpenAISessionMiddleware:
         self._dialects = [dialect(router, self._sessions, self._door, **options) for dialect in dialects]
         router.publish(NAME, self.store.statistics, continuation=continuation.proof.describe)
 
-    def lifespan(self) -> AbstractAsyncContextManager[None]:
-        """While it runs, long texts are encoded in processes of their own."""
-        return self._encoder.lifespan()
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        """While it runs, long texts are encoded in processes of their own, and sessions expire that are not in
+        memory."""
+        async with self._encoder.lifespan(), self._archive.running():
+            yield
+
+    async def restore(self, scope: Scope) -> None:
+        """Bring back the session that a request names, if it is held and not in memory."""
+        path: str = scope["path"]
+        if path.startswith(PREFIX):
+            await self._archive.load(path[len(PREFIX) :].partition("/")[0])
+        elif (named := first(scope["headers"], b"x-session-id")) is not None:
+            await self._archive.load(named.decode("latin-1"))
 
     def routes(self) -> Sequence[BaseRoute]:
         """Making, reading, listing, deleting and auditing sessions, and their samples."""
@@ -175,3 +202,4 @@ class OpenAISessionMiddleware:
 _lifespan: type[HasLifespan] = OpenAISessionMiddleware
 _routes: type[HasRoutes] = OpenAISessionMiddleware
 _keys: type[HasKeys] = OpenAISessionMiddleware
+_restores: type[Restores] = OpenAISessionMiddleware

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from starlette.routing import BaseRoute, Route
@@ -41,7 +42,7 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
-from miles_router.metrics import ClientStatistics, LoopDelay, Metrics
+from miles_router.metrics import ClientStatistics, LoopDelay, Metrics, StateStatistics
 from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasMetrics, HasRoutes
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, class_at, load_middlewares
 from miles_router.middlewares.router import Router
@@ -50,8 +51,10 @@ from miles_router.partial_rollouts.leg import ResumeContext
 from miles_router.partial_rollouts.moves import Mover
 from miles_router.pools.apps import Dispatch, Reception
 from miles_router.pools.pools import ModelPool, Pools
+from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig, nearest, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
+from miles_router.state.store import StateStore
 
 
 def create_app(
@@ -77,9 +80,13 @@ def create_app(
     metrics, loop_delay = Metrics(), LoopDelay()
     metrics.register(clients)
     metrics.register(loop_delay)
+    store = StateStore(Path(config.state_dir), config.state_sync) if config.state_dir else None
+    if store is not None:
+        metrics.register(StateStatistics(store))
     dispatch = Dispatch()
     pools = dispatch.pools = Pools(
-        config.model_id or "", lambda name: _pool(name, config, upstream, probes, fan_out, metrics, args, tokenizer)
+        config.model_id or "",
+        lambda name: _pool(name, config, upstream, probes, fan_out, metrics, store, args, tokenizer),
     )
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
@@ -87,9 +94,10 @@ def create_app(
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
     for url in config.worker_urls:
         pools.default.fleet.pool.add(parse_worker_url(url))
-    admin = Admin(pools, _described(loaded))
+    registrations = Registrations(store, pools)
+    admin = Admin(pools, registrations, _described(loaded))
     routes, doors = _own_routes(config, admin, ControlRoutes(pools), layers, stack)
-    routes.lifespan_context = _lifespan(layers, pools, upstream, loop_delay)
+    routes.lifespan_context = _lifespan(layers, pools, upstream, store, registrations, loop_delay)
     _register_metrics(router, layers)
     return RouterApp(
         config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients
@@ -103,6 +111,7 @@ def _pool(
     probes: Probes,
     fan_out: FanOut,
     metrics: Metrics,
+    store: StateStore | None,
     args: Namespace | None,
     tokenizer: Any,
 ) -> ModelPool:
@@ -149,6 +158,7 @@ def _pool(
         forwarder=forwarder,
         metrics=metrics,
         control=control,
+        store=store,
         args=args,
         tokenizer=tokenizer,
     )
@@ -263,13 +273,24 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
                 router.metrics.register(collector)
 
 
-def _lifespan(layers: Iterable[ASGIApp], pools: Pools, upstream: Upstream, loop_delay: LoopDelay) -> Lifespan[Any]:
-    """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last."""
+def _lifespan(
+    layers: Iterable[ASGIApp],
+    pools: Pools,
+    upstream: Upstream,
+    store: StateStore | None,
+    registrations: Registrations,
+    loop_delay: LoopDelay,
+) -> Lifespan[Any]:
+    """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last, and then
+    what outlives us."""
 
     @asynccontextmanager
     async def lifespan(app: object) -> AsyncIterator[None]:
         async with AsyncExitStack() as running:
             await running.enter_async_context(loop_delay.running())
+            if store is not None:
+                running.push_async_callback(store.close)
+            await registrations.restore()
             running.push_async_callback(upstream.close)
             await running.enter_async_context(pools.running())
             for layer in layers:

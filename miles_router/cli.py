@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from miles_router.errors import ConfigError
 from miles_router.settings.config import FIELDS, PATHS, Loaded, load, nearest, shown, type_name
 from miles_router.version import __version__
+
+if TYPE_CHECKING:
+    from miles_router.state.rows import StateRow
 
 DESCRIPTION = (
     "Route RL rollouts to SGLang workers: least in-flight, byte for byte, with middlewares around every request."
@@ -20,6 +26,7 @@ commands:
   miles-router [options]              start the router
   miles-router config [options]       print every setting, its value and where it came from
   miles-router middlewares [options]  list the middleware stack with every option
+  miles-router state DIR [OWNER]      list what a state directory holds, or write one session as lines of JSON
   miles-router check PKG.MOD.CLASS    run the middleware contract suite on a class
   miles-router view FILE              write a page that shows a file of samples token by token (view --help)
   miles-router audit --router URL     hold recorded logprobs against those of the engines (audit --help)
@@ -28,6 +35,8 @@ Every setting is also a YAML key (--config) and an environment variable (MILES_R
 Precedence: defaults < --config < environment < flags < --set.
 """
 FLAG_LESS = ("middlewares",)
+#: By a kind of rows, what writes an owner of such as lines of JSON.
+WRITERS = {"session": "middleware_hub.openai_session.export.held.lines_of"}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 sys.exit(status)
             return
         options = parser().parse_args(arguments)
-        if options.names and command != "check":
+        if options.names and command not in ("check", "state"):
             parser().error(f"unrecognized arguments: {' '.join(options.names)}")
         sys.path.insert(0, os.getcwd())  # a middleware written in the current directory is importable, as with -m
         ACTIONS[command](options)
@@ -176,6 +185,39 @@ def _view(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _show_state(options: argparse.Namespace) -> None:
+    if not 1 <= len(options.names) <= 2:
+        raise ConfigError("state: name the directory, and for lines of JSON one of the owners in it")
+    from miles_router.state.inspection import holdings, rows_of
+
+    directory, owners = Path(options.names[0]), options.names[1:]
+    for owner in owners:
+        _write_owner(owner, rows_of(directory, owner))
+    if owners:
+        return
+    rows = [(file, owner, kind, str(count), str(nbytes)) for file, owner, kind, count, nbytes in holdings(directory)]
+    print_table(("file", "owner", "kind", "rows", "bytes"), rows)
+
+
+def _write_owner(owner: str, rows: list[StateRow]) -> None:
+    kind = next((row.kind for row in rows if row.kind in WRITERS), None)
+    if kind is None:
+        raise ConfigError(
+            f"state: {owner!r} holds nothing that can be written as lines: {', '.join({row.kind for row in rows})}"
+        )
+    module, _, function = WRITERS[kind].rpartition(".")
+    lines = getattr(importlib.import_module(module), function)
+
+    async def write() -> None:
+        for line in lines(owner, rows):
+            sys.stdout.buffer.write(line + b"\n")
+
+    try:
+        asyncio.run(write())
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConfigError(f"state: {owner!r} cannot be read: {error!r}") from None
+
+
 def print_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Columns as wide as their longest cell."""
     widths = [max(len(row[i]) for row in (heading, *rows)) for i in range(len(heading))]
@@ -192,6 +234,6 @@ def _audit(arguments: Sequence[str]) -> int:
 
 
 #: Commands that look at settings, with the flags of all of them.
-ACTIONS = {"run": _run, "config": _show_config, "middlewares": _show_middlewares, "check": _check}
+ACTIONS = {"run": _run, "config": _show_config, "middlewares": _show_middlewares, "check": _check, "state": _show_state}
 #: Commands with flags of their own; each gives its exit status.
 APART = {"audit": _audit, "view": _view}

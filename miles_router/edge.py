@@ -21,7 +21,7 @@ from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.path import decoded
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
 from miles_router.metrics import ClientStatistics
-from miles_router.middlewares.contract import ASGIApp
+from miles_router.middlewares.contract import ASGIApp, Restores
 from miles_router.pools.pools import Pools
 from miles_router.settings.config import RouterConfig
 
@@ -58,6 +58,7 @@ class RouterApp:
         self._max_answer_bytes = config.max_answer_bytes
         self._access_log = config.access_log
         self._metrics = router.metrics
+        self._restoring = () if router.store is None else tuple(each for each in layers if isinstance(each, Restores))
 
     def running(self) -> AbstractAsyncContextManager[Any]:
         """While this is entered, health checks and middlewares run: the lifespan protocol without a server."""
@@ -79,6 +80,10 @@ class RouterApp:
         outlet = Outlet(send, scope, exchange.request_id)
         refused = 0
         try:
+            if self._restoring:
+                scope["path"] = decoded(scope["raw_path"])
+                for layer in self._restoring:
+                    await layer.restore(scope)
             await self._enter(scope)(scope, receive, outlet)
         except Exception as error:  # the edge: a defect is logged whole and answered, never hidden
             if isinstance(error, RouterError) and error.type != RouterError.type:

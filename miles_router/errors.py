@@ -19,6 +19,12 @@
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
     ├── PartlyFailed                502 fan_out_failed
+    ├── StateError                  500 state_failed: what `--state-dir` holds cannot be read or written
+    │   ├── StateForeign            500 state_foreign: somebody else's file, or of another format
+    │   ├── StateDamaged            500 state_damaged: a file is torn, or lacks what was acknowledged
+    │   ├── StateFull               507 state_full: no room on the disk
+    │   ├── StateHeld               503 state_held, with Retry-After: another running router has it
+    │   └── StateOutdated           503 state_outdated: a younger epoch has the slot
     ├── UnsupportedByEngine         501 unsupported_by_engine: no routable worker's engine can do it
     └── UpstreamError               502 upstream_error
         ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
@@ -182,6 +188,46 @@ class PartlyFailed(RouterError):
 
     status = 502
     type = "fan_out_failed"
+
+
+class StateError(RouterError):
+    """What `--state-dir` holds cannot be read or written; nothing that was held is lost."""
+
+    type = "state_failed"
+
+
+class StateForeign(StateError):
+    """A file under `--state-dir` is somebody else's, or of a format that this version does not read."""
+
+    type = "state_foreign"
+
+
+class StateDamaged(StateError):
+    """A file under `--state-dir` is torn, or lacks commits that were acknowledged."""
+
+    type = "state_damaged"
+
+
+class StateFull(StateError):
+    """The disk of `--state-dir` has no room left: nothing new is held until it has. What is held can be read."""
+
+    status = 507
+    type = "state_full"
+
+
+class StateHeld(StateError):
+    """Another running router has this part of `--state-dir` open."""
+
+    status = 503
+    type = "state_held"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
+class StateOutdated(StateError):
+    """Another router has taken this part of `--state-dir` over."""
+
+    status = 503
+    type = "state_outdated"
 
 
 class UnsupportedByEngine(RouterError):

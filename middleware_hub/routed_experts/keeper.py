@@ -67,6 +67,7 @@ class RowKeeper:
             raise ConfigError(f"{option}: list it behind the middlewares whose rollouts it serves")
         channel.captures, channel.shape, channel.shape_option = True, shape, self.shape_option
         self.store = RowStore(kind, max_bytes)
+        channel.hold = lambda own, start, parent: self.store.add(own, start=start, parent=parent, rid=None, keep=False)
         self._metrics = router.metrics
         self._context = CaptureContext(self.fields, self.store, ShapeCheck(kind, shape), router.fleet.facts, required)
         self._delivery = Delivery(self.store, channel)

@@ -19,6 +19,7 @@ from miles_router.errors import BadRequest, NotFound
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import BOOTSTRAP_PORT, ROLE, Role, Worker, WorkerState
 from miles_router.pools.pools import ModelPool, Pools
+from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import FIELDS, model_id_problem, shown
 from miles_router.version import __version__
 
@@ -43,8 +44,9 @@ class Json(Response):
 class Admin:
     """Answers for one router."""
 
-    def __init__(self, pools: Pools, stack: list[dict[str, object]]) -> None:
+    def __init__(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> None:
         self._pools = pools
+        self._registrations = registrations
         self._router = pools.default.router
         self._stack = stack
         self._started = time.time()
@@ -170,7 +172,9 @@ class Admin:
         pool, known = await self._pool_of(address, arguments.get("model_id"))
         if pool.name and (attributes or not known):  # without any, those of a worker that is known stay
             attributes["model_id"] = pool.name
-        return await pool.fleet.join(address, api_key=api_key or None, attributes=attributes)
+        worker = await pool.fleet.join(address, api_key=api_key or None, attributes=attributes)
+        await self._registrations.hold(worker, pool.name)
+        return worker
 
     async def _pool_of(self, address: WorkerUrl, model_id: object) -> tuple[ModelPool, bool]:
         """Where a worker belongs, and whether it is registered there. One that is stays there."""
@@ -185,6 +189,7 @@ class Admin:
         return await self._pools.open(None if model_id is None else str(model_id)), False
 
     async def _remove(self, pool: ModelPool, worker: Worker, *, drain: bool) -> None:
+        await self._registrations.drop(worker)
         if drain:
             await pool.fleet.drain(worker)
         else:

@@ -120,8 +120,7 @@ class WorkerPool:
 
     def version_of(self, url: str | None) -> str | None:
         """The weight version of the worker at a normal URL, as the router knows it now; None where there is none."""
-        worker = self.find(url or "")
-        return worker.weight_version if worker is not None else None
+        return None if (worker := self.find(url or "")) is None else worker.weight_version
 
     # Registration
 
@@ -133,11 +132,9 @@ class WorkerPool:
         attributes: Mapping[str, object] | None = None,
         weight_version: str | None = None,
     ) -> Worker:
-        """Register a worker; it is routable at once, unless its `weight_version` (if known) is not the fleet's.
-        Registering it again changes only the key and attributes given, and ends a drain. A quarantined worker stays so
-        until a probe readmits it."""
-        known = self._workers.get(address.url)
-        if known is not None:
+        """Register a worker; it is routable at once, unless its `weight_version` (if known) is not the fleet's. Again:
+        that changes only the key and attributes given, and ends a drain, but not a quarantine."""
+        if (known := self._workers.get(address.url)) is not None:
             self._update(known, api_key, attributes)
             return known
         # A worker that was removed and returns while old requests still run keeps counting them.
@@ -157,6 +154,12 @@ class WorkerPool:
         self._move(worker, WorkerState.READY, "registered", before=None)
         self._settle_weights()
         return worker
+
+    def distrust_caches(self) -> None:
+        """Another router may have filled those of all workers, later ones too, with what older weights computed."""
+        self._weights_changed = True
+        for worker in self:
+            worker.caches = PrefixCaches(new_number())
 
     def _update(self, worker: Worker, api_key: str | None, attributes: Mapping[str, object] | None) -> None:
         if api_key is not None:

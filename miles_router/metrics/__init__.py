@@ -6,7 +6,17 @@ loop_delay   how long the event loop was held
 """
 
 from miles_router.metrics.loop_delay import LoopDelay
-from miles_router.metrics.metrics import ClientStatistics, GateStatistics, Metrics
+from miles_router.metrics.metrics import ClientStatistics, GateStatistics, Metrics, StateStatistics
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 
-__all__ = ["ClientStatistics", "GateStatistics", "LoopDelay", "Metrics", "Statistics", "counter", "gauge", "histogram"]
+__all__ = [
+    "ClientStatistics",
+    "GateStatistics",
+    "LoopDelay",
+    "Metrics",
+    "StateStatistics",
+    "Statistics",
+    "counter",
+    "gauge",
+    "histogram",
+]

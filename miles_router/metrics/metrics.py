@@ -15,6 +15,7 @@ from miles_router.fleet.gate import Gate
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 from miles_router.log import dropped_lines
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
+from miles_router.state.store import StateStore
 
 #: The classes that `route` labels take; anything else is "other", so that no client can grow the table.
 ROUTES = {
@@ -148,6 +149,25 @@ class GateStatistics(Statistics, prefix="miles_router"):
             held=lambda: sum(gate.held for gate in gates),
             pauses=lambda: sum(gate.pauses for gate in gates),
         )
+
+
+class StateStatistics(Statistics, prefix="miles_router_state"):
+    """What outlives the process (`--state-dir`)."""
+
+    commits = counter("Commits that are durable.")
+    refused = counter("Commits that were refused, by error.", by="error")
+    written_bytes = counter("Bytes of rows that were committed.", name="bytes")
+    waiting_bytes = gauge("Bytes of rows that wait to be committed.")
+    seconds = histogram("Time until a commit was durable.", name="commit_seconds")
+
+    def __init__(self, store: StateStore) -> None:
+        super().__init__(
+            commits=lambda: store.commits,
+            refused=lambda: store.refused,
+            written_bytes=lambda: store.written,
+            waiting_bytes=lambda: store.waiting,
+        )
+        store.observe = self.seconds.observe
 
 
 class ClientStatistics(Statistics, prefix="miles_router"):

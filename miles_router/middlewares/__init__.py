@@ -26,7 +26,15 @@ from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.middlewares.chat import ChatTurn, KnownVersions
-from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import (
+    ASGIApp,
+    HasDataPaths,
+    HasKeys,
+    HasLifespan,
+    HasMetrics,
+    HasRoutes,
+    Restores,
+)
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
     NO_ROWS,
@@ -40,6 +48,9 @@ from miles_router.middlewares.rows import (
     TrajectoryRows,
     first_prefix,
 )
+from miles_router.slots import SLOTS, slot_of
+from miles_router.state.rows import Change, StateRow
+from miles_router.state.store import StateStore
 from miles_router.tasks import Pace, spawn
 
 __all__ = [
@@ -49,9 +60,11 @@ __all__ = [
     "NO_ROWS",
     "OK",
     "PAUSE",
+    "SLOTS",
     "TOO_LARGE",
     "UPDATE_VERSION",
     "ASGIApp",
+    "Change",
     "ChatTurn",
     "Collected",
     "Event",
@@ -71,6 +84,7 @@ __all__ = [
     "Pace",
     "RawHeaders",
     "Receive",
+    "Restores",
     "Router",
     "Row",
     "RowChannel",
@@ -80,6 +94,8 @@ __all__ = [
     "RowsByKind",
     "Scope",
     "Send",
+    "StateRow",
+    "StateStore",
     "Statistics",
     "Tap",
     "TrajectoryRows",
@@ -96,6 +112,7 @@ __all__ = [
     "read_json",
     "readable",
     "replay",
+    "slot_of",
     "spawn",
     "with_body",
     "with_length",

@@ -1,6 +1,7 @@
 """The middleware contract: a pure ASGI class, `__init__(self, app, *, router, **typed options)`.
 
-Five further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`, `metrics()`.
+Six further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`, `metrics()`,
+`restore()`.
 A class with `one_model = True` holds what is of one model: requests for other pools than the default one pass it by.
 """
 
@@ -50,6 +51,14 @@ class HasKeys(Protocol):
     asked before a request enters, and must look at nothing but the path's spelling and what it holds."""
 
     def key_of(self, path: str) -> str | None: ...
+
+
+@runtime_checkable
+class Restores(Protocol):
+    """Has things that outlive the process. Where `--state-dir` is set it is asked before a request enters, with the
+    path decoded, to bring back what the request names by its path or headers."""
+
+    async def restore(self, scope: Scope) -> None: ...
 
 
 @runtime_checkable

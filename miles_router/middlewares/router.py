@@ -26,6 +26,7 @@ from miles_router.metrics import Metrics, Statistics
 from miles_router.middlewares.checkpoint import load_generation_config, load_model_config, load_tokenizer
 from miles_router.middlewares.rows import RowChannel
 from miles_router.settings.config import RouterConfig
+from miles_router.state.store import StateStore
 from miles_router.trajectory.rows import KINDS
 
 Numbers = TypeVar("Numbers", bound=Statistics)
@@ -46,6 +47,7 @@ class Router:
         metrics: Metrics,
         control: Control,
         args: Namespace | None,
+        store: StateStore | None = None,
         tokenizer: Any = None,
     ) -> None:
         self.config = config
@@ -60,6 +62,8 @@ class Router:
         self.metrics = metrics
         #: Requests to every worker at once.
         self.control = control
+        #: What outlives the process (`--state-dir`); None where nothing does.
+        self.store = store
         #: Free for middlewares to leave each other things that last longer than a request.
         self.state = SimpleNamespace()
         #: The argparse Namespace of the framework that embeds us, or one with the names such frameworks use.

@@ -11,7 +11,7 @@ trajectories, and keep a trajectory's rows for as long as they keep the trajecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -173,10 +173,12 @@ class RowMatch:
 @dataclass(frozen=True)
 class RowSource:
     """Finds the trajectory that a request for rows names; raises NotFound or BadRequest. `fields` are those that it
-    reads besides the one it is named by, which is a string."""
+    reads besides the one it is named by, which is a string. `bring` is awaited before, with that: what is held outside
+    of memory can be read."""
 
     find: Callable[[Mapping[str, Any]], RowMatch]
     fields: tuple[str, ...] = ()
+    bring: Callable[[str], Awaitable[None]] | None = None
 
 
 class RowChannel:
@@ -189,6 +191,8 @@ class RowChannel:
         self.shape_option = ""
         #: Whether a layer captures.
         self.captures = False
+        #: The layer's own way to keep rows that were had before: own rows, the first one's number, and those before.
+        self.hold: Callable[[RowArray, int, AlignedRows | None], AlignedRows] | None = None
         #: By the field that names a trajectory in a request ("text", "session_id").
         self.sources: dict[str, RowSource] = {}
 

@@ -21,6 +21,7 @@ from miles_router.errors import ConfigError
 from miles_router.serving.client_connection import UNSENT
 from miles_router.serving.clients import ClientConnections
 from miles_router.settings.config import RouterConfig
+from miles_router.state.writer import CONTROL
 from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -62,9 +63,11 @@ def serve(app: RouterApp) -> None:
     """Listen and serve until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds to finish.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the address cannot be listened on, or what outlives the process not be opened.
     """
-    config = app.router.config
+    config, store = app.router.config, app.router.store
+    if store is not None and CONTROL in store.slots:
+        store.check()
     raise_file_limit()
     sock = listen(config.host, config.port)
     server = Server(uvicorn_config(app))

@@ -20,6 +20,7 @@ from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.log import LogFormat
 from miles_router.settings.keys import key_problem
 from miles_router.settings.values import WrongValue, convert, describe, is_none
+from miles_router.state.rows import Sync
 
 ENVIRONMENT_PREFIX = "MILES_ROUTER_"
 MAX_MODEL_ID = 256
@@ -165,6 +166,11 @@ class RouterConfig:
         None, "key for all but the clients' own paths; default: those of clients", key_problem, secret=True
     )
     admin_api_key_file: str | None = setting(None, "file of such keys, one a line, read at the start", guards=True)
+    state_dir: str | None = setting(
+        None, "directory where what is acknowledged outlives the router; none: in memory alone"
+    )
+    state_sync: Sync = setting("process", "what it outlives: the loss of the process, or of the machine (fsync)")
+    state_rows: bool = setting(False, "hold rows of experts there too, which are large")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe log line shown")
     log_format: LogFormat = setting("text", "text for people, json for machines")
     access_log: bool = setting(False, "one log line for every request")

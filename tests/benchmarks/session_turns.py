@@ -82,7 +82,11 @@ class Worker(BaseHTTPRequestHandler):
 class Subject:
     """A router, and a connection of each agent to it."""
 
+    #: Seconds for what it does behind an answer.
+    pause = 0.002
+
     def __init__(self, port: int, pid: int) -> None:
+        self.pid = pid
         self._clock = ~pid << 3 | 2  # its CPU time (Linux, `clock_getcpuclockid`)
         self._sockets = [socket.create_connection((HOST, port)) for _ in range(AGENTS)]
         for each in self._sockets:
@@ -92,11 +96,23 @@ class Subject:
         """What all agents are answered who ask at once, and the seconds of CPU that each took."""
         begun = time.clock_gettime(self._clock)
         for each, (path, body) in zip(self._sockets, requests, strict=True):
-            head = f"POST {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: "
-            each.sendall(b"%b%d\r\n\r\n%b" % (head.encode(), len(body), body))
+            self._ask(each, "POST", path, body)
         answers = [_answer(each) for each in self._sockets]
-        time.sleep(0.002)  # what it does behind its answers
+        time.sleep(self.pause)
         return answers, (time.clock_gettime(self._clock) - begun) / AGENTS
+
+    def one(self, path: str, body: bytes, method: str = "POST") -> tuple[bytes, float]:
+        """What one agent is answered, and the seconds of CPU that it took."""
+        begun = time.clock_gettime(self._clock)
+        self._ask(self._sockets[0], method, path, body)
+        answer = _answer(self._sockets[0])
+        time.sleep(self.pause)
+        return answer, time.clock_gettime(self._clock) - begun
+
+    @staticmethod
+    def _ask(connection: socket.socket, method: str, path: str, body: bytes) -> None:
+        head = f"{method} {path} HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\ncontent-length: "
+        connection.sendall(b"%b%d\r\n\r\n%b" % (head.encode(), len(body), body))
 
 
 def _answer(connection: socket.socket) -> bytes:
@@ -109,13 +125,13 @@ def _answer(connection: socket.socket) -> bytes:
 
 
 @contextlib.contextmanager
-def running(source: Path, worker_port: int, root: Path, name: str) -> Iterator[Subject]:
-    """A router of a checkout, in front of the worker."""
+def running(source: Path, worker_port: int, root: Path, name: str, *arguments: str) -> Iterator[Subject]:
+    """A router of a checkout, in front of the worker, with further arguments."""
     port = free_port()
     command = [
         str(Path(sys.executable).with_name("miles-router")), "--port", str(port), "--log-level", "warning",
         "--worker-urls", f"http://{HOST}:{worker_port}", "--hf-checkpoint", tokenizer_directory("qwen3"),
-        "--middleware-paths", LAYER,
+        "--middleware-paths", LAYER, *arguments,
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(source)}
     with started(command, port, "/readiness", root / f"{name}.log", env, source) as pid:

@@ -23,7 +23,7 @@ from miles_router.control.fan_out import SLOW
 from miles_router.control.table import TABLE
 from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
-from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, Statistics
+from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, StateStatistics, Statistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from miles_router.testing import QWEN3_30B_A3B_H100
 from miles_router.testing.worker.costs.gpu import GPUS
@@ -149,7 +149,7 @@ def gpu_step_errors() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
-    "metrics": partial(metrics, Metrics, LoopDelay, GateStatistics, ClientStatistics),
+    "metrics": partial(metrics, Metrics, LoopDelay, GateStatistics, ClientStatistics, StateStatistics),
     "fan_out": fan_out,
     "client_paths": client_paths,
     "clients": clients,

@@ -28,6 +28,7 @@ from miles_router.engines.answers import Unreadable
 from miles_router.engines.generate import Reason
 from miles_router.metrics import Statistics
 from miles_router.metrics.metrics import ROUTES
+from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, RouterConfig
 from miles_router.testing.worker import cli as worker_cli
 from miles_router.trajectory import Retrieved, Trajectory
@@ -97,7 +98,8 @@ def test_every_route_class_of_metrics_is_documented(route_class: str) -> None:
 
 
 def own_routes() -> Iterator[str]:
-    admin = Admin(create_app().pools, [])
+    pools = create_app().pools
+    admin = Admin(pools, Registrations(None, pools), [])
     for route in [*admin.open_routes(), *admin.guarded_routes()]:
         assert isinstance(route, Route)
         yield from (

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -165,13 +165,13 @@ class RouterProcess:
 
 @contextlib.asynccontextmanager
 async def router_process(
-    *arguments: str, expect_status: int = 0, open_files: int | None = None
+    *arguments: str, expect_status: int = 0, open_files: int | None = None, under: Sequence[str] = ()
 ) -> AsyncIterator[RouterProcess]:
     """Start the real command on a free port; at the end SIGTERM must end it with `expect_status`. The system lets it
-    have `open_files` descriptors."""
+    have `open_files` descriptors. `under`: a command that runs it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILES_ROUTER_")}
     with tempfile.NamedTemporaryFile(prefix="miles-router-", suffix=".log") as log:
-        command = [str(COMMAND), "--port", "0", "--health-check-interval", str(QUIET), *arguments]
+        command = [*under, str(COMMAND), "--port", "0", "--health-check-interval", str(QUIET), *arguments]
         process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)  # noqa: ASYNC220 (forks, no wait)
         if open_files is not None:  # before it looks: an interpreter takes long to start
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (open_files, open_files))

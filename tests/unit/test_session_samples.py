@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -12,14 +13,16 @@ import orjson
 import pytest
 from starlette.requests import Request
 
+from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.routes import SessionRoutes
 from middleware_hub.openai_session.export.samples import SampleMaker, SamplePlan, SampleRequest
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.errors import BadRequest, ClientDisconnected
-from miles_router.middlewares import Message
+from miles_router.middlewares import Message, Router
 from miles_router.middlewares.rows import RowChannel
+from miles_router.settings.config import RouterConfig
 from miles_router.tasks import spawn
 from miles_router.trajectory import Sample, Trajectory, from_arrays
 from miles_router.trajectory.rows import KINDS
@@ -307,7 +310,14 @@ def test_beside_the_samples_stands_what_is_true_of_the_session() -> None:
 
 
 async def test_samples_are_written_one_after_the_other_and_not_begun_for_a_client_that_has_left() -> None:
-    routes = SessionRoutes(Scene().store, cast(SampleMaker, None), lambda scope: "", lambda session, reason: None)
+    store = Scene().store
+    archive = SessionArchive(
+        store,
+        cast(Router, SimpleNamespace(store=None, rows={}, config=RouterConfig())),
+        now=lambda: 0.0,
+        clock=lambda: 0.0,
+    )
+    routes = SessionRoutes(store, archive, cast(SampleMaker, None), lambda scope: "", lambda session, reason: None)
     go_on, begun = threading.Event(), list[str]()
 
     async def stays() -> Message:

@@ -172,6 +172,7 @@ class DressageDialect:
 
     async def _finalize(self, request: Request) -> Response:
         parsed = await read_object(request)
+        await self._sessions.archive.load(_named(parsed))
         session = self._sessions.store.get(_named(parsed))
         if not session.turns:
             raise BadRequest(f"the session has no turns{untraced_in_words(session)}")
@@ -188,6 +189,7 @@ class DressageDialect:
             session.metadata["instance_id"] = instance
         session.finalized = carried
         self._sessions.store.end(session, FINALIZED)
+        await self._sessions.archive.save(session)
         return as_response(
             {
                 "success": True,
@@ -203,10 +205,12 @@ class DressageDialect:
 
     async def _discard(self, request: Request) -> Response:
         name = _named(await read_object(request))
+        await self._sessions.archive.load(name)
         session = self._sessions.store.find(name)
         removed = session.leaves() if session is not None and session.finalized is not None else []
         if session is not None:
             self._sessions.store.delete(session)
+            await self._sessions.archive.forgotten(name)
         about = {"session_removed": session is not None, "segments_removed": len(removed)}
         return as_response({"success": True, "session_id": name, **about})
 
@@ -218,9 +222,11 @@ class DressageDialect:
         if parsed.get("segment_view") not in (None, VIEW):
             raise BadRequest(f"segment_view must be {VIEW!r}: a segment is a line of turns")
         if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
+            await self._sessions.archive.load(_named(parsed))
             session = self._sessions.store.get(_named(parsed))
             sessions, mode = [session] if session.finalized is not None else [], "trajectory"
         else:
+            await self._sessions.archive.load_all(lambda head: head["finalized"] is not None)
             found = self._batch(_name(parsed, "instance_id"), parsed.get("max_groups"), drain=drain)
             sessions, mode = found, "batch"
         draining = {session.id for session in sessions} if drain else set()
@@ -235,6 +241,8 @@ class DressageDialect:
         if drain:
             for session in sessions:
                 self._sessions.store.delete(session)
+            for session in sessions:
+                await self._sessions.archive.forgotten(session.id)
         before = orjson.dumps({"success": bool(data), "mode": mode})[:-1]
         behind = orjson.dumps({"meta_info": self._counts(), "drained": drain})[1:]
         body = b"".join((before, b',"data":', *list_parts((each,) for each in data), b",", behind))
@@ -257,6 +265,7 @@ class DressageDialect:
         return self._sessions.maker.plan(session, SampleRequest.read(session.finalized))
 
     async def _stats(self, request: Request) -> Response:
+        await self._sessions.archive.load_all(lambda head: True)
         return as_response(self._counts())
 
     def _counts(self) -> dict[str, object]:

@@ -13,13 +13,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import DELETED
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.export.records import metadata_of, summary, written
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router.errors import BadRequest
+from miles_router.errors import BadRequest, StateError
 from miles_router.middlewares import Exchange, Pace, RowMatch, Scope, TrajectoryRows, Watch
 from miles_router.trajectory.json_parts import list_parts
 from miles_router.trajectory.rows import RowKind
@@ -46,11 +47,13 @@ class SessionRoutes:
     def __init__(
         self,
         store: SessionStore,
+        archive: SessionArchive,
         maker: SampleMaker,
         base_url: Callable[[Scope], str],
         stop: Callable[[Session, str], None],
     ) -> None:
         self.store = store
+        self.archive = archive
         self.maker = maker
         self._base_url = base_url
         self._stop = stop
@@ -77,7 +80,14 @@ class SessionRoutes:
             raise BadRequest("metadata must be an object")
         contract = read_contract(parsed.get("contract"))
         address = self._base_url(request.scope)
+        if session_id is not None:
+            await self.archive.load(session_id)
         session = self.store.create(session_id, metadata, contract)
+        try:
+            await self.archive.save(session)
+        except StateError:
+            self.store.delete(session)
+            raise
         url, key = f"{address}/sessions/{session.id}", session.episode.key
         own = {} if key is None else {"api_key": key}
         return as_response({"session_id": session.id, "base_url": f"{url}/v1", "anthropic_base_url": url, **own})
@@ -89,6 +99,7 @@ class SessionRoutes:
         for session in self.store:
             parts.append((orjson.dumps(summary(session)),))
             await pace.step()
+        parts += [(orjson.dumps(each),) for each in await self.archive.summaries()]
         return Response(b"".join((b'{"sessions":', *list_parts(parts), b"}")), media_type=JSON)
 
     async def _read(self, request: Request) -> Response:
@@ -104,6 +115,7 @@ class SessionRoutes:
         if abort == "true":
             self._stop(session, DELETED)
         self.store.delete(session)
+        await self.archive.forgotten(session.id)
         return Response(status_code=204)
 
     async def _samples(self, request: Request) -> Response:

@@ -66,6 +66,8 @@ class SessionStore:
         self.written_ids = WrittenIds()
         self.requests = KnownRequests()
         self.statistics = SessionStatistics(sessions=lambda: len(self), bytes=lambda: self.nbytes)
+        #: Hears the id of each session that is forgotten.
+        self.when_deleted: Callable[[str], None] = lambda session_id: None
         #: Hears the id of each session whose work is over.
         self.when_over: Callable[[str], None] = lambda session_id: None
         self._now = now
@@ -154,6 +156,19 @@ class SessionStore:
             self.written_ids.forget(session.id)
             self.requests.forget(session.id)
             session.clear()
+            self.when_deleted(session.id)
+
+    def restore(self, session: Session) -> None:
+        """A session that was made before, and is in memory again.
+
+        Raises:
+            TooManySessions: there is no room.
+        """
+        if len(self._sessions) >= self.bounds.sessions:
+            raise self._full("max_sessions", TooManySessions, f"{len(self._sessions)} sessions are held already")
+        self._check_room()
+        self._sessions[session.id] = session
+        self.nbytes += session.nbytes
 
     def end(self, session: Session, reason: str) -> None:
         """Its work is over. Of several reasons the first counts, but for a context that is full: the agent may have

@@ -25,6 +25,7 @@ from middleware_hub.openai_session.sessions.equality import Equality, words_of
 from middleware_hub.openai_session.sessions.histories import HeldMessage, Walk
 from middleware_hub.openai_session.sessions.messages import Message, SentList, function_of, message_bytes
 from middleware_hub.openai_session.sessions.prompting import shows_tools
+from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
@@ -192,6 +193,7 @@ class Session:
         self.untraced: list[dict[str, Any]] = []  # requests that passed through without being recorded
         self.in_flight = 0
         self.replies: dict[object, Any] = {}  # by `repeat_key`, those under way included (turns/idempotency.py)
+        self.repeats: dict[RepeatKey, RecordedReply] = {}  # of these, the replies that are whole
         self.notes: dict[str, Any] = {}  # what faces remember of its turns, by dotted names
         self.deleted = False
         self.made_by_a_turn = False  # which named it in a header; else by `POST /sessions`
@@ -281,11 +283,22 @@ class Session:
         turn.unrecorded_history = not self._recorded(
             [message for message in turn.appended if message.get("role") == "assistant"]
         )
+        self._hang(turn)
+        self._last = sent.number if sent.turns == turn.number else 0
+
+    def hang(self, turn: Turn) -> None:
+        """Put back a turn that was in this tree, as the next one. All is known of it."""
+        for message in turn.appended:
+            self._messages[blake2b(orjson.dumps(message), digest_size=16).digest()] = message
+        self._contexts[turn.context] = turn.context
+        self._hang(turn)
+
+    def _hang(self, turn: Turn) -> None:
         turn.number = len(self.turns)
         self.turns.append(turn)
-        siblings.append(turn)
+        (self.roots if turn.parent is None else turn.parent.children).append(turn)
+        before = self._histories if turn.parent is None else self._ends[turn.parent]
         self._ends[turn] = before.grow(turn)
-        self._last = sent.number if sent.turns == turn.number else 0
 
     def _recorded(self, answers: Sequence[Message]) -> bool:
         """Whether each of these is what an answer that was recorded says."""
@@ -346,6 +359,7 @@ class Session:
         self.turns.clear()
         self.roots.clear()
         self.replies.clear()
+        self.repeats.clear()
         self._histories.clear()
         self._ends.clear()
         self._last = 0

@@ -3,9 +3,12 @@ Nothing else does: whoever has a session's address has the clients' key, and run
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from middleware_hub.openai_session.archive.archive import SessionArchive
+from middleware_hub.openai_session.archive.ending import DurableEnd
 from middleware_hub.openai_session.errors import ContextOverflow, SessionFinalized
 from middleware_hub.openai_session.faces.face import Face
 from middleware_hub.openai_session.sessions.pending import PendingTurn
@@ -17,7 +20,7 @@ from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner, give_events
 from middleware_hub.openai_session.turns.shown_models import shown_models
 from miles_router.engines import paths
-from miles_router.errors import NotFound
+from miles_router.errors import NotFound, RouterError, StateError
 from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay
 
 #: Paths that generate, and that are not recorded where no face answers them.
@@ -35,6 +38,7 @@ class TurnDoor:
         recorder: TurnRecorder,
         runner: TurnRunner,
         keeper: EpisodeKeeper,
+        archive: SessionArchive,
         now: Callable[[], float],
     ) -> None:
         self._app = app
@@ -43,6 +47,7 @@ class TurnDoor:
         self._recorder = recorder
         self._runner = runner
         self._keeper = keeper
+        self._archive = archive
         self._now = now
 
     def is_turn(self, scope: Scope) -> bool:
@@ -52,6 +57,7 @@ class TurnDoor:
     async def beside(self, session: Session, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer what a face answers beside turns; False where none does."""
         name, method, path = session.episode.contract.model.name, scope["method"], scope["path"]
+        send = self._until_held(session, send) if method == "DELETE" else send
         named = name is not None and method == "GET" and _is_of_models(path)
         app = partial(shown_models, name, self._app) if name is not None and named else self._app
         for face in self._faces.values():
@@ -83,10 +89,17 @@ class TurnDoor:
         if method == "POST" and path in UNTRACED:
             self._keeper.refuse_untraced(session, "this endpoint is not traced")
             self._recorder.pass_by(path, session, "this endpoint is not traced", Exchange.of(scope).request_id)
+            send = self._until_held(session, send)
         elif not _is_aside(method, path):
             raise NotFound(f"within a session there is no {method} {path}")
         with self._store.in_use(session):
             await self._app(scope, receive, send)
+
+    def _until_held(self, session: Session, send: Send, last_event: bytes | tuple[bytes, ...] = ()) -> Send:
+        """Have the end of an answer wait until what became of the session is durable."""
+        if not self._archive.is_held:
+            return send
+        return DurableEnd(send, partial(self._archive.save, session), last_event).send
 
     async def turn(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
         """One turn of a session.
@@ -94,13 +107,27 @@ class TurnDoor:
         Raises:
             BadRequest: the request is none, or the session has no room, is finalized or has a contract against it.
             UnusableAnswer: the worker's answer cannot be recorded.
+            StateError: what became of it cannot be made durable.
         """
+        try:
+            await self._turn(session, scope, receive, send)
+        except StateError:
+            raise
+        except RouterError:  # which may have ended the episode
+            await self._archive.save(session)
+            raise
+        except asyncio.CancelledError:
+            self._archive.save_soon(session)
+            raise
+
+    async def _turn(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
         face = self._faces[scope["path"]]
         exchange = Exchange.of(scope)
         exchange.error_body = face.error_body
         body = await exchange.read(receive)
         parsed = exchange.loads(body, partial(self._store.read, session, name=face.list_name))
         turn_id = turn_id_of(scope)
+        send = self._until_held(session, send, face.last_event)
         asked: list[PendingTurn] = []
 
         async def run(send: Send) -> None:
@@ -108,6 +135,8 @@ class TurnDoor:
             if session.finalized is not None:
                 raise SessionFinalized(f"session {session.id!r} is finalized")
             self._store.check_room(session)
+            if not self._archive.is_saved(session):  # what could not be held must be, before there is more of it
+                await self._archive.save(session)
             try:
                 self._keeper.check(session)
             except ContextOverflow as error:

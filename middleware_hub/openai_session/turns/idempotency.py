@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from hashlib import blake2b
 
+from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest
-from miles_router.middlewares import LAST_EVENT, OK, RawHeaders, Receive, Scope, Send, Tap, Watch, first
+from miles_router.middlewares import LAST_EVENT, Receive, Scope, Send, Tap, Watch, first
 
 MAX_TURN_ID = 256
-RepeatKey = tuple[str, str, bytes]
 
 
 def turn_id_of(scope: Scope) -> str | None:
@@ -33,19 +32,6 @@ def turn_id_of(scope: Scope) -> str | None:
 def repeat_key(turn_id: str, path: str, body: bytes) -> RepeatKey:
     """What a request and its repetitions have in common."""
     return turn_id, path, blake2b(body, digest_size=16).digest()
-
-
-@dataclass(frozen=True)
-class RecordedReply:
-    """A reply as the agent was given it."""
-
-    headers: RawHeaders
-    body: bytes
-
-    async def give_to(self, send: Send) -> None:
-        """Give it again."""
-        await send({"type": "http.response.start", "status": OK, "headers": list(self.headers)})
-        await send({"type": "http.response.body", "body": self.body})
 
 
 async def once(
@@ -73,15 +59,19 @@ async def once(
             return
     future: asyncio.Future[RecordedReply | None] = asyncio.get_running_loop().create_future()
     session.replies[key] = future
-    copy = ReplyCopy(send, last_event)
+
+    def complete(reply: RecordedReply) -> None:
+        if recorded() and key not in session.repeats:
+            session.repeats[key] = reply
+            account(len(reply.body))
+
+    copy = ReplyCopy(send, last_event, complete)
     try:
         await run(copy.send)
     finally:
         reply = copy.reply if recorded() or session.deleted else None
         if reply is None:
             session.replies.pop(key, None)
-        else:
-            account(len(reply.body))
         future.set_result(reply)
 
 
@@ -92,8 +82,18 @@ class ReplyCopy(Tap):
     same_length = True
     holds_head = False
 
-    def __init__(self, send: Send, last_event: bytes | tuple[bytes, ...] = LAST_EVENT) -> None:
+    def __init__(
+        self,
+        send: Send,
+        last_event: bytes | tuple[bytes, ...] = LAST_EVENT,
+        complete: Callable[[RecordedReply], None] = lambda reply: None,
+    ) -> None:
+        """
+        Args:
+            complete: is told of the whole reply before its end is given on.
+        """
         super().__init__(send)
+        self._tell = complete
         self._last_event = last_event
         self._pieces: list[bytes] = []
         self._complete = False
@@ -102,6 +102,8 @@ class ReplyCopy(Tap):
         """Keep it. Whoever has read the last event may leave before the empty piece behind it."""
         self._pieces.append(data)
         self._complete = self._complete or not more or data.endswith(self._last_event)
+        if self.reply is not None:
+            self._tell(self.reply)
         return data
 
     @property

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import (
     ABORTED,
     BUDGET_TOKENS,
@@ -39,9 +40,12 @@ from miles_router.middlewares import Exchange, Pace, Router
 class EpisodeKeeper:
     """Keeps the contracts of all sessions. `clock` is the one by which they began."""
 
-    def __init__(self, router: Router, store: SessionStore, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, router: Router, store: SessionStore, archive: SessionArchive, clock: Callable[[], float]
+    ) -> None:
         self._router = router
         self._store = store
+        self._archive = archive
         self._clock = clock
         router.control.group_listeners.append(self._end_group)
 
@@ -91,16 +95,20 @@ class EpisodeKeeper:
         """End an episode, and what runs in it. What was sampled until now stays, unless the session is deleted."""
         self._store.end(session, reason)
         session.episode.closed = reason
+        if reason != DELETED:
+            self._archive.save_soon(session)
         for running in tuple(session.episode.running):
             running.stop(stopped(session, reason), keep=reason != DELETED)
 
     async def _end_group(self, group: object) -> None:
         """End every episode of a group that is aborted, whether something runs in it or not."""
+        await self._archive.load_all(lambda head: head["group"] == str(group))
         pace = Pace()
         for session in self._store:
             named = session.episode.group(session.metadata)
             if named is not None and str(named) == str(group):
                 self.stop(session, ABORTED)
+                await self._archive.save(session)
             await pace.step()
 
     def refuse_untraced(self, session: Session, why: str) -> None:

@@ -7,7 +7,7 @@ is held twice; requests that ask for the same share that.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,15 +161,24 @@ class Responses:
         calls = turn.answer.get("tool_calls") or ()
         nbytes = ENVELOPE_BYTES + CALL_BYTES * len(calls) + message_bytes(envelope.own)
         envelope.turn = turn
-        self._answers[envelope.id] = turn.answer
-        for call in calls:
-            self._calls.setdefault(str(call.get("id")), []).append((envelope.id, call))
+        self.know(envelope.id, turn)
         if stored:
             self._stored[envelope.id] = envelope
         if not any(each is envelope.settings for each in self._settings):
             self._settings = [*self._settings[1 - MAX_ALIKE :], envelope.settings]
             nbytes += envelope.settings.nbytes
         return nbytes
+
+    def know(self, response_id: str, turn: Turn) -> None:
+        """What the model said in a response, stored or not."""
+        self._answers[response_id] = turn.answer
+        for call in turn.answer.get("tool_calls") or ():
+            self._calls.setdefault(str(call.get("id")), []).append((response_id, call))
+
+    @property
+    def stored(self) -> Set[str]:
+        """The ids of those that are stored."""
+        return self._stored.keys()
 
     def find(self, response_id: object) -> Envelope | None:
         """The stored response with this id."""

@@ -1,0 +1,1 @@
+"""What of sessions outlives the process (`--state-dir`): the rows of each, and when they are written and read."""

@@ -1,0 +1,191 @@
+"""When sessions are written to what outlives the process, and read from it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+from weakref import WeakValueDictionary
+
+import orjson
+
+from middleware_hub.openai_session.archive.session_rows import HEAD, Saved, Unsaved, read_session, summary_of
+from middleware_hub.openai_session.sessions.store import ID, SessionStore
+from middleware_hub.openai_session.sessions.tree import Session
+from miles_router.errors import StateDamaged, StateError
+from miles_router.middlewares import Pace, Router, spawn
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between looks for sessions that nobody has used, at least.
+LOOK = 1.0
+
+
+class SessionArchive:
+    """Sessions beyond memory. Without a store it holds nothing, and all of it does nothing.
+
+    Args:
+        now: Unix seconds.
+        clock: the one by which sessions began.
+    """
+
+    def __init__(
+        self,
+        sessions: SessionStore,
+        router: Router,
+        now: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        self._sessions = sessions
+        self._store = router.store
+        self._with_rows, self._channels = router.config.state_rows, router.rows
+        self._now, self._clock = now, clock
+        self._began = now()
+        self._saved: dict[str, Saved] = {}
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # those that somebody holds
+        self._forgetting: dict[str, asyncio.Task[None]] = {}
+        if self._store is not None:
+            sessions.when_deleted = self._forget
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything outlives the process."""
+        return self._store is not None
+
+    async def save(self, session: Session) -> None:
+        """Returns when all that is known of a session is durable.
+
+        Raises:
+            StateError: it is not, and why. It stays in memory, and is tried again with the next change.
+        """
+        if self._store is None:
+            return
+        async with self._lock(session.id):
+            await self._forgotten(session.id)
+            if session.deleted:
+                return
+            saved = self._saved.get(session.id)
+            unsaved = Unsaved(session, saved or Saved(), with_rows=self._with_rows)
+            if unsaved.changes:  # of another that had its name nothing may be left, whatever became of that
+                await self._store.commit(session.id, unsaved.changes, anew=saved is None)
+            if not session.deleted:
+                self._saved[session.id] = unsaved.made()
+
+    def save_soon(self, session: Session) -> None:
+        """The same beside the caller, who does not wait for it; where it fails, the next change tries again."""
+        if self._store is not None and not session.deleted:
+            spawn(self._try_to_save(session), name=f"save {session.id}")
+
+    async def _try_to_save(self, session: Session) -> None:
+        try:
+            await self.save(session)
+        except StateError as error:
+            fields = {"session_id": session.id, "reason": str(error)}
+            logger.warning("session_not_saved", extra={"fields": fields})
+
+    def is_saved(self, session: Session) -> bool:
+        """Whether all turns of a session are held."""
+        saved = self._saved.get(session.id)
+        return self._store is None or len(session.turns) == (0 if saved is None else saved.turns)
+
+    async def load(self, session_id: str) -> None:
+        """Bring a session back into memory, if it is held and not there.
+
+        Raises:
+            StateError: nobody can tell.
+            TooManySessions: there is no room.
+        """
+        if self._store is None or session_id in self._sessions or not ID.fullmatch(session_id):
+            return
+        async with self._lock(session_id):
+            await self._forgotten(session_id)
+            rows = [] if session_id in self._sessions else await self._store.load(session_id)
+            if not rows or session_id in self._sessions:
+                return
+            try:
+                session, saved = read_session(session_id, rows, self._channels, now=self._now(), clock=self._clock())
+            except (KeyError, IndexError, ValueError) as error:
+                raise StateDamaged(f"session {session_id!r} cannot be read: {error!r}") from error
+            self._sessions.restore(session)
+            self._saved[session_id] = saved
+
+    async def load_all(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Bring back all sessions whose head is wanted. Raises as `load`."""
+        pace = Pace()
+        async for session_id, head in self._heads():
+            if wanted(orjson.loads(head)):
+                await self.load(session_id)
+            await pace.step()
+
+    async def summaries(self) -> list[dict[str, Any]]:
+        """Those that are held and not in memory, as `GET /sessions` has them."""
+        return [summary_of(*each) async for each in self._heads()]
+
+    async def forgotten(self, session_id: str) -> None:
+        """Returns when it is durable that a session was deleted. Raises StateError where it is not."""
+        await self._forgotten(session_id)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While this is entered, sessions expire that are held and not in memory."""
+        idle = self._sessions.bounds.idle_timeout
+        if self._store is None or not idle:
+            yield
+            return
+        looking = spawn(self._expire(idle), name="expire held sessions")
+        try:
+            yield
+        finally:
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
+
+    async def _expire(self, idle: float) -> None:
+        while True:
+            await asyncio.sleep(max(LOOK, idle / 4))
+            try:
+                async for session_id, head in self._heads():
+                    used_at = max(orjson.loads(head)["used_at"], self._began)
+                    if used_at < self._now() - idle and session_id not in self._sessions:
+                        self._sessions.statistics.expired += 1
+                        self._forget(session_id)
+            except StateError as error:
+                logger.warning("held_sessions_not_expired", extra={"fields": {"reason": str(error)}})
+
+    async def _heads(self) -> AsyncIterator[tuple[str, bytes]]:
+        if self._store is None:
+            return
+        for slot in self._store.slots:
+            after = ""
+            while page := await self._store.owners(slot, HEAD, after=after):
+                after = page[-1][0]
+                for session_id, head in page:
+                    if session_id not in self._sessions and session_id not in self._forgetting:
+                        yield session_id, head
+
+    def _forget(self, session_id: str) -> None:
+        """It was deleted; what is asked of it from now on comes behind that."""
+        self._saved.pop(session_id, None)
+        task = self._forgetting[session_id] = spawn(self._delete(session_id), name=f"forget {session_id}")
+        task.add_done_callback(lambda done: self._is_forgotten(session_id, done))
+
+    async def _delete(self, session_id: str) -> None:
+        assert self._store is not None
+        await self._store.delete(session_id)
+
+    def _is_forgotten(self, session_id: str, task: asyncio.Task[None]) -> None:
+        if self._forgetting.get(session_id) is task:
+            del self._forgetting[session_id]
+
+    async def _forgotten(self, session_id: str) -> None:
+        task = self._forgetting.get(session_id)
+        if task is not None:
+            await asyncio.shield(task)
+
+    def _lock(self, session_id: str) -> asyncio.Lock:
+        lock = self._locks.get(session_id)
+        if lock is None:
+            lock = self._locks[session_id] = asyncio.Lock()
+        return lock

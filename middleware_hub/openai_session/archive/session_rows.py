@@ -1,0 +1,224 @@
+"""A session as rows, and back: its head, its turns with their messages and contexts, what was passed by, the replies
+that may be asked for again, and the responses that it stores.
+
+    session   0          head: contract, budget used, metadata, end, label and reward
+    turn      number     `turn_rows.py`
+    message   digest     JSON
+    context   digest     tools and template settings
+    tools     digest     as they were sent, compressed
+    untraced  number     JSON
+    reply     digest     of a turn under an `X-Turn-Id`: header (JSON) and body
+    response  id         of the Responses API: its envelope (JSON)
+    rows      kind, turn `aligned_rows.py`, where `--state-rows` is on
+    settings  digest     what requests for responses asked for beside messages
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.archive.aligned_rows import key_of_rows, read_rows, written_rows
+from middleware_hub.openai_session.archive.turn_rows import digest_of, message_row, read_turn, written_turn
+from middleware_hub.openai_session.episodes.contract import NO_CONTRACT
+from middleware_hub.openai_session.episodes.reading import read_contract
+from middleware_hub.openai_session.faces.responses.envelope import NOTE, Envelope, Responses
+from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
+from middleware_hub.openai_session.sessions.tree import Session, Turn
+from miles_router.middlewares import Change, RowChannel, StateRow
+from miles_router.trajectory.rows import RowKind
+
+HEAD, TURN, MESSAGE, CONTEXT, TOOLS, UNTRACED, REPLY, RESPONSE, SETTINGS, ROWS = (
+    *("session", "turn", "message", "context", "tools", "untraced", "reply", "response", "settings", "rows"),
+)
+#: Of an envelope, what JSON has as it is.
+ENVELOPE = ("id", "created_at", "own", "seals", "usage", "cut_call")
+
+
+@dataclass
+class Saved:
+    """What is held of a session: how many turns, and which rows."""
+
+    turns: int = 0
+    tokens: int = 0
+    untraced: int = 0
+    head: bytes = b""
+    keys: dict[str, frozenset[str]] = field(default_factory=lambda: defaultdict(frozenset))
+
+
+class Unsaved:
+    """What of a session is not held yet: the changes, and what is held once they are made."""
+
+    def __init__(self, session: Session, saved: Saved, *, with_rows: bool) -> None:
+        self.changes: list[Change] = []
+        self._session = session
+        self._keys = {kind: {*keys} for kind, keys in saved.keys.items()}
+        responses = session.notes.get(NOTE)
+        self._responses = responses if isinstance(responses, Responses) else None
+        self._tokens, self._with_rows = saved.tokens, with_rows
+        for turn in session.turns[saved.turns :]:
+            self._turn(turn)
+        for number in range(saved.untraced, len(session.untraced)):
+            self.changes.append(Change(UNTRACED, number, orjson.dumps(session.untraced[number])))
+        for key, reply in session.repeats.items():
+            name = digest_of(repr(key).encode())
+            if name not in self._keys.get(REPLY, ()):
+                self._put(REPLY, name, _written_reply(key, reply))
+        for gone in self._keys.get(RESPONSE, set()) - (self._responses.stored if self._responses else set()):
+            self._keys[RESPONSE].discard(gone)
+            self.changes.append(Change(RESPONSE, gone, None))
+        self._head = written_head(session, self._tokens)
+        if self.changes or self._head != saved.head:
+            head = {**self._head_fields(), "used_at": session.used_at}
+            self.changes.append(Change(HEAD, 0, orjson.dumps(head, default=dict)))
+        self._counts = len(session.turns), len(session.untraced)
+
+    def _head_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = orjson.loads(self._head)
+        return fields
+
+    def _turn(self, turn: Turn) -> None:
+        keys = [self._put(MESSAGE, *message_row(message)) for message in turn.appended]
+        self._put(CONTEXT, digest_of(turn.context), turn.context)
+        if turn.tools:
+            self._put(TOOLS, digest_of(turn.tools), turn.tools)
+        before = turn.parent.children if turn.parent is not None else self._session.roots
+        siblings = [each for each in before if each.number < turn.number]
+        self.changes.append(Change(TURN, turn.number, written_turn(turn, keys, siblings)))
+        self._tokens += len(turn.given) + sum(map(len, turn.sampled))
+        for kind in turn.rows if self._with_rows else ():
+            rows = written_rows(turn, kind, self._session.turns)
+            if rows is not None:
+                self.changes.append(Change(ROWS, key_of_rows(kind, turn.number), rows))
+        response_id = turn.facts.get("response_id")
+        envelope = self._responses.find(response_id) if self._responses is not None else None
+        if envelope is not None and envelope.turn is turn:
+            settings = orjson.dumps(envelope.settings.fields, default=dict)
+            about = {name: getattr(envelope, name) for name in ENVELOPE}
+            about |= {"turn": turn.number, "settings": self._put(SETTINGS, digest_of(settings), settings)}
+            self._put(RESPONSE, envelope.id, orjson.dumps(about, default=dict))
+
+    def _put(self, kind: str, key: str, value: bytes) -> str:
+        held = self._keys.setdefault(kind, set())
+        if key not in held:
+            held.add(key)
+            self.changes.append(Change(kind, key, value))
+        return key
+
+    def made(self) -> Saved:
+        """All of it is held."""
+        turns, untraced = self._counts
+        keys = defaultdict[str, frozenset[str]](frozenset, {kind: frozenset(of) for kind, of in self._keys.items()})
+        return Saved(turns, self._tokens, untraced, self._head, keys)
+
+
+def written_head(session: Session, tokens: int) -> bytes:
+    """What is true of a session as a whole, but for when it was used last."""
+    episode = session.episode
+    group = episode.group(session.metadata)
+    head = {
+        "created_at": session.created_at,
+        "metadata": session.metadata,
+        "contract": episode.contract.given,
+        "key": episode.key,
+        "group": None if group is None else str(group),
+        "end_reason": episode.end_reason,
+        "closed": episode.closed,
+        "used": episode.ledger.used,
+        "finalized": session.finalized,
+        "made_by_a_turn": session.made_by_a_turn,
+        "turns": len(session.turns),
+        "tokens": tokens,
+        "bytes": session.nbytes,
+    }
+    return orjson.dumps(head, default=dict)
+
+
+def _written_reply(key: RepeatKey, reply: RecordedReply) -> bytes:
+    turn_id, path, digest = key
+    headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in reply.headers]
+    header = orjson.dumps({"turn_id": turn_id, "path": path, "digest": digest.hex(), "headers": headers})
+    return b"%b\n%b" % (header, reply.body)
+
+
+def _read_reply(data: bytes) -> tuple[RepeatKey, RecordedReply]:
+    text, _, body = data.partition(b"\n")
+    header = orjson.loads(text)
+    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in header["headers"]]
+    return (header["turn_id"], header["path"], bytes.fromhex(header["digest"])), RecordedReply(headers, body)
+
+
+def summary_of(session_id: str, head: bytes) -> dict[str, Any]:
+    """The line in `GET /sessions` of a session that is held and not in memory."""
+    known = orjson.loads(head)
+    return {
+        "session_id": session_id,
+        **{name: known[name] for name in ("turns", "tokens", "bytes")},
+        "in_flight": 0,
+        "created_at": known["created_at"],
+        "last_used_at": known["used_at"],
+    }
+
+
+def read_session(
+    session_id: str, rows: Iterable[StateRow], channels: Mapping[RowKind, RowChannel], *, now: float, clock: float
+) -> tuple[Session, Saved]:
+    """A session as it was when it was last saved, and what is held of it. It is new to whoever looks at idle ones.
+
+    Raises:
+        KeyError, IndexError, ValueError: rows are missing, or are none.
+    """
+    kinds: dict[str, dict[Any, bytes]] = defaultdict(dict)
+    for kind, key, value in rows:
+        kinds[kind][key] = value
+    head = orjson.loads(kinds[HEAD][0])
+    contract = read_contract(head["contract"]) if head["contract"] else NO_CONTRACT
+    began = clock - (now - head["created_at"])
+    session = Session(session_id, now=head["created_at"], clock=began, metadata=head["metadata"], contract=contract)
+    session.used_at, session.idle_since = head["used_at"], clock
+    session.finalized, session.made_by_a_turn, session.nbytes = head["finalized"], head["made_by_a_turn"], head["bytes"]
+    episode = session.episode
+    episode.key, episode.end_reason, episode.closed = head["key"], head["end_reason"], head["closed"]
+    episode.ledger.tokens, episode.ledger.turns = head["used"]["tokens"], head["used"]["turns"]
+    messages = {key: orjson.loads(value) for key, value in kinds[MESSAGE].items()}
+    for number in range(head["turns"]):
+        turn = read_turn(kinds[TURN][number], session.turns, messages, kinds[CONTEXT], kinds[TOOLS])
+        for row_kind in [each for each, taken in turn.rows.items() if taken.reason is None]:
+            held = kinds[ROWS].get(key_of_rows(row_kind, number))
+            turn.rows = {**turn.rows, row_kind: read_rows(held, row_kind, session.turns, channels)}
+        session.hang(turn)
+    session.untraced += [orjson.loads(kinds[UNTRACED][number]) for number in range(len(kinds[UNTRACED]))]
+    _restore_replies(session, kinds[REPLY].values())
+    _restore_responses(session, kinds)
+    keys = {kind: frozenset(of) for kind, of in kinds.items() if kind not in (HEAD, TURN, UNTRACED, ROWS)}
+    written = written_head(session, head["tokens"])
+    saved = Saved(head["turns"], head["tokens"], len(session.untraced), written, defaultdict(frozenset, keys))
+    return session, saved
+
+
+def _restore_replies(session: Session, rows: Iterable[bytes]) -> None:
+    for key, reply in map(_read_reply, rows):
+        known = asyncio.get_running_loop().create_future()
+        known.set_result(reply)
+        session.replies[key], session.repeats[key] = known, reply
+
+
+def _restore_responses(session: Session, kinds: Mapping[str, Mapping[Any, bytes]]) -> None:
+    for turn in _of_responses(session):
+        responses, response_id = Responses.of(session), turn.facts["response_id"]
+        data = kinds[RESPONSE].get(response_id)
+        if data is None:
+            responses.know(response_id, turn)
+            continue
+        about = orjson.loads(data)
+        settings = responses.settings(orjson.loads(kinds[SETTINGS][about["settings"]]))
+        responses.keep(Envelope(settings=settings, **{name: about[name] for name in ENVELOPE}), turn, stored=True)
+
+
+def _of_responses(session: Session) -> Iterator[Turn]:
+    return (turn for turn in session.turns if turn.facts.get("response_id") is not None)

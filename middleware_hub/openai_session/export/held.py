@@ -1,0 +1,42 @@
+"""A session that is held, as lines of JSON, without a router: its metadata, its records, the tokens of each leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import orjson
+
+from middleware_hub.openai_session.archive.session_rows import read_session
+from middleware_hub.openai_session.export.records import metadata_of, record
+from middleware_hub.openai_session.sessions.tree import Session, Turn
+from miles_router.middlewares import StateRow
+
+
+def lines_of(session_id: str, rows: Iterable[StateRow]) -> Iterator[bytes]:
+    """One object a line, each with one name: `session`, `record` or `leaf`. Runs in an event loop.
+
+    Raises:
+        KeyError, IndexError, ValueError: the rows are no session's.
+    """
+    session, _ = read_session(session_id, rows, {}, now=0.0, clock=0.0)
+    yield _line("session", {"session_id": session.id, **metadata_of(session), "finalized": session.finalized})
+    for turn in session.turns:
+        yield _line("record", record(turn))
+    for leaf in session.leaves():
+        yield _line("leaf", _tokens(session, leaf))
+
+
+def _line(name: str, value: object) -> bytes:
+    return orjson.dumps({name: value}, default=dict, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _tokens(session: Session, leaf: Turn) -> dict[str, object]:
+    trajectory = leaf.trajectory()
+    return {
+        "session_id": session.id,
+        "turn": leaf.number,
+        "tokens": trajectory.tokens,
+        "loss_mask": trajectory.loss_mask,
+        "logprobs": trajectory.logprobs,
+        "weight_versions": [run._asdict() for run in trajectory.weight_versions],
+    }

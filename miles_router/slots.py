@@ -1,0 +1,13 @@
+"""Slots: the fixed parts into which sessions and texts are dealt, so that each part has one owner and one file."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+#: Of one router, however many processes and machines it has: another count of them only deals the slots anew.
+SLOTS = 64
+
+
+def slot_of(name: str) -> int:
+    """The slot of a session's id, or of whatever names a thing that has one owner."""
+    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") % SLOTS

@@ -1,0 +1,162 @@
+"""The door to what outlives the process, for the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from miles_router.errors import ConfigError, StateError
+from miles_router.slots import SLOTS, slot_of
+from miles_router.state.rows import ROW, Change, StateRow, Sync
+from miles_router.state.slot_file import SlotFile
+from miles_router.state.writer import CONTROL, Job, Writer
+
+#: Bytes of changes that wait to be written; who comes with more waits for room.
+MAX_WAITING = 64 * 1024 * 1024
+#: Seconds for which a busy event loop keeps the interpreter from the writer's thread, which needs it between any two
+#: statements. CPython's own 5 ms make a commit beside a busy loop take 8.
+SWITCH_INTERVAL = 0.0005
+
+
+class StateStore:
+    """Rows of bytes by owner, in the files of a directory. A slot's file is opened at its first touch, and locked until
+    it is released: what one process has open, no other can open.
+
+    An owner's slot is `slot_of(owner)`, unless `slot` says another. Changes of one slot are made in the order of the
+    calls. A commit whose caller is cancelled is made all the same, unless it still waited for room.
+
+    Raises (all coroutines):
+        StateHeld: another running router has the slot.
+        StateForeign, StateDamaged: its file is somebody else's or of another format; has lost what was acknowledged.
+        StateFull: no room; nothing that was held is lost, reads go on, and so do commits once there is room.
+        StateOutdated: a younger epoch has the slot.
+        StateError: anything else that the system says.
+    """
+
+    def __init__(self, directory: Path, sync: Sync = "process") -> None:
+        """
+        Raises:
+            ConfigError: the directory cannot be made, or not be written.
+        """
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"state_dir: {directory}: cannot be made: {error.strerror}") from None
+        if not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+            raise ConfigError(f"state_dir: {directory}: may not be read and written by this user")
+        self.directory, self.sync = directory, sync
+        #: Those that this process may open; `CONTROL` is for the one that knows who the workers are.
+        self.slots: Collection[int] = (*range(SLOTS), CONTROL)
+        #: Bytes of changes that wait to be written.
+        self.waiting = 0
+        #: Commits that are durable, those that were refused by type, and bytes of rows put.
+        self.commits, self.refused, self.written = 0, Counter[str](), 0
+        #: Hears how many seconds each commit took.
+        self.observe: Callable[[float], None] = lambda seconds: None
+        self._held: deque[Job] = deque()
+        self._touched: set[int] = set()
+        self._writer = Writer(directory, sync, self._over)
+        sys.setswitchinterval(min(SWITCH_INTERVAL, sys.getswitchinterval()))
+
+    def check(self) -> None:
+        """Before anything runs: whether the router's own slot can be opened.
+
+        Raises:
+            ConfigError: another running router has it, or its file cannot be used.
+        """
+        try:
+            SlotFile(self._writer.path(CONTROL), self.sync).close()
+        except StateError as error:
+            raise ConfigError(f"state_dir: {error}") from None
+
+    async def commit(
+        self, owner: str, changes: Iterable[Change], *, slot: int | None = None, anew: bool = False
+    ) -> None:
+        """Change rows of an owner, all or none; returns when that is durable. `anew`: in place of all that it had."""
+        listed = tuple(changes)
+        size = sum(each.size for each in listed)
+        await self._in_transaction(owner, slot, lambda file: file.change(owner, listed, anew=anew), size)
+
+    async def delete(self, owner: str, *, slot: int | None = None) -> None:
+        """Delete all rows of an owner; returns when that is durable. The disk has their room back some time after."""
+        await self._in_transaction(owner, slot, lambda file: file.delete(owner), ROW)
+
+    async def load(self, owner: str, *, slot: int | None = None) -> list[StateRow]:
+        """All rows of an owner, ordered by kind and key; none for one that is not known."""
+        slot = slot_of(owner) if slot is None else slot
+        if not self.exists(slot):
+            return []
+        rows: list[StateRow] = await self._ask(slot, lambda file: file.load(owner))
+        return rows
+
+    async def owners(
+        self, slot: int, kind: str, key: int | str = 0, *, after: str = "", limit: int = 1000
+    ) -> list[tuple[str, bytes]]:
+        """A page of the owners in a slot that have the row `(kind, key)`, in their order behind `after`, with its
+        value; fewer than `limit` are the last."""
+        if not self.exists(slot):
+            return []
+        page: list[tuple[str, bytes]] = await self._ask(slot, lambda file: file.owners(kind, key, after, limit))
+        return page
+
+    def exists(self, slot: int) -> bool:
+        """Whether anything was ever held in this slot. Opens nothing."""
+        return slot in self._touched or self._writer.path(slot).exists()
+
+    async def claim(self, slot: int, epoch: int) -> None:
+        """Open a slot and take it over for this epoch: commits of an older one are refused from now on, by whomever. A
+        slot that is not claimed stays in the epoch that it has."""
+        await self._ask(slot, lambda file: file.claim(epoch))
+
+    async def release(self, slot: int) -> None:
+        """Let go of a slot behind all that was asked of it, so that another process can open it. It is opened again
+        when somebody asks for it here."""
+        await self._ask(slot, None)
+
+    async def close(self) -> None:
+        """Do what waits, and let go of all slots."""
+        await asyncio.get_running_loop().run_in_executor(None, self._writer.end)
+
+    async def _in_transaction(self, owner: str, slot: int | None, work: Callable[[SlotFile], None], size: int) -> None:
+        answer, began = asyncio.get_running_loop().create_future(), time.perf_counter()
+        try:
+            await self._done(Job(slot_of(owner) if slot is None else slot, work, answer, commits=True, size=size))
+        except StateError as error:
+            self.refused[error.type] += 1
+            raise
+        self.commits += 1
+        self.written += size
+        self.observe(time.perf_counter() - began)
+
+    async def _ask(self, slot: int, work: Callable[[SlotFile], Any] | None) -> Any:
+        return await self._done(Job(slot, work, asyncio.get_running_loop().create_future()))
+
+    async def _done(self, job: Job) -> Any:
+        self._touched.add(job.slot)
+        if self._held or self._too_much(job):
+            self._held.append(job)
+        else:
+            self._give(job)
+        try:
+            return await job.answer
+        finally:
+            if job in self._held:  # whoever leaves takes along what was not given to the writer yet
+                self._held.remove(job)
+
+    def _too_much(self, job: Job) -> bool:
+        return bool(self.waiting) and self.waiting + job.size > MAX_WAITING
+
+    def _give(self, job: Job) -> None:
+        self.waiting += job.size
+        self._writer.add(job)
+
+    def _over(self, jobs: Sequence[Job]) -> None:
+        self.waiting -= sum(job.size for job in jobs)
+        while self._held and not self._too_much(self._held[0]):
+            self._give(self._held.popleft())

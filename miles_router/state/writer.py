@@ -1,0 +1,149 @@
+"""The one thread that touches the files of state. What waits is done together: one transaction for all commits of a
+slot that lie beside each other, and nothing of a slot overtakes anything else of it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from miles_router.errors import StateError, StateFull, StateHeld
+from miles_router.slots import SLOTS
+from miles_router.state.rows import Sync
+from miles_router.state.slot_file import SlotFile
+
+#: A slot beside those that names are dealt into: what belongs to the router as a whole.
+CONTROL = SLOTS
+
+
+@dataclass(eq=False)
+class Job:
+    """Something to be done with a slot's file, and who waits for it. Without `work`, the slot is let go of."""
+
+    slot: int
+    work: Callable[[SlotFile], Any] | None
+    answer: asyncio.Future[Any]
+    #: Whether it changes rows, in a transaction with those beside it.
+    commits: bool = False
+    size: int = 0
+
+
+class Writer:
+    """Begins with the first job, and ends when it is told to."""
+
+    def __init__(self, directory: Path, sync: Sync, done: Callable[[Sequence[Job]], None]) -> None:
+        """
+        Args:
+            done: is told on the event loop which jobs are over, once for each transaction.
+        """
+        self._directory, self._sync, self._done = directory, sync, done
+        self._files: dict[int, SlotFile] = {}
+        self._waiting: deque[Job] = deque()
+        self._changed = threading.Condition()
+        self._ends = False
+        self._thread: threading.Thread | None = None
+
+    def path(self, slot: int) -> Path:
+        """The file of a slot."""
+        return self._directory / ("control.sqlite" if slot == CONTROL else f"slot-{slot:02d}.sqlite")
+
+    def add(self, job: Job) -> None:
+        """Do it behind what waits."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="state", daemon=True)
+            self._thread.start()
+        with self._changed:
+            self._waiting.append(job)
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Do what waits, close all files, and end. Waits for that."""
+        if self._thread is not None:
+            with self._changed:
+                self._ends = True
+                self._changed.notify()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            slack = [file for file in self._files.values() if file.slack]
+            with self._changed:
+                if not self._waiting and not slack and not self._ends:
+                    self._changed.wait()
+                jobs, self._waiting = self._waiting, deque()
+            if jobs:
+                self._do(jobs)
+            elif self._ends:
+                break
+            elif slack:
+                self._vacuum(slack[0])
+        for slot in [*self._files]:
+            self._release(slot)
+
+    @staticmethod
+    def _vacuum(file: SlotFile) -> None:
+        try:
+            file.vacuum()
+        except StateError:  # nobody waits for it, and whatever is wrong meets the next one who comes with something
+            file.slack = False
+
+    def _do(self, jobs: Sequence[Job]) -> None:
+        by_slot = defaultdict(list)
+        for job in jobs:
+            by_slot[job.slot].append(job)
+        for slot, its in by_slot.items():
+            for commits, together in groupby(its, key=lambda job: job.commits):
+                if commits:
+                    self._commit(slot, [*together])
+                else:
+                    for job in together:
+                        self._settle([job], *self._attempt(slot, job.work))
+
+    def _commit(self, slot: int, jobs: list[Job]) -> None:
+        result, error = self._attempt(slot, lambda file: file.transaction([job.work for job in jobs if job.work]))
+        if error is not None and len(jobs) > 1:  # for one there may be room, or nothing wrong with it
+            for job in jobs:
+                self._commit(slot, [job])
+        else:
+            self._settle(jobs, result, error)
+
+    def _attempt(self, slot: int, work: Callable[[SlotFile], Any] | None) -> tuple[Any, StateError | None]:
+        if work is None:
+            self._release(slot)
+            return None, None
+        try:
+            file = self._files.get(slot)
+            if file is None:
+                file = self._files[slot] = SlotFile(self.path(slot), self._sync)
+            return work(file), None
+        except StateError as error:
+            if not isinstance(error, (StateFull, StateHeld)):
+                self._release(slot)  # looked at anew when somebody next comes: what is held is known then
+            return None, error
+
+    def _release(self, slot: int) -> None:
+        file = self._files.pop(slot, None)
+        if file is not None:
+            file.close()
+
+    def _settle(self, jobs: Sequence[Job], result: Any, error: StateError | None) -> None:
+        def settle() -> None:
+            for job in jobs:
+                if job.answer.done():  # whoever waited has left
+                    continue
+                if error is not None:
+                    job.answer.set_exception(error)
+                else:
+                    job.answer.set_result(result)
+            self._done(jobs)
+
+        try:
+            jobs[0].answer.get_loop().call_soon_threadsafe(settle)
+        except RuntimeError:  # the loop has ended, and with it whoever waited
+            return

@@ -1,0 +1,291 @@
+"""Sessions under `--state-dir`: what was answered is there again in a router that is started on the same directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import numpy as np
+import pytest
+
+from miles_router import cli
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.testing import SimulatedWorker
+from tests.support.experts_trial import EXPERTS, MOE, SHAPE, experts_of, truth
+from tests.support.running_router import running_router
+from tests.support.session_trial import ADD, CHAT, SESSIONS, SessionTrial, message_of, qwen3, user
+from tests.support.tokenizers import tokenizer_directory
+from tests.support.waiting import until
+
+MINE = "/session/finalize"
+
+
+class Restarts:
+    """Routers one after the other, each on the directory as a kill at that moment would have left it."""
+
+    def __init__(self, worker: SimulatedWorker, place: Path) -> None:
+        self.worker = worker
+        self._place = place
+        self._number = 0
+
+    @contextlib.asynccontextmanager
+    async def started(self, **settings: Any) -> AsyncIterator[SessionTrial]:
+        """On what the last one had written when this was called."""
+        before, self._number = self.directory, self._number + 1
+        if before.exists():
+            shutil.copytree(before, self.directory)
+        options, behind = settings.pop("options", {}), settings.pop("behind", ())
+        async with running_router(
+            self.worker.url,
+            middlewares=(MiddlewareSpec(SESSIONS, options), *behind),
+            hf_checkpoint=tokenizer_directory("qwen3"),
+            state_dir=str(self.directory),
+            **settings,
+        ) as router:
+            await router.probed()
+            yield SessionTrial(router, [self.worker])
+
+    @property
+    def directory(self) -> Path:
+        return self._place / str(self._number)
+
+
+@pytest.fixture
+async def restarts(tmp_path: Path) -> AsyncIterator[Restarts]:
+    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker:
+        yield Restarts(worker, tmp_path)
+
+
+async def everything(trial: SessionTrial, session: str) -> list[Any]:
+    """All that a trainer can read of a session."""
+    told = []
+    forms: list[Any] = [{"format": "json"}, {"format": "safetensors"}, {"max_seq_len": 4000, "metadata": {}}]
+    for form in (*forms, {"format": "json", "branches": "all", "build": "last_step"}):
+        answer = await trial.ask("POST", f"/sessions/{session}/samples", form)
+        told.append((answer.status, answer.body))
+    read = await trial.read(session)
+    read["metadata"].pop("last_used_at")
+    return [*told, read]
+
+
+async def test_samples_after_a_kill_are_byte_for_byte_those_before(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        session = await before.create(metadata={"task": "7"}, contract={"budget": {"max_turns": 40}})
+        messages = [user("Add 17 and 25.")]
+        first = await before.chat(session, messages, tools=[ADD])
+        messages += [message_of(first), user("And then?")]
+        second = await before.stream(session, messages, tools=[ADD])
+        assert second
+        await before.chat(session, messages, tools=[ADD], n=3)
+        await before.chat(session, [user("Add 17 and 26.")], tools=[ADD])
+        await before.chat(session, [user("A side call")])
+        told = await everything(before, session)
+        async with restarts.started() as after:
+            assert [each["session_id"] for each in (await after.ask("GET", "/sessions")).json()["sessions"]] == [
+                session
+            ]
+            assert await everything(after, session) == told
+            assert told[0][0] == 200
+
+
+async def test_the_next_turn_goes_on_in_the_same_segment_with_the_same_tokens(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        session = await before.create()
+        messages = [user("Hello there.")]
+        messages += [message_of(await before.chat(session, messages)), user("Go on.")]
+        async with restarts.started() as after:
+            messages += [message_of(await after.chat(session, messages)), user("And on.")]
+            await after.stream(session, messages)
+            assert await after.reasons(session) == [None, None, None]
+            (sample,) = await after.samples(session)
+            last = restarts.worker.door.generations[-1]
+            assert sample["tokens"][: len(last.input_ids)] == list(last.input_ids)
+            async with restarts.started() as again:
+                assert await again.samples(session) == [sample]
+
+
+async def test_a_repeated_turn_gets_the_answer_that_was_recorded(restarts: Restarts) -> None:
+    named = [("X-Turn-Id", "step-1")]
+    async with restarts.started() as before:
+        session = await before.create()
+        whole = await before.turn(session, [user("Hi")], named)
+        stream = await before.turn(session, [user("Hi")], named, stream=True)
+        told = await everything(before, session)
+        async with restarts.started() as after:
+            assert await everything(after, session) == told
+            generated = len(restarts.worker.door.at(CHAT))
+            assert (await after.turn(session, [user("Hi")], named)).body == whole.body
+            assert (await after.turn(session, [user("Hi")], named, stream=True)).body == stream.body
+            assert len(restarts.worker.door.at(CHAT)) == generated
+
+
+async def test_budget_key_and_end_of_an_episode_are_there_again(restarts: Restarts) -> None:
+    async with restarts.started(api_key="ours") as before:
+        contract = {"key": True, "budget": {"max_turns": 2}}
+        made = await before.ask("POST", "/sessions", {"contract": contract}, [("Authorization", "Bearer ours")])
+        session, key = made.json()["session_id"], [("Authorization", f"Bearer {made.json()['api_key']}")]
+        assert (await before.turn(session, [user("One")], key)).status == 200
+        async with restarts.started(api_key="ours") as after:
+            assert (await after.turn(session, [user("Two")], key)).status == 200
+            assert (await after.turn(session, [user("Three")], key)).status == 400
+            async with restarts.started(api_key="ours") as again:
+                read = await again.ask("GET", f"/sessions/{session}", None, [("Authorization", "Bearer ours")])
+                assert read.json()["metadata"]["end_reason"] == "turns"
+                assert len(read.json()["records"]) == 2
+
+
+async def test_what_was_deleted_stays_deleted_and_its_name_is_free(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        await before.create("gone")
+        await before.chat("gone", [user("Hi")])
+        await before.create("stays")
+        await before.ask("DELETE", "/sessions/gone")
+        async with restarts.started() as after:
+            assert (await after.ask("GET", "/sessions/gone")).status == 404
+            assert (await after.ask("POST", "/sessions", {"session_id": "stays"})).status == 409
+            await after.create("gone")
+            assert (await after.read("gone"))["records"] == []
+
+
+async def test_finalized_sessions_that_headers_made_are_there_again(restarts: Restarts) -> None:
+    named = [("X-Session-Id", "s-1"), ("X-Instance-Id", "i-1"), ("X-Turn-Id", "t-1")]
+    async with restarts.started() as before:
+        body = {"model": "m", "max_tokens": 8, "messages": [user("Hi")]}
+        assert (await before.ask("POST", CHAT, body, named)).status == 200
+        await before.ask("POST", MINE, {"session_id": "s-1", "reward": 0.5, "label": "good"})
+        told = (await before.ask("POST", "/trajectory/read", {"instance_id": "i-1"})).json()["data"]
+        async with restarts.started() as after:
+            assert (await after.ask("POST", "/trajectory/read", {"instance_id": "i-1"})).json()["data"] == told
+            assert (await after.ask("POST", CHAT, body, named)).status == 200  # repeated
+            other = {**body, "messages": [user("More")]}
+            assert (await after.ask("POST", CHAT, other, named)).error_type == "session_finalized"
+            assert told[0]["reward"] == 0.5
+
+
+async def test_stored_responses_can_be_read_and_gone_on_from(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        session = await before.create()
+        path = f"/sessions/{session}/v1/responses"
+        body = {"model": "m", "max_output_tokens": 8, "input": "Hello", "instructions": "Be brief."}
+        stored = (await before.ask("POST", path, body)).json()
+        dropped = (await before.ask("POST", path, {**body, "input": "Another"})).json()
+        await before.ask("DELETE", f"{path}/{dropped['id']}")
+        held = (await before.ask("GET", f"{path}/{stored['id']}")).body
+        items = (await before.ask("GET", f"{path}/{stored['id']}/input_items")).body
+        async with restarts.started() as after:
+            assert (await after.ask("GET", f"{path}/{stored['id']}")).body == held
+            assert (await after.ask("GET", f"{path}/{stored['id']}/input_items")).body == items
+            assert (await after.ask("GET", f"{path}/{dropped['id']}")).status == 404
+            goes_on = {**body, "input": "And?", "previous_response_id": stored["id"]}
+            assert (await after.ask("POST", path, goes_on)).status == 200
+            assert (await after.records(session))[-1]["parent"] == 0
+
+
+async def test_messages_of_anthropics_api_are_known_again(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        session = await before.create()
+        path = f"/sessions/{session}/v1/messages"
+        body: Any = {"model": "m", "max_tokens": 8, "messages": [user("Hello")]}
+        answer = (await before.ask("POST", path, body)).json()
+        body["messages"] += [{"role": "assistant", "content": answer["content"]}, user("Go on")]
+        async with restarts.started() as after:
+            assert (await after.ask("POST", path, {**body, "stream": True})).status == 200
+            assert await after.reasons(session) == [None, None]
+
+
+KEEPER = MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE})
+
+
+@pytest.mark.parametrize("held", [True, False])
+async def test_rows_of_experts_are_there_again_or_missing_by_name(tmp_path: Path, held: bool) -> None:
+    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1", moe=MOE) as worker:
+        restarts = Restarts(worker, tmp_path)
+        async with restarts.started(behind=(KEEPER,), state_rows=held) as before:
+            session = await before.create()
+            messages = [user("Hello there.")]
+            messages += [message_of(await before.chat(session, messages)), user("Go on.")]
+            messages += [message_of(await before.chat(session, messages)), user("And on.")]
+            await before.chat(session, messages, n=2)
+            told, asked = await before.samples(session), {"session_id": session, "leaf": 2}
+            rows = (await before.ask("POST", "/routed_experts", asked)).body
+            assert np.array_equal(experts_of(told[0]), truth(told[0]["tokens"]))
+            async with restarts.started(behind=(KEEPER,), state_rows=held) as after:
+                delivered = await after.ask("POST", "/routed_experts", asked)
+                samples = await after.samples(session)
+                if held:
+                    assert delivered.body == rows
+                    assert samples == told
+                    assert await after.read(session) == {
+                        **(whole := await before.read(session)),
+                        "metadata": {**whole["metadata"], "last_used_at": ANY},
+                    }
+                else:
+                    assert delivered.error_type == "routed_experts_not_held"
+                    assert "--state-rows was off" in str(samples[0]["metadata"]["routed_experts_missing"])
+                    assert [each["tokens"] for each in samples] == [each["tokens"] for each in told]
+                await after.chat(session, messages)
+                last = (await after.samples(session))[-1]
+                assert np.array_equal(experts_of(last), truth(last["tokens"])), "what goes on has all of them"
+
+
+async def test_an_untraced_request_is_told_of_after_a_kill(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        session = await before.create()
+        body = {"text": "x", "sampling_params": {"max_new_tokens": 2}}
+        await before.ask("POST", f"/sessions/{session}/generate", body)
+        told = (await before.read(session))["metadata"]["untraced"]
+        async with restarts.started() as after:
+            assert (await after.read(session))["metadata"]["untraced"] == told
+            assert [each["path"] for each in told] == ["/generate"]
+
+
+async def test_the_command_lists_what_is_held_and_writes_a_session(
+    restarts: Restarts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with restarts.started() as before:
+        session = await before.create("written")
+        await before.chat(session, [user("Hi")])
+        (sample,) = await before.samples(session)
+        records = await before.records(session)
+        directory = str(restarts.directory)
+        with pytest.raises(SystemExit):
+            await asyncio.to_thread(cli.main, ["state", directory])
+        assert "another running router has it open" in capsys.readouterr().err
+    await asyncio.to_thread(cli.main, ["state", directory])
+    listed = [line.split()[1:4] for line in capsys.readouterr().out.splitlines()]
+    assert ["written", "turn", "1"] in listed
+    await asyncio.to_thread(cli.main, ["state", directory, "written"])
+    about, record, leaf = map(json.loads, capsys.readouterr().out.splitlines())
+    assert about["session"]["session_id"] == "written"
+    assert record["record"] == records[0]
+    assert leaf["leaf"]["tokens"] == sample["tokens"]
+    assert leaf["leaf"]["loss_mask"] == sample["loss_mask"]
+    with pytest.raises(SystemExit):
+        await asyncio.to_thread(cli.main, ["state", directory, "nobody"])
+    assert "holds nothing of 'nobody'" in capsys.readouterr().err
+
+
+async def test_held_sessions_expire_though_nobody_loads_them(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        await before.create("forgotten")
+        async with restarts.started(options={"idle_timeout": 0.5}) as after:
+            statistics = after.router.app.router.statistics["openai_sessions"]
+            await until(lambda: statistics()["expired"] == 1, "it expires")
+            assert (await after.ask("GET", "/sessions")).json() == {"sessions": []}
+
+
+async def test_without_a_state_directory_nothing_touches_the_disk(tmp_path: Path, restarts: Restarts) -> None:
+    async with running_router(
+        restarts.worker.url, middlewares=(MiddlewareSpec(SESSIONS, {}),), hf_checkpoint=tokenizer_directory("qwen3")
+    ) as router:
+        assert router.app.router.store is None
+        trial = SessionTrial(router, [restarts.worker])
+        await trial.chat(await trial.create(), [user("Hi")])
+    assert os.listdir(tmp_path) == []
