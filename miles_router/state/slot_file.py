@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from miles_router.errors import StateDamaged, StateError, StateForeign, StateFull, StateHeld, StateOutdated
 from miles_router.state.acknowledged import Acknowledged
@@ -25,6 +26,7 @@ APPLICATION = 0x4D527374
 FORMAT = 1
 TABLES = (
     "CREATE TABLE entries (owner TEXT NOT NULL, kind TEXT NOT NULL, key NOT NULL, value BLOB NOT NULL, "
+    "sum INTEGER NOT NULL, "
     "PRIMARY KEY (owner, kind, key))",
     "CREATE TABLE slot (transactions INTEGER NOT NULL, epoch INTEGER NOT NULL)",
     "INSERT INTO slot VALUES (0, 0)",
@@ -46,7 +48,7 @@ WITH RECURSIVE walk(owner) AS (
     UNION ALL
     SELECT (SELECT min(owner) FROM entries WHERE owner > walk.owner) FROM walk WHERE walk.owner IS NOT NULL
 )
-SELECT walk.owner, entries.key, entries.value
+SELECT walk.owner, entries.value, entries.sum
 FROM walk JOIN entries ON entries.owner = walk.owner AND entries.kind = ?2 AND entries.key = ?3 LIMIT ?4
 """
 #: What SQLite says (`sqlite3_errstr`), and which error of ours that is. Python 3.10 tells no codes.
@@ -153,11 +155,15 @@ class SlotFile:
         put = [each for each in changes if each.value is not None]
         for start in range(0, len(put), ROWS_AT_ONCE):
             some = put[start : start + ROWS_AT_ONCE]
-            rows = ", ".join(["(?, ?, ?, ?)"] * len(some))
+            rows = ", ".join(["(?, ?, ?, ?, ?)"] * len(some))
             self._connection.execute(
                 f"INSERT INTO entries VALUES {rows} "
-                "ON CONFLICT (owner, kind, key) DO UPDATE SET value = excluded.value",
-                [field for each in some for field in (owner, each.kind, each.key, each.value)],
+                "ON CONFLICT (owner, kind, key) DO UPDATE SET value = excluded.value, sum = excluded.sum",
+                [
+                    field
+                    for each in some
+                    for field in (owner, each.kind, each.key, each.value, crc32(each.value or b""))
+                ],
             )
 
     def delete(self, owner: str) -> None:
@@ -176,15 +182,21 @@ class SlotFile:
         """All rows of an owner, ordered by kind and key."""
         with self._by_name():
             rows = self._connection.execute(
-                "SELECT kind, key, value FROM entries WHERE owner = ? ORDER BY kind, key", (owner,)
+                "SELECT kind, key, value, sum FROM entries WHERE owner = ? ORDER BY kind, key", (owner,)
             )
-            return [StateRow(*row) for row in rows]
+            return [StateRow(kind, key, self._whole(value, owner, check)) for kind, key, value, check in rows]
 
     def owners(self, kind: str, key: int | str, after: str, limit: int) -> list[tuple[str, bytes]]:
         """The next owners behind `after` that have this row, in their order, with its value."""
         with self._by_name():
             rows = self._connection.execute(OWNERS, (after, kind, key, limit)).fetchall()
-            return [(owner, value) for owner, _, value in rows]
+            return [(owner, self._whole(value, owner, check)) for owner, value, check in rows]
+
+    def _whole(self, value: bytes, owner: str, check: int) -> bytes:
+        """SQLite finds out when a page is none, and not when a byte in it is another."""
+        if crc32(value) != check:
+            raise StateDamaged(f"{self._path}: a row of {owner!r} is not what was written")
+        return value
 
     def holdings(self) -> list[tuple[str, str, int, int]]:
         """Of each owner and kind: how many rows there are, and their bytes."""

@@ -288,6 +288,21 @@ async def test_what_is_left_of_a_damaged_slot_can_be_had_by_choice(tmp_path: Pat
         assert [entry.key for entry in await store.load(OWNER)] == [*range(9)]
 
 
+async def test_a_byte_that_has_changed_on_the_disk_is_refused_by_name(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        await store.commit(OWNER, [Change("turn", 0, b"ids" * 1000), Change("session", 0, b"well")])
+        await store.commit("sound", rows(1), slot=SLOT)
+    path = file_of(tmp_path)
+    content = path.read_bytes()
+    assert content.count(b"idsidsids") > 0
+    path.write_bytes(content.replace(b"idsidsids", b"idsidsidt", 1).replace(b"well", b"will"))
+    async with opened(tmp_path) as store:
+        for attempt in (store.load(OWNER), store.owners(SLOT, "session")):
+            with pytest.raises(StateDamaged, match="a row of 'session-1' is not what was written"):
+                await attempt
+        assert len(await store.load("sound", slot=SLOT)) == 1
+
+
 @pytest.mark.parametrize("left", [0, 50, 4096, 30_000])
 async def test_a_truncated_file_is_refused_by_name(tmp_path: Path, left: int) -> None:
     async with opened(tmp_path) as store:
