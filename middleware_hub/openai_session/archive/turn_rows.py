@@ -1,5 +1,5 @@
-"""A turn as bytes, and back. Messages, contexts and tools are rows of their own, once however many turns have them; ids and
-logprobs are the bytes that they are in memory.
+"""A turn as bytes, and back. Messages, contexts and tools are rows of their own, once however many turns have them; ids
+and logprobs are the bytes that they are in memory.
 
     length of the header (4 bytes, little-endian), header (JSON), ids given (int32), and for each piece that was sampled
     its ids (int32) and logprobs (float32)
