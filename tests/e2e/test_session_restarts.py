@@ -93,6 +93,8 @@ async def test_samples_after_a_kill_are_byte_for_byte_those_before(restarts: Res
             ]
             assert await everything(after, session) == told
             assert told[0][0] == 200
+            audit = await after.ask("POST", f"/sessions/{session}/audit", {})
+            assert (audit.status, b"tools_not_held" in audit.body) == (200, False), "tools are there as they were sent"
 
 
 async def test_the_next_turn_goes_on_in_the_same_segment_with_the_same_tokens(restarts: Restarts) -> None:
