@@ -19,10 +19,11 @@ from miles_router.asgi.doors import Doors, first_segment
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.keys import Keys
 from miles_router.asgi.own_routes import OwnRoutes
-from miles_router.control.control import Control
+from miles_router.cluster.part import Part
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
+from miles_router.control.requests import OwnRequests
 from miles_router.control.stalls import StallWatch
 from miles_router.edge import RouterApp
 from miles_router.engines.paths import CLIENT_PATHS
@@ -36,7 +37,6 @@ from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import POLICIES, Checked
-from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
@@ -55,7 +55,11 @@ from miles_router.settings.keys import admin_keys, data_keys
 
 
 def create_app(
-    config: RouterConfig | None = None, *, args: Namespace | None = None, tokenizer: Any = None
+    config: RouterConfig | None = None,
+    *,
+    args: Namespace | None = None,
+    tokenizer: Any = None,
+    part: Part | None = None,
 ) -> RouterApp:
     """Build a router. Give the result to any ASGI server; its lifespan runs the health checks and the middlewares.
 
@@ -63,12 +67,15 @@ def create_app(
         config: every setting; None takes the defaults.
         args: a framework's own Namespace, shown to middlewares as `router.args`.
         tokenizer: the one that middlewares get as `router.tokenizer`, in place of the checkpoint's.
+        part: what this process does of the router; None: all of it.
 
     Raises:
         ConfigError: a middleware that cannot be loaded, or a worker URL that is none.
     """
-    config = config or RouterConfig()
+    part = part or Part()
+    config = part.config(config or RouterConfig())
     loaded = load_middlewares(config.middlewares)
+    part.check(loaded)
     clients = ClientStatistics(Backlog())
     upstream = Upstream(
         connect_timeout=config.connect_timeout, max_connections=config.max_connections, backlog=clients.backlog
@@ -79,26 +86,26 @@ def create_app(
     metrics.register(loop_delay)
     dispatch = Dispatch()
     pools = dispatch.pools = Pools(
-        config.model_id or "", lambda name: _pool(name, config, upstream, probes, fan_out, metrics, args, tokenizer)
+        config.model_id or "",
+        lambda name: _pool(name, config, part, upstream, probes, fan_out, metrics, args, tokenizer),
     )
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
     stack = Reception(outermost, pools)
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
-    for url in config.worker_urls:
+    for url in part.first_workers(config):
         pools.default.fleet.pool.add(parse_worker_url(url))
-    admin = Admin(pools, _described(loaded))
-    routes, doors = _own_routes(config, admin, ControlRoutes(pools), layers, stack)
-    routes.lifespan_context = _lifespan(layers, pools, upstream, loop_delay)
+    admin = part.admin(pools, _described(loaded))
+    routes, doors = _own_routes(config, part, admin, ControlRoutes(pools), layers, stack)
+    routes.lifespan_context = _lifespan(layers, part, pools, upstream, loop_delay)
     _register_metrics(router, layers)
-    return RouterApp(
-        config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients
-    )
+    return part.app(config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients)
 
 
 def _pool(
     name: str,
     config: RouterConfig,
+    part: Part,
     upstream: Upstream,
     probes: Probes,
     fan_out: FanOut,
@@ -109,8 +116,8 @@ def _pool(
     """The workers of one model, and all that serves them alone. The checkpoint is that of the default pool."""
     if name != (config.model_id or ""):
         config, tokenizer = replace(config, hf_checkpoint=None, chat_template_path=None), None
-    fleet = Fleet(
-        pool=WorkerPool(failure_threshold=config.health_check_failure_threshold, readmit=config.readmit),
+    fleet = part.fleet(
+        pool=part.pool(name, failure_threshold=config.health_check_failure_threshold, readmit=config.readmit),
         gate=Gate(max_held=config.gate_max_held, timeout=config.gate_timeout),
         policy=policy_named(config.policy),
         questions=probes,
@@ -129,10 +136,11 @@ def _pool(
     health = HealthMonitor(
         fleet, probes, interval=config.health_check_interval, deep_interval=config.deep_health_check_interval
     )
-    control = Control(
+    control = part.control(
+        name,
         fleet=fleet,
         fan_out=fan_out,
-        in_flight=in_flight,
+        requests=OwnRequests(in_flight, fleet.gate),
         health=health,
         extra=config.fan_out,
         read_timeout=config.health_check_timeout,
@@ -149,9 +157,10 @@ def _pool(
         args=args,
         tokenizer=tokenizer,
     )
+    is_paused = part.is_paused(name, health)
     innermost: ASGIApp = Proxy(forwarder, metrics, in_flight=in_flight, request_timeout=config.request_timeout)
     mover = Mover(
-        ResumeContext(innermost, router, in_flight, health.is_paused, resume_cut=False, resume_lost=False),
+        ResumeContext(innermost, router, in_flight, is_paused, resume_cut=False, resume_lost=False),
         fan_out,
         after=config.move_after,
         excused=lambda: control.may_silence,
@@ -161,11 +170,13 @@ def _pool(
             innermost,
             router=router,
             in_flight=in_flight,
-            is_paused=health.is_paused,
+            is_paused=is_paused,
             resume_cut=config.partial_rollout == "resume",
             resume_lost=config.resume_on_worker_loss,
         )
-    return ModelPool(name, router, innermost, probes, lambda: _looking_after(fleet, health, stalls, mover))
+    return ModelPool(
+        name, router, innermost, probes, health, lambda: _looking_after(part, fleet, health, stalls, mover)
+    )
 
 
 def policy_named(name: str) -> Policy:
@@ -188,20 +199,29 @@ def policy_named(name: str) -> Policy:
 
 
 @asynccontextmanager
-async def _looking_after(fleet: Fleet, health: HealthMonitor, stalls: StallWatch, mover: Mover) -> AsyncIterator[None]:
+async def _looking_after(
+    part: Part, fleet: Fleet, health: HealthMonitor, stalls: StallWatch, mover: Mover
+) -> AsyncIterator[None]:
     async with AsyncExitStack() as running:
         running.push_async_callback(fleet.close)
-        await running.enter_async_context(health.running())
-        await running.enter_async_context(stalls.running())
-        await running.enter_async_context(mover.running())
+        if part.checks:
+            await running.enter_async_context(health.running())
+        if part.sends:
+            await running.enter_async_context(stalls.running())
+            await running.enter_async_context(mover.running())
         yield
 
 
 def _own_routes(
-    config: RouterConfig, admin: Admin, control_routes: ControlRoutes, layers: Iterable[ASGIApp], stack: ASGIApp
+    config: RouterConfig,
+    part: Part,
+    admin: Admin,
+    control_routes: ControlRoutes,
+    layers: Iterable[ASGIApp],
+    stack: ASGIApp,
 ) -> tuple[OwnRoutes, Doors]:
     """The router's own routes and those of the middlewares, and the door of every path."""
-    groups = [admin.open_routes(), admin.guarded_routes(), control_routes.routes()]
+    groups = [admin.open_routes(), part.routes(admin.guarded_routes()), part.routes(control_routes.routes())]
     opened, administration, control = ([_path(route) for route in group] for group in groups)
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
     taken = {*map(first_segment, (*opened, *administration)), *control}
@@ -260,7 +280,9 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
                 router.metrics.register(collector)
 
 
-def _lifespan(layers: Iterable[ASGIApp], pools: Pools, upstream: Upstream, loop_delay: LoopDelay) -> Lifespan[Any]:
+def _lifespan(
+    layers: Iterable[ASGIApp], part: Part, pools: Pools, upstream: Upstream, loop_delay: LoopDelay
+) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last."""
 
     @asynccontextmanager
@@ -269,6 +291,7 @@ def _lifespan(layers: Iterable[ASGIApp], pools: Pools, upstream: Upstream, loop_
             await running.enter_async_context(loop_delay.running())
             running.push_async_callback(upstream.close)
             await running.enter_async_context(pools.running())
+            await running.enter_async_context(part.running(pools))
             for layer in layers:
                 if isinstance(layer, HasLifespan):
                     await running.enter_async_context(layer.lifespan())

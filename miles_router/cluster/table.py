@@ -1,0 +1,198 @@
+"""Requests in flight of all processes: a table in shared memory, with a row for each data process and three cells for
+each unit. Each process writes its own row alone and reads all of them, so that the least loaded unit is that of the
+whole machine.
+
+An inherited `memfd`: nothing has a name, and nothing is left behind. A cell is one aligned word, so that it is never
+read half written; two processes may still choose at the same instant.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+
+from miles_router.fleet.workers import Unit, Worker
+
+#: Units of all workers, and one more for each worker.
+COLUMNS = 65_536
+#: Cells of a unit: requests, tokens, sessions.
+KINDS = ("in_flight", "tokens", "sessions")
+_WIDTH = len(KINDS)
+_CELL = 8
+#: Cells before those of the units: the process id of a process that sends requests, or 0.
+_HEADER = 8
+_ROW = _HEADER + _WIDTH * COLUMNS
+_WHOLE_PAGES = 1 << 16
+
+
+def make_table(rows: int) -> int:
+    """The descriptor of an empty table."""
+    descriptor = os.memfd_create("miles-router counts", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, _size(rows))
+    return descriptor
+
+
+def _size(rows: int) -> int:
+    return -(-rows * _ROW * _CELL // _WHOLE_PAGES) * _WHOLE_PAGES
+
+
+class Counts:
+    """One process's view of the table.
+
+    Args:
+        descriptor: of the table; it may be closed afterwards.
+        row: that this process writes; None for one that only reads. What it reads counts on workers, too, then.
+    """
+
+    def __init__(self, descriptor: int, rows: int, row: int | None = None) -> None:
+        memory = mmap.mmap(descriptor, _size(rows))
+        self._cells = np.frombuffer(memory, dtype=np.int64, count=rows * _ROW).reshape(rows, _ROW)
+        self._row = row
+        start = 0 if row is None else row * _ROW * _CELL
+        self._own = memoryview(memory)[start : start + _ROW * _CELL].cast("q")
+        self._others = [each for each in range(rows) if each != row]
+        self._columns: dict[Unit, int] = {}
+        self._units: dict[int, Unit] = {}
+        self._blocks: dict[Worker, tuple[int, int]] = {}
+        #: What was last read of the others, twice: to be compared at once, and to be read one by one.
+        self._seen = np.zeros(0, dtype=np.int64)
+        self._elsewhere: list[int] = []
+
+    # Who sends requests
+
+    @property
+    def senders(self) -> list[int]:
+        """The process ids of those that send requests, one for each row; 0 where there is none."""
+        return [int(each) for each in self._cells[:, 0]]
+
+    def send(self, process: int) -> None:
+        """This process begins to send requests; it has this id."""
+        self._own[0] = process
+
+    def clear(self, row: int) -> None:
+        """The process of a row has ended."""
+        self._cells[row] = 0
+
+    # Which unit has which cells
+
+    def place(self, worker: Worker, column: int, width: int) -> None:
+        """The units of a worker have the cells from this column on: the whole worker, then each rank."""
+        self._blocks[worker] = (column, width)
+        used = _WIDTH * (column + width)
+        if used > len(self._elsewhere):
+            more = used - len(self._elsewhere)
+            self._seen = np.concatenate([self._seen, np.zeros(more, dtype=np.int64)])
+            self._elsewhere += [0] * more
+        self.arrange(worker)
+
+    def arrange(self, worker: Worker) -> None:
+        """The units of a worker may be others than before."""
+        block = self._blocks.get(worker)
+        if block is None:
+            return
+        column, width = block
+        for unit in worker.units:
+            place = 0 if unit.rank is None else 1 + unit.rank
+            before = self._columns.get(unit)
+            if place < width and before != column + place:
+                self._lift(unit)
+                if before is not None:
+                    self._empty(before)
+                self._put(unit, column + place)
+        if self._row is None:
+            self._watch_whole(worker, column)
+            return
+        for unit in [unit for unit in self._columns if unit.worker is worker and unit.retired]:
+            self._lift(unit)
+
+    def _watch_whole(self, worker: Worker, column: int) -> None:
+        """Whoever reads counts on a worker what processes have on units that it has no more, or not yet elsewhere."""
+        if worker.ranks and column not in self._units:
+            rest = Unit(worker)
+            rest.retired = True
+            self._put(rest, column)
+
+    def remove(self, worker: Worker) -> None:
+        """A worker is forgotten. What it still has stays in this process's row until it ends."""
+        if self._blocks.pop(worker, None) is not None:
+            for unit in [unit for unit in self._columns if unit.worker is worker]:
+                self._lift(unit)
+
+    def _put(self, unit: Unit, column: int) -> None:
+        if (other := self._units.get(column)) is not None:
+            self._lift(other)
+        self._columns[unit], self._units[column] = column, unit
+        for kind, name in enumerate(KINDS):
+            self._add(unit, name, self._elsewhere[_WIDTH * column + kind])
+        self.note(unit)
+
+    def _lift(self, unit: Unit) -> None:
+        """It counts for this process alone, and keeps its cells while it has something."""
+        column = self._columns.get(unit)
+        if column is not None and self._units.get(column) is unit:
+            del self._units[column]
+            for kind, name in enumerate(KINDS):
+                self._add(unit, name, -self._elsewhere[_WIDTH * column + kind])
+            if self._row is None:
+                del self._columns[unit]
+            else:
+                self.note(unit)
+
+    def _empty(self, column: int) -> None:
+        """What this process had there is elsewhere now."""
+        if self._row is not None:
+            for cell in range(_HEADER + _WIDTH * column, _HEADER + _WIDTH * (column + 1)):
+                self._own[cell] = 0
+
+    def _add(self, unit: Unit, name: str, number: int) -> None:
+        setattr(unit, name, getattr(unit, name) + number)
+        if self._row is None and name == KINDS[0]:
+            unit.worker.in_flight += number
+
+    # Counting
+
+    def note(self, unit: Unit) -> None:
+        """What this process has on a unit may have changed."""
+        column = self._columns.get(unit)
+        if column is None or self._row is None:
+            return
+        own, first, cell = self._own, _WIDTH * column, _HEADER + _WIDTH * column
+        if self._units.get(column) is unit:
+            elsewhere = self._elsewhere
+            own[cell] = unit.in_flight - elsewhere[first]
+            own[cell + 1] = unit.tokens - elsewhere[first + 1]
+            own[cell + 2] = unit.sessions - elsewhere[first + 2]
+            return
+        own[cell], own[cell + 1], own[cell + 2] = unit.in_flight, unit.tokens, unit.sessions
+        if not unit.in_flight and not unit.tokens and not unit.sessions:
+            del self._columns[unit]
+
+    def refresh(self) -> None:
+        """Count what all others have on each unit now."""
+        used = len(self._elsewhere)
+        if not used or not self._others:
+            return
+        cells = self._cells[:, _HEADER : _HEADER + used]
+        now = cells[self._others[0]].copy() if len(self._others) == 1 else cells[self._others].sum(axis=0)
+        changed = (now != self._seen).nonzero()[0]
+        if not len(changed):
+            return
+        self._seen = now
+        for place, number in zip(changed.tolist(), now[changed].tolist(), strict=True):
+            column, kind = divmod(place, _WIDTH)
+            before, self._elsewhere[place] = self._elsewhere[place], number
+            unit = self._units.get(column)
+            if unit is not None:
+                self._add(unit, KINDS[kind], number - before)
+
+    def is_empty(self, column: int, width: int) -> bool:
+        """Whether nobody has anything there."""
+        first = _HEADER + _WIDTH * column
+        return not self._cells[:, first : first + _WIDTH * width].any()
+
+    def in_flight(self) -> int:
+        """The requests of all processes on units that this one knows."""
+        first = slice(_HEADER, _HEADER + len(self._elsewhere), _WIDTH)
+        return int(self._cells[:, first].sum())
