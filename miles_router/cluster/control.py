@@ -190,9 +190,12 @@ class ControlPart(Part):
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT)
-            for pool in self._pools:
-                _deciding(pool).recount()
             self.followers.changed()
+            ending = {pool: each for pool in map(_deciding, self._pools) if (each := pool.ending)}
+            if ending:
+                await self.followers.caught_up()
+                for pool, workers in ending.items():
+                    pool.settle(workers)
 
     # Data processes
 
@@ -248,8 +251,7 @@ class ControlPart(Part):
     async def _http(self, message: Message) -> Message:
         """Answer a request, once everybody acts by the answer."""
         await self._ready.wait()
-        for pool in self._pools:
-            _deciding(pool).recount()
+        self._counts.refresh()
         answer = await answered(self.edge, message)
         await self.followers.caught_up()
         return answer

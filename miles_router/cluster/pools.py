@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from miles_router.cluster.state import SharedPool
@@ -115,30 +115,36 @@ class DecidingPool(SharedPool):
         return changed
 
     def remove(self, worker: Worker, reason: str = "removed") -> None:
-        """As `WorkerPool.remove`."""
-        self.counts.refresh()
-        super().remove(worker, reason)
-        self.serials.pop(worker, None)
-        self._forget_gone(worker)
+        """As `WorkerPool.remove`. Until everybody has heard of it, it may still get requests."""
+        if self._workers.get(worker.url) is worker:
+            super().remove(worker, reason)
+            del self.serials[worker]
+            self._leaving[worker.url] = worker
 
     def drain(self, worker: Worker, when_idle: Callable[[], None]) -> None:
-        """As `WorkerPool.drain`."""
-        self.counts.refresh()
-        super().drain(worker, when_idle)
+        """As `WorkerPool.drain`. Whether it is idle is seen once everybody has heard of it."""
+        if worker.state is not WorkerState.DRAINING:
+            self._move(worker, WorkerState.DRAINING, "drain requested", before=worker.state)
+        self._when_idle.setdefault(worker.url, []).append(when_idle)
 
-    def recount(self) -> None:
-        """Others may have given back leases: who drains is removed after the last."""
-        self.counts.refresh()
-        for worker in [each for each in self if each.state is WorkerState.DRAINING and not each.in_flight]:
-            self._drained(worker)
-        for worker in [each for each in self._leaving.values() if not each.in_flight]:
-            del self._leaving[worker.url]
-            self._forget_gone(worker)
+    @property
+    def ending(self) -> list[Worker]:
+        """Workers that get nothing new."""
+        return [*(each for each in self if each.state is WorkerState.DRAINING), *self._leaving.values()]
 
-    def _forget_gone(self, worker: Worker) -> None:
-        if self.find(worker.url) is not worker and worker in self.blocks:
-            self._columns.give_back(self.blocks.pop(worker))
-            self.counts.remove(worker)
+    def settle(self, workers: Iterable[Worker]) -> None:
+        """Everybody has heard that these get nothing new: those without requests are gone."""
+        self.counts.refresh()
+        for worker in workers:
+            if worker.in_flight:
+                continue
+            if worker.state is WorkerState.DRAINING and self._workers.get(worker.url) is worker:
+                self._drained(worker)
+            elif self._leaving.get(worker.url) is worker:
+                del self._leaving[worker.url]
+            if self.find(worker.url) is not worker and worker in self.blocks:
+                self._columns.give_back(self.blocks.pop(worker))
+                self.counts.remove(worker)
 
 
 class FollowingPool(SharedPool):

@@ -151,8 +151,13 @@ def written(fleet: Fleet, pool: SharedPool) -> Record:
         "released": sorted(fleet.released),
         "memory_orders": [[each.method, _text(each.target), _text(each.body)] for each in fleet.memory_orders],
         "names": list(fleet.model_names),
-        "workers": [_record(pool, worker) for worker in pool],
+        "workers": written_workers(pool),
     }
+
+
+def written_workers(pool: SharedPool) -> list[Record]:
+    """Who they are, and their states."""
+    return [_record(pool, worker) for worker in pool]
 
 
 def _record(pool: SharedPool, worker: Worker) -> Record:

@@ -38,6 +38,17 @@ def _size(rows: int) -> int:
     return -(-rows * _ROW * _CELL // _WHOLE_PAGES) * _WHOLE_PAGES
 
 
+class _Place:
+    """Where a unit counts: its column, whether that is the unit's alone, and what this process has put there."""
+
+    __slots__ = ("alone", "column", "in_flight", "sessions", "tokens")
+
+    def __init__(self, column: int, alone: bool) -> None:
+        self.column = column
+        self.alone = alone
+        self.in_flight = self.tokens = self.sessions = 0
+
+
 class Counts:
     """One process's view of the table.
 
@@ -53,7 +64,7 @@ class Counts:
         start = 0 if row is None else row * _ROW * _CELL
         self._own = memoryview(memory)[start : start + _ROW * _CELL].cast("q")
         self._others = [each for each in range(rows) if each != row]
-        self._columns: dict[Unit, int] = {}
+        self._places: dict[Unit, _Place] = {}
         self._units: dict[int, Unit] = {}
         self._blocks: dict[Worker, tuple[int, int]] = {}
         #: What was last read of the others, twice: to be compared at once, and to be read one by one.
@@ -88,63 +99,63 @@ class Counts:
         self.arrange(worker)
 
     def arrange(self, worker: Worker) -> None:
-        """The units of a worker may be others than before."""
-        block = self._blocks.get(worker)
-        if block is None:
+        """The units of a worker may be others than before. Ranks that have no cells yet count on the worker; and so do,
+        for who only reads, those that it does not know."""
+        if worker not in self._blocks:
             return
-        column, width = block
-        for unit in worker.units:
-            place = 0 if unit.rank is None else 1 + unit.rank
-            before = self._columns.get(unit)
-            if place < width and before != column + place:
-                self._lift(unit)
-                if before is not None:
-                    self._empty(before)
-                self._put(unit, column + place)
-        if self._row is None:
-            self._watch_whole(worker, column)
-            return
-        for unit in [unit for unit in self._columns if unit.worker is worker and unit.retired]:
-            self._lift(unit)
-
-    def _watch_whole(self, worker: Worker, column: int) -> None:
-        """Whoever reads counts on a worker what processes have on units that it has no more, or not yet elsewhere."""
-        if worker.ranks and column not in self._units:
+        column, width = self._blocks[worker]
+        if self._row is None and worker.ranks and column not in self._units:
             rest = Unit(worker)
             rest.retired = True
-            self._put(rest, column)
+            self._put(rest, column, alone=True)
+        for unit in worker.units:
+            number = 0 if unit.rank is None else 1 + unit.rank
+            alone = number < width
+            place = self._places.get(unit)
+            wanted = column + number if alone else column
+            if place is None or (place.column, place.alone) != (wanted, alone):
+                self._take(unit)
+                self._put(unit, wanted, alone=alone)
+        if self._row is not None:
+            for unit in [each for each in self._places if each.worker is worker and each.retired]:
+                self._lift(unit)
+                self.note(unit)
 
     def remove(self, worker: Worker) -> None:
         """A worker is forgotten. What it still has stays in this process's row until it ends."""
         if self._blocks.pop(worker, None) is not None:
-            for unit in [unit for unit in self._columns if unit.worker is worker]:
+            for unit in [each for each in self._places if each.worker is worker]:
                 self._lift(unit)
+                if self._row is None:
+                    del self._places[unit]
+                else:
+                    self.note(unit)
 
-    def _put(self, unit: Unit, column: int) -> None:
-        if (other := self._units.get(column)) is not None:
-            self._lift(other)
-        self._columns[unit], self._units[column] = column, unit
-        for kind, name in enumerate(KINDS):
-            self._add(unit, name, self._elsewhere[_WIDTH * column + kind])
+    def _put(self, unit: Unit, column: int, *, alone: bool) -> None:
+        self._places[unit] = _Place(column, alone)
+        if alone:
+            if (other := self._units.get(column)) is not None:
+                self._lift(other)
+                self.note(other)
+            self._units[column] = unit
+            for kind, name in enumerate(KINDS):
+                self._add(unit, name, self._elsewhere[_WIDTH * column + kind])
         self.note(unit)
 
     def _lift(self, unit: Unit) -> None:
-        """It counts for this process alone, and keeps its cells while it has something."""
-        column = self._columns.get(unit)
-        if column is not None and self._units.get(column) is unit:
+        """What others have there counts on it no more."""
+        column = self._places[unit].column
+        if self._units.get(column) is unit:
             del self._units[column]
             for kind, name in enumerate(KINDS):
                 self._add(unit, name, -self._elsewhere[_WIDTH * column + kind])
-            if self._row is None:
-                del self._columns[unit]
-            else:
-                self.note(unit)
 
-    def _empty(self, column: int) -> None:
-        """What this process had there is elsewhere now."""
-        if self._row is not None:
-            for cell in range(_HEADER + _WIDTH * column, _HEADER + _WIDTH * (column + 1)):
-                self._own[cell] = 0
+    def _take(self, unit: Unit) -> None:
+        """It counts there no more."""
+        if unit in self._places:
+            self._lift(unit)
+            self._write(self._places[unit], 0, 0, 0)
+            del self._places[unit]
 
     def _add(self, unit: Unit, name: str, number: int) -> None:
         setattr(unit, name, getattr(unit, name) + number)
@@ -155,19 +166,37 @@ class Counts:
 
     def note(self, unit: Unit) -> None:
         """What this process has on a unit may have changed."""
-        column = self._columns.get(unit)
-        if column is None or self._row is None:
+        place = self._places.get(unit)
+        if place is None or self._row is None:
             return
-        own, first, cell = self._own, _WIDTH * column, _HEADER + _WIDTH * column
-        if self._units.get(column) is unit:
+        first = _WIDTH * place.column
+        if self._units.get(place.column) is unit:
             elsewhere = self._elsewhere
-            own[cell] = unit.in_flight - elsewhere[first]
-            own[cell + 1] = unit.tokens - elsewhere[first + 1]
-            own[cell + 2] = unit.sessions - elsewhere[first + 2]
+            self._write(
+                place,
+                unit.in_flight - elsewhere[first],
+                unit.tokens - elsewhere[first + 1],
+                unit.sessions - elsewhere[first + 2],
+            )
             return
-        own[cell], own[cell + 1], own[cell + 2] = unit.in_flight, unit.tokens, unit.sessions
-        if not unit.in_flight and not unit.tokens and not unit.sessions:
-            del self._columns[unit]
+        self._write(place, unit.in_flight, unit.tokens, unit.sessions)
+        if unit.retired and not (unit.in_flight or unit.tokens or unit.sessions):
+            del self._places[unit]
+
+    def _write(self, place: _Place, in_flight: int, tokens: int, sessions: int) -> None:
+        """Several units may share a cell."""
+        if self._row is None:
+            return
+        own, cell = self._own, _HEADER + _WIDTH * place.column
+        if in_flight != place.in_flight:
+            own[cell] += in_flight - place.in_flight
+            place.in_flight = in_flight
+        if tokens != place.tokens:
+            own[cell + 1] += tokens - place.tokens
+            place.tokens = tokens
+        if sessions != place.sessions:
+            own[cell + 2] += sessions - place.sessions
+            place.sessions = sessions
 
     def refresh(self) -> None:
         """Count what all others have on each unit now."""
@@ -175,7 +204,12 @@ class Counts:
         if not used or not self._others:
             return
         cells = self._cells[:, _HEADER : _HEADER + used]
-        now = cells[self._others[0]].copy() if len(self._others) == 1 else cells[self._others].sum(axis=0)
+        if len(self._others) == 1:
+            now = cells[self._others[0]].copy()
+        else:
+            now = np.add.reduce(cells, axis=0)
+            if self._row is not None:
+                now -= cells[self._row]
         changed = (now != self._seen).nonzero()[0]
         if not len(changed):
             return

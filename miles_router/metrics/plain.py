@@ -72,11 +72,11 @@ def lasting(families: Iterable[PlainFamily]) -> list[PlainFamily]:
 def rendered(families: Iterable[PlainFamily]) -> bytes:
     """The Prometheus text exposition."""
     registry = CollectorRegistry()
-    registry.register(_Given(families))
+    registry.register(_Families(families))
     return generate_latest(registry)
 
 
-class _Given(Collector):
+class _Families(Collector):
     def __init__(self, families: Iterable[PlainFamily]) -> None:
         self._families = families
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from miles_router.cluster.pools import Columns, DecidingPool, FollowingPool
-from miles_router.cluster.state import own_numbers
+from miles_router.cluster.state import own_numbers, written_workers
 from miles_router.cluster.table import Counts, make_table
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.worker_url import parse_worker_url
@@ -39,14 +39,12 @@ class Machine:
         self.follow()
 
     def follow(self) -> None:
-        from miles_router.cluster.state import _record
-
         for pool, numbers in zip(self.data, self.numbers, strict=True):
-            pool.follow([_record(self.control, worker) for worker in self.control], lambda: next(numbers))  # noqa: B023
+            pool.follow(written_workers(self.control), lambda: next(numbers))  # noqa: B023
 
     def shown(self) -> dict[str, int]:
         """Requests in flight as the control plane shows them."""
-        self.control.recount()
+        self.control.settle(self.control.ending)
         return {worker.url: worker.in_flight for worker in self.control}
 
 
@@ -123,12 +121,12 @@ def test_ranks_are_counted_each_as_soon_as_everybody_knows_them(machine: Machine
     for pool in machine.data:
         pool.set_ranks(pool.get("http://a"), 2)
     leases = [pool.lease(LeastInFlight(), preferred="http://a") for pool in machine.data for _ in range(2)]
-    machine.control.recount()
+    machine.control.settle(machine.control.ending)
     a = machine.control.get("http://a")
     assert ([unit.in_flight for unit in a.units], a.in_flight) == ([2, 2], 5)
     for lease in (whole, *leases):
         lease.release()
-    machine.control.recount()
+    machine.control.settle(machine.control.ending)
     assert ([unit.in_flight for unit in a.units], a.in_flight) == ([0, 0], 0)
 
 
@@ -138,10 +136,10 @@ def test_cells_are_given_to_another_when_everybody_has_heard_and_nobody_has_anyt
     lease = machine.data[0].lease(LeastInFlight(), preferred="http://a")
     machine.control.remove(machine.control.get("http://a"))
     machine.follow()
-    machine.control.recount()
+    machine.control.settle(machine.control.ending)
     assert machine.control.find("http://a") is not None, "it still has a request"
     lease.release()
-    machine.control.recount()
+    machine.control.settle(machine.control.ending)
     assert machine.columns.take(1) is None, "some process may not have heard yet"
     machine.now = 100.0
     assert machine.columns.take(1) == (0, 1)
