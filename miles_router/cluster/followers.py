@@ -70,7 +70,7 @@ class Followers:
     # Following
 
     async def serve(self, follower: Follower) -> None:
-        """Have one follow until its channel is lost."""
+        """Have one follow, until this is cancelled; whoever reads its channel knows when it is lost."""
         self.greet(follower)
         try:
             while not follower.channel.lost:
