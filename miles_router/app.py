@@ -19,7 +19,7 @@ from miles_router.asgi.doors import Doors, first_segment
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.keys import Keys
 from miles_router.asgi.own_routes import OwnRoutes
-from miles_router.cluster.part import Part
+from miles_router.cluster.duty import Duty
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
@@ -59,7 +59,7 @@ def create_app(
     *,
     args: Namespace | None = None,
     tokenizer: Any = None,
-    part: Part | None = None,
+    duty: Duty | None = None,
 ) -> RouterApp:
     """Build a router. Give the result to any ASGI server; its lifespan runs the health checks and the middlewares.
 
@@ -67,15 +67,15 @@ def create_app(
         config: every setting; None takes the defaults.
         args: a framework's own Namespace, shown to middlewares as `router.args`.
         tokenizer: the one that middlewares get as `router.tokenizer`, in place of the checkpoint's.
-        part: what this process does of the router; None: all of it.
+        duty: what this process does of the router; None: all of it.
 
     Raises:
         ConfigError: a middleware that cannot be loaded, or a worker URL that is none.
     """
-    part = part or Part()
-    config = part.config(config or RouterConfig())
+    duty = duty or Duty()
+    config = duty.config(config or RouterConfig())
     loaded = load_middlewares(config.middlewares)
-    part.check(loaded)
+    duty.check(loaded)
     clients = ClientStatistics(Backlog())
     upstream = Upstream(
         connect_timeout=config.connect_timeout, max_connections=config.max_connections, backlog=clients.backlog
@@ -87,25 +87,25 @@ def create_app(
     dispatch = Dispatch()
     pools = dispatch.pools = Pools(
         config.model_id or "",
-        lambda name: _pool(name, config, part, upstream, probes, fan_out, metrics, args, tokenizer),
+        lambda name: _pool(name, config, duty, upstream, probes, fan_out, metrics, args, tokenizer),
     )
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
     stack = Reception(outermost, pools)
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
-    for url in part.first_workers(config):
+    for url in duty.first_workers(config):
         pools.default.fleet.pool.add(parse_worker_url(url))
-    admin = part.admin(pools, _described(loaded))
-    routes, doors = _own_routes(config, part, admin, ControlRoutes(pools), layers, stack)
-    routes.lifespan_context = _lifespan(layers, part, pools, upstream, loop_delay)
+    admin = duty.admin(pools, _described(loaded))
+    routes, doors = _own_routes(config, duty, admin, ControlRoutes(pools), layers, stack)
+    routes.lifespan_context = _lifespan(layers, duty, pools, upstream, loop_delay)
     _register_metrics(router, layers)
-    return part.app(config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients)
+    return duty.app(config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients)
 
 
 def _pool(
     name: str,
     config: RouterConfig,
-    part: Part,
+    duty: Duty,
     upstream: Upstream,
     probes: Probes,
     fan_out: FanOut,
@@ -116,8 +116,8 @@ def _pool(
     """The workers of one model, and all that serves them alone. The checkpoint is that of the default pool."""
     if name != (config.model_id or ""):
         config, tokenizer = replace(config, hf_checkpoint=None, chat_template_path=None), None
-    fleet = part.fleet(
-        pool=part.pool(name, failure_threshold=config.health_check_failure_threshold, readmit=config.readmit),
+    fleet = duty.fleet(
+        pool=duty.pool(name, failure_threshold=config.health_check_failure_threshold, readmit=config.readmit),
         gate=Gate(max_held=config.gate_max_held, timeout=config.gate_timeout),
         policy=policy_named(config.policy),
         questions=probes,
@@ -136,7 +136,7 @@ def _pool(
     health = HealthMonitor(
         fleet, probes, interval=config.health_check_interval, deep_interval=config.deep_health_check_interval
     )
-    control = part.control(
+    control = duty.control(
         name,
         fleet=fleet,
         fan_out=fan_out,
@@ -157,7 +157,7 @@ def _pool(
         args=args,
         tokenizer=tokenizer,
     )
-    is_paused = part.is_paused(name, health)
+    is_paused = duty.is_paused(name, health)
     innermost: ASGIApp = Proxy(forwarder, metrics, in_flight=in_flight, request_timeout=config.request_timeout)
     mover = Mover(
         ResumeContext(innermost, router, in_flight, is_paused, resume_cut=False, resume_lost=False),
@@ -175,7 +175,7 @@ def _pool(
             resume_lost=config.resume_on_worker_loss,
         )
     return ModelPool(
-        name, router, innermost, probes, health, lambda: _looking_after(part, fleet, health, stalls, mover)
+        name, router, innermost, probes, health, lambda: _looking_after(duty, fleet, health, stalls, mover)
     )
 
 
@@ -200,13 +200,13 @@ def policy_named(name: str) -> Policy:
 
 @asynccontextmanager
 async def _looking_after(
-    part: Part, fleet: Fleet, health: HealthMonitor, stalls: StallWatch, mover: Mover
+    duty: Duty, fleet: Fleet, health: HealthMonitor, stalls: StallWatch, mover: Mover
 ) -> AsyncIterator[None]:
     async with AsyncExitStack() as running:
         running.push_async_callback(fleet.close)
-        if part.checks:
+        if duty.checks:
             await running.enter_async_context(health.running())
-        if part.sends:
+        if duty.sends:
             await running.enter_async_context(stalls.running())
             await running.enter_async_context(mover.running())
         yield
@@ -214,14 +214,14 @@ async def _looking_after(
 
 def _own_routes(
     config: RouterConfig,
-    part: Part,
+    duty: Duty,
     admin: Admin,
     control_routes: ControlRoutes,
     layers: Iterable[ASGIApp],
     stack: ASGIApp,
 ) -> tuple[OwnRoutes, Doors]:
     """The router's own routes and those of the middlewares, and the door of every path."""
-    groups = [admin.open_routes(), part.routes(admin.guarded_routes()), part.routes(control_routes.routes())]
+    groups = [admin.open_routes(), duty.routes(admin.guarded_routes()), duty.routes(control_routes.routes())]
     opened, administration, control = ([_path(route) for route in group] for group in groups)
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
     taken = {*map(first_segment, (*opened, *administration)), *control}
@@ -281,7 +281,7 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
 
 
 def _lifespan(
-    layers: Iterable[ASGIApp], part: Part, pools: Pools, upstream: Upstream, loop_delay: LoopDelay
+    layers: Iterable[ASGIApp], duty: Duty, pools: Pools, upstream: Upstream, loop_delay: LoopDelay
 ) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last."""
 
@@ -291,7 +291,7 @@ def _lifespan(
             await running.enter_async_context(loop_delay.running())
             running.push_async_callback(upstream.close)
             await running.enter_async_context(pools.running())
-            await running.enter_async_context(part.running(pools))
+            await running.enter_async_context(duty.running(pools))
             for layer in layers:
                 if isinstance(layer, HasLifespan):
                     await running.enter_async_context(layer.lifespan())

@@ -16,6 +16,7 @@ import uvloop
 
 from tests.sglang_worker import RealWorker, real_workers, tail
 from tests.support import tiers
+from tests.support.running_router import use_processes
 from tests.support.stage import Stage, staged
 from tests.support.tokenizers import loaded_once
 
@@ -29,10 +30,13 @@ APART = ("tests/docs/test_snippets.py", "tests/fuzz/", "tests/property/")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=tiers.TIERS, default="ci", help="how much the tests do (tests/support/tiers.py)")
+    about = "processes of each router that a test looks at from outside; what looks inside of one is skipped"
+    parser.addoption("--processes", type=int, default=1, help=about)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     tiers.choose(config.getoption("tier"))
+    use_processes(config.getoption("processes"))
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -22,8 +22,8 @@ from miles_router import tasks
 from miles_router.admin.routes import Admin, Json
 from miles_router.asgi.exchange import Exchange, Scope
 from miles_router.cluster.channel import Channel, Message
+from miles_router.cluster.duty import Duty, without_keys
 from miles_router.cluster.followers import AllRequests, Follower, Followers
-from miles_router.cluster.part import Part, without_keys
 from miles_router.cluster.pools import Columns, DecidingPool
 from miles_router.cluster.state import Record, followed, memory_orders, own_numbers, written
 from miles_router.cluster.table import Counts
@@ -56,7 +56,7 @@ class InnerApp(RouterApp):
         """Nothing."""
 
 
-class ControlPart(Part):
+class ControlDuty(Duty):
     """The control plane.
 
     Args:
@@ -85,7 +85,7 @@ class ControlPart(Part):
     # The parts of the router
 
     def config(self, config: RouterConfig) -> RouterConfig:
-        """See `Part`."""
+        """See `Duty`."""
         self._worker_urls = config.worker_urls
         return without_keys(config)
 
@@ -94,22 +94,22 @@ class ControlPart(Part):
         return ()
 
     def pool(self, name: str, **settings: Any) -> DecidingPool:
-        """See `Part`."""
+        """See `Duty`."""
         return DecidingPool(self._counts, self._columns, lambda: next(self._serials), **settings)
 
     def fleet(self, **parts: Any) -> Fleet:
-        """See `Part`."""
+        """See `Duty`."""
         fleet = Fleet(**parts)
         fleet.everywhere = self.followers.caught_up
         fleet.subscribe(self._moved)
         return fleet
 
     def control(self, name: str, **parts: Any) -> Control:
-        """See `Part`."""
+        """See `Duty`."""
         return Control(**{**parts, "requests": AllRequests(name, self.followers)})
 
     def admin(self, pools: Pools, stack: list[dict[str, object]]) -> Admin:
-        """See `Part`."""
+        """See `Duty`."""
         self._admin = WholeAdmin(pools, self.followers)
         return self._admin
 

@@ -1,4 +1,4 @@
-"""A data process's part of a router: it takes clients' requests and sends them to workers, and decides nothing.
+"""A data process's duty of a router: it takes clients' requests and sends them to workers, and decides nothing.
 
 It follows what the control plane decides, goes on with the last of it while that is away, and reports what it sees.
 What is asked of the whole fleet it hands to the control plane.
@@ -24,7 +24,7 @@ from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import HOP_BY_HOP, first
 from miles_router.cluster.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control import POOL, SOCKET, pool_named
-from miles_router.cluster.part import Part
+from miles_router.cluster.duty import Duty
 from miles_router.cluster.pools import FollowingPool
 from miles_router.cluster.state import followed, own_numbers
 from miles_router.cluster.table import Counts
@@ -205,7 +205,7 @@ class Link:
         return await self.ask("http", body, **fields)
 
 
-class DataPart(Part):
+class DataDuty(Duty):
     """A data process.
 
     Args:
@@ -224,7 +224,7 @@ class DataPart(Part):
         self._admin: Admin
 
     def config(self, config: RouterConfig) -> RouterConfig:
-        """See `Part`. Bounds of the whole router are shared out."""
+        """See `Duty`. Bounds of the whole router are shared out."""
         return replace(
             config,
             max_connections=-(-config.max_connections // self._count),
@@ -232,7 +232,7 @@ class DataPart(Part):
         )
 
     def check(self, loaded: Iterable[LoadedMiddleware]) -> None:
-        """See `Part`. Each process has an own stack, and a layer may hold what only one may."""
+        """See `Duty`. Each process has an own stack, and a layer may hold what only one may."""
         for each in loaded:
             if getattr(each.cls, "one_process", False):
                 raise ConfigError(f"processes: {each.path} holds what one process alone has; not yet with several")
@@ -242,7 +242,7 @@ class DataPart(Part):
         return ()
 
     def pool(self, name: str, **settings: Any) -> FollowingPool:
-        """See `Part`."""
+        """See `Duty`."""
 
         def report(kind: str, worker: Worker, reason: str) -> None:
             self._link.report(kind, name, worker, made.serials.get(worker), reason)
@@ -251,15 +251,15 @@ class DataPart(Part):
         return made
 
     def fleet(self, **parts: Any) -> Fleet:
-        """See `Part`."""
+        """See `Duty`."""
         return FollowingFleet(**parts)
 
     def control(self, name: str, **parts: Any) -> Control:
-        """See `Part`."""
+        """See `Duty`."""
         return DistantControl(name, self._link, **parts)
 
     def is_paused(self, name: str, health: HealthMonitor) -> Callable[[str], Awaitable[bool]]:
-        """See `Part`."""
+        """See `Duty`."""
 
         async def asked(url: str) -> bool:
             try:
@@ -270,18 +270,18 @@ class DataPart(Part):
         return asked
 
     def admin(self, pools: Pools, stack: list[dict[str, object]]) -> Admin:
-        """See `Part`."""
+        """See `Duty`."""
         self._admin, self._stack = Admin(pools, stack), stack
         return self._admin
 
     def routes(self, routes: Sequence[BaseRoute]) -> Sequence[BaseRoute]:
-        """See `Part`. The control plane answers them."""
+        """See `Duty`. The control plane answers them."""
         relay = Relay(self._link)
         return [Route(each.path, relay, methods=list(each.methods or ())) for each in routes if isinstance(each, Route)]
 
     @asynccontextmanager
     async def running(self, pools: Pools) -> AsyncIterator[None]:
-        """See `Part`."""
+        """See `Duty`."""
         async with self._link.running(pools, self._stack, lambda: {"statistics": self._admin.statistics()}):
             yield
 

@@ -38,7 +38,7 @@ def _size(rows: int) -> int:
     return -(-rows * _ROW * _CELL // _WHOLE_PAGES) * _WHOLE_PAGES
 
 
-class _Place:
+class _Cells:
     """Where a unit counts: its column, whether that is the unit's alone, and what this process has put there."""
 
     __slots__ = ("alone", "column", "in_flight", "sessions", "tokens")
@@ -64,7 +64,7 @@ class Counts:
         start = 0 if row is None else row * _ROW * _CELL
         self._own = memoryview(memory)[start : start + _ROW * _CELL].cast("q")
         self._others = [each for each in range(rows) if each != row]
-        self._places: dict[Unit, _Place] = {}
+        self._places: dict[Unit, _Cells] = {}
         self._units: dict[int, Unit] = {}
         self._blocks: dict[Worker, tuple[int, int]] = {}
         #: What was last read of the others, twice: to be compared at once, and to be read one by one.
@@ -132,7 +132,7 @@ class Counts:
                     self.note(unit)
 
     def _put(self, unit: Unit, column: int, *, alone: bool) -> None:
-        self._places[unit] = _Place(column, alone)
+        self._places[unit] = _Cells(column, alone)
         if alone:
             if (other := self._units.get(column)) is not None:
                 self._lift(other)
@@ -183,7 +183,7 @@ class Counts:
         if unit.retired and not (unit.in_flight or unit.tokens or unit.sessions):
             del self._places[unit]
 
-    def _write(self, place: _Place, in_flight: int, tokens: int, sessions: int) -> None:
+    def _write(self, place: _Cells, in_flight: int, tokens: int, sessions: int) -> None:
         """Several units may share a cell."""
         if self._row is None:
             return

@@ -19,8 +19,8 @@ import uvloop
 
 from miles_router import log
 from miles_router.app import create_app
-from miles_router.cluster.control import ControlPart
-from miles_router.cluster.data import DataPart
+from miles_router.cluster.control import ControlDuty
+from miles_router.cluster.data import DataDuty
 from miles_router.cluster.table import Counts
 from miles_router.errors import ConfigError
 from miles_router.serving.server import raise_file_limit, serve_at
@@ -29,7 +29,7 @@ from miles_router.settings.config import RouterConfig
 #: What the supervisor is told by a process that does its part; whatever else it is told is why it cannot.
 READY = b"ready"
 PR_SET_PDEATHSIG = 1
-#: Run by a new interpreter, with the descriptor of what it reads: where modules are, then its place.
+#: Run by a new interpreter, with the descriptor of what it reads: where modules are, then its assignment.
 START = (
     "import os, pickle, sys; given = os.fdopen(int(sys.argv[1]), 'rb'); sys.path[:] = pickle.load(given); "
     "from miles_router.serving.process import main; main(given)"
@@ -37,7 +37,7 @@ START = (
 
 
 @dataclass(frozen=True)
-class Place:
+class Assignment:
     """Where a process stands among those of its router, and what it has inherited."""
 
     config: RouterConfig
@@ -59,19 +59,19 @@ class Place:
 def main(given: IO[bytes]) -> None:
     """Do what the supervisor has written."""
     with given:
-        place: Place = pickle.load(given)
-    end_with(place.supervisor)
-    config = place.config
+        assigned: Assignment = pickle.load(given)
+    end_with(assigned.supervisor)
+    config = assigned.config
     log.configure(config.log_level, config.log_format)
     raise_file_limit()
     status = 0
     try:
-        if place.index is None:
-            _decide(place)
+        if assigned.index is None:
+            _decide(assigned)
         else:
-            _serve(place, place.index)
+            _serve(assigned, assigned.index)
     except ConfigError as error:
-        _tell(place, str(error).encode())
+        _tell(assigned, str(error).encode())
         status = 2
     finally:
         log.flush()
@@ -87,30 +87,30 @@ def end_with(supervisor: int) -> None:
         os._exit(1)
 
 
-def _tell(place: Place, text: bytes) -> None:
-    os.write(place.status, text)
+def _tell(assigned: Assignment, text: bytes) -> None:
+    os.write(assigned.status, text)
 
 
-def _serve(place: Place, index: int) -> None:
+def _serve(assigned: Assignment, index: int) -> None:
     """Take requests."""
-    count = place.config.processes
-    counts = Counts(place.table, count, index)
-    part = DataPart(place.directory, counts, count=count, generation=place.generation)
-    app = create_app(place.config, args=place.args, part=part)
-    serve_at(app, socket.socket(fileno=place.listener), lambda: _tell(place, READY))
+    count = assigned.config.processes
+    counts = Counts(assigned.table, count, index)
+    duty = DataDuty(assigned.directory, counts, count=count, generation=assigned.generation)
+    app = create_app(assigned.config, args=assigned.args, duty=duty)
+    serve_at(app, socket.socket(fileno=assigned.listener), lambda: _tell(assigned, READY))
 
 
-def _decide(place: Place) -> None:
+def _decide(assigned: Assignment) -> None:
     """Be the control plane."""
-    part = ControlPart(place.directory, Counts(place.table, place.config.processes))
-    app = part.edge = create_app(place.config, args=place.args, part=part)
+    duty = ControlDuty(assigned.directory, Counts(assigned.table, assigned.config.processes))
+    app = duty.edge = create_app(assigned.config, args=assigned.args, duty=duty)
 
     async def run() -> None:
         stop = asyncio.Event()
         for each in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(each, stop.set)
         async with app.running():
-            _tell(place, READY)
+            _tell(assigned, READY)
             await stop.wait()
 
     _run(run)

@@ -25,7 +25,7 @@ from pathlib import Path
 from miles_router import log
 from miles_router.cluster.table import Counts, make_table
 from miles_router.errors import ConfigError
-from miles_router.serving.process import READY, START, Place
+from miles_router.serving.process import READY, START, Assignment
 from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
 
@@ -133,7 +133,7 @@ class Supervisor:
         given, write = os.pipe()
         read, status = os.pipe()
         listener = None if child.index is None else self._sockets[child.index].fileno()
-        place = Place(
+        assigned = Assignment(
             config=self._config,
             args=self._args,
             supervisor=os.getpid(),
@@ -145,7 +145,7 @@ class Supervisor:
             listener=listener,
         )
         try:
-            text = pickle.dumps(sys.path) + pickle.dumps(place)
+            text = pickle.dumps(sys.path) + pickle.dumps(assigned)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(f"processes: the settings cannot be given to another process: {error}") from None
         inherited = [each for each in (given, status, self._table, listener) if each is not None]

@@ -37,7 +37,7 @@ async def test_the_banner_comes_once_and_says_how_many_there_are(stage: Stage) -
     assert "processes    2, and one that decides" in shown
 
 
-async def test_requests_in_flight_are_those_of_all_processes_and_the_least_loaded_worker_gets_the_next(
+async def test_requests_in_flight_are_those_of_all_processes(
     stage: Stage,
 ) -> None:
     gate = asyncio.Event()

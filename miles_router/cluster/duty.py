@@ -1,4 +1,4 @@
-"""What one process does of a router. By default that is all of it; the control plane and a data process do a part."""
+"""What one process does of a router. By default that is all of it; the control plane and data processes do a part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from miles_router.pools.pools import Pools
 from miles_router.settings.config import RouterConfig
 
 
-class Part:
+class Duty:
     """The whole router, in one process."""
 
     #: Where requests come in.
@@ -70,7 +70,7 @@ class Part:
         return routes
 
     def running(self, pools: Pools) -> AbstractAsyncContextManager[None]:
-        """While it is entered, this process does its part."""
+        """While it is entered, this process does its duty."""
         return _running()
 
 
