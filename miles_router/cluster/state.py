@@ -28,11 +28,31 @@ _COPIED = ("reason", "since", "failures", "stalled", "weight_version", "api_key"
 
 
 class CountedHomes(Homes):
-    """Homes whose tokens and sessions count in the table."""
+    """Homes whose tokens and sessions count in the table, and that all processes know."""
 
     def __init__(self, counts: Counts) -> None:
         super().__init__()
         self._counts = counts
+
+    def __contains__(self, key: str) -> bool:
+        return super().__contains__(key) or self._counts.home(key) is not None
+
+    def find(self, key: str | None) -> SessionHome | None:
+        """As `Homes.find`; another process may have sent its last request."""
+        home = super().find(key)
+        unit = None if key is None else self._counts.home(key)
+        if key is None or unit is None:
+            return home
+        if home is None:
+            home = self._homes[key] = SessionHome(key, unit)
+        elif home.unit is not unit and not home.running:
+            home.unit, home.stayed = unit, 0
+        return home
+
+    def forget(self, key: str) -> None:
+        """As `Homes.forget`."""
+        super().forget(key)
+        self._counts.forget(key)
 
     def enter(self, key: str, home: SessionHome | None, unit: Unit, tokens: int) -> SessionHome:
         """As `Homes.enter`."""
@@ -40,6 +60,7 @@ class CountedHomes(Homes):
         home = super().enter(key, home, unit, tokens)
         if before is not None and before is not unit:
             self._counts.note(before)
+        self._counts.settle(key, unit)
         return home  # whoever leases the unit notes it
 
     def leave(self, home: SessionHome) -> None:

@@ -4,12 +4,15 @@ whole machine.
 
 An inherited `memfd`: nothing has a name, and nothing is left behind. A cell is one aligned word, so that it is never
 read half written; two processes may still choose at the same instant.
+
+Behind the rows all processes share where keys are at home: a cell for each of their hashes, which the last one has.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from hashlib import blake2b
 
 import numpy as np
 
@@ -25,6 +28,9 @@ _CELL = 8
 _HEADER = 8
 _ROW = _HEADER + _WIDTH * COLUMNS
 _WHOLE_PAGES = 1 << 16
+#: Keys whose home all processes know. Of a key's hash the lower bits are its cell, and the upper ones tell it apart.
+HOMES = 1 << 18
+_TAG, _COLUMN = 24, (1 << 17) - 1
 
 
 def make_table(rows: int) -> int:
@@ -35,7 +41,11 @@ def make_table(rows: int) -> int:
 
 
 def _size(rows: int) -> int:
-    return -(-rows * _ROW * _CELL // _WHOLE_PAGES) * _WHOLE_PAGES
+    return -(-(rows * _ROW + HOMES) * _CELL // _WHOLE_PAGES) * _WHOLE_PAGES
+
+
+def _hash(key: str) -> int:
+    return int.from_bytes(blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 class _Cells:
@@ -63,6 +73,7 @@ class Counts:
         self._row = row
         start = 0 if row is None else row * _ROW * _CELL
         self._own = memoryview(memory)[start : start + _ROW * _CELL].cast("q")
+        self._homes = memoryview(memory)[rows * _ROW * _CELL : (rows * _ROW + HOMES) * _CELL].cast("Q")
         self._others = [each for each in range(rows) if each != row]
         self._places: dict[Unit, _Cells] = {}
         self._units: dict[int, Unit] = {}
@@ -161,6 +172,27 @@ class Counts:
         setattr(unit, name, getattr(unit, name) + number)
         if self._row is None and name == KINDS[0]:
             unit.worker.in_flight += number
+
+    # Where keys are at home
+
+    def home(self, key: str) -> Unit | None:
+        """Where some process has sent the last request of a key, as far as that is known."""
+        name = _hash(key)
+        cell = self._homes[name % HOMES]
+        return self._units.get((cell & _COLUMN) - 1) if cell and cell >> _TAG == name >> _TAG else None
+
+    def settle(self, key: str, unit: Unit) -> None:
+        """A request of a key goes to a unit."""
+        place = self._places.get(unit)
+        if place is not None and place.alone:
+            name = _hash(key)
+            self._homes[name % HOMES] = (name >> _TAG << _TAG) | (place.column + 1)
+
+    def forget(self, key: str) -> None:
+        """A key is at home nowhere."""
+        name = _hash(key)
+        if self._homes[name % HOMES] >> _TAG == name >> _TAG:
+            self._homes[name % HOMES] = 0
 
     # Counting
 

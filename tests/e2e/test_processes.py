@@ -131,6 +131,17 @@ async def test_old_and_new_weights_share_no_cache_whichever_process_sends() -> N
         assert keys[-1] is not None
 
 
+async def test_a_key_s_requests_go_to_one_worker_whichever_process_sends_them(stage: Stage) -> None:
+    first, second = await stage.worker(), await stage.worker()
+    async with processes([first, second]) as router:
+        for key in ("a", "b", "c"):
+            before = generations(first), generations(second)
+            for _ in range(MANY):
+                await ask(router.url, "POST", "/generate", [*JSON, ("X-SMG-Routing-Key", key)], b'{"text": "Hi"}')
+            grown = generations(first) - before[0], generations(second) - before[1]
+            assert sorted(grown) == [0, MANY]
+
+
 async def test_keys_are_asked_for_where_requests_come_in(stage: Stage) -> None:
     worker = await stage.worker()
     keys = ("--api-key", "theirs", "--admin-api-key", "ours")

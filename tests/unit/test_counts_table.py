@@ -157,3 +157,22 @@ def test_a_data_process_decides_nothing_and_says_what_it_saw(machine: Machine) -
     assert machine.reports == [("failure", "http://a", "refused")] * 5 + [("stall", "http://b", "stalled")]
     machine.follow()
     assert (a.failures, b.state) == (0, WorkerState.READY), "what was decided counts"
+
+
+def test_a_key_is_at_home_where_any_process_has_sent_it(machine: Machine) -> None:
+    machine.add(*URLS)
+    first, second = machine.data
+    for number in range(8):
+        key = f"key {number}"
+        at = first.lease(LeastInFlight(), key, tokens=10)
+        again = second.lease(LeastInFlight(), key, tokens=10)
+        assert again.worker.url == at.worker.url
+        assert key in second.homes
+        at.release()
+        again.release()
+    second.homes.forget("key 0")
+    assert second.counts.home("key 0") is None
+    machine.control.remove(machine.control.get("http://a"))
+    machine.follow()
+    assert {second.lease(LeastInFlight(), f"key {number}").worker.url for number in range(8)} == {"http://b"}
+    assert {first.lease(LeastInFlight(), f"key {number}").worker.url for number in range(8)} == {"http://b"}
