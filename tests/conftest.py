@@ -47,6 +47,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first."""
     for item in items:
+        if item.get_closest_marker("alone") is not None and item.config.getoption("processes") > 1:
+            item.add_marker(pytest.mark.skip(reason="of a router of one process alone"))
         assert (item.get_closest_marker("sglang") is not None) == needs_sglang(item.nodeid), item.nodeid
     items.sort(key=lambda item: next((place for place, mark in enumerate(FIRST) if mark in item.keywords), len(FIRST)))
 

@@ -183,9 +183,8 @@ class FollowingPool(SharedPool):
         tokens: int,
         body: bytes,
     ) -> Lease:
-        self.counts.refresh()
         lease = super()._choose(policy, key, candidates, at_home, tokens, body)
-        self.counts.note(lease.unit)
+        self.counts.note(lease.unit)  # what others have was counted where homes expired
         return lease
 
     def released(self, lease: Lease) -> None:

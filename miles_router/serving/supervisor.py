@@ -38,6 +38,8 @@ LASTING, CHANCES = 10.0, 3
 #: Seconds beside `shutdown_timeout` in which all must have ended.
 SPARE = 10.0
 STATUS_BYTES = 4096
+#: A directory in memory: nothing of the router touches the disk.
+MEMORY = Path("/dev/shm")
 
 
 def supervise(config: RouterConfig, args: Namespace | None = None) -> None:
@@ -52,7 +54,7 @@ def supervise(config: RouterConfig, args: Namespace | None = None) -> None:
         sockets = [held.enter_context(each) for each in _listeners(config)]
         table = make_table(config.processes)
         held.callback(os.close, table)
-        directory = Path(tempfile.mkdtemp(prefix="miles-router-"))
+        directory = Path(tempfile.mkdtemp(prefix="miles-router-", dir=MEMORY if MEMORY.is_dir() else None))
         held.callback(shutil.rmtree, directory, ignore_errors=True)
         supervisor = Supervisor(config, args, sockets, table, directory)
         asyncio.run(supervisor.run())
