@@ -1,4 +1,4 @@
-"""A data process's duty of a router: it takes clients' requests and sends them to workers, and decides nothing.
+"""A data process's part of a router: it takes clients' requests and sends them to workers, and decides nothing.
 
 It follows what the control plane decides, goes on with the last of it while that is away, and reports what it sees.
 What is asked of the whole fleet it hands to the control plane.
@@ -224,9 +224,11 @@ class DataDuty(Duty):
         self._admin: Admin
 
     def config(self, config: RouterConfig) -> RouterConfig:
-        """See `Duty`. Bounds of the whole router are shared out."""
+        """See `Duty`. Bounds of the whole router are shared out. Nothing moves: an engine that is told to abort one
+        generation aborts all whose names begin with its name, and another process may have such a one."""
         return replace(
             config,
+            move_after=0.0,
             max_connections=-(-config.max_connections // self._count),
             gate_max_held=-(-config.gate_max_held // self._count),
         )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
+from miles_router.cluster.data import DataDuty
 from miles_router.cluster.pools import Columns, DecidingPool, FollowingPool
 from miles_router.cluster.state import SharedPool, followed, memory_orders, own_numbers, written
 from miles_router.cluster.table import Counts, make_table
@@ -18,6 +20,7 @@ from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition, WorkerState
+from miles_router.settings.config import RouterConfig
 
 NOBODY = cast(Any, None)
 
@@ -155,3 +158,10 @@ def test_a_data_process_settles_no_weights(pair: Pair) -> None:
     (worker,) = pair.followers[0]
     pair.followers[0].record_alive(worker, "2")
     assert (worker.state, pair.followers[0].weight_version) == (WorkerState.READY, "1")
+
+
+def test_bounds_of_the_router_are_shared_out_and_nothing_moves(pair: Pair) -> None:
+    duty = DataDuty(Path("nowhere"), pair.pool.counts, count=3, generation=1)
+    config = duty.config(RouterConfig(max_connections=100, gate_max_held=9))
+    assert (config.max_connections, config.gate_max_held, config.move_after) == (34, 3, 0)
+    assert duty.config(RouterConfig()).max_connections == 0, "no bound is none"
