@@ -26,7 +26,7 @@ unexport PYTHONDONTWRITEBYTECODE
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
 
-.PHONY: help demo test nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers agents clients bench placement npm
+.PHONY: help demo test processes nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers agents clients bench placement npm
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
@@ -37,6 +37,12 @@ demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=
 test: install sglang tokenizers agents nginx chromium strace ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang
 	@$(call say,tests and checks of the source)
 	@$(PYTEST)
+	@$(call say,some of them on routers of two processes)
+	@$(PYTEST) --processes 2 tests/e2e/test_forwarding.py -k "hop_by_hop or expects or trickles or declined"
+
+processes: install tokenizers agents ## tests that look at a router from outside, on routers of two processes
+	@$(call say,tests on routers of two processes)
+	@$(PYTEST) --processes 2 -m "not sglang and not static" tests/e2e tests/faults
 
 nightly: install tokenizers agents chromium ## the tests without SGLang with many more and always other random cases
 	@$(call say,tests with many random cases)

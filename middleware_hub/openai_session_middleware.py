@@ -90,6 +90,7 @@ class OpenAISessionMiddleware:
     """
 
     one_model = True
+    one_process = True
 
     def __init__(
         self,

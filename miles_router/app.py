@@ -20,10 +20,11 @@ from miles_router.asgi.doors import Doors, first_segment
 from miles_router.asgi.exchange import Receive, Scope, Send
 from miles_router.asgi.keys import Keys
 from miles_router.asgi.own_routes import OwnRoutes
-from miles_router.control.control import Control
+from miles_router.cluster.duty import Duty
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
+from miles_router.control.requests import OwnRequests
 from miles_router.control.stalls import StallWatch
 from miles_router.edge import RouterApp
 from miles_router.engines.paths import CLIENT_PATHS
@@ -37,7 +38,6 @@ from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import POLICIES, Checked
-from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
@@ -58,7 +58,11 @@ from miles_router.state.store import StateStore
 
 
 def create_app(
-    config: RouterConfig | None = None, *, args: Namespace | None = None, tokenizer: Any = None
+    config: RouterConfig | None = None,
+    *,
+    args: Namespace | None = None,
+    tokenizer: Any = None,
+    duty: Duty | None = None,
 ) -> RouterApp:
     """Build a router. Give the result to any ASGI server; its lifespan runs the health checks and the middlewares.
 
@@ -66,12 +70,15 @@ def create_app(
         config: every setting; None takes the defaults.
         args: a framework's own Namespace, shown to middlewares as `router.args`.
         tokenizer: the one that middlewares get as `router.tokenizer`, in place of the checkpoint's.
+        duty: what this process does of the router; None: all of it.
 
     Raises:
         ConfigError: a middleware that cannot be loaded, or a worker URL that is none.
     """
-    config = config or RouterConfig()
+    duty = duty or Duty()
+    config = duty.config(config or RouterConfig())
     loaded = load_middlewares(config.middlewares)
+    duty.check(loaded)
     clients = ClientStatistics(Backlog())
     upstream = Upstream(
         connect_timeout=config.connect_timeout, max_connections=config.max_connections, backlog=clients.backlog
@@ -82,31 +89,31 @@ def create_app(
     metrics.register(loop_delay)
     store = StateStore(Path(config.state_dir), config.state_sync) if config.state_dir else None
     if store is not None:
+        store.slots = duty.slots
         metrics.register(StateStatistics(store))
     dispatch = Dispatch()
     pools = dispatch.pools = Pools(
         config.model_id or "",
-        lambda name: _pool(name, config, upstream, probes, fan_out, metrics, store, args, tokenizer),
+        lambda name: _pool(name, config, duty, upstream, probes, fan_out, metrics, store, args, tokenizer),
     )
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
     stack = Reception(outermost, pools)
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
-    for url in config.worker_urls:
+    for url in duty.first_workers(config):
         pools.default.fleet.pool.add(parse_worker_url(url))
     registrations = Registrations(store, pools)
-    admin = Admin(pools, registrations, _described(loaded))
-    routes, doors = _own_routes(config, admin, ControlRoutes(pools), layers, stack)
-    routes.lifespan_context = _lifespan(layers, pools, upstream, store, registrations, loop_delay)
+    admin = duty.admin(pools, registrations, _described(loaded))
+    routes, doors = _own_routes(config, duty, admin, ControlRoutes(pools), layers, stack)
+    routes.lifespan_context = _lifespan(layers, duty, pools, upstream, store, registrations, loop_delay)
     _register_metrics(router, layers)
-    return RouterApp(
-        config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients
-    )
+    return duty.app(config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients)
 
 
 def _pool(
     name: str,
     config: RouterConfig,
+    duty: Duty,
     upstream: Upstream,
     probes: Probes,
     fan_out: FanOut,
@@ -118,10 +125,13 @@ def _pool(
     """The workers of one model, and all that serves them alone. The checkpoint is that of the default pool."""
     if name != (config.model_id or ""):
         config, tokenizer = replace(config, hf_checkpoint=None, chat_template_path=None), None
-    workers = WorkerPool(
-        failure_threshold=config.health_check_failure_threshold, readmit=config.readmit, admission=config.admission
+    workers = duty.pool(
+        name,
+        failure_threshold=config.health_check_failure_threshold,
+        readmit=config.readmit,
+        admission=config.admission,
     )
-    fleet = Fleet(
+    fleet = duty.fleet(
         pool=workers,
         gate=Gate(workers.admission, max_held=config.gate_max_held, timeout=config.gate_timeout),
         policy=policy_named(config.policy),
@@ -141,10 +151,11 @@ def _pool(
     health = HealthMonitor(
         fleet, probes, interval=config.health_check_interval, deep_interval=config.deep_health_check_interval
     )
-    control = Control(
+    control = duty.control(
+        name,
         fleet=fleet,
         fan_out=fan_out,
-        in_flight=in_flight,
+        requests=OwnRequests(in_flight, fleet.gate),
         health=health,
         extra=config.fan_out,
         read_timeout=config.health_check_timeout,
@@ -162,9 +173,10 @@ def _pool(
         args=args,
         tokenizer=tokenizer,
     )
+    is_paused = duty.is_paused(name, health)
     innermost: ASGIApp = Proxy(forwarder, metrics, in_flight=in_flight, request_timeout=config.request_timeout)
     mover = Mover(
-        ResumeContext(innermost, router, in_flight, health.is_paused, resume_cut=False, resume_lost=False),
+        ResumeContext(innermost, router, in_flight, is_paused, resume_cut=False, resume_lost=False),
         fan_out,
         after=config.move_after,
         excused=lambda: control.may_silence,
@@ -174,11 +186,13 @@ def _pool(
             innermost,
             router=router,
             in_flight=in_flight,
-            is_paused=health.is_paused,
+            is_paused=is_paused,
             resume_cut=config.partial_rollout == "resume",
             resume_lost=config.resume_on_worker_loss,
         )
-    return ModelPool(name, router, innermost, probes, lambda: _looking_after(fleet, health, stalls, mover))
+    return ModelPool(
+        name, router, innermost, probes, health, lambda: _looking_after(duty, fleet, health, stalls, mover)
+    )
 
 
 def policy_named(name: str) -> Policy:
@@ -201,20 +215,29 @@ def policy_named(name: str) -> Policy:
 
 
 @asynccontextmanager
-async def _looking_after(fleet: Fleet, health: HealthMonitor, stalls: StallWatch, mover: Mover) -> AsyncIterator[None]:
+async def _looking_after(
+    duty: Duty, fleet: Fleet, health: HealthMonitor, stalls: StallWatch, mover: Mover
+) -> AsyncIterator[None]:
     async with AsyncExitStack() as running:
         running.push_async_callback(fleet.close)
-        await running.enter_async_context(health.running())
-        await running.enter_async_context(stalls.running())
-        await running.enter_async_context(mover.running())
+        if duty.checks:
+            await running.enter_async_context(health.running())
+        if duty.sends:
+            await running.enter_async_context(stalls.running())
+            await running.enter_async_context(mover.running())
         yield
 
 
 def _own_routes(
-    config: RouterConfig, admin: Admin, control_routes: ControlRoutes, layers: Iterable[ASGIApp], stack: ASGIApp
+    config: RouterConfig,
+    duty: Duty,
+    admin: Admin,
+    control_routes: ControlRoutes,
+    layers: Iterable[ASGIApp],
+    stack: ASGIApp,
 ) -> tuple[OwnRoutes, Doors]:
     """The router's own routes and those of the middlewares, and the door of every path."""
-    groups = [admin.open_routes(), admin.guarded_routes(), control_routes.routes()]
+    groups = [admin.open_routes(), duty.routes(admin.guarded_routes()), duty.routes(control_routes.routes())]
     opened, administration, control = ([_path(route) for route in group] for group in groups)
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
     taken = {*map(first_segment, (*opened, *administration)), *control}
@@ -275,6 +298,7 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
 
 def _lifespan(
     layers: Iterable[ASGIApp],
+    duty: Duty,
     pools: Pools,
     upstream: Upstream,
     store: StateStore | None,
@@ -290,9 +314,10 @@ def _lifespan(
             await running.enter_async_context(loop_delay.running())
             if store is not None:
                 running.push_async_callback(store.close)
-            await registrations.restore()
+            await duty.restore(registrations)
             running.push_async_callback(upstream.close)
             await running.enter_async_context(pools.running())
+            await running.enter_async_context(duty.running(pools))
             for layer in layers:
                 if isinstance(layer, HasLifespan):
                     await running.enter_async_context(layer.lifespan())

@@ -110,10 +110,15 @@ def _config(settings: Mapping[str, Any], middlewares: list[MiddlewareSpec]) -> R
 def run(config: RouterConfig, args: Namespace | None = None) -> None:
     """Configure logging, build the app and serve it."""
     log.configure(config.log_level, config.log_format)
-    from miles_router.app import create_app
-    from miles_router.serving.server import serve
-
     try:
-        serve(create_app(config, args=args))
+        if config.processes > 1:
+            from miles_router.serving.supervisor import supervise
+
+            supervise(config, args)
+        else:
+            from miles_router.app import create_app
+            from miles_router.serving.server import serve
+
+            serve(create_app(config, args=args))
     finally:
         log.flush()  # a process that a framework has started runs nothing at its exit

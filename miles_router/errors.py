@@ -18,6 +18,7 @@
     ├── TooManyConnections          503 too_many_connections, with Retry-After
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
+    ├── ControlUnavailable      503 control_unavailable, with Retry-After: the router's control plane is away
     ├── PartlyFailed                502 fan_out_failed
     ├── StateError                  500 state_failed: what `--state-dir` holds cannot be read or written
     │   ├── StateForeign            500 state_foreign: somebody else's file, or of another format
@@ -181,6 +182,14 @@ class FleetFull(FleetPaused):
     """No worker has room for another session, and this one cannot wait (any longer)."""
 
     type = "fleet_full"
+
+
+class ControlUnavailable(RouterError):
+    """The router's control plane is away, or was lost while it was asked: it may have done what was asked."""
+
+    status = 503
+    type = "control_unavailable"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 
 
 class PartlyFailed(RouterError):

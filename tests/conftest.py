@@ -18,6 +18,7 @@ import uvloop
 from tests.sglang_worker import RealWorker, real_workers, tail
 from tests.support import tiers
 from tests.support.browser import Browser
+from tests.support.running_router import use_processes
 from tests.support.stage import Stage, staged
 from tests.support.tokenizers import loaded_once
 
@@ -31,10 +32,13 @@ APART = ("tests/docs/test_snippets.py", "tests/fuzz/", "tests/property/")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tier", choices=tiers.TIERS, default="ci", help="how much the tests do (tests/support/tiers.py)")
+    about = "processes of each router that a test looks at from outside; what looks inside of one is skipped"
+    parser.addoption("--processes", type=int, default=1, help=about)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     tiers.choose(config.getoption("tier"))
+    use_processes(config.getoption("processes"))
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -45,6 +49,8 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first."""
     for item in items:
+        if item.get_closest_marker("alone") is not None and item.config.getoption("processes") > 1:
+            item.add_marker(pytest.mark.skip(reason="of a router of one process alone"))
         assert (item.get_closest_marker("sglang") is not None) == needs_sglang(item.nodeid), item.nodeid
     items.sort(key=lambda item: next((place for place, mark in enumerate(FIRST) if mark in item.keywords), len(FIRST)))
 

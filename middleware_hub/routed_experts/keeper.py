@@ -48,6 +48,7 @@ class RowKeeper:
     """
 
     one_model = True
+    one_process = True
     #: Of the kind that it keeps.
     fields: ClassVar[RowFields]
     #: The option that says the shape of the model's rows.

@@ -117,21 +117,27 @@ class Admin:
         return Json({"status": "ready" if ready else "no routable worker", **self._counts()}, 200 if ready else 503)
 
     async def info(self, request: Request) -> Response:
+        return Json(self.described())
+
+    def described(self) -> dict[str, Any]:
+        """The router, for `GET /router/info`."""
         config = self._router.config
-        return Json(
-            {
-                "version": __version__,
-                "uptime_seconds": round(time.time() - self._started, 3),
-                **self._counts(),
-                "weight_version": self._router.pool.weight_version,
-                "gate": self._router.gate.describe(),
-                **({"pools": self._each_pool()} if self._pools.named else {}),
-                "workers": [worker.describe() for worker in self._pools.workers],
-                "middlewares": self._stack,
-                "statistics": {name: give() for name, give in self._router.statistics.items()},
-                "config": {name: shown(config, name) for name in FIELDS},
-            }
-        )
+        return {
+            "version": __version__,
+            "uptime_seconds": round(time.time() - self._started, 3),
+            **self._counts(),
+            "weight_version": self._router.pool.weight_version,
+            "gate": self._router.gate.describe(),
+            **({"pools": self._each_pool()} if self._pools.named else {}),
+            "workers": [worker.describe() for worker in self._pools.workers],
+            "middlewares": self._stack,
+            "statistics": self.statistics(),
+            "config": {name: shown(config, name) for name in FIELDS},
+        }
+
+    def statistics(self) -> dict[str, Any]:
+        """What layers show of themselves."""
+        return {name: give() for name, give in self._router.statistics.items()}
 
     async def set_weight_version(self, request: Request) -> Response:
         """The weights that engines have which do not say it themselves."""

@@ -11,11 +11,11 @@ from miles_router.asgi.exchange import read_json
 from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import FanOut, FleetAnswer, one_answer, outgoing_order
 from miles_router.control.health import HealthMonitor
-from miles_router.control.row import BRIEF, Call, GroupListener, Row
+from miles_router.control.requests import Requests
+from miles_router.control.row import BRIEF, Call, Row
 from miles_router.control.table import PAUSE, TABLE, own_row
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing
 
@@ -28,7 +28,7 @@ class Control:
         *,
         fleet: Fleet,
         fan_out: FanOut,
-        in_flight: InFlight,
+        requests: Requests,
         health: HealthMonitor,
         extra: Iterable[str] = (),
         read_timeout: float = BRIEF,
@@ -36,10 +36,12 @@ class Control:
         #: Every row by its path: those of the user's own, and those of the table.
         self.rows = {row.path: row for row in (*map(own_row, extra), *TABLE)}
         #: Layers that end what they know of a group when it is aborted.
-        self.group_listeners: list[GroupListener] = []
+        self.group_listeners = requests.group_listeners
+        self.requests = requests
+        #: How many control requests there were: what engines have may be other than before.
+        self.sent = 0
         self._fleet = fleet
         self._fan_out = fan_out
-        self._in_flight = in_flight
         self._health = health
         self._read_timeout = read_timeout
         self._one_at_a_time = asyncio.Lock()
@@ -70,16 +72,17 @@ class Control:
             naming=None if row.naming is None else self.rows[row.naming],
             fleet=self._fleet,
             fan_out=self._fan_out,
-            in_flight=self._in_flight,
+            requests=self.requests,
             health=self._health,
-            group_listeners=self.group_listeners,
         )
         async with (
             nullcontext() if row.beside_others else self._one_at_a_time,
             self._fleet.membership if row.holds_membership else nullcontext(),
         ):
             with self._noting_a_pause() if row is PAUSE else nullcontext():
-                return one_answer(await row.effect(call), request_id)
+                outcomes = await row.effect(call)
+        self.sent += 1
+        return one_answer(outcomes, request_id)
 
     @contextmanager
     def _noting_a_pause(self) -> Iterator[None]:

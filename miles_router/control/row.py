@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -12,9 +12,11 @@ from miles_router.control.fan_out import QUICK, FanOut, Outcome, outgoing_order
 from miles_router.control.health import HealthMonitor
 from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.fleet import Fleet, Order
-from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.outgoing import Outgoing
+
+if TYPE_CHECKING:
+    from miles_router.control.requests import Requests
 
 BRIEF = 5.0  # seconds a worker may take for what it does at once, if at all
 
@@ -36,10 +38,8 @@ class Call:
     naming: Row | None
     fleet: Fleet
     fan_out: FanOut
-    in_flight: InFlight
+    requests: Requests
     health: HealthMonitor
-    #: Told of each group that is aborted, by layers that know more of it than its requests under way.
-    group_listeners: Sequence[GroupListener] = ()
 
     def workers(self) -> list[Worker]:
         """Every registered worker.

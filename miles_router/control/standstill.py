@@ -38,6 +38,7 @@ async def pause(call: Call) -> list[Outcome]:
     in_place = before is not None and before.mode == "in_place"
     kept = [worker for worker in workers if in_place or worker.state is WorkerState.PAUSED]
     fleet.begin_pause(Pause(mode, lambda told: call.row.order(mode=told)))
+    await fleet.everywhere()  # from here on nobody sends a generation, and cuts are known for what they are
     if mode == "abort" and kept:
         # SGLang 0.5.23 waits, deaf to continue, for the end of what it keeps in place, which comes with continue. What
         # was retracted it aborts at once.
@@ -105,6 +106,7 @@ async def sleep(call: Call) -> list[Outcome]:
     workers = call.workers()
     await _check_sleep(call, workers)
     call.fleet.begin_sleep()
+    await call.fleet.everywhere()
     outcomes = await call.ask(workers)
     if any(outcome.ok for outcome in outcomes):
         call.fleet.memory_released(_tags(call.arguments) or MEMORY, _as_order(call))
@@ -142,15 +144,15 @@ async def flush(call: Call) -> list[Outcome]:
         outcomes = [again.get(outcome.worker, outcome) for outcome in outcomes]
     if call.fleet.pause is None:
         return outcomes
-    return [_with_held(call, outcome) if outcome.status == REFUSED else outcome for outcome in outcomes]
+    return [await _with_held(call, outcome) if outcome.status == REFUSED else outcome for outcome in outcomes]
 
 
 def _refused(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [outcome for outcome in outcomes if outcome.status == REFUSED]
 
 
-def _with_held(call: Call, outcome: Outcome) -> Outcome:
-    ids = sorted(call.in_flight.at(outcome.worker.url))
+async def _with_held(call: Call, outcome: Outcome) -> Outcome:
+    ids = sorted(await call.requests.at(outcome.worker.url))
     named = ", ".join(ids[:MAX_NAMED]) + (", ..." if len(ids) > MAX_NAMED else "")
     held = f"The pause holds {len(ids)} requests there{': ' + named if ids else ''}.\n"
     return replace(outcome, body=outcome.body + held.encode())

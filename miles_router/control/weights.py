@@ -30,6 +30,7 @@ async def update(call: Call) -> list[Outcome]:
     pool, workers = call.fleet.pool, call.workers()
     version = call.arguments.get("new_version", call.arguments.get("weight_version"))
     with pool.changing_weights():
+        await call.fleet.everywhere()
         outcomes = await call.ask(workers)
         did = [outcome.worker for outcome in outcomes if outcome.ok]
         if version is not None:

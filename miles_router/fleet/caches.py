@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import itertools
 import secrets
+from collections.abc import Callable
+from typing import Any
 
 #: Of one worker since it was flushed; caches of older ones are not kept.
 MAX_VERSIONS = 1000
 _process = secrets.token_hex(4)  # another router may have used the same workers
 _numbers = itertools.count(1)
+#: How far apart numbers are where several processes send: between two, each has room for its own.
+APART = 1 << 64
+
+
+def set_apart(after: int = 0) -> None:
+    """Leave so much room between all numbers from now on, which are greater than `after`."""
+    global _numbers
+    _numbers = itertools.count((after // APART + 1) * APART, APART)
 
 
 def new_number() -> int:
     """A number that is greater than all before."""
     return next(_numbers)
-
-
-def cache_key(number: int) -> str:
-    """What keeps the caches of this number apart from all others."""
-    return f"weights-{_process}-{number}"
 
 
 class PrefixCaches:
@@ -34,7 +39,7 @@ class PrefixCaches:
         number: a new one where the worker may have been used before, with weights of which nobody knows.
     """
 
-    __slots__ = ("_changing", "_past", "_since", "number")
+    __slots__ = ("_changing", "_new_number", "_past", "_router", "_since", "number")
 
     def __init__(self, number: int = 0) -> None:
         #: Of the weights that it has now. Whoever has chosen a cache by another one must choose again.
@@ -43,6 +48,23 @@ class PrefixCaches:
         self._changing = False
         #: The weight versions that it had, each with the number of the weights that came next.
         self._past: list[tuple[int, str | None]] = []
+        self._new_number: Callable[[], int] = new_number
+        self._router = _process
+
+    def key(self, cache: int) -> str:
+        """What an engine keeps this cache apart by."""
+        return f"weights-{self._router}-{cache}"
+
+    def state(self) -> list[Any]:
+        """All that another process has to know to choose as this one would."""
+        return [self._router, self.number, self._since, self._changing, self._past]
+
+    def follow(self, state: list[Any], own_number: Callable[[], int]) -> None:
+        """Choose as the process that gave this state, with numbers of one's own where no two may share one: between
+        the last of that process and its next."""
+        self._router, self.number, self._since, self._changing, past = state
+        self._past = [(number, version) for number, version in past]
+        self._new_number = lambda: self.number + own_number()
 
     def change(self, version: str | None, number: int, *, under_way: bool = False) -> None:
         """Its weights, of this version, are no longer what they were.
@@ -73,7 +95,7 @@ class PrefixCaches:
         """
         if goes_on is not None and self._since <= goes_on < self.number:
             return goes_on
-        return new_number() if self._changing else self.number
+        return self._new_number() if self._changing else self.number
 
     def versions(self, cache: int, now: str | None) -> list[str | None]:
         """The weight versions that may have filled a cache, oldest first; None for weights that nobody has named.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -93,8 +93,12 @@ class Fleet:
         self._policy = policy
         self._questions = questions
         self._orders = orders
-        self._released: set[str] = set()  # the parts of its memory that the fleet is without,
-        self._memory_orders: list[Order] = []  # and what led to that
+        #: The parts of its memory that the fleet is without,
+        self.released: set[str] = set()
+        #: and what led to that.
+        self.memory_orders: list[Order] = []
+        #: Returns when every process that sends requests acts by what was decided here.
+        self.everywhere: Callable[[], Awaitable[None]] = _here
         self._asking: dict[Worker, asyncio.Task[Facts]] = {}
         #: What its engines have called their model, in that order: a new checkpoint from disk changes the name.
         self.model_names: dict[str, None] = {}
@@ -183,7 +187,7 @@ class Fleet:
             order = self.pause.order(pauses.get(self.pause.mode, self.pause.mode))
             await self._order(newcomer, order, "the fleet is paused")
         if not self._is_registered(newcomer.address):
-            for order in self._memory_orders:
+            for order in self.memory_orders:
                 await self._order(newcomer, order, "the fleet is asleep")
 
     async def _order(self, newcomer: Worker, order: Order, why: str) -> None:
@@ -214,18 +218,18 @@ class Fleet:
 
     def memory_released(self, parts: Collection[str], order: Order) -> None:
         """They have released these parts."""
-        self._released |= set(parts)
-        self._memory_orders.append(order)
+        self.released |= set(parts)
+        self.memory_orders.append(order)
 
     def memory_resumed(self, parts: Collection[str], order: Order) -> None:
         """They have these parts again; all, where none is named."""
-        self._released -= set(parts) or self._released
-        self._memory_orders.append(order)
+        self.released -= set(parts) or self.released
+        self.memory_orders.append(order)
 
     def wake_if_whole(self) -> None:
         """Trainers wake a fleet in steps: its weights, an update, then the rest. It sleeps until the last."""
-        if not self._released:
-            self._memory_orders.clear()
+        if not self.released:
+            self.memory_orders.clear()
             self.gate.wake()
 
     # Facts
@@ -337,8 +341,12 @@ class Fleet:
 
     def rank_ignored(self, unit: Unit, reason: str) -> None:
         """An engine has not heeded which rank was meant: it is one unit from now on, until another process is there."""
-        worker = unit.worker
-        if unit.retired or worker.facts is None:
+        if not unit.retired:
+            self.drop_ranks(unit.worker, reason)
+
+    def drop_ranks(self, worker: Worker, reason: str) -> None:
+        """Count a worker as one unit for this reason, until another process is there."""
+        if worker.facts is None or worker.facts.learned(RankFault).reason is not None:
             return
         worker.facts.learned(RankFault).reason = reason
         logger.warning("rank_ignored", extra={"fields": {"worker": worker.url, "reason": reason}})
@@ -348,6 +356,10 @@ class Fleet:
         """Ask nobody any more."""
         for asking in tuple(self._asking.values()):
             await tasks.cancelled(asking)
+
+
+async def _here() -> None:
+    """There is only this process."""
 
 
 def _log(transition: Transition) -> None:

@@ -75,29 +75,30 @@ class Gate:
         self.pauses += 1
         self.cuts += mode == "abort"
         self.mode, self.paused_since = mode, self.paused_since or self._now()
-        self._update()
+        self.update()
 
     def resume(self) -> None:
         """The fleet goes on."""
         self.mode, self.paused_since = None, None
-        self._update()
+        self.update()
 
     def sleep(self) -> None:
         """The fleet's memory is being released."""
         self.asleep_since = self.asleep_since or self._now()
-        self._update()
+        self.update()
 
     def wake(self) -> None:
         """The fleet's memory is back."""
         self.asleep_since = None
-        self._update()
+        self.update()
 
     def workers_paused(self, paused: bool) -> None:
         """Whether all workers that answer were paused by somebody else."""
         self.workers_paused_since = (self.workers_paused_since or self._now()) if paused else None
-        self._update()
+        self.update()
 
-    def _update(self) -> None:
+    def update(self) -> None:
+        """What it knows may be other than before."""
         self.closed = self.deliberate or self.workers_paused_since is not None
         if self._held and not self.closed:
             held, self._held = self._held, {}

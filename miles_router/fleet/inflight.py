@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -95,16 +95,20 @@ class InFlight:
             await pace.step()
         return found
 
-    async def abort(self, rid: str | None) -> dict[Exchange, set[str]]:
+    async def abort(self, rid: str | None, elsewhere: Collection[str | None] = ()) -> dict[Exchange, set[str]]:
         """Mark the requests that an abort means (all for None), so that nothing carries them on; give them, and their
         clients' names of the generations that it names.
 
         SGLang aborts every generation whose id begins with `rid`, on workers where one has exactly this id, and so does
         this. One of several generations ends the carrying on of all; a request that no worker has had is ended whole or
         not at all. Those that come while it looks are not meant.
+
+        Args:
+            elsewhere: further workers where one has exactly this id; None among them where one waits that no worker
+                has.
         """
         found: dict[Exchange, set[str]] = (
-            {each: set() for each in self._bodies} if rid is None else await self._meant(rid)
+            {each: set() for each in self._bodies} if rid is None else await self._meant(rid, elsewhere)
         )
         for exchange in found:
             exchange.flight.aborted = True
@@ -115,20 +119,32 @@ class InFlight:
         members = [(exchange, body) for exchange, body in self._bodies.items() if exchange.flight.group == group]
         return {exchange: exchange.flight.rids | _given(exchange, body) for exchange, body in members}
 
-    async def _meant(self, rid: str) -> dict[Exchange, set[str]]:
+    async def places(self, rid: str) -> set[str | None]:
+        """The workers where a generation has exactly this id; None among them where one waits that no worker has."""
+        return _places(await self._ids(rid), rid)
+
+    async def _ids(self, rid: str) -> dict[Exchange, set[str]]:
+        """All ids of each request, as far as they may begin with this one."""
         pace, given = Pace(), {}
         for exchange, body in list(self._bodies.items()):
             given[exchange] = _given(exchange, body) if await _may_name(body, rid, pace) else set()
             await pace.step()
         # From here on nothing waits: where requests are, and what workers called them, is of one moment.
-        ids = {exchange: exchange.flight.rids | own for exchange, own in given.items() if exchange in self._bodies}
-        where = {exchange.flight.worker_url for exchange, own in ids.items() if rid in own}
+        return {exchange: exchange.flight.rids | own for exchange, own in given.items() if exchange in self._bodies}
+
+    async def _meant(self, rid: str, elsewhere: Collection[str | None]) -> dict[Exchange, set[str]]:
+        ids = await self._ids(rid)
+        where = _places(ids, rid) | {*elsewhere}
         named = {exchange: {each for each in own if each.startswith(rid)} for exchange, own in ids.items()}
         return {
             exchange: names
             for exchange, names in named.items()
             if names and exchange.flight.worker_url in where and (exchange.flight.worker_url or names == ids[exchange])
         }
+
+
+def _places(ids: Mapping[Exchange, set[str]], rid: str) -> set[str | None]:
+    return {exchange.flight.worker_url for exchange, own in ids.items() if rid in own}
 
 
 def _given(exchange: Exchange, body: bytes) -> set[str]:

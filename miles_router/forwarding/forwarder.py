@@ -18,7 +18,6 @@ from miles_router.engines.footprint import prompt_tokens
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.profile import CannotServe, Translation
 from miles_router.errors import BadRequest, FleetPaused, UnsupportedByEngine, UpstreamUnreachable
-from miles_router.fleet.caches import cache_key
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight
@@ -261,7 +260,7 @@ class Forwarder:
         """The prefix cache of a generation: the body that names it (None: the request's own), and its number."""
         cache = worker.caches.choose(None if flight is None else flight.goes_on)
         if cache and await self._keyed(worker, request, translation):
-            return with_cache_key(request.body if body is None else body, cache_key(cache)), cache
+            return with_cache_key(request.body if body is None else body, worker.caches.key(cache)), cache
         return body, 0
 
     async def _keyed(self, worker: Worker, request: Outgoing, translation: Translation | None) -> bool:

@@ -2,6 +2,7 @@
 
 statistics   how numbers are declared: once, for `GET /metrics` and `GET /router/info`
 metrics      the router's own, and the registry of all
+plain        all of that as numbers that several processes can add up
 loop_delay   how long the event loop was held
 """
 

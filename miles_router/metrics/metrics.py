@@ -14,6 +14,7 @@ from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 from miles_router.log import dropped_lines
+from miles_router.metrics.plain import PlainFamily, plain
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.state.store import StateStore
 
@@ -51,7 +52,9 @@ class Metrics(Statistics, prefix="miles_router"):
     client_disconnects = counter("Requests whose client left early.")
     broken_replies = counter("Replies cut by a worker after they had begun.")
     unread_replies = counter("Replies that passed a layer unread, by layer and reason.", by=("layer", "reason"))
-    transitions = counter("Changes of a worker's state.", by=("before", "after"), name="worker_transitions")
+    transitions = counter(
+        "Changes of a worker's state.", by=("before", "after"), name="worker_transitions", shared=True
+    )
     unkeyed_generations = counter("Generations that may use a cache of older weights: their path takes no key of it.")
     unpinned_generations = counter("Generations on workers with ranks whose path takes none: the engine chooses.")
     ignored_ranks = counter("Answers of another rank than the one that was meant.")
@@ -59,11 +62,11 @@ class Metrics(Statistics, prefix="miles_router"):
     unmoved_generations = counter("Generations that were chosen for that and stayed, by reason.", by="reason")
     stalled_workers = counter("Workers given up since their engine stood still under requests.")
     dropped_log_lines = counter("Log lines that nobody took in time.")
-    in_flight = gauge("Leases held.", by="worker")
-    rank_in_flight = gauge("Leases held on workers with several ranks.", by=("worker", "rank"))
-    worker_routable = gauge("1: takes new requests.", by="worker")
-    worker_type = gauge("1: what part of a generation it does.", by=("worker", "type"))
-    workers = gauge("Registered workers by state.", by="state")
+    in_flight = gauge("Leases held.", by="worker", shared=True)
+    rank_in_flight = gauge("Leases held on workers with several ranks.", by=("worker", "rank"), shared=True)
+    worker_routable = gauge("1: takes new requests.", by="worker", shared=True)
+    worker_type = gauge("1: what part of a generation it does.", by=("worker", "type"), shared=True)
+    workers = gauge("Registered workers by state.", by="state", shared=True)
 
     def __init__(self, *fleets: Fleet) -> None:
         self._fleets: list[Fleet] = []
@@ -77,6 +80,7 @@ class Metrics(Statistics, prefix="miles_router"):
             worker_type=lambda: {(worker.url, worker.role.value): 1 for worker in self._workers()},
             workers=lambda: _states(self._workers()),
         )
+        self._shared: set[str] = set()
         self._registry = CollectorRegistry(auto_describe=True)  # else a name could be taken twice
         self.register(self)
         self._gates: list[Gate] = []
@@ -100,6 +104,8 @@ class Metrics(Statistics, prefix="miles_router"):
             ValueError: one of its names is taken.
         """
         self._registry.register(collector)
+        if isinstance(collector, Statistics):
+            self._shared |= collector.shared()
 
     def finished(self, path: str, status: int, worker: str | None, seconds: float, to_head: float | None) -> None:
         """One request is over. `seconds` is its whole time, `to_head` the time until the worker's reply began."""
@@ -122,6 +128,10 @@ class Metrics(Statistics, prefix="miles_router"):
             for key in [key for key in self.requests if key[2] == transition.worker.url]:
                 del self.requests[key]
 
+    def families(self) -> list[PlainFamily]:
+        """Everything as plain numbers."""
+        return plain(self._registry.collect(), self._shared)
+
     def render(self) -> bytes:
         """The Prometheus text exposition of everything."""
         return generate_latest(self._registry)
@@ -135,9 +145,9 @@ def _states(workers: Iterable[Worker]) -> dict[str, int]:
 class GateStatistics(Statistics, prefix="miles_router"):
     """Whether generation waits somewhere, why, and how many requests do."""
 
-    closed = gauge("1: generation waits.", by="reason", name="gate_closed")
+    closed = gauge("1: generation waits.", by="reason", name="gate_closed", shared=True)
     held = gauge("Requests that wait at the gate.", name="gate_held")
-    pauses = counter("Pauses asked of the fleet.")
+    pauses = counter("Pauses asked of the fleet.", shared=True)
 
     def __init__(self, gates: Sequence[Gate]) -> None:
         super().__init__(

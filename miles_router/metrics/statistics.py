@@ -76,6 +76,8 @@ class Declaration:
     name: str | None
     by: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
+    #: Every process of a router has the same number, or sees a part of it: they are not added up.
+    shared: bool = False
 
     def zero(self) -> object:
         """What the attribute begins with."""
@@ -110,24 +112,27 @@ def _plain(number: Any) -> object:
 
 
 @overload
-def counter(help: str, *, name: str | None = None, labels: Mapping[str, str] | None = None) -> int: ...
+def counter(
+    help: str, *, name: str | None = None, labels: Mapping[str, str] | None = None, shared: bool = False
+) -> int: ...
 @overload
-def counter(help: str, *, by: str | tuple[str, ...], name: str | None = None) -> Counter[Any]: ...
-def counter(help: str, *, by: Any = (), name: str | None = None, labels: Any = None) -> Any:
+def counter(help: str, *, by: str | tuple[str, ...], name: str | None = None, shared: bool = False) -> Counter[Any]: ...
+def counter(help: str, *, by: Any = (), name: str | None = None, labels: Any = None, shared: bool = False) -> Any:
     """Declare a number that only grows, from 0; with `by`, one for each value of a label.
 
     Args:
         by: the label that its values are keyed by, `counts.refused["batch"] += 1`; with several, keys are tuples.
         name: of the metric, behind the prefix and without `_total`; by default the attribute's.
         labels: with values of their own, for attributes that share a `name`.
+        shared: of several processes of one router the greatest number counts; else all together.
     """
-    return Declaration("counter", help, name, _names(by), labels or {})
+    return Declaration("counter", help, name, _names(by), labels or {}, shared)
 
 
-def gauge(help: str, *, by: str | tuple[str, ...] = (), name: str | None = None) -> Any:
+def gauge(help: str, *, by: str | tuple[str, ...] = (), name: str | None = None, shared: bool = False) -> Any:
     """Declare a number that is read when somebody asks; `Statistics(...)` is given the function that reads it. With
     `by`, that function gives a mapping. Arguments as of `counter`."""
-    return Declaration("gauge", help, name, _names(by))
+    return Declaration("gauge", help, name, _names(by), {}, shared)
 
 
 @overload
@@ -191,6 +196,11 @@ class Statistics(Collector):
         for _, each, value in self._values():
             each.fill(families.setdefault(each.name, each.family()), value)
         return families.values()
+
+    @classmethod
+    def shared(cls) -> set[str]:
+        """The families whose numbers several processes do not add up."""
+        return {str(each.name) for each in cls._declared.values() if each.shared}
 
     @classmethod
     def descriptions(cls) -> list[FamilyDescription]:

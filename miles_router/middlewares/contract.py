@@ -3,6 +3,7 @@
 Six further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`, `metrics()`,
 `restore()`.
 A class with `one_model = True` holds what is of one model: requests for other pools than the default one pass it by.
+One with `one_process = True` holds what one process alone has: a router with several refuses it.
 """
 
 from __future__ import annotations

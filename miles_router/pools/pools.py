@@ -13,6 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Any, Generic, TypeVar
 
 from miles_router import tasks
+from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
 from miles_router.engines import models
 from miles_router.errors import BadRequest, NotFound, UnknownModel
@@ -54,6 +55,7 @@ class ModelPool:
 
     Args:
         app: the innermost app of its requests.
+        health: who checks its workers.
         running: health checks and the like, while it is entered.
     """
 
@@ -63,6 +65,7 @@ class ModelPool:
         router: Router,
         app: ASGIApp,
         probes: Probes,
+        health: HealthMonitor,
         running: Callable[[], AbstractAsyncContextManager[None]],
     ) -> None:
         #: Its `model_id`; empty where its workers were given none.
@@ -70,6 +73,7 @@ class ModelPool:
         #: The handle of its layers, and of what serves it.
         self.router = router
         self.app = app
+        self.health = health
         self.running = running
         #: Whether it has ever had a worker.
         self.peopled = False

@@ -37,11 +37,14 @@ class Registrations:
         if self._store is not None:
             await self._store.commit(OWNER, [Change(WORKER, url, value)], slot=CONTROL)
 
-    async def restore(self) -> None:
+    async def restore(self, *, of_this_run: bool = False) -> None:
         """Register those that were registered; whether they are still there, probes will say.
 
         What another run of the router has left in the caches of workers is of weights that nobody knows any more: no
         generation goes on from that.
+
+        Args:
+            of_this_run: whether this run of the router has held them, and knows what is in their caches.
 
         Raises:
             StateError: nobody can tell who they were.
@@ -56,7 +59,7 @@ class Registrations:
                 pool.fleet.pool.add(
                     parse_worker_url(held["url"]), api_key=held["api_key"], attributes=held["attributes"]
                 )
-        if rows:
+        if rows and not of_this_run:
             for each in self._pools:
                 each.fleet.pool.distrust_caches()
         await self._store.commit(OWNER, [Change(RUN, 0, b"1")], slot=CONTROL)

@@ -9,7 +9,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import uvicorn
@@ -18,9 +18,11 @@ from miles_router import log
 from miles_router.asgi.keys import Keys
 from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
+from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.serving.client_connection import UNSENT
 from miles_router.serving.clients import ClientConnections
 from miles_router.settings.config import RouterConfig
+from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.state.writer import CONTROL
 from miles_router.version import __version__
 
@@ -41,6 +43,16 @@ OTHER_FILES = 128
 
 class Server(uvicorn.Server):
     """uvicorn's server, which exits 0 after SIGTERM: a stop that was asked for is no failure."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None] | None = None) -> None:
+        super().__init__(config)
+        self._on_start = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; and it is said."""
+        await super().startup(sockets)
+        if self.started and self._on_start is not None:
+            self._on_start()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -70,9 +82,18 @@ def serve(app: RouterApp) -> None:
         store.check()
     raise_file_limit()
     sock = listen(config.host, config.port)
-    server = Server(uvicorn_config(app))
-    log.show(banner(app, sock.getsockname()))
+    log.show(banner(config, sock.getsockname()))
+    serve_at(app, sock)
+
+
+def serve_at(app: RouterApp, sock: socket.socket, started: Callable[[], None] | None = None) -> None:
+    """Serve on a listening socket, which is closed in the end, until SIGTERM or SIGINT.
+
+    Args:
+        started: called as soon as it takes connections.
+    """
     collect_garbage_less()
+    server = Server(uvicorn_config(app), started)
     server.run(sockets=[sock, *(sock.dup() for _ in range(ACCEPTS_PER_STEP - 1))])
 
 
@@ -99,8 +120,9 @@ def uvicorn_config(app: RouterApp) -> uvicorn.Config:
     )
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 takes a free one. An IPv6 address may stand in brackets, as in a URL.
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A bound socket; port 0 takes a free one. An IPv6 address may stand in brackets, as in a URL. A `shared` port
+    takes further sockets of this user, among which the system spreads connections.
 
     Raises:
         ConfigError: the name does not resolve, or the port is taken.
@@ -111,6 +133,7 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, int(shared))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)  # of each connection that it takes
         sock.bind(address)
         sock.listen(BACKLOG)  # before anybody is told where: whoever reads the banner may come at once
@@ -142,18 +165,20 @@ def connection_limit() -> int:
     return max(1, min(files, MAX_CLIENTS))
 
 
-def banner(app: RouterApp, address: tuple[str, int]) -> str:
+def banner(config: RouterConfig, address: tuple[str, int]) -> str:
     """What a person wants to see at the start: where, which layers in which order, which workers."""
-    config = app.router.config
     host = f"[{address[0]}]" if ":" in address[0] else address[0]
+    workers = dict.fromkeys(parse_worker_url(url).url for url in config.worker_urls)
     layers = [f"{i}. {spec.path}" for i, spec in enumerate(config.middlewares, 1)]
     rows = [
         ("listening", f"http://{host}:{address[1]}"),
         ("middlewares", f"{' -> '.join([*layers, 'worker'])}  (first = outermost)" if layers else "none"),
-        ("workers", ", ".join(worker.url for worker in app.router.pool) or "none yet: POST /add_worker?url=..."),
+        ("workers", ", ".join(workers) or "none yet: POST /add_worker?url=..."),
         ("health", _health_line(config)),
-        ("keys", _keys_line(app.doors.keys)),
+        ("keys", _keys_line(Keys(data_keys(config), admin_keys(config)))),
     ]
+    if config.processes > 1:
+        rows.insert(1, ("processes", f"{config.processes}, and one that decides"))
     return "\n".join([f"miles-router {__version__}", *(f"  {name:<12} {text}" for name, text in rows)])
 
 

@@ -24,6 +24,7 @@ from miles_router.state.rows import Sync
 
 ENVIRONMENT_PREFIX = "MILES_ROUTER_"
 MAX_MODEL_ID = 256
+MAX_PROCESSES = 64
 Check = Callable[[Any], "str | None"]
 
 
@@ -37,6 +38,10 @@ def _positive(value: float) -> str | None:
 
 def _port(value: int) -> str | None:
     return None if 0 <= value <= 65535 else "must be between 0 and 65535"
+
+
+def _processes(value: int) -> str | None:
+    return None if 1 <= value <= MAX_PROCESSES else f"must be between 1 and {MAX_PROCESSES}"
 
 
 def _worker_urls(urls: Iterable[str]) -> str | None:
@@ -97,6 +102,7 @@ class RouterConfig:
 
     host: str = setting("127.0.0.1", "address to listen on; 0.0.0.0 serves other machines", _host)
     port: int = setting(31000, "port to listen on; 0 takes a free one", _port)
+    processes: int = setting(1, "processes that take requests, on one port; about one for each core", _processes)
     worker_urls: tuple[str, ...] = setting((), "workers to start with; more register by POST /add_worker", _worker_urls)
     model_id: str | None = setting(
         None, "the model of workers that register without a model_id, and of the middlewares", _model_id

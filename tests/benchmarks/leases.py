@@ -1,6 +1,8 @@
 """What choosing a worker costs: a lease taken and given back in a fleet with requests in flight, timed in-process.
 
-python -m tests.benchmarks.leases [--workers 128] [--ranks 1] [--repeat 15]
+python -m tests.benchmarks.leases [--workers 128] [--ranks 1] [--repeat 15] [--processes 2]
+
+With several processes the leases are those of one of them, while another one's change between any two.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ import time
 from collections.abc import Callable
 from statistics import median
 
+from miles_router.cluster.pools import Columns, DecidingPool, FollowingPool
+from miles_router.cluster.state import written_workers
+from miles_router.cluster.table import Counts, make_table
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import POLICIES
 from miles_router.fleet.pool import WorkerPool
@@ -21,25 +26,41 @@ LEASES = 4_000
 BUSY = 8
 
 
-def fleet(workers: int, ranks: int, name: str) -> tuple[WorkerPool, Policy]:
-    """A pool that is as busy as in a rollout, and its policy."""
-    pool, policy = WorkerPool(), POLICIES[name]()
+def fleet(pool: WorkerPool, workers: int, ranks: int) -> None:
+    """The workers of a pool."""
     for number in range(workers):
         worker = pool.add(parse_worker_url(f"http://10.0.{number // 250}.{number % 250}:30000"))
         if ranks > 1:
             pool.set_ranks(worker, ranks)
-    for _ in range(workers * ranks * BUSY):
-        pool.lease(policy)
-    return pool, policy
 
 
-def microseconds(pool: WorkerPool, policy: Policy, key: Callable[[int], str | None]) -> float:
+def pools(processes: int, workers: int, ranks: int) -> list[WorkerPool]:
+    """The pool of each process that takes requests."""
+    if processes == 1:
+        fleet(alone := WorkerPool(), workers, ranks)
+        return [alone]
+    table, serials = make_table(processes), itertools.count()
+    counts = Counts(table, processes)
+    fleet(control := DecidingPool(counts, Columns(counts), lambda: next(serials)), workers, ranks)
+    following = [FollowingPool(Counts(table, processes, row), lambda *_: None) for row in range(processes)]
+    for pool in following:
+        pool.follow(written_workers(control), lambda: 0)
+        for worker in pool:
+            pool.set_ranks(worker, ranks)
+    return [*following]
+
+
+def microseconds(pool: WorkerPool, others: list[WorkerPool], policy: Policy, key: Callable[[int], str | None]) -> float:
     """Mean time of one lease, with keys as they come."""
-    keys = [key(number) for number in range(LEASES)]
-    begin = time.perf_counter()
+    keys, taken = [key(number) for number in range(LEASES)], 0.0
     for each in keys:
+        leases = [other.lease(policy) for other in others]
+        begin = time.thread_time()
         pool.lease(policy, each).release()
-    return (time.perf_counter() - begin) / LEASES * 1e6
+        taken += time.thread_time() - begin
+        for lease in leases:
+            lease.release()
+    return taken / LEASES * 1e6
 
 
 def main() -> None:
@@ -47,18 +68,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=128)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--policy", choices=POLICIES, default="least-inflight")
     options = parser.parse_args()
-    pool, policy = fleet(options.workers, options.ranks, options.policy)
+    policy = POLICIES[options.policy]()
+    pool, *others = pools(options.processes, options.workers, options.ranks)
+    for each in (pool, *others):
+        for _ in range(options.workers * options.ranks * BUSY // options.processes):
+            each.lease(policy)
     fresh = itertools.count()
     kinds: dict[str, Callable[[int], str | None]] = {
         "without a key": lambda number: None,
         "with a key that is known": lambda number: f"known {number % 100}",
         "with a key that is new": lambda number: f"new {next(fresh)}",
     }
-    print(f"{options.workers} workers with {options.ranks} ranks each, {BUSY} requests on each, {options.policy}")
+    workers = f"{options.workers} workers with {options.ranks} ranks each, {BUSY} requests on each"
+    print(f"{workers}, {options.policy}, processes: {options.processes}")
     for name, key in kinds.items():
-        times = [microseconds(pool, policy, key) for _ in range(options.repeat)]
+        times = [microseconds(pool, others, policy, key) for _ in range(options.repeat)]
         print(f"{name:25} {median(times):6.2f} us a lease")
 
 

@@ -14,7 +14,7 @@ from miles_router.asgi.flight import Flight
 from miles_router.errors import FleetPaused
 from miles_router.testing import SimulatedWorker
 from tests.support.brake import Brake
-from tests.support.fleet import JSON, gate, held, post
+from tests.support.fleet import JSON, gate, held, post, requests_of
 from tests.support.http import Client, RawReply, request
 from tests.support.running_router import RunningRouter
 from tests.support.scripted_worker import RESET, script
@@ -185,7 +185,7 @@ async def test_a_request_of_a_middleware_waits_until_its_flight_is_aborted(stage
 
 async def test_what_a_middleware_asks_waits_for_an_order_that_its_name_is_meant_by(stage: Stage) -> None:
     async with fleet(stage) as scene:
-        router, in_flight = scene.router.app.router, scene.router.app.router.control._in_flight
+        router, in_flight = scene.router.app.router, requests_of(scene.router)
 
         async def ask(rid: str) -> int:
             async with router.forward(

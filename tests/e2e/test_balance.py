@@ -44,6 +44,7 @@ async def hold(stage: Stage, router: RunningRouter, worker: ScriptedWorker) -> C
     return client
 
 
+@pytest.mark.alone
 async def test_idle_workers_take_turns_and_the_first_is_not_favoured(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(3)]
     router = await stage.router(*workers)

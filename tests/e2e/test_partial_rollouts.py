@@ -10,7 +10,7 @@ import pytest
 
 from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.engine import PauseMode
-from tests.support.fleet import post
+from tests.support.fleet import post, requests_of
 from tests.support.http import CutReply, request
 from tests.support.resuming import (
     ABORT,
@@ -445,7 +445,7 @@ async def test_a_client_that_leaves_ends_it_wherever_it_is(stage: Stage, where: 
         await until(lambda: one.worker.busy == 2, "it goes on")
     client.abort()
     await stage.nothing_under_way()
-    assert held(router) == len(router.app.router.control._in_flight) == 0
+    assert held(router) == len(requests_of(router)) == 0
 
 
 # What is a cut

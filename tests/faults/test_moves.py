@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from miles_router.tasks import cancelled, spawn
-from tests.support.fleet import post
+from tests.support.fleet import post, requests_of
 from tests.support.http import RawReply
 from tests.support.moving import SOON
 from tests.support.resuming import ABORT, JSON, PROMPT, Engine, answer, engine, in_json, in_one, length, told
@@ -54,7 +54,7 @@ class MoveTrial:
 
     def under_way(self, rid: str) -> bool:
         """Whether the router has a request of this name."""
-        bodies = [body for _, body in self.router.app.router.control._in_flight.requests()]
+        bodies = [body for _, body in requests_of(self.router).requests()]
         return any(orjson.loads(body).get("rid") == rid for body in bodies if body)
 
     async def answer(self) -> RawReply:

@@ -9,7 +9,9 @@ from typing import Any
 
 import orjson
 
+from miles_router.control.requests import OwnRequests
 from miles_router.fleet.gate import Gate
+from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.workers import WorkerState
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
@@ -40,6 +42,13 @@ def posting(router: RunningRouter, path: str = "/generate", **fields: Any) -> as
 
 def gate(router: RunningRouter) -> Gate:
     return router.app.router.gate
+
+
+def requests_of(router: RunningRouter) -> InFlight:
+    """The requests in flight in a router of one process."""
+    found = router.app.router.control.requests
+    assert isinstance(found, OwnRequests)
+    return found.in_flight
 
 
 async def held(router: RunningRouter, count: int) -> None:

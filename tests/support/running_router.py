@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import resource
@@ -14,18 +15,20 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
 
 import psutil
+import pytest
 import uvicorn
 
 from miles_router.app import create_app
 from miles_router.edge import RouterApp
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Transition, Worker
+from miles_router.middlewares.loading import class_at
 from miles_router.serving.server import listen, uvicorn_config
 from miles_router.settings.config import RouterConfig
 from miles_router.tasks import spawn
@@ -38,7 +41,15 @@ COMMAND = Path(sys.executable).with_name("miles-router")
 #: machine is.
 QUIET = 3600.0
 QUIETLY = {"port": 0, "health_check_interval": QUIET, "move_after": QUIET}
+#: How many processes a router under test has (`--processes`).
+_processes = 1
 REQUEST_TASKS = ("request", "watch client", "connect ", "probe ")
+
+
+def use_processes(count: int) -> None:
+    """Run routers under test on so many processes."""
+    global _processes
+    _processes = count
 
 
 class _Server(uvicorn.Server):
@@ -114,14 +125,73 @@ class RunningRouter:
         return left
 
 
+class RouterOfProcesses(RunningRouter):
+    """A router of several processes, beside this one. What looks inside of a router is no test of such a one."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.ever = set()
+
+    def __getattr__(self, name: str) -> Any:
+        pytest.skip(f"it looks inside of a router's one process: {name}")
+
+    @property
+    def pool(self) -> WorkerPool:
+        pytest.skip("it looks inside of a router's one process: its pool")
+
+    @property
+    def connections(self) -> tuple[Any, ...]:
+        pytest.skip("it looks inside of a router's one process: its connections")
+
+    async def probed(self) -> None:
+        """Until every worker has told its weight version."""
+        while any(each["weight_version"] is None for each in await self._workers()):  # noqa: ASYNC110
+            await asyncio.sleep(STEP)
+
+    async def settled(self) -> None:
+        """Until every worker was checked."""
+        while any(each["last_check"] is None for each in await self._workers()):  # noqa: ASYNC110
+            await asyncio.sleep(STEP)
+
+    async def _workers(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = (await self.ask("GET", "/workers")).json()["workers"]
+        return found
+
+    def leftovers(self) -> list[str]:
+        """Nothing is seen from here; the workers say who is busy."""
+        return []
+
+
 @contextlib.asynccontextmanager
 async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> AsyncIterator[RunningRouter]:
-    """Serve `create_app(RouterConfig(...))` as the command does, in the loop of the test."""
+    """Serve `create_app(RouterConfig(...))` as the command does, in the loop of the test; with `--processes`, on so
+    many processes beside this one."""
     urls = tuple(worker if isinstance(worker, str) else worker.url for worker in workers)
     config = RouterConfig(worker_urls=urls, **{**QUIETLY, **settings})
+    if _processes > 1:
+        async with _on_processes(config) as router:
+            yield router
+        return
     app = create_app(config)
     async with serving(uvicorn_config(app), listen(config.host, config.port)) as (server, url):
         yield RunningRouter(app, server, url)
+
+
+@contextlib.asynccontextmanager
+async def _on_processes(config: RouterConfig) -> AsyncIterator[RouterOfProcesses]:
+    given = {spec.name: getattr(config, spec.name) for spec in fields(config)}
+    given["middlewares"] = [{"path": each.path, "options": dict(each.options)} for each in config.middlewares]
+    if any(getattr(class_at(each.path, "middleware"), "one_process", False) for each in config.middlewares):
+        pytest.skip("not yet with several processes")
+    given = {name: [*each] if isinstance(each, tuple) else each for name, each in given.items() if each is not None}
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        json.dump({**given, "processes": _processes}, file)
+        file.flush()
+        async with router_process("--config", file.name, "--host", config.host) as running:
+            router = RouterOfProcesses(running.url)
+            if config.api_key is None and config.admin_api_key is None and config.api_key_file is None:
+                await router.settled()
+            yield router
 
 
 @contextlib.asynccontextmanager

@@ -15,6 +15,7 @@ from miles_router.control.control import Control
 from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
+from miles_router.control.requests import OwnRequests
 from miles_router.errors import BadRequest, NoWorkerAvailable, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
@@ -101,7 +102,8 @@ class Scene(Workers):
         self.in_flight = InFlight()
         self.fleet = Fleet(pool=self.pool, gate=self.gate, policy=LeastInFlight(), questions=probes, orders=fan_out)
         health = HealthMonitor(self.fleet, probes, interval=1.0, deep_interval=0.0)
-        self.control = Control(fleet=self.fleet, fan_out=fan_out, in_flight=self.in_flight, health=health)
+        requests = OwnRequests(self.in_flight, self.gate)
+        self.control = Control(fleet=self.fleet, fan_out=fan_out, requests=requests, health=health)
         for name in names:
             self.pool.add(parse_worker_url(f"http://{name}"))
 

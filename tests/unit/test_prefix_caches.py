@@ -10,7 +10,7 @@ import pytest
 from miles_router.engines import paths
 from miles_router.engines.caches import takes_cache_key, with_cache_key
 from miles_router.engines.facts import Facts, sampling_version
-from miles_router.fleet.caches import MAX_VERSIONS, PrefixCaches, cache_key, new_number
+from miles_router.fleet.caches import MAX_VERSIONS, PrefixCaches, new_number
 
 
 def test_while_no_weights_have_changed_there_is_one_cache() -> None:
@@ -79,8 +79,8 @@ KEY = b"weights-12345678-7"
 
 
 def test_keys_of_two_numbers_differ_and_need_no_escape() -> None:
-    assert cache_key(7) != cache_key(8)
-    assert orjson.dumps(cache_key(7)) == b'"%b"' % cache_key(7).encode()
+    assert PrefixCaches().key(7) != PrefixCaches().key(8)
+    assert orjson.dumps(PrefixCaches().key(7)) == b'"%b"' % PrefixCaches().key(7).encode()
 
 
 @pytest.mark.parametrize(

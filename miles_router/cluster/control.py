@@ -1,0 +1,352 @@
+"""The control plane's part of a router: it decides, for all processes, and sends no request of a client.
+
+It is the same router without clients: what is asked of it comes from data processes, whose own keys and doors let it
+in. Each answer is given when everybody acts by what it says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from miles_router import tasks
+from miles_router.admin.routes import Admin, Json
+from miles_router.asgi.exchange import Exchange, Scope
+from miles_router.cluster.channel import Channel, Message
+from miles_router.cluster.duty import Duty, without_keys
+from miles_router.cluster.followers import AllRequests, Follower, Followers
+from miles_router.cluster.pools import Columns, DecidingPool
+from miles_router.cluster.state import Record, followed, memory_orders, own_numbers, written
+from miles_router.cluster.table import Counts
+from miles_router.control.control import Control
+from miles_router.control.engine_metrics import MEDIA_TYPE
+from miles_router.control.table import PAUSE
+from miles_router.edge import RouterApp
+from miles_router.fleet.caches import set_apart
+from miles_router.fleet.fleet import Fleet, Pause
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import Transition
+from miles_router.metrics.plain import merged, rendered
+from miles_router.pools.pools import ModelPool, Pools
+from miles_router.pools.registrations import Registrations
+from miles_router.settings.config import RouterConfig
+from miles_router.state.writer import CONTROL
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks whether something was decided that no request has asked for.
+BEAT = 0.1
+#: The name of the control plane's socket, in the directory of the router's processes.
+SOCKET = "control"
+#: The names of what is decided: what was counted, and each pool behind its mark.
+COUNTED, POOL = "counted", "pool "
+
+
+class InnerApp(RouterApp):
+    """The control plane's edge. Requests were counted where they came in."""
+
+    def _finished(self, scope: Scope, exchange: Exchange, status: int, started_at: float) -> None:
+        """Nothing."""
+
+
+class ControlDuty(Duty):
+    """The control plane.
+
+    Args:
+        directory: of the router's sockets.
+    """
+
+    app = InnerApp
+    sends = False
+    slots = (CONTROL,)
+
+    def __init__(self, directory: Path, counts: Counts) -> None:
+        #: Who answers requests; set once it is made.
+        self.edge: RouterApp
+        self._path = directory / SOCKET
+        self._counts = counts
+        self._columns = Columns(counts)
+        self._serials = itertools.count(1)
+        self._worker_urls: Sequence[str] = ()
+        self._pools: Pools
+        self._channels: set[Channel] = set()
+        self._states: dict[int, tuple[int, dict[str, Any]]] = {}
+        self._ready = asyncio.Event()
+        self._admin: WholeAdmin
+        self._registrations: Registrations
+        self.followers = Followers(counts, self._written)
+        set_apart()
+
+    # The parts of the router
+
+    def config(self, config: RouterConfig) -> RouterConfig:
+        """See `Duty`."""
+        self._worker_urls = config.worker_urls
+        return without_keys(config)
+
+    def first_workers(self, config: RouterConfig) -> Sequence[str]:
+        """None before it is known whether this control plane follows another one."""
+        return ()
+
+    def pool(self, name: str, **settings: Any) -> DecidingPool:
+        """See `Duty`."""
+        return DecidingPool(self._counts, self._columns, lambda: next(self._serials), **settings)
+
+    def fleet(self, **parts: Any) -> Fleet:
+        """See `Duty`."""
+        fleet = Fleet(**parts)
+        fleet.everywhere = self.followers.caught_up
+        fleet.subscribe(self._moved)
+        return fleet
+
+    def control(self, name: str, **parts: Any) -> Control:
+        """See `Duty`."""
+        return Control(**{**parts, "requests": AllRequests(name, self.followers)})
+
+    def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
+        """See `Duty`."""
+        self._admin = WholeAdmin(pools, registrations, self.followers)
+        return self._admin
+
+    async def restore(self, registrations: Registrations) -> None:
+        """See `Duty`. Not before it is known whether this control plane follows another one."""
+        self._registrations = registrations
+
+    @asynccontextmanager
+    async def running(self, pools: Pools) -> AsyncIterator[None]:
+        """Listens for data processes. What was decided before is taken over from them, if they are there already."""
+        self._pools = pools
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+        server = await asyncio.start_unix_server(self._welcome, self._path)
+        try:
+            await self.followers.connected()
+            await self._begin(self._newest())
+            beat = tasks.spawn(self._beat(), name="control plane")
+            try:
+                yield
+            finally:
+                await tasks.cancelled(beat)
+        finally:
+            server.close()
+            for channel in tuple(self._channels):
+                channel.close()
+
+    # Taking over
+
+    def _newest(self) -> tuple[int, dict[str, Any]]:
+        return max(self._states.values(), key=lambda state: state[0], default=(0, {}))
+
+    async def _begin(self, state: tuple[int, dict[str, Any]]) -> None:
+        number, sections = state
+        for name, record in sections.items():
+            if name.startswith(POOL):
+                await self._restore(await pool_named(self._pools, name[len(POOL) :]), record)
+        if sections:
+            set_apart(max((each.caches.number for each in self._pools.workers), default=0))
+            for pool in self._pools:
+                _deciding(pool).restore()
+            logger.warning("control_plane_took_over", extra={"fields": {"workers": len(self._pools.workers)}})
+        else:
+            for url in self._worker_urls:
+                self._pools.default.fleet.pool.add(parse_worker_url(url))
+        await self._registrations.restore(of_this_run=bool(sections))
+        self.followers.number = number
+        self.followers.go_on_counting(sections.get(COUNTED, ()))
+        self.followers.counted = sections.get(COUNTED, [])
+        self.followers.changed()
+        self._ready.set()
+
+    async def _restore(self, pool: ModelPool, record: Record) -> None:
+        fleet = pool.fleet
+        serials = [each["serial"] for each in record["workers"]]
+        self._serials = itertools.count(max([*serials, next(self._serials)]) + 1)
+        if record["pause"] is not None:
+            fleet.pause = Pause(record["pause"], lambda told: PAUSE.order(mode=told))
+        fleet.released, fleet.memory_orders = set(record["released"]), memory_orders(record)
+        numbers = own_numbers(0)
+        followed(record, fleet, _deciding(pool), lambda: next(numbers))
+
+    # What is decided
+
+    def _written(self) -> dict[str, Any]:
+        sections: dict[str, Any] = {POOL + pool.name: self._section(pool) for pool in self._pools}
+        sections[COUNTED] = self.followers.counted
+        return sections
+
+    def _section(self, pool: ModelPool) -> Record:
+        control = pool.router.control
+        return {
+            **written(pool.fleet, _deciding(pool)),
+            "peopled": pool.peopled,
+            "may_silence": control.may_silence,
+            "sent": control.sent,
+        }
+
+    def _moved(self, transition: Transition) -> None:
+        """Behind all that changes together."""
+        asyncio.get_running_loop().call_soon(self.followers.changed)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT)
+            self.followers.changed()
+            ending = {pool: each for pool in map(_deciding, self._pools) if (each := pool.ending)}
+            if ending:
+                await self.followers.caught_up()
+                for pool, workers in ending.items():
+                    pool.settle(workers)
+
+    # Data processes
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving: list[asyncio.Task[None]] = []
+
+        async def hello(message: Message) -> None:
+            fields = message.fields
+            self._pools.layered |= fields["layered"]
+            self._admin.stack = fields["stack"]
+            self._states[fields["process"]] = (fields["at"], fields["sections"])
+            follower = Follower(channel, fields["process"])
+            serving.append(tasks.spawn(self._serve(follower), name=f"lead {follower.process}"))
+
+        handlers = {"hello": hello, "http": self._http, "is_paused": self._is_paused, "report": self._report}
+        channel = Channel(reader, writer, handlers, ordered=frozenset({"hello"}))
+        self._channels.add(channel)
+        try:
+            await channel.run()
+        finally:
+            self._channels.discard(channel)
+            for task in serving:
+                await tasks.cancelled(task)
+
+    async def _serve(self, follower: Follower) -> None:
+        if not self._ready.is_set():
+            self.followers.greet(follower)
+            await self._ready.wait()
+        self._states.clear()
+        await self.followers.serve(follower)
+
+    async def _is_paused(self, message: Message) -> Message:
+        pool, fields = self._find(message), message.fields
+        return Message({"paused": await pool.health.is_paused(fields["url"]) if pool is not None else False})
+
+    async def _report(self, message: Message) -> None:
+        """What a data process has seen of a worker."""
+        fields, pool = message.fields, self._find(message)
+        worker = None if pool is None else pool.fleet.pool.find(fields["url"])
+        if pool is None or worker is None or _deciding(pool).serials.get(worker) != fields["serial"]:
+            return
+        if fields["kind"] == "failure":
+            pool.fleet.pool.record_failure(worker, fields["reason"])
+        elif fields["kind"] == "stall":
+            pool.fleet.pool.record_stall(worker, fields["reason"])
+        else:
+            pool.fleet.drop_ranks(worker, fields["reason"])
+
+    def _find(self, message: Message) -> ModelPool | None:
+        name = message.fields["pool"]
+        return next((pool for pool in self._pools if pool.name == name), None)
+
+    async def _http(self, message: Message) -> Message:
+        """Answer a request, once everybody acts by the answer."""
+        await self._ready.wait()
+        self._counts.refresh()
+        answer = await answered(self.edge, message)
+        await self.followers.caught_up()
+        return answer
+
+
+async def pool_named(pools: Pools, name: str) -> ModelPool:
+    """The pool of this name, made where there is none."""
+    return pools.default if name == pools.default.name else await pools.open(name)
+
+
+def _deciding(pool: ModelPool) -> DecidingPool:
+    found = pool.fleet.pool
+    assert isinstance(found, DecidingPool)
+    return found
+
+
+async def answered(app: RouterApp, message: Message) -> Message:
+    """A request that came as a message, answered by an app."""
+    fields = message.fields
+    scope: Scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "scheme": "http",
+        "root_path": "",
+        "method": fields["method"],
+        "raw_path": fields["path"].encode("latin-1"),
+        "path": "",
+        "query_string": fields["query"].encode("latin-1"),
+        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields["headers"]],
+        "server": ("127.0.0.1", 0),
+        "client": None,
+    }
+    started: dict[str, Any] = {}
+    parts: list[bytes] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": message.blob, "more_body": False}
+
+    async def send(event: Any) -> None:
+        if event["type"] == "http.response.start":
+            headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in event.get("headers", ())]
+            started.update(status=event["status"], headers=headers)
+        else:
+            parts.append(event.get("body", b""))
+
+    await app(scope, receive, send)
+    return Message(started, b"".join(parts))
+
+
+class WholeAdmin(Admin):
+    """Shows all processes as one router."""
+
+    def __init__(self, pools: Pools, registrations: Registrations, followers: Followers) -> None:
+        self.stack: list[dict[str, object]] = []
+        super().__init__(pools, registrations, self.stack)
+        self._followers = followers
+
+    async def metrics(self, request: Request) -> Response:
+        """Those of all processes, and of all that have ended."""
+        await self._followers.look()
+        own = self._router.metrics.families()
+        return Response(rendered(merged([own, *self._followers.numbers()])), media_type=MEDIA_TYPE)
+
+    async def info(self, request: Request) -> Response:
+        """The router, with what all processes hold."""
+        await self._followers.look()
+        described = self.described()
+        described["middlewares"] = self.stack
+        for info in self._followers.infos():
+            described["statistics"] = added(described["statistics"], info["statistics"])
+            for name, held in info["held"].items():
+                if name == self._pools.default.name:
+                    described["gate"]["held"] += held
+                if name in described.get("pools", ()):
+                    described["pools"][name]["gate"]["held"] += held
+        described["processes"] = sorted(self._followers.senders)
+        return Json(described)
+
+
+def added(one: Any, other: Any) -> Any:
+    """What two processes tell of themselves as one: numbers are added up, of all else the first counts."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {
+            name: added(one[name], other[name]) if name in one and name in other else one.get(name, other.get(name))
+            for name in (*one, *(each for each in other if each not in one))
+        }
+    numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other))
+    return one + other if numbers else one

@@ -1,0 +1,94 @@
+"""What one process does of a router. By default that is all of it; the control plane and data processes do a part."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+from starlette.routing import BaseRoute
+
+from miles_router.admin.routes import Admin
+from miles_router.control.control import Control
+from miles_router.control.health import HealthMonitor
+from miles_router.edge import RouterApp
+from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.pool import WorkerPool
+from miles_router.middlewares.loading import LoadedMiddleware
+from miles_router.pools.pools import Pools
+from miles_router.pools.registrations import Registrations
+from miles_router.settings.config import RouterConfig
+from miles_router.slots import SLOTS
+from miles_router.state.writer import CONTROL
+
+
+class Duty:
+    """The whole router, in one process."""
+
+    #: Where requests come in.
+    app = RouterApp
+    #: Whether requests are sent to workers here, and are looked after.
+    sends = True
+    #: Whether workers are checked here.
+    checks = True
+    #: What this process alone may open of what outlives it.
+    slots: Collection[int] = (*range(SLOTS), CONTROL)
+
+    def config(self, config: RouterConfig) -> RouterConfig:
+        """The settings as they are for this process."""
+        return config
+
+    def check(self, loaded: Iterable[LoadedMiddleware]) -> None:
+        """See that these middlewares can be here.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+
+    def first_workers(self, config: RouterConfig) -> Sequence[str]:
+        """The URLs of the workers to start with."""
+        return config.worker_urls
+
+    def pool(self, name: str, **settings: Any) -> WorkerPool:
+        """The pool of a model."""
+        return WorkerPool(**settings)
+
+    def fleet(self, **parts: Any) -> Fleet:
+        """Its fleet."""
+        return Fleet(**parts)
+
+    def control(self, name: str, **parts: Any) -> Control:
+        """Its control requests."""
+        return Control(**parts)
+
+    def is_paused(self, name: str, health: HealthMonitor) -> Callable[[str], Awaitable[bool]]:
+        """How it is asked whether somebody else has paused a worker."""
+        return health.is_paused
+
+    def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
+        """The router's own routes."""
+        return Admin(pools, registrations, stack)
+
+    def routes(self, routes: Sequence[BaseRoute]) -> Sequence[BaseRoute]:
+        """Those that are behind the key of administration, as they are answered here."""
+        return routes
+
+    async def restore(self, registrations: Registrations) -> None:
+        """Have those workers again that were registered. Raises as `Registrations.restore`."""
+        await registrations.restore()
+
+    def running(self, pools: Pools) -> AbstractAsyncContextManager[None]:
+        """While it is entered, this process does its duty."""
+        return _running()
+
+
+@asynccontextmanager
+async def _running() -> AsyncIterator[None]:
+    yield
+
+
+def without_keys(config: RouterConfig) -> RouterConfig:
+    """For a process that only others of the same router reach."""
+    nothing: dict[str, Any] = dict.fromkeys(("api_key", "api_key_file", "admin_api_key", "admin_api_key_file"))
+    return replace(config, middlewares=(), **nothing)

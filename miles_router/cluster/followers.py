@@ -1,0 +1,259 @@
+"""The data processes as the control plane sees them: each follows what is decided, in order, and says so.
+
+Whoever sends requests and does not say in time that it has followed is ended: it must not act by what is no longer
+true. Who sends stands in the table, so that nobody is forgotten whose connection is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from miles_router import tasks
+from miles_router.cluster.channel import Channel, ChannelLost, Message
+from miles_router.cluster.table import Counts
+from miles_router.control.requests import Aborted
+from miles_router.control.row import GroupListener
+from miles_router.metrics.plain import PlainFamily, lasting, merged
+
+logger = logging.getLogger(__name__)
+
+#: Seconds in which a data process must say that it has followed, and in which it must tell its numbers.
+FOLLOW, TELL = 10.0, 2.0
+#: Seconds between two looks whether one has ended.
+LOOK = 0.02
+
+Section = Any
+Result = TypeVar("Result")
+
+
+class Follower:
+    """One data process that is connected."""
+
+    def __init__(self, channel: Channel, process: int) -> None:
+        self.channel = channel
+        self.process = process
+        #: The number of what it has followed, and what that was.
+        self.at = 0
+        self.sections: dict[str, Section] = {}
+        self.behind = asyncio.Event()
+
+
+class Followers:
+    """All of them.
+
+    Args:
+        write: gives what is decided now, by name.
+        patience: seconds in which one must follow.
+    """
+
+    def __init__(self, counts: Counts, write: Callable[[], dict[str, Section]], *, patience: float = FOLLOW) -> None:
+        self._counts = counts
+        self._write = write
+        self._patience = patience
+        #: Of what is decided now.
+        self.number = 0
+        self.sections: dict[str, Section] = {}
+        #: What was counted as of the last look: by processes that have ended, then by each process.
+        self.counted: list[Any] = []
+        self._departed: list[PlainFamily] = []
+        self._numbers: dict[int, list[PlainFamily]] = {}
+        self._infos: dict[int, dict[str, Any]] = {}
+        self._followers: dict[int, Follower] = {}
+        self._progress: asyncio.Future[None] | None = None
+
+    # Following
+
+    async def serve(self, follower: Follower) -> None:
+        """Have one follow, until this is cancelled; whoever reads its channel knows when it is lost."""
+        self.greet(follower)
+        try:
+            while not follower.channel.lost:
+                if follower.at == self.number:
+                    follower.behind.clear()
+                    await follower.behind.wait()
+                    continue
+                await self._lead(follower)
+        except ChannelLost:
+            pass
+        finally:
+            if self._followers.get(follower.process) is follower:
+                del self._followers[follower.process]
+            self._moved()
+
+    def greet(self, follower: Follower) -> None:
+        """One is connected, and will be served."""
+        self._followers[follower.process] = follower
+        self._moved()
+
+    async def _lead(self, follower: Follower) -> None:
+        number, sections = self.number, dict(self.sections)
+        news = {name: each for name, each in sections.items() if follower.sections.get(name) is not each}
+        work = follower.channel.ask("follow", at=number, sections=news)
+        try:
+            await tasks.within(self._patience, work, name="lead")
+        except TimeoutError:
+            await self._end(follower.process)
+            raise ChannelLost("it does not follow") from None
+        follower.at, follower.sections = number, sections
+        self._moved()
+
+    def changed(self) -> None:
+        """Something may have been decided."""
+        written = self._write()
+        news = {name: each for name, each in written.items() if self.sections.get(name) != each}
+        if not news:
+            return
+        self.sections.update(news)
+        self.number += 1
+        for follower in self._followers.values():
+            follower.behind.set()
+
+    async def caught_up(self) -> None:
+        """Return when everybody who sends requests acts by what is decided now. Who does not is ended."""
+        self.changed()
+        number = self.number
+        await asyncio.gather(*(self._follows(process, number) for process in self.senders))
+
+    @property
+    def senders(self) -> list[int]:
+        """The process ids of those that send requests."""
+        return [process for process in self._counts.senders if process]
+
+    async def connected(self) -> None:
+        """Return when everybody who sends requests has connected. Who does not is ended."""
+        await asyncio.gather(*(self._follows(process, None) for process in self.senders))
+
+    async def _follows(self, process: int, number: int | None) -> None:
+        try:
+            await tasks.within(self._patience, self._until_followed(process, number), name=f"follow {process}")
+        except TimeoutError:
+            await self._end(process)
+
+    async def _until_followed(self, process: int, number: int | None) -> None:
+        while process in self._counts.senders:
+            follower = self._followers.get(process)
+            if follower is not None and (number is None or follower.at >= number):
+                return
+            if self._progress is None or self._progress.done():
+                self._progress = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._progress}, timeout=LOOK)
+
+    def _moved(self) -> None:
+        if self._progress is not None and not self._progress.done():
+            self._progress.set_result(None)
+
+    async def _end(self, process: int) -> None:
+        """End one, and return when it is gone: all it had is closed then."""
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(process)
+            try:
+                if process not in self._counts.senders:
+                    return
+                logger.error("process_does_not_follow", extra={"fields": {"process": process}})
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                loop, ended = asyncio.get_running_loop(), asyncio.Event()
+                loop.add_reader(descriptor, ended.set)
+                try:
+                    await ended.wait()
+                finally:
+                    loop.remove_reader(descriptor)
+            finally:
+                os.close(descriptor)
+
+    # Asking
+
+    async def ask_all(self, what: str, **fields: Any) -> list[Message]:
+        """What all of them answer; who ends before it does has nothing more to say."""
+        await self.caught_up()
+        answers = await asyncio.gather(*(self._ask(each, what, fields) for each in tuple(self._followers.values())))
+        return [each for each in answers if each is not None]
+
+    async def _ask(self, follower: Follower, what: str, fields: dict[str, Any]) -> Message | None:
+        """One's answer. It may take long, as long as the process is there for others meanwhile."""
+        asking = tasks.spawn(follower.channel.ask(what, **fields), name=f"ask process {what}")
+        try:
+            while not asking.done():
+                await asyncio.wait({asking}, timeout=self._patience)
+                if not asking.done():
+                    try:
+                        await tasks.within(self._patience, follower.channel.ask("ping"), name="ping")
+                    except TimeoutError:
+                        await self._end(follower.process)
+            answer: Message = asking.result()
+            return answer
+        except ChannelLost:
+            return None
+        finally:
+            if not asking.done():
+                asking.cancel()
+            elif not asking.cancelled():
+                asking.exception()
+
+    async def look(self) -> None:
+        """Have everybody tell its numbers; of one that is late, or has ended, what it told last counts. Whoever follows
+        keeps them, so that no number falls with the control plane."""
+        followers = {process: each for process, each in self._followers.items() if process in self.senders}
+        await asyncio.gather(*(self._look(each) for each in followers.values()))
+        living = self.senders
+        for process in [each for each in self._numbers if each not in living]:
+            self._departed = merged([self._departed, lasting(self._numbers.pop(process))])
+            self._infos.pop(process, None)
+        written = {process: [each.as_json() for each in lasting(told)] for process, told in self._numbers.items()}
+        self.counted = [[each.as_json() for each in self._departed], *written.items()]
+
+    def go_on_counting(self, counted: Sequence[Any]) -> None:
+        """From what was counted as of the last look of another control plane."""
+        departed, *others = counted or ([],)
+        self._departed = [PlainFamily.read(each) for each in departed]
+        self._numbers = {process: [PlainFamily.read(each) for each in told] for process, told in others}
+
+    async def _look(self, follower: Follower) -> None:
+        with suppress(ChannelLost, TimeoutError):
+            told = await tasks.within(TELL, follower.channel.ask("numbers"), name="numbers")
+            self._numbers[follower.process] = [PlainFamily.read(each) for each in told.fields["families"]]
+            self._infos[follower.process] = told.fields["info"]
+
+    def numbers(self) -> list[list[PlainFamily]]:
+        """Those of each process, as of the last look, and of all that have ended."""
+        return [*self._numbers.values(), self._departed]
+
+    def infos(self) -> list[dict[str, Any]]:
+        """What each tells of itself, as of the last look."""
+        return list(self._infos.values())
+
+
+class AllRequests:
+    """The requests of one pool in all processes. See `control.requests.Requests`."""
+
+    def __init__(self, pool: str, followers: Followers) -> None:
+        self.group_listeners: list[GroupListener] = []  # each process has its own
+        self._pool = pool
+        self._followers = followers
+
+    async def abort(self, rid: str | None) -> list[Aborted]:
+        """Mark those that an abort means. Where one has exactly this id, those of other processes that begin with it
+        are meant too."""
+        places = [] if rid is None else await self._ask("places", rid=rid)
+        return _read(await self._ask("abort", rid=rid, elsewhere=places))
+
+    async def end_group(self, group: str | int) -> list[Aborted]:
+        """End those of a group."""
+        return _read(await self._ask("end_group", group=group))
+
+    async def at(self, url: str) -> Collection[str]:
+        """The ids of those that a worker has."""
+        return set(await self._ask("at", url=url))
+
+    async def _ask(self, what: str, **fields: Any) -> list[Any]:
+        answers = await self._followers.ask_all(what, pool=self._pool, **fields)
+        return [each for answer in answers for each in answer.fields["found"]]
+
+
+def _read(found: Iterable[list[Any]]) -> list[Aborted]:
+    return [Aborted(urls, names, renamed) for urls, names, renamed in found]

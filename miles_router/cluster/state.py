@@ -1,0 +1,230 @@
+"""What the control plane decides of one pool, written so that another process can follow it, and followed. Pure.
+
+Whoever has followed a state chooses as the process that wrote it would: who is routable, under which weights, and which
+prefix caches may be shared.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from miles_router.cluster.table import Counts
+from miles_router.fleet.fleet import Fleet, Order
+from miles_router.fleet.gate import Gate
+from miles_router.fleet.placement.homes import Homes, SessionHome
+from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
+
+Record = dict[str, Any]
+
+#: Of a gate, all that it knows beside who waits at it.
+_GATE = ("mode", "paused_since", "asleep_since", "workers_paused_since", "pauses", "cuts")
+#: Of a worker, what is copied as it is.
+_COPIED = ("reason", "since", "failures", "stalled", "weight_version", "api_key", "rank_fault")
+
+
+class CountedHomes(Homes):
+    """Homes whose tokens and sessions count in the table, and that all processes know."""
+
+    def __init__(self, counts: Counts) -> None:
+        super().__init__()
+        self._counts = counts
+
+    def __contains__(self, key: str) -> bool:
+        return super().__contains__(key) or self._counts.home(key) is not None
+
+    def find(self, key: str | None) -> SessionHome | None:
+        """As `Homes.find`; another process may have sent its last request."""
+        home = super().find(key)
+        unit = None if key is None else self._counts.home(key)
+        if key is None or unit is None:
+            return home
+        if home is None:
+            home = self._homes[key] = SessionHome(key, unit)
+        elif home.unit is not unit and not home.running:
+            home.unit, home.stayed = unit, 0
+        return home
+
+    def forget(self, key: str) -> None:
+        """As `Homes.forget`."""
+        super().forget(key)
+        self._counts.forget(key)
+
+    def enter(self, key: str, home: SessionHome | None, unit: Unit, tokens: int) -> SessionHome:
+        """As `Homes.enter`."""
+        before = None if home is None else home.unit
+        home = super().enter(key, home, unit, tokens)
+        if before is not None and before is not unit:
+            self._counts.note(before)
+        self._counts.settle(key, unit)
+        return home  # whoever leases the unit notes it
+
+    def begun(self, key: str) -> bool:
+        """As `Homes.begun`; another process may have begun it."""
+        return super().begun(key) if super().__contains__(key) else self._counts.home(key) is not None
+
+    def leave(self, home: SessionHome, tokens: int, *, answered: bool) -> None:
+        """As `Homes.leave`."""
+        super().leave(home, tokens, answered=answered)
+        self._counts.note(home.unit)
+
+    def stay_away(self, home: SessionHome) -> None:
+        """As `Homes.stay_away`."""
+        super().stay_away(home)
+        self._counts.note(home.unit)
+
+    def expire(self) -> None:
+        """As `Homes.expire`; and what others hold is counted anew."""
+        self._counts.refresh()
+        super().expire()
+
+    def _uncount(self, home: SessionHome) -> None:
+        super()._uncount(home)
+        self._counts.note(home.unit)
+
+
+class SharedPool(WorkerPool):
+    """A pool of which every process has one. Its registrations are numbered, and its units have cells in the table."""
+
+    def __init__(self, counts: Counts, **settings: Any) -> None:
+        super().__init__(homes=CountedHomes(counts), **settings)
+        self.counts = counts
+        #: The number of each worker's registration.
+        self.serials: dict[Worker, int] = {}
+        #: First column and width of each worker's cells.
+        self.blocks: dict[Worker, tuple[int, int]] = {}
+
+    @property
+    def in_flight(self) -> int:
+        """Leases that all processes hold."""
+        return self.counts.in_flight()
+
+    def follow(self, records: Iterable[Record], own_number: Callable[[], int]) -> None:
+        """Have these workers in these states, and no others. No decision is made here."""
+        settling, self._settling = self._settling, True
+        transitions: list[Transition] = []
+        order: dict[str, Worker] = {}
+        for record in records:
+            worker, before = self._of(record, transitions)
+            self._copy(worker, record, own_number)
+            order[worker.url] = worker
+            if before is not worker.state:
+                transitions.append(Transition(worker, before, worker.state, worker.reason))
+        gone = [worker for url, worker in self._workers.items() if order.get(url) is not worker]
+        transitions += [self._leave(worker) for worker in gone]
+        self._workers = order
+        self._publish()
+        for transition in transitions:
+            self._tell(transition)
+        self._settling = settling
+
+    def _of(self, record: Record, transitions: list[Transition]) -> tuple[Worker, WorkerState | None]:
+        """The worker of a record, and its state before; None for a registration that is new here."""
+        address, serial = parse_worker_url(record["url"]), record["serial"]
+        known = self._workers.get(address.url)
+        if known is not None and self.serials[known] == serial:
+            return known, known.state
+        if known is not None:
+            transitions.append(self._leave(known))
+        worker = self._leaving.pop(address.url, None) or Worker(address)
+        worker.caches = type(worker.caches)()  # who has chosen one of the old ones must choose again
+        self.serials[worker] = serial
+        return worker, None
+
+    def _leave(self, worker: Worker) -> Transition:
+        del self._workers[worker.url]
+        if worker.in_flight:
+            self._leaving[worker.url] = worker
+        self._forget(worker)
+        return Transition(worker, worker.state, None, "removed")
+
+    def _forget(self, worker: Worker) -> None:
+        del self.serials[worker]
+        self.blocks.pop(worker, None)
+        self.counts.remove(worker)
+
+    def _copy(self, worker: Worker, record: Record, own_number: Callable[[], int]) -> None:
+        for name in _COPIED:
+            setattr(worker, name, record[name])
+        worker.state = WorkerState(record["state"])
+        worker.set_attributes(record["attributes"])
+        worker.caches.follow(record["caches"], own_number)
+        block = (record["cells"][0], record["cells"][1])
+        if self.blocks.get(worker) != block:
+            self.blocks[worker] = block
+            self.counts.place(worker, *block)
+
+    def set_ranks(self, worker: Worker, count: int, fault: str | None = None) -> bool:
+        """As `WorkerPool.set_ranks`; each rank has cells of its own as soon as the control plane knows it, too."""
+        changed = super().set_ranks(worker, count, fault)
+        if changed:
+            self.counts.arrange(worker)
+        return changed
+
+
+def written(fleet: Fleet, pool: SharedPool) -> Record:
+    """All that another process has to know of a pool, and what this one needs to be started anew."""
+    return {
+        "weight_version": pool.weight_version,
+        "weights_epoch": pool.weights_epoch,
+        "gate": {name: getattr(fleet.gate, name) for name in _GATE},
+        "pause": None if fleet.pause is None else fleet.pause.mode,
+        "released": sorted(fleet.released),
+        "memory_orders": [[each.method, _text(each.target), _text(each.body)] for each in fleet.memory_orders],
+        "names": list(fleet.model_names),
+        "workers": written_workers(pool),
+    }
+
+
+def written_workers(pool: SharedPool) -> list[Record]:
+    """Who they are, and their states."""
+    return [_record(pool, worker) for worker in pool]
+
+
+def _record(pool: SharedPool, worker: Worker) -> Record:
+    return {
+        "url": worker.url,
+        "serial": pool.serials[worker],
+        "cells": list(pool.blocks[worker]),
+        "state": worker.state.value,
+        "attributes": worker.attributes,
+        "caches": worker.caches.state(),
+        **{name: getattr(worker, name) for name in _COPIED},
+    }
+
+
+def followed(record: Record, fleet: Fleet, pool: SharedPool, own_number: Callable[[], int]) -> None:
+    """Have a pool be as it was written."""
+    pool.weight_version, pool.weights_epoch = record["weight_version"], record["weights_epoch"]
+    pool.follow(record["workers"], own_number)
+    fleet.model_names.update(dict.fromkeys(record["names"]))
+    follow_gate(fleet.gate, record["gate"])
+
+
+def follow_gate(gate: Gate, record: Record) -> None:
+    """Be open or closed as another gate is."""
+    for name in _GATE:
+        setattr(gate, name, record[name])
+    gate.update()
+
+
+def memory_orders(record: Record) -> list[Order]:
+    """What led to the memory that the fleet is without."""
+    return [Order(method, _bytes(target), _bytes(body)) for method, target, body in record["memory_orders"]]
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text)
+
+
+def own_numbers(generation: int) -> Iterator[int]:
+    """Numbers that no other process gives, for processes that are numbered as they are started."""
+    return itertools.count((generation << 32) + 1)

@@ -1,0 +1,124 @@
+"""One process of a router that has several: the control plane, or one that takes requests. The supervisor starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import pickle
+import signal
+import socket
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import uvloop
+
+from miles_router import log
+from miles_router.app import create_app
+from miles_router.cluster.control import ControlDuty
+from miles_router.cluster.data import DataDuty
+from miles_router.cluster.table import Counts
+from miles_router.errors import ConfigError
+from miles_router.serving.server import raise_file_limit, serve_at
+from miles_router.settings.config import RouterConfig
+
+#: What the supervisor is told by a process that does its part; whatever else it is told is why it cannot.
+READY = b"ready"
+PR_SET_PDEATHSIG = 1
+#: Run by a new interpreter, with the descriptor of what it reads: where modules are, then its assignment.
+START = (
+    "import os, pickle, sys; given = os.fdopen(int(sys.argv[1]), 'rb'); sys.path[:] = pickle.load(given); "
+    "from miles_router.serving.process import main; main(given)"
+)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Where a process stands among those of its router, and what it has inherited."""
+
+    config: RouterConfig
+    args: Namespace | None
+    #: The number of the process that started it.
+    supervisor: int
+    #: Of the router's sockets; only its user sees into it.
+    directory: Path
+    #: Its number among those that take requests; None: it is the control plane.
+    index: int | None
+    #: No other process of this router has, or had, this number.
+    generation: int
+    #: Descriptors: the table, where the supervisor is told, and the socket that it listens on.
+    table: int
+    status: int
+    listener: int | None = None
+
+
+def main(given: IO[bytes]) -> None:
+    """Do what the supervisor has written."""
+    with given:
+        assigned: Assignment = pickle.load(given)
+    end_with(assigned.supervisor)
+    config = assigned.config
+    log.configure(config.log_level, config.log_format)
+    raise_file_limit()
+    status = 0
+    try:
+        if assigned.index is None:
+            _decide(assigned)
+        else:
+            _serve(assigned, assigned.index)
+    except ConfigError as error:
+        _tell(assigned, str(error).encode())
+        status = 2
+    finally:
+        log.flush()
+    sys.exit(status)
+
+
+def end_with(supervisor: int) -> None:
+    """Have the system kill this process when its supervisor ends, however that comes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() != supervisor:  # it has ended before
+        os._exit(1)
+
+
+def _tell(assigned: Assignment, text: bytes) -> None:
+    os.write(assigned.status, text)
+
+
+def _serve(assigned: Assignment, index: int) -> None:
+    """Take requests."""
+    count = assigned.config.processes
+    counts = Counts(assigned.table, count, index)
+    duty = DataDuty(assigned.directory, counts, count=count, generation=assigned.generation)
+    app = create_app(assigned.config, args=assigned.args, duty=duty)
+    serve_at(app, socket.socket(fileno=assigned.listener), lambda: _tell(assigned, READY))
+
+
+def _decide(assigned: Assignment) -> None:
+    """Be the control plane."""
+    duty = ControlDuty(assigned.directory, Counts(assigned.table, assigned.config.processes))
+    app = duty.edge = create_app(assigned.config, args=assigned.args, duty=duty)
+
+    async def run() -> None:
+        stop = asyncio.Event()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(each, stop.set)
+        async with app.running():
+            _tell(assigned, READY)
+            await stop.wait()
+
+    _run(run)
+
+
+def _run(work: Callable[[], object]) -> None:
+    loop = uvloop.new_event_loop()
+    try:
+        loop.run_until_complete(work())
+    finally:
+        loop.close()

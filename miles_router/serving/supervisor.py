@@ -1,0 +1,254 @@
+"""Keeps the processes of one router running: it holds their sockets, starts them, starts again what dies, and ends all.
+
+It takes no request and decides nothing, so that there is little that could end it. Each process that takes requests has
+a socket of its own on the router's port (SO_REUSEPORT), and the supervisor holds it too: clients of one that died wait
+in it for the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from pathlib import Path
+
+from miles_router import log
+from miles_router.cluster.table import Counts, make_table
+from miles_router.errors import ConfigError
+from miles_router.serving.process import READY, START, Assignment
+from miles_router.serving.server import banner, listen, raise_file_limit
+from miles_router.settings.config import RouterConfig
+
+logger = logging.getLogger(__name__)
+
+#: Seconds before what dies at once is started again: the first time, and at most.
+SOON, LATEST = 0.1, 5.0
+#: Seconds that a process must have run to have died by chance; as often it may die sooner before that is an error.
+LASTING, CHANCES = 10.0, 3
+#: Seconds beside `shutdown_timeout` in which all must have ended.
+SPARE = 10.0
+STATUS_BYTES = 4096
+#: A directory in memory: nothing of the router touches the disk.
+MEMORY = Path("/dev/shm")
+
+
+def supervise(config: RouterConfig, args: Namespace | None = None) -> None:
+    """Serve with several processes until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds.
+
+    Raises:
+        ConfigError: a setting that cannot be used.
+        SystemExit: with 1, where a process could not be started, or not ended in order.
+    """
+    raise_file_limit()
+    with contextlib.ExitStack() as held:
+        sockets = [held.enter_context(each) for each in _listeners(config)]
+        table = make_table(config.processes)
+        held.callback(os.close, table)
+        directory = Path(tempfile.mkdtemp(prefix="miles-router-", dir=MEMORY if MEMORY.is_dir() else None))
+        held.callback(shutil.rmtree, directory, ignore_errors=True)
+        supervisor = Supervisor(config, args, sockets, table, directory)
+        asyncio.run(supervisor.run())
+        if supervisor.refusal is not None:
+            raise ConfigError(supervisor.refusal)
+        if supervisor.failed:
+            sys.exit(1)
+
+
+def _listeners(config: RouterConfig) -> list[socket.socket]:
+    """A socket for each process, on one port, which nobody has beside them."""
+    with listen(config.host, config.port) as alone:  # a shared one would be shared with another router, too
+        port = alone.getsockname()[1]
+    return [listen(config.host, port, shared=True) for _ in range(config.processes)]
+
+
+class Child:
+    """A process, and what is known of it. `index` None: the control plane."""
+
+    def __init__(self, index: int | None) -> None:
+        self.index = index
+        self.name = "control" if index is None else f"data {index}"
+        self.running: subprocess.Popen[bytes] | None = None
+        self.watched: list[int] = []
+        self.told = b""
+        self.began = 0.0
+        self.ready = False
+        #: How often in a row it has died soon.
+        self.deaths = 0
+
+
+class Supervisor:
+    """Runs the processes of one router."""
+
+    def __init__(
+        self, config: RouterConfig, args: Namespace | None, sockets: list[socket.socket], table: int, directory: Path
+    ) -> None:
+        #: Why the router cannot start, where that is for the user to change.
+        self.refusal: str | None = None
+        #: Whether something went otherwise than it should.
+        self.failed = False
+        self._config = config
+        self._args = args
+        self._sockets = sockets
+        self._table = table
+        self._counts = Counts(table, config.processes)
+        self._directory = directory
+        self._generation = 0
+        self._control = Child(None)
+        self._data = [Child(index) for index in range(config.processes)]
+        self._children = [self._control, *self._data]
+        self._shown = False
+        self._ending = False
+        self._timers: set[asyncio.TimerHandle] = set()
+
+    async def run(self) -> None:
+        """Return when all processes have ended."""
+        self._loop = asyncio.get_running_loop()
+        self._over = asyncio.Event()
+        for each in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(each, self._stop)
+        try:
+            for child in self._children:
+                self._start(child)
+            await self._over.wait()
+        finally:
+            for timer in self._timers:
+                timer.cancel()
+            for child in self._children:
+                if child.running is not None:
+                    child.running.kill()
+                    child.running.wait()
+
+    # Starting
+
+    def _start(self, child: Child) -> None:
+        self._generation += 1
+        given, write = os.pipe()
+        read, status = os.pipe()
+        listener = None if child.index is None else self._sockets[child.index].fileno()
+        assigned = Assignment(
+            config=self._config,
+            args=self._args,
+            supervisor=os.getpid(),
+            directory=self._directory,
+            index=child.index,
+            generation=self._generation,
+            table=self._table,
+            status=status,
+            listener=listener,
+        )
+        try:
+            text = pickle.dumps(sys.path) + pickle.dumps(assigned)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(f"processes: the settings cannot be given to another process: {error}") from None
+        inherited = [each for each in (given, status, self._table, listener) if each is not None]
+        child.running = subprocess.Popen(
+            [sys.executable, "-c", START, str(given)],
+            pass_fds=inherited,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the supervisor, which tells them
+        )
+        os.close(given)
+        os.close(status)
+        with os.fdopen(write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
+            pipe.write(text)
+        child.began, child.ready, child.told = time.monotonic(), False, b""
+        ended = os.pidfd_open(child.running.pid)
+        child.watched = [ended, read]
+        self._loop.add_reader(read, self._hear, child, read)
+        self._loop.add_reader(ended, self._ended, child)
+
+    def _hear(self, child: Child, status: int) -> None:
+        text = os.read(status, STATUS_BYTES)
+        if not text:
+            self._loop.remove_reader(status)
+        child.told += text
+        child.ready = child.told == READY
+        if child.ready and not self._shown and all(each.ready for each in self._children):
+            self._shown = True
+            log.show(banner(self._config, self._sockets[0].getsockname()))
+
+    # Ending
+
+    def _ended(self, child: Child) -> None:
+        """A process has ended: by order, because it cannot start, or by accident."""
+        assert child.running is not None
+        status = child.running.wait()
+        read = child.watched[1]
+        with contextlib.suppress(BlockingIOError):
+            os.set_blocking(read, False)
+            self._hear(child, read)
+        for each in child.watched:
+            self._loop.remove_reader(each)
+            os.close(each)
+        child.running = None
+        if child.index is not None:
+            self._counts.clear(child.index)
+        if self._ending:
+            self.failed |= status != 0 and child.ready  # one that was still starting knows of no order to end
+            self._go_on_ending()
+        elif not self._shown:
+            self._give_up(child, status)
+        else:
+            self._start_again(child, status)
+
+    def _give_up(self, child: Child, status: int) -> None:
+        """The router cannot start; the first that says so says why."""
+        if self._over.is_set():
+            return
+        if child.told and not child.ready:
+            self.refusal = self.refusal or child.told.decode(errors="replace")
+        else:
+            logger.error("process_did_not_start", extra={"fields": {"process": child.name, "status": status}})
+            self.failed = True
+        self._over.set()
+
+    def _start_again(self, child: Child, status: int) -> None:
+        lasted = time.monotonic() - child.began >= LASTING
+        child.deaths = 1 if lasted else child.deaths + 1
+        wait = 0.0 if child.deaths == 1 else min(LATEST, SOON * 2 ** (child.deaths - 2))
+        again = child.deaths > CHANCES
+        fields = {"process": child.name, "status": status, "again_in": wait, "in_a_row": child.deaths}
+        event = "process_dies_again_and_again" if again else "process_died"
+        logger.log(logging.ERROR if again else logging.WARNING, event, extra={"fields": fields})
+        self._timers.add(self._loop.call_later(wait, self._start_unless_ending, child))
+
+    def _start_unless_ending(self, child: Child) -> None:
+        if not self._ending:
+            self._start(child)
+
+    def _stop(self) -> None:
+        """Drain all; a second signal does not wait."""
+        first, self._ending = not self._ending, True
+        if first:
+            for sock in self._sockets:
+                sock.close()  # or clients would still connect
+            patience = self._config.shutdown_timeout + SPARE
+            self._timers.add(self._loop.call_later(patience, self._kill_all))
+        for child in self._data:
+            if child.running is not None:
+                child.running.terminate()
+        self._go_on_ending()
+
+    def _go_on_ending(self) -> None:
+        """The control plane ends behind those that follow it."""
+        if all(child.running is None for child in self._data):
+            if self._control.running is None:
+                self._over.set()
+            else:
+                self._control.running.terminate()
+
+    def _kill_all(self) -> None:
+        for child in self._children:
+            if child.running is not None:
+                logger.error("process_does_not_end", extra={"fields": {"process": child.name}})
+                child.running.kill()

@@ -1,0 +1,130 @@
+"""Processes of one router that die, or stand still: what they had is broken off and given back, and nothing else is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import psutil
+
+from miles_router.testing import SimulatedWorker
+from tests.e2e.test_processes import MANY, generations, holding
+from tests.support.http import CutReply
+from tests.support.processes import processes
+from tests.support.running_router import refuses
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+
+async def test_a_process_that_is_killed_breaks_off_its_own_requests_and_gives_back_its_leases(stage: Stage) -> None:
+    gate = asyncio.Event()
+    worker = await holding(stage, gate)
+    async with processes([worker]) as router:
+        under_way = router.generating(MANY)
+        await until(lambda: generations(worker) == MANY, "all generations are at the worker")
+        victim, survivor = await router.data()
+        await router.kill(victim)
+        info = await router.shows(lambda info: info["in_flight"] < MANY)
+        gate.set()
+        answers = await asyncio.gather(*under_way, return_exceptions=True)
+        broken = [each for each in answers if isinstance(each, (CutReply, OSError))]
+        whole = [each for each in answers if not isinstance(each, BaseException)]
+        assert 0 < len(broken) < MANY, "the system dealt the connections to both"
+        assert len(broken) + len(whole) == MANY
+        assert {each.status for each in whole} == {200}
+        assert info["in_flight"] == len(whole)
+        await router.becomes_idle()
+        await router.whole()
+        assert survivor in await router.data()
+        assert {each.status for each in await asyncio.gather(*router.generating(MANY))} == {200}
+
+
+async def test_clients_that_come_while_a_process_is_away_wait_for_it(stage: Stage) -> None:
+    worker = await stage.worker()
+    async with processes([worker]) as router:
+        for each in await router.data():
+            await router.kill(each)
+        assert {each.status for each in await asyncio.gather(*router.generating(MANY))} == {200}
+
+
+async def test_no_counter_falls_when_a_process_is_killed(stage: Stage) -> None:
+    worker = await stage.worker()
+    async with processes([worker]) as router:
+        await asyncio.gather(*router.generating(MANY))
+        assert await router.metric("miles_router_requests_total", route="generate") == MANY
+        (victim, _), control = await router.data(), await router.control()
+        await router.kill(victim)
+        assert await router.metric("miles_router_requests_total", route="generate") == MANY
+        await router.kill(control)
+        assert await router.metric("miles_router_requests_total", route="generate") == MANY
+        assert await router.metric("miles_router_worker_transitions_total", after="ready") >= 1
+
+
+async def test_while_the_control_plane_is_away_generations_go_on_and_it_comes_back_as_it_was(stage: Stage) -> None:
+    first, second = await stage.worker(), await stage.worker()
+    async with processes([first]) as router:
+        await router.post("/workers", url=second.url, labels={"rack": "7"}, api_key="secret")
+        await router.post("/remove_worker", url=first.url)
+        before = (await router.ask("GET", "/workers")).json()["workers"]
+        control = await router.control()
+        os.kill(control, signal.SIGSTOP)
+        assert {each.status for each in await asyncio.gather(*router.generating(MANY))} == {200}
+        await router.kill(control)
+        after = (await router.ask("GET", "/workers")).json()["workers"]
+        changing = ("last_check", "facts")
+        assert [{k: v for k, v in each.items() if k not in changing} for each in after] == [
+            {k: v for k, v in each.items() if k not in changing} for each in before
+        ]
+        assert {each.status for each in await asyncio.gather(*router.generating(MANY))} == {200}
+        assert generations(first) == 0
+
+
+async def test_a_paused_fleet_stays_paused_when_the_control_plane_is_killed(stage: Stage) -> None:
+    worker = await stage.worker()
+    async with processes([worker]) as router:
+        await router.post("/pause_generation", mode="in_place")
+        waiting = router.generating(MANY)
+        await router.held(MANY)
+        await router.kill(await router.control())
+        await router.held(MANY)
+        assert generations(worker) == 0
+        assert (await router.post("/continue_generation")).status == 200
+        assert {each.status for each in await asyncio.gather(*waiting)} == {200}
+
+
+async def test_a_process_that_does_not_follow_a_pause_is_killed_before_any_engine_is_paused(stage: Stage) -> None:
+    worker = await stage.worker()
+    async with processes([worker]) as router:
+        victim, _ = await router.data()
+        control = await router.control()
+        os.kill(victim, signal.SIGSTOP)
+        # Of many connections some lead to the other; those that the victim has not taken wait for the next.
+        asking = [asyncio.ensure_future(router.post("/pause_generation", mode="in_place")) for _ in range(MANY)]
+        await until(lambda: victim not in router.children, "it was killed")
+        assert {each.status for each in await asyncio.gather(*asking)} == {200}
+        assert f"process_does_not_follow process={victim}" in router.router.stderr()
+        assert await router.control() == control
+        await router.whole()
+        waiting = router.generating(MANY)
+        await router.held(MANY)
+        assert (await router.post("/continue_generation")).status == 200
+        await asyncio.gather(*waiting)
+
+
+async def test_all_processes_end_with_their_supervisor(stage: Stage) -> None:
+    async with SimulatedWorker() as worker, processes([worker.url], expect_status=-9) as router:
+        children = [psutil.Process(each) for each in router.children]
+        assert len(children) == 3
+        router.router.process.kill()
+        await until(lambda: not any(each.is_running() for each in children), "all have ended")
+        assert refuses(router.url)
+
+
+async def test_a_process_that_dies_again_and_again_is_named(stage: Stage) -> None:
+    async with processes([await stage.worker()]) as router:
+        for _ in range(5):
+            await router.shows(lambda info: len(router.children) == 3)
+            await router.kill(await router.control())
+        await until(lambda: "process_dies_again_and_again process=control" in router.router.stderr(), "it is said")
+        await router.whole()

@@ -1,0 +1,169 @@
+"""The barrier: what is decided counts when everybody who sends requests has said so, and whoever does not is ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from miles_router.cluster.channel import Channel, ChannelLost, Message
+from miles_router.cluster.followers import AllRequests, Follower, Followers
+from miles_router.cluster.table import Counts, make_table
+from miles_router.tasks import cancelled, spawn
+from tests.support.waiting import PATIENCE, soon, until
+
+
+class Data:
+    """A data process's end of a channel: it follows when it may."""
+
+    def __init__(self) -> None:
+        self.may = asyncio.Event()
+        self.heard: list[dict[str, Any]] = []
+        self.answers: dict[str, Any] = {}
+
+    async def follow(self, message: Message) -> None:
+        self.heard.append(message.fields)
+        await self.may.wait()
+
+    async def abort(self, message: Message) -> Message:
+        return Message({"found": [[["http://a"], [message.fields["rid"]], False]]})
+
+    async def places(self, message: Message) -> Message:
+        return Message({"found": ["http://a"]})
+
+
+class Scene:
+    """A control plane's followers, and what is decided."""
+
+    def __init__(self, table: int, patience: float = PATIENCE) -> None:
+        self.decided: dict[str, Any] = {"pool a": 0}
+        self.rows = [Counts(table, 2, row) for row in range(2)]
+        self.counts = Counts(table, 2)
+        self.followers = Followers(self.counts, lambda: dict(self.decided), patience=patience)
+
+    @contextlib.asynccontextmanager
+    async def connected(self, process: int, data: Data) -> AsyncIterator[Channel]:
+        """One is connected."""
+        ends = socket.socketpair()
+        ours, theirs = [await asyncio.open_connection(sock=each) for each in ends]
+        handlers = {"follow": data.follow, "abort": data.abort, "places": data.places}
+        channels = [Channel(*ours, {}), Channel(*theirs, handlers, frozenset({"follow"}))]
+        running = [spawn(each.run(), name="a channel") for each in channels]
+        leading = spawn(self.followers.serve(Follower(channels[0], process)), name="lead")
+        try:
+            yield channels[1]
+        finally:
+            data.may.set()
+            for channel in channels:
+                channel.close()
+            await asyncio.gather(*running)
+            await cancelled(leading)
+            for _, writer in (ours, theirs):
+                writer.close()
+
+
+@pytest.fixture
+def table() -> Iterator[int]:
+    made = make_table(2)
+    yield made
+    os.close(made)
+
+
+async def test_it_is_known_everywhere_when_the_last_has_followed(table: int) -> None:
+    scene, one, other = Scene(table), Data(), Data()
+    async with scene.connected(11, one), scene.connected(22, other):
+        scene.rows[0].send(11)
+        scene.rows[1].send(22)
+        known = asyncio.ensure_future(scene.followers.caught_up())
+        await until(lambda: one.heard and other.heard, "both have heard")
+        one.may.set()
+        await asyncio.sleep(0)
+        assert not known.done()
+        other.may.set()
+        await soon(known)
+        assert [each["sections"] for each in other.heard] == [{"pool a": 0}]
+
+
+async def test_who_follows_is_told_what_changed_and_in_order(table: int) -> None:
+    scene, one = Scene(table), Data()
+    one.may.set()
+    scene.decided["pool b"] = 1
+    async with scene.connected(11, one):
+        scene.rows[0].send(11)
+        await soon(scene.followers.caught_up())
+        for number in range(1, 4):
+            scene.decided["pool a"] = number
+            await soon(scene.followers.caught_up())
+        await soon(scene.followers.caught_up())  # nothing is new
+    assert [each["sections"] for each in one.heard] == [
+        {"pool a": 0, "pool b": 1},
+        *({"pool a": number} for number in range(1, 4)),
+    ]
+    assert [each["at"] for each in one.heard] == [1, 2, 3, 4]
+
+
+async def test_who_sends_and_is_not_connected_is_waited_for(table: int) -> None:
+    scene, one = Scene(table), Data()
+    one.may.set()
+    scene.rows[0].send(11)
+    known = asyncio.ensure_future(scene.followers.caught_up())
+    await asyncio.sleep(0)
+    assert not known.done()
+    async with scene.connected(11, one):
+        await soon(known)
+        assert one.heard
+
+
+async def test_who_has_ended_is_waited_for_no_longer(table: int) -> None:
+    scene = Scene(table)
+    scene.rows[0].send(11)
+    known = asyncio.ensure_future(scene.followers.caught_up())
+    await asyncio.sleep(0)
+    scene.counts.clear(0)
+    await soon(known)
+
+
+@pytest.mark.parametrize("connected", [True, False])
+async def test_who_does_not_follow_in_time_is_ended_before_anything_goes_on(table: int, connected: bool) -> None:
+    scene, one = Scene(table, patience=0.1), Data()
+    sender = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])  # noqa: ASYNC220
+    async with contextlib.AsyncExitStack() as stack:
+        if connected:
+            await stack.enter_async_context(scene.connected(sender.pid, one))
+        scene.rows[0].send(sender.pid)
+        await soon(scene.followers.caught_up())
+        assert sender.poll() == -9
+
+
+async def test_an_abort_is_everybody_s_and_a_process_that_is_lost_has_nothing_to_say(table: int) -> None:
+    scene, one, other = Scene(table), Data(), Data()
+    one.may.set()
+    other.may.set()
+    async with scene.connected(11, one), scene.connected(22, other) as channel:
+        requests = AllRequests("a", scene.followers)
+        assert [each.urls for each in await soon(requests.abort("r"))] == [["http://a"]] * 2
+        channel.close()
+        assert len(await soon(requests.abort("r"))) == 1
+
+
+async def test_who_waits_for_an_answer_hears_that_none_will_come() -> None:
+    ends = socket.socketpair()
+    ours, theirs = [await asyncio.open_connection(sock=each) for each in ends]
+    channel = Channel(*ours, {})
+    reading = spawn(channel.run(), name="a channel")
+    asking = asyncio.ensure_future(channel.ask("anything"))
+    await asyncio.sleep(0)
+    theirs[1].close()
+    with pytest.raises(ChannelLost):
+        await soon(asking)
+    await reading
+    with pytest.raises(ChannelLost):
+        await channel.ask("anything")
+    ours[1].close()
