@@ -42,8 +42,17 @@ from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
 from miles_router.metrics import ClientStatistics, LoopDelay, Metrics
-from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import (
+    ASGIApp,
+    HasDataPaths,
+    HasKeys,
+    HasLifespan,
+    HasMetrics,
+    HasOwners,
+    HasRoutes,
+)
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, class_at, load_middlewares
+from miles_router.middlewares.owners import Owners
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
 from miles_router.partial_rollouts.leg import ResumeContext
@@ -55,7 +64,11 @@ from miles_router.settings.keys import admin_keys, data_keys
 
 
 def create_app(
-    config: RouterConfig | None = None, *, args: Namespace | None = None, tokenizer: Any = None
+    config: RouterConfig | None = None,
+    *,
+    args: Namespace | None = None,
+    tokenizer: Any = None,
+    owners: Owners | None = None,
 ) -> RouterApp:
     """Build a router. Give the result to any ASGI server; its lifespan runs the health checks and the middlewares.
 
@@ -63,11 +76,12 @@ def create_app(
         config: every setting; None takes the defaults.
         args: a framework's own Namespace, shown to middlewares as `router.args`.
         tokenizer: the one that middlewares get as `router.tokenizer`, in place of the checkpoint's.
+        owners: of a router of several processes, which of them has what.
 
     Raises:
         ConfigError: a middleware that cannot be loaded, or a worker URL that is none.
     """
-    config = config or RouterConfig()
+    config, owners = config or RouterConfig(), owners or Owners()
     loaded = load_middlewares(config.middlewares)
     clients = ClientStatistics(Backlog())
     upstream = Upstream(
@@ -79,7 +93,8 @@ def create_app(
     metrics.register(loop_delay)
     dispatch = Dispatch()
     pools = dispatch.pools = Pools(
-        config.model_id or "", lambda name: _pool(name, config, upstream, probes, fan_out, metrics, args, tokenizer)
+        config.model_id or "",
+        lambda name: _pool(name, config, upstream, probes, fan_out, metrics, args, tokenizer, owners),
     )
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
@@ -89,7 +104,8 @@ def create_app(
         pools.default.fleet.pool.add(parse_worker_url(url))
     admin = Admin(pools, _described(loaded))
     routes, doors = _own_routes(config, admin, ControlRoutes(pools), layers, stack)
-    routes.lifespan_context = _lifespan(layers, pools, upstream, loop_delay)
+    owners.layers = [layer for layer in layers if isinstance(layer, HasOwners)]
+    routes.lifespan_context = _lifespan(layers, pools, upstream, loop_delay, owners)
     _register_metrics(router, layers)
     return RouterApp(
         config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients
@@ -105,6 +121,7 @@ def _pool(
     metrics: Metrics,
     args: Namespace | None,
     tokenizer: Any,
+    owners: Owners,
 ) -> ModelPool:
     """The workers of one model, and all that serves them alone. The checkpoint is that of the default pool."""
     if name != (config.model_id or ""):
@@ -148,6 +165,7 @@ def _pool(
         control=control,
         args=args,
         tokenizer=tokenizer,
+        owners=owners,
     )
     innermost: ASGIApp = Proxy(forwarder, metrics, in_flight=in_flight, request_timeout=config.request_timeout)
     mover = Mover(
@@ -260,7 +278,9 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
                 router.metrics.register(collector)
 
 
-def _lifespan(layers: Iterable[ASGIApp], pools: Pools, upstream: Upstream, loop_delay: LoopDelay) -> Lifespan[Any]:
+def _lifespan(
+    layers: Iterable[ASGIApp], pools: Pools, upstream: Upstream, loop_delay: LoopDelay, owners: Owners
+) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last."""
 
     @asynccontextmanager
@@ -272,6 +292,7 @@ def _lifespan(layers: Iterable[ASGIApp], pools: Pools, upstream: Upstream, loop_
             for layer in layers:
                 if isinstance(layer, HasLifespan):
                     await running.enter_async_context(layer.lifespan())
+            await running.enter_async_context(owners.running())
             yield
 
     return lifespan

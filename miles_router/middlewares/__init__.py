@@ -26,7 +26,17 @@ from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.middlewares.chat import ChatTurn, KnownVersions
-from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import (
+    BODY_SAYS,
+    ASGIApp,
+    HasDataPaths,
+    HasKeys,
+    HasLifespan,
+    HasMetrics,
+    HasOwners,
+    HasRoutes,
+)
+from miles_router.middlewares.owners import HeldNames, Owners
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
     NO_ROWS,
@@ -44,6 +54,7 @@ from miles_router.tasks import Pace, spawn
 
 __all__ = [
     "ABORT",
+    "BODY_SAYS",
     "CONTINUE",
     "LAST_EVENT",
     "NO_ROWS",
@@ -64,10 +75,13 @@ __all__ = [
     "HasKeys",
     "HasLifespan",
     "HasMetrics",
+    "HasOwners",
     "HasRoutes",
+    "HeldNames",
     "Kind",
     "KnownVersions",
     "Message",
+    "Owners",
     "Pace",
     "RawHeaders",
     "Receive",

@@ -1,6 +1,7 @@
 """The middleware contract: a pure ASGI class, `__init__(self, app, *, router, **typed options)`.
 
-Five further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`, `metrics()`.
+Six further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`,
+`owner_name()`, `metrics()`.
 A class with `one_model = True` holds what is of one model: requests for other pools than the default one pass it by.
 """
 
@@ -14,6 +15,9 @@ from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute
 
 from miles_router.asgi.exchange import Receive, Scope, Send
+
+#: In place of a name: the body says whose a request is.
+BODY_SAYS = ""
 
 
 class ASGIApp(Protocol):
@@ -50,6 +54,16 @@ class HasKeys(Protocol):
     asked before a request enters, and must look at nothing but the path's spelling and what it holds."""
 
     def key_of(self, path: str) -> str | None: ...
+
+
+@runtime_checkable
+class HasOwners(Protocol):
+    """Holds things of which one process of several has each: the name of what a request is about, by which its process
+    is found; `BODY_SAYS` where the head does not say it; None where any process may answer. It is asked before a
+    request enters, wherever the router has several processes, and must look at nothing but the head. What a body says,
+    the layer tells `router.owners` itself, before it does anything and with the body read."""
+
+    def owner_name(self, scope: Scope) -> str | None: ...
 
 
 @runtime_checkable

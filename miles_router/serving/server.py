@@ -20,6 +20,7 @@ from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
 from miles_router.serving.client_connection import UNSENT
 from miles_router.serving.clients import ClientConnections
+from miles_router.serving.leaving import Handover
 from miles_router.settings.config import RouterConfig
 from miles_router.version import __version__
 
@@ -41,6 +42,11 @@ OTHER_FILES = 128
 class Server(uvicorn.Server):
     """uvicorn's server, which exits 0 after SIGTERM: a stop that was asked for is no failure."""
 
+    async def adopt(self, sock: socket.socket, note: bytes, data: bytes) -> None:
+        """Go on with another process's connection. As `ClientConnections.adopt`."""
+        connections = cast(ClientConnections, self.config.http)
+        await connections.adopt(sock, note, data, self.server_state, self.lifespan.state)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
@@ -53,13 +59,21 @@ class Server(uvicorn.Server):
             for each in signals:
                 loop.remove_signal_handler(each)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's own. What other processes hand over meanwhile is answered, and nothing behind it."""
+        cast(ClientConnections, self.config.http).stopping = True
+        await super().shutdown(sockets)
+
     def _stop(self) -> None:
         self.force_exit = self.should_exit  # the second signal does not wait
         self.should_exit = True
 
 
-def serve(app: RouterApp) -> None:
+def serve(app: RouterApp, handover: Handover | None = None) -> None:
     """Listen and serve until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds to finish.
+
+    Args:
+        handover: of a router of several processes.
 
     Raises:
         ConfigError: the address cannot be listened on.
@@ -67,13 +81,15 @@ def serve(app: RouterApp) -> None:
     config = app.router.config
     raise_file_limit()
     sock = listen(config.host, config.port)
-    server = Server(uvicorn_config(app))
+    server = Server(uvicorn_config(app, handover))
+    if handover is not None:
+        handover.adopt = server.adopt
     log.show(banner(app, sock.getsockname()))
     collect_garbage_less()
     server.run(sockets=[sock, *(sock.dup() for _ in range(ACCEPTS_PER_STEP - 1))])
 
 
-def uvicorn_config(app: RouterApp) -> uvicorn.Config:
+def uvicorn_config(app: RouterApp, handover: Handover | None = None) -> uvicorn.Config:
     """How uvicorn hosts our own protocol: its event loop, its lifespan, a bounded SIGTERM."""
     connections = ClientConnections(
         app,
@@ -81,6 +97,7 @@ def uvicorn_config(app: RouterApp) -> uvicorn.Config:
         limit=connection_limit(),
         idle_seconds=KEEP_ALIVE,
         head_seconds=app.router.config.head_timeout,
+        handover=handover,
     )
     return uvicorn.Config(
         app,

@@ -15,18 +15,21 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 import psutil
 import uvicorn
 
 from miles_router.app import create_app
+from miles_router.cluster.ownership import ClusterOwners
 from miles_router.edge import RouterApp
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Transition, Worker
-from miles_router.serving.server import listen, uvicorn_config
+from miles_router.serving.leaving import Handover
+from miles_router.serving.server import Server, listen, uvicorn_config
 from miles_router.settings.config import RouterConfig
 from miles_router.tasks import spawn
 from tests.support.http import Pairs, RawReply, ask
@@ -118,16 +121,22 @@ class RunningRouter:
 async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> AsyncIterator[RunningRouter]:
     """Serve `create_app(RouterConfig(...))` as the command does, in the loop of the test."""
     urls = tuple(worker if isinstance(worker, str) else worker.url for worker in workers)
+    owners: ClusterOwners | None = settings.pop("owners", None)  # of one of several
     config = RouterConfig(worker_urls=urls, **{**QUIETLY, **settings})
-    app = create_app(config)
-    async with serving(uvicorn_config(app), listen(config.host, config.port)) as (server, url):
+    app = create_app(config, owners=owners)
+    handover = None if owners is None else owners.handover
+    async with serving(uvicorn_config(app, handover), listen(config.host, config.port), handover) as (server, url):
         yield RunningRouter(app, server, url)
 
 
 @contextlib.asynccontextmanager
-async def serving(config: uvicorn.Config, sock: socket.socket) -> AsyncIterator[tuple[_Server, str]]:
+async def serving(
+    config: uvicorn.Config, sock: socket.socket, handover: Handover | None = None
+) -> AsyncIterator[tuple[_Server, str]]:
     """Serve an app in the loop of the test; the server and its URL."""
     server = _Server(config)
+    if handover is not None:
+        handover.adopt = partial(Server.adopt, cast(Server, server))
     running = spawn(server.serve(sockets=[sock]), name="server under test")
     try:
         await until(lambda: server.started or running.done(), "the server serves")
