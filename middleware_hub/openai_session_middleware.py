@@ -23,7 +23,7 @@ from middleware_hub.openai_session.export.samples import CONCAT, SampleMaker, ch
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.face import RunSettings
-from middleware_hub.openai_session.sessions.address import PREFIX, addressed, key_of, within
+from middleware_hub.openai_session.sessions.address import PREFIX, SESSIONS, addressed, key_of, within
 from middleware_hub.openai_session.sessions.equality import equality
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
@@ -34,7 +34,19 @@ from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.parsers import Parsers
 from miles_router.errors import ConfigError
-from miles_router.middlewares import ASGIApp, HasKeys, HasLifespan, HasRoutes, Receive, Router, RowSource, Scope, Send
+from miles_router.middlewares import (
+    BODY_SAYS,
+    ASGIApp,
+    HasKeys,
+    HasLifespan,
+    HasOwners,
+    HasRoutes,
+    Receive,
+    Router,
+    RowSource,
+    Scope,
+    Send,
+)
 
 NAME = "openai_sessions"
 GIB = 1024**3
@@ -103,7 +115,7 @@ class OpenAISessionMiddleware:
         bounds = Bounds(max_sessions, max_turns, max_session_bytes, max_bytes, idle_timeout)
         bounds.check("openai_session_middleware")
         self.app = app
-        self.store = SessionStore(bounds, now=time.time, clock=time.monotonic)
+        self.store = SessionStore(bounds, now=time.time, clock=time.monotonic, owners=router.owners)
         self.store.when_over = router.end_session
         self._encoder = AsyncEncoder.of(router)
         equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None, self._encoder)
@@ -151,6 +163,16 @@ class OpenAISessionMiddleware:
         """The key of a session, for what its agent asks."""
         return key_of(self.store, path)
 
+    def owner_name(self, scope: Scope) -> str | None:
+        """The session that a request is about, by its path or its headers."""
+        path = scope["path"]
+        if path.startswith(PREFIX):
+            return path[len(PREFIX) :].partition("/")[0] or None
+        if path == SESSIONS:
+            return BODY_SAYS if scope["method"] == "POST" else None
+        names = (dialect.owner_name(scope) for dialect in self._dialects)
+        return next((name for name in names if name is not None), None)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Trace what belongs to a session; everything else passes."""
         if scope["type"] != "http":
@@ -169,3 +191,4 @@ class OpenAISessionMiddleware:
 _lifespan: type[HasLifespan] = OpenAISessionMiddleware
 _routes: type[HasRoutes] = OpenAISessionMiddleware
 _keys: type[HasKeys] = OpenAISessionMiddleware
+_owners: type[HasOwners] = OpenAISessionMiddleware

@@ -70,7 +70,7 @@ class ConnectionHandover:
 
     def take(self, leaving: Leaving) -> None:
         """As `serving.leaving.Handover.take`."""
-        self._links.send(leaving.owner, _Connection(leaving, self.statistics))
+        self._links.send(leaving.owner, ConnectionParcel(leaving, self.statistics))
 
     def receive(self, data: bytes, descriptors: Sequence[int]) -> Callable[[], None]:
         """Take a connection that another process sends; gives what begins it, once that is answered."""
@@ -91,7 +91,7 @@ class ConnectionHandover:
         await self.adopt(sock, note, read)
 
 
-class _Connection:
+class ConnectionParcel:
     """A connection on its way, as a parcel."""
 
     __slots__ = ("_file", "_leaving", "_statistics")

@@ -21,6 +21,8 @@ class ClusterOwners(Owners):
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
+        #: The port on which this process alone listens, where clients may be told of it.
+        self.own_port: int | None = None
         self._links = Links(peers)
         self.handover = ConnectionHandover(self._links, self)
         self._links.takers[INLINE] = self._links.takers[FILED] = self.handover.receive
@@ -33,6 +35,14 @@ class ClusterOwners(Owners):
             yield
         finally:
             self._links.close()
+
+    def own_url(self, base_url: str) -> str | None:
+        """As `Owners.own_url`."""
+        if self.own_port is None:
+            return None
+        scheme, _, authority = base_url.partition("://")
+        host = authority.rpartition(":")[0] if not authority.endswith("]") and ":" in authority else authority
+        return f"{scheme}://{host}:{self.own_port}"
 
     def elsewhere(self, name: str) -> int | None:
         """The other process that has what is named so."""

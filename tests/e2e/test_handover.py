@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.http import Client, RawReply, chunked, request
-from tests.support.owned import name_of, names_of, several
+from tests.support.owned import name_of, several
 from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage
 from tests.support.waiting import until
@@ -24,7 +24,9 @@ def told(reply: RawReply) -> dict[str, Any]:
 async def owners(routers: list[RunningRouter]) -> list[int]:
     """What each says of itself."""
     count = len(routers)
-    return [told(await each.ask("GET", f"/owned/{name_of(i, count, 'own')}"))["owner"] for i, each in enumerate(routers)]
+    return [
+        told(await each.ask("GET", f"/owned/{name_of(i, count, 'own')}"))["owner"] for i, each in enumerate(routers)
+    ]
 
 
 async def test_a_request_is_answered_by_its_owner_wherever_it_lands(stage: Stage, tmp_path: Path) -> None:
@@ -45,7 +47,7 @@ async def test_a_request_is_answered_by_its_owner_wherever_it_lands(stage: Stage
 async def test_a_body_arrives_whole_however_it_is_framed(
     stage: Stage, tmp_path: Path, by: str, framing: str, size: int
 ) -> None:
-    first, second = await several(stage, tmp_path, 2)
+    first, _ = await several(stage, tmp_path, 2)
     name = name_of(1, 2)
     body = json.dumps({"name": name, "pad": "x" * size}).encode()
     target = f"/owned/{name}" if by == "head" else "/owned"
@@ -65,7 +67,7 @@ async def test_pipelined_requests_of_several_owners_are_answered_in_order_and_on
 ) -> None:
     routers = await several(stage, tmp_path, 3)
     known = await owners(routers)
-    wanted = [names for index in range(3) for names in [name_of(index, 3)]]
+    wanted = [name_of(index, 3) for index in range(3)]
     order = [0, 0, 1, 2, 2, 1, 0, 2, 1, 1, 1, 0] * 4
     sent = bytearray()
     for place, index in enumerate(order):
@@ -81,3 +83,98 @@ async def test_pipelined_requests_of_several_owners_are_answered_in_order_and_on
         replies = [told(await client.read("POST")) for _ in order]
     assert [each["owner"] for each in replies] == [known[index] for index in order]
     assert [each["times"] for each in replies] == [order[: at + 1].count(index) for at, index in enumerate(order)]
+
+
+@pytest.mark.parametrize("by", ["head", "body"])
+async def test_a_request_that_comes_byte_by_byte_is_handed_over(stage: Stage, tmp_path: Path, by: str) -> None:
+    first, _ = await several(stage, tmp_path, 2)
+    name = name_of(1, 2)
+    body = json.dumps({"name": name}).encode()
+    framed = request("POST", f"/owned/{name}" if by == "head" else "/owned", [("Transfer-Encoding", "chunked")])
+    async with await Client.connect(first.url) as client:
+        for _ in range(2):
+            for byte in b"\r\n" + framed + chunked(body[:3], body[3:]):
+                await client.send(bytes([byte]))
+            assert told(await client.read("POST"))["head"] == body.decode()
+
+
+@pytest.mark.parametrize("by", ["head", "body"])
+async def test_a_client_that_expects_100_continue_gets_it_once(stage: Stage, tmp_path: Path, by: str) -> None:
+    first, _ = await several(stage, tmp_path, 2)
+    name = name_of(1, 2)
+    body = json.dumps({"name": name}).encode()
+    head = request(
+        "POST",
+        f"/owned/{name}" if by == "head" else "/owned",
+        [("Expect", "100-continue"), ("Content-Length", str(len(body)))],
+    )
+    async with await Client.connect(first.url) as client:
+        await client.send(head)
+        assert await client.read_raw() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.send(body)
+        reply = await client.read("POST")
+    assert told(reply)["length"] == len(body)
+    assert reply.informational == []
+
+
+@pytest.mark.parametrize("by", ["head", "body"])
+async def test_a_client_that_has_closed_its_own_side_is_answered(stage: Stage, tmp_path: Path, by: str) -> None:
+    first, _ = await several(stage, tmp_path, 2)
+    ours, theirs = name_of(0, 2), name_of(1, 2)
+    async with await Client.connect(first.url) as client:
+        body = json.dumps({"name": theirs}).encode()
+        last = request("POST", "/owned", body=body) if by == "body" else request("GET", f"/owned/{theirs}")
+        await client.send(request("GET", f"/owned/{ours}") + last)
+        client.half_close()
+        owner = told(await client.read())["owner"]
+        assert told(await client.read())["owner"] != owner
+        await client.closed()
+
+
+async def test_an_old_client_and_one_that_offers_an_upgrade_are_handed_over(stage: Stage, tmp_path: Path) -> None:
+    first, _ = await several(stage, tmp_path, 2)
+    name = name_of(1, 2)
+    async with await Client.connect(first.url) as client:
+        assert told(await client.ask("POST", f"/owned/{name}", body=b"abc", version="1.0"))["length"] == 3
+        await client.closed()
+    async with await Client.connect(first.url) as client:
+        offer = [("Connection", "Upgrade"), ("Upgrade", "h2c")]
+        for target, body in ((f"/owned/{name}", b"abc"), ("/owned", json.dumps({"name": name}).encode())):
+            assert told(await client.ask("POST", target, offer, body))["length"] == len(body)
+
+
+async def test_what_is_bad_behind_a_request_is_refused_by_its_owner(stage: Stage, tmp_path: Path) -> None:
+    first, _ = await several(stage, tmp_path, 2)
+    async with await Client.connect(first.url) as client:
+        await client.send(request("GET", f"/owned/{name_of(1, 2)}") + b"no request at all\r\n\r\n")
+        assert told(await client.read())["times"] == 1
+        assert (await client.read()).error_type == "invalid_request"
+        await client.closed()
+
+
+async def test_a_large_reply_comes_from_the_owner_itself(stage: Stage, tmp_path: Path) -> None:
+    first, second = await several(stage, tmp_path, 2)
+    size = 16 << 20
+    async with await Client.connect(first.url) as client:
+        for _ in range(2):
+            reply = await client.ask("GET", f"/owned/{name_of(1, 2)}?bytes={size}")
+            assert reply.body == b"." * size
+        assert (first.app.clients.open, second.app.clients.open) == (0, 1)
+
+
+async def test_requests_that_belong_to_nobody_stay_where_they_land(stage: Stage, tmp_path: Path) -> None:
+    worker = await stage.worker()
+    first, second = await several(stage, tmp_path, 2, worker)
+    async with await Client.connect(first.url) as client:
+        for body in (b"{}", b"x" * 300_000):
+            assert (await client.ask("POST", "/generate", body=body)).status == 200
+    assert [sum(router.app.router.metrics.requests.values()) for router in (first, second)] == [2, 0]
+
+
+async def test_a_path_that_is_escaped_has_the_owner_of_what_it_means(stage: Stage, tmp_path: Path) -> None:
+    first, second = await several(stage, tmp_path, 2)
+    name = name_of(1, 2)
+    escaped = "".join(f"%{ord(each):02x}" for each in name)
+    assert told(await first.ask("GET", f"/owned/{escaped}"))["times"] == 1
+    assert told(await second.ask("GET", f"/owned/{name}"))["times"] == 2
+    assert (await first.ask("GET", f"/owned/{name}%2f")).error_type == "invalid_request"

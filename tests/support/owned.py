@@ -1,14 +1,11 @@
-"""A layer whose things have one process each, and routers that share them: `several` in one event loop, or processes."""
+"""A layer whose things have one process each, and routers of one cluster in the event loop of a test."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import json
 import os
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import orjson
 
 from miles_router.cluster.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
-from miles_router.middlewares import BODY_SAYS, ASGIApp, Exchange, Receive, Router, Scope, Send
+from miles_router.middlewares import BODY_SAYS, ASGIApp, Exchange, Receive, Router, Scope, Send, Watch
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
 from tests.support.running_router import RunningRouter
@@ -59,7 +56,8 @@ class Owned:
         if query == "release":
             self.gates.setdefault(name, asyncio.Event()).set()
         elif query == "hold":
-            await self.gates.setdefault(name, asyncio.Event()).wait()
+            with Watch(receive):
+                await self.gates.setdefault(name, asyncio.Event()).wait()
         self.times[name] = self.times.get(name, 0) + 1
         more = int(query.removeprefix("bytes=")) if query.startswith("bytes=") else 0
         told = {"pid": os.getpid(), "owner": id(self), "times": self.times[name], "length": len(body)}

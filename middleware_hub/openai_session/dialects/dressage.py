@@ -33,6 +33,7 @@ from middleware_hub.openai_session.turns.door import TurnDoor
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import (
+    BODY_SAYS,
     CONTINUE,
     PAUSE,
     UPDATE_VERSION,
@@ -49,6 +50,8 @@ from miles_router.trajectory.sample import CARRIED
 
 SESSION, INSTANCE, TURN, ROUTING = b"x-session-id", b"x-instance-id", b"x-turn-id", b"x-smg-routing-key"
 ROLLOUT = "/v1/rollout/"
+#: Whose bodies name a session.
+BY_BODY = frozenset({"/session/finalize", "/session/discard", "/trajectory/read"})
 #: The dialect's own word for a pause that loses nothing.
 MODES = {"preempt": "retract", "abort": "abort", "retract": "retract", "in_place": "in_place"}
 #: Instances and versions: clients write numbers too.
@@ -87,6 +90,13 @@ class DressageDialect:
             Route("/trajectory/read", self._read, methods=["POST"]),
             Route("/trajectory/stats", self._stats, methods=["GET"]),
         ]
+
+    def owner_name(self, scope: Scope) -> str | None:
+        """The session that the headers, or the body, name."""
+        path = scope["path"]
+        if path in BY_BODY:
+            return BODY_SAYS
+        return _session_id(scope) if path.startswith("/v1/") and not path.startswith(ROLLOUT) else None
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer a request under `/v1` if it speaks the dialect; False if it does not."""
@@ -172,7 +182,7 @@ class DressageDialect:
 
     async def _finalize(self, request: Request) -> Response:
         parsed = await read_object(request)
-        session = self._sessions.store.get(_named(parsed))
+        session = self._sessions.store.get(self._required(request, parsed))
         if not session.turns:
             raise BadRequest(f"the session has no turns{untraced_in_words(session)}")
         instance, carried = _name(parsed, "instance_id"), {name: parsed[name] for name in CARRIED if name in parsed}
@@ -202,7 +212,8 @@ class DressageDialect:
         )
 
     async def _discard(self, request: Request) -> Response:
-        name = _named(await read_object(request))
+        name = self._required(request, await read_object(request))
+        self._sessions.store.forget_lost(name)
         session = self._sessions.store.find(name)
         removed = session.leaves() if session is not None and session.finalized is not None else []
         if session is not None:
@@ -218,7 +229,7 @@ class DressageDialect:
         if parsed.get("segment_view") not in (None, VIEW):
             raise BadRequest(f"segment_view must be {VIEW!r}: a segment is a line of turns")
         if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
-            session = self._sessions.store.get(_named(parsed))
+            session = self._sessions.store.get(self._required(request, parsed))
             sessions, mode = [session] if session.finalized is not None else [], "trajectory"
         else:
             found = self._batch(_name(parsed, "instance_id"), parsed.get("max_groups"), drain=drain)
@@ -239,6 +250,12 @@ class DressageDialect:
         behind = orjson.dumps({"meta_info": self._counts(), "drained": drain})[1:]
         body = b"".join((before, b',"data":', *list_parts((each,) for each in data), b",", behind))
         return Response(body, media_type="application/json")
+
+    def _required(self, request: Request, parsed: Mapping[str, Any]) -> str:
+        """The session that a body names, in the process that has it."""
+        name = _named(parsed)
+        self._sessions.store.owners.require(request.scope, name)
+        return name
 
     def _batch(self, instance_id: Name | None, max_groups: object, *, drain: bool) -> list[Session]:
         """Finalized sessions, whole groups of them, oldest first; to be drained, those that nobody else drains."""

@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.episodes.contract import DELETED
 from middleware_hub.openai_session.episodes.reading import read_contract
+from middleware_hub.openai_session.errors import SessionLost
 from middleware_hub.openai_session.export.records import metadata_of, summary, written
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.sessions.store import SessionStore
@@ -77,9 +78,14 @@ class SessionRoutes:
             raise BadRequest("metadata must be an object")
         contract = read_contract(parsed.get("contract"))
         address = self._base_url(request.scope)
+        if session_id is not None:
+            self.store.owners.require(request.scope, session_id)
         session = self.store.create(session_id, metadata, contract)
         url, key = f"{address}/sessions/{session.id}", session.episode.key
         own = {} if key is None else {"api_key": key}
+        alone = self.store.owners.own_url(address)
+        if alone is not None:
+            own["owner_url"] = alone
         return as_response({"session_id": session.id, "base_url": f"{url}/v1", "anthropic_base_url": url, **own})
 
     async def _list(self, request: Request) -> Response:
@@ -98,7 +104,12 @@ class SessionRoutes:
 
     async def _delete(self, request: Request) -> Response:
         """`abort`: what runs in it ends at once; else it finishes."""
-        session, abort = self._session(request), request.query_params.get("abort", "false")
+        try:
+            session = self._session(request)
+        except SessionLost:
+            self.store.forget_lost(request.path_params["session_id"])
+            raise
+        abort = request.query_params.get("abort", "false")
         if abort not in ("true", "false"):
             raise BadRequest("abort must be true or false")
         if abort == "true":
