@@ -19,7 +19,7 @@ from miles_router.cluster.links import MAX_PACKET, Links
 from miles_router.errors import BadRequest, OwnerUnavailable, RouterError
 from miles_router.metrics import Statistics, counter
 from miles_router.middlewares.contract import HasOwners
-from miles_router.serving.leaving import BY_BODY, HERE, Adopt, Leaving
+from miles_router.serving.leaving import BY_BODY, HERE, Adopt
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,27 @@ class Whereabouts(Protocol):
 
     def elsewhere(self, name: str) -> int | None:
         """The other process that has what is named so."""
+        ...
+
+
+class Departing(Protocol):
+    """A connection that goes to another process. Attributes as of `serving.leaving.Leaving`."""
+
+    owner: int
+    note: bytes
+    data: Sequence[bytes | memoryview]
+    called_off: bool
+
+    def fileno(self) -> int:
+        """Its descriptor."""
+        ...
+
+    def arrived(self) -> None:
+        """The owner has it."""
+        ...
+
+    def refuse(self, error: RouterError) -> None:
+        """No owner takes it."""
         ...
 
 
@@ -54,6 +75,7 @@ class ConnectionHandover:
         self._links = links
         self._owners = owners
         self.adopt: Adopt
+        self.own_port: int | None = None
 
     def owner(self, scope: Scope) -> int:
         """As `serving.leaving.Handover.owner`."""
@@ -68,7 +90,7 @@ class ConnectionHandover:
                 return HERE if owner is None else owner
         return HERE
 
-    def take(self, leaving: Leaving) -> None:
+    def take(self, leaving: Departing) -> None:
         """As `serving.leaving.Handover.take`."""
         self._links.send(leaving.owner, ConnectionParcel(leaving, self.statistics))
 
@@ -98,7 +120,7 @@ class ConnectionParcel:
 
     answered = True
 
-    def __init__(self, leaving: Leaving, statistics: HandoverStatistics) -> None:
+    def __init__(self, leaving: Departing, statistics: HandoverStatistics) -> None:
         self._leaving = leaving
         self._statistics = statistics
         self._file = -1

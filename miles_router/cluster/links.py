@@ -87,6 +87,7 @@ class Links:
         self._listener: socket.socket | None = None
         self._out: dict[int, _Outgoing] = {}
         self._in: set[_Incoming] = set()
+        self._waiters: list[asyncio.Future[None]] = []
         self._late: Deadlines[tuple[_Outgoing, Parcel]]
 
     def start(self) -> None:
@@ -103,7 +104,7 @@ class Links:
         hello = bytes([self._peers.index])
         for index in self._peers.others:
             path = self._peers.socket_of(index)
-            self._out[index] = link = _Outgoing(index, path, hello, late, self.greeting, self.lost)
+            self._out[index] = link = _Outgoing(index, path, hello, late, self.greeting, self.lost, self._emptied)
             link.connect()
 
     def send(self, index: int, parcel: Parcel) -> None:
@@ -115,6 +116,26 @@ class Links:
         for link in self._out.values():
             if link.reached:
                 link.give(parcel)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits for a process that can be reached."""
+        return any(link.reached and link.waiting for link in self._out.values())
+
+    async def flushed(self, seconds: float) -> None:
+        """Wait until nothing does, at most so long."""
+        if self.busy:
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(waiter, seconds)
+
+    def _emptied(self) -> None:
+        if self._waiters and not self.busy:
+            waiters, self._waiters = self._waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
 
     def read_now(self) -> None:
         """Take all packets that have arrived."""
@@ -146,9 +167,13 @@ class Links:
                         return
                     raise
                 sock.setblocking(False)
-                incoming = _Incoming(sock, self.takers, self.hearers, self._end)
+                incoming = _Incoming(sock, self.takers, self.hearers, self._reached_by, self._end)
                 self._in.add(incoming)
                 asyncio.get_running_loop().add_reader(sock, incoming.read)
+
+    def _reached_by(self, index: int) -> None:
+        """A process that has reached this one is there."""
+        self._out[index].connect()
 
     def _end(self, incoming: _Incoming) -> None:
         if incoming in self._in:
@@ -167,6 +192,7 @@ class _Outgoing:
         late: Deadlines[tuple[_Outgoing, Parcel]],
         greeting: Callable[[], Sequence[Parcel]],
         lost: Callable[[int], None],
+        emptied: Callable[[], None],
     ) -> None:
         self._index = index
         self._path = path
@@ -180,11 +206,17 @@ class _Outgoing:
         self._closed = False
         self._greeting = greeting
         self._lost = lost
+        self._emptied = emptied
 
     @property
     def reached(self) -> bool:
         """Whether there is a connection."""
         return self._sock is not None
+
+    @property
+    def waiting(self) -> int:
+        """How many parcels wait for it."""
+        return len(self._waiting)
 
     def give(self, parcel: Parcel) -> None:
         if self._closed or len(self._waiting) >= MAX_WAITING:
@@ -238,6 +270,7 @@ class _Outgoing:
             self._waiting.popleft()
             self._late.stop((self, parcel))
         self._unwatch()
+        self._emptied()
 
     def _wait(self, *, readable: bool) -> None:
         """The other process reads slowly, or the system has no room."""
@@ -306,11 +339,13 @@ class _Incoming:
         sock: socket.socket,
         takers: Mapping[bytes, Take],
         hearers: Mapping[bytes, Hear],
+        hello: Callable[[int], None],
         end: Callable[[_Incoming], None],
     ) -> None:
         self._sock = sock
         self._takers = takers
         self._hearers = hearers
+        self._hello = hello
         self._end = end
         self._index: int | None = None
         self._answers = b""
@@ -341,6 +376,7 @@ class _Incoming:
     def _take(self, data: bytes, descriptors: Sequence[int], *, whole: bool) -> None:
         if self._index is None:
             self._index = data[0]
+            self._hello(data[0])
             return
         if (hear := self._hearers.get(data[:1])) is not None:
             hear(self._index, data)

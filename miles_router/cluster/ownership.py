@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from miles_router.asgi.exchange import Scope
+from miles_router.asgi.outlet import HANDED
+from miles_router.cluster.asking import ASKED, ask
 from miles_router.cluster.handover import FILED, INLINE, ConnectionHandover
 from miles_router.cluster.held_names import KeptNames
 from miles_router.cluster.links import Links
 from miles_router.cluster.peers import Peers
+from miles_router.cluster.texts import TextOwners
 from miles_router.errors import Elsewhere
 from miles_router.middlewares.owners import HeldNames, Owners
 from miles_router.slots import slot_of
@@ -19,17 +22,19 @@ from miles_router.slots import slot_of
 class ClusterOwners(Owners):
     """One of several processes. `handover` is the server's."""
 
+    several = True
+
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
-        #: The port on which this process alone listens, where clients may be told of it.
-        self.own_port: int | None = None
         self._links = Links(peers)
         self.handover = ConnectionHandover(self._links, self)
         self._links.takers[INLINE] = self._links.takers[FILED] = self.handover.receive
+        self._texts = TextOwners(peers, self._links)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """As `Owners.running`."""
+        self._texts.start()
         self._links.start()
         try:
             yield
@@ -38,11 +43,11 @@ class ClusterOwners(Owners):
 
     def own_url(self, base_url: str) -> str | None:
         """As `Owners.own_url`."""
-        if self.own_port is None:
+        if self.handover.own_port is None:
             return None
         scheme, _, authority = base_url.partition("://")
         host = authority.rpartition(":")[0] if not authority.endswith("]") and ":" in authority else authority
-        return f"{scheme}://{host}:{self.own_port}"
+        return f"{scheme}://{host}:{self.handover.own_port}"
 
     def elsewhere(self, name: str) -> int | None:
         """The other process that has what is named so."""
@@ -52,8 +57,26 @@ class ClusterOwners(Owners):
     def require(self, scope: Scope, name: str) -> None:
         """As `Owners.require`."""
         owner = self.elsewhere(name)
-        if owner is not None:
+        if owner is not None and _note(scope) != ASKED:
             raise Elsewhere(owner)
+
+    async def require_text(self, scope: Scope, texts: Sequence[str], continues: Callable[[str], bool]) -> None:
+        """As `Owners.require_text`."""
+        note = _note(scope)
+        if note != ASKED:
+            await self._texts.require(note, texts, continues)
+
+    def owner_of_text(self, scope: Scope, text: str) -> int | None:
+        """As `Owners.owner_of_text`."""
+        return None if _note(scope) == ASKED else self._texts.owner(text)
+
+    def others(self, scope: Scope) -> Sequence[int]:
+        """As `Owners.others`."""
+        return () if _note(scope) == ASKED else self._peers.others
+
+    async def ask(self, owner: int, scope: Scope, body: bytes, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
+        """As `Owners.ask`."""
+        return await ask(self.handover, owner, scope, body, headers)
 
     def new_name(self) -> str:
         """As `Owners.new_name`."""
@@ -64,3 +87,8 @@ class ClusterOwners(Owners):
     def held_names(self, kind: str, capacity: int) -> HeldNames:
         """As `Owners.held_names`."""
         return KeptNames(self._peers.directory / f"{kind}-{self._peers.index}.names", capacity)
+
+
+def _note(scope: Scope) -> bytes:
+    note: bytes = scope.get("extensions", {}).get(HANDED, b"")
+    return note

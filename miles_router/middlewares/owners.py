@@ -28,6 +28,8 @@ class HeldNames:
 class Owners:
     """What a layer asks about processes. Of one process, which has everything: nothing here costs or does anything."""
 
+    #: Whether there are other processes.
+    several = False
     #: The layers whose things have one process each.
     layers: Sequence[HasOwners] = ()
 

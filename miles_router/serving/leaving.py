@@ -25,6 +25,8 @@ class Handover(Protocol):
 
     #: Set by the server: what is done with connections of other processes.
     adopt: Adopt
+    #: And the port on which this process alone listens.
+    own_port: int | None
 
     def owner(self, scope: Scope) -> int:
         """The index of the process that a request with this head belongs to, or `HERE`, or `BY_BODY`."""

@@ -42,6 +42,7 @@ class MovableConnection(ClientConnection):
         self._reader: StepReader
         self._handover = handover
         self._handed = handed
+        self._reads = handed is not None  # its sender knew; and what asks from within this machine is no TCP
         self._owner: int | None = None  # of the request whose head was read last, where that is another process
         self._departure: Leaving | None = None
 

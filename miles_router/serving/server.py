@@ -86,7 +86,11 @@ def serve(app: RouterApp, handover: Handover | None = None) -> None:
         handover.adopt = server.adopt
     log.show(banner(app, sock.getsockname()))
     collect_garbage_less()
-    server.run(sockets=[sock, *(sock.dup() for _ in range(ACCEPTS_PER_STEP - 1))])
+    sockets = [sock, *(sock.dup() for _ in range(ACCEPTS_PER_STEP - 1))]
+    if handover is not None and config.public_url is None:
+        sockets.append(listen(config.host, 0))
+        handover.own_port = sockets[-1].getsockname()[1]
+    server.run(sockets=sockets)
 
 
 def uvicorn_config(app: RouterApp, handover: Handover | None = None) -> uvicorn.Config:

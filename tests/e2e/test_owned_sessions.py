@@ -12,6 +12,7 @@ from miles_router.cluster.peers import Peers
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
 from miles_router.testing import SimulatedWorker
+from tests.support.cache_trial import checkpoint
 from tests.support.http import Client, RawReply, request
 from tests.support.owned import name_of, names_of, several
 from tests.support.running_router import running_router
@@ -22,14 +23,13 @@ from tests.support.session_trial import (
     JSON,
     SESSIONS,
     SessionTrial,
-    checkpoint,
     exactly,
     message_of,
     qwen3,
-    tokenizer_directory,
     user,
 )
 from tests.support.stage import Stage
+from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import until
 
 LAYER = (MiddlewareSpec(SESSIONS, {}),)
@@ -119,7 +119,7 @@ async def test_a_session_says_where_its_owner_is_reached_directly(stage: Stage, 
     trials = await small(stage, tmp_path)
     for trial in trials:
         owners: Any = trial.router.app.router.owners
-        owners.own_port = int(trial.router.url.rpartition(":")[2])
+        owners.handover.own_port = int(trial.router.url.rpartition(":")[2])
     made = (await trials[0].ask("POST", "/sessions", {"session_id": name_of(1, 2)})).json()
     assert made["base_url"].startswith("http://router.test/sessions/")
     assert made["owner_url"] == f"http://router.test:{trials[1].router.url.rpartition(':')[2]}"
