@@ -64,7 +64,7 @@ class Retrieval:
         """One, from the process that has it. An id says nothing about that: the others are asked."""
         text, rid = asked.get("text"), asked.get("rid")
         if rid is None:
-            owner = self._owners.owner_of_text(scope, text or "")
+            owner = await self._owners.owner_of_text(scope, text or "")
             if owner is not None:
                 raise Elsewhere(owner)
         elif self._cache.by_rid(rid) is None:
@@ -79,7 +79,7 @@ class Retrieval:
         found: dict[int, Retrieved] = {}
         places: dict[int | None, list[int]] = {}
         for place, text in enumerate(texts):
-            places.setdefault(self._owners.owner_of_text(scope, text), []).append(place)
+            places.setdefault(await self._owners.owner_of_text(scope, text), []).append(place)
         for owner, theirs in places.items():
             if owner is None:
                 each = [await self._one_of_many(texts[place], pace, strict=strict) for place in theirs]

@@ -66,9 +66,9 @@ class ClusterOwners(Owners):
         if note != ASKED:
             await self._texts.require(note, texts, continues)
 
-    def owner_of_text(self, scope: Scope, text: str) -> int | None:
+    async def owner_of_text(self, scope: Scope, text: str) -> int | None:
         """As `Owners.owner_of_text`."""
-        return None if _note(scope) == ASKED else self._texts.owner(text)
+        return None if _note(scope) == ASKED else await self._texts.owner(text)
 
     def others(self, scope: Scope) -> Sequence[int]:
         """As `Owners.others`."""

@@ -46,11 +46,10 @@ class TextOwners:
         links.greeting = lambda: [*_parcels(self.roots.own()), _Told(())]
         links.lost = self.roots.lose
         self._unheard = set(peers.others)  # who has not said yet what it has
-        self._heard_all: asyncio.Event
+        self._heard_all = asyncio.Event()
 
     def start(self) -> None:
         """Hear from all others, for a while. Called in the event loop."""
-        self._heard_all = asyncio.Event()
         asyncio.get_running_loop().call_later(GREETING, self._heard, tuple(self._unheard))
 
     def _heard(self, indices: Iterable[int]) -> None:
@@ -84,9 +83,10 @@ class TextOwners:
         orphans = [root for text, root in zip(texts, roots, strict=True) if self.roots.find(text) is None]
         await self._tell([*self.roots.give(orphans, owner), *self.roots.evicted()])
 
-    def owner(self, text: str) -> int | None:
+    async def owner(self, text: str) -> int | None:
         """As `Owners.owner_of_text`."""
-        self._links.read_now()
+        if self._unheard:
+            await self._heard_all.wait()
         owner = self._owner_of(self._roots_of([text]))
         return None if owner == self._peers.index else owner
 

@@ -53,7 +53,7 @@ class Owners:
             Elsewhere: another process has them, and answers.
         """
 
-    def owner_of_text(self, scope: Scope, text: str) -> int | None:
+    async def owner_of_text(self, scope: Scope, text: str) -> int | None:
         """The other process that has what this text continues; None where it is this one, or nobody."""
         return None
 
