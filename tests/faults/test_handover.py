@@ -21,7 +21,7 @@ from tests.support.owned import OWNED, name_of, several
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
-from tests.support.waiting import until
+from tests.support.waiting import PATIENCE, until
 
 
 def times(reply: RawReply) -> int:
@@ -40,6 +40,11 @@ async def many(count: int, ask: Callable[[], Coroutine[Any, Any, RawReply]]) -> 
 def waiting(router: RunningRouter) -> list[Any]:
     """The connections of clients that wait for their owner."""
     return [each for each in router.connections if each.leaving]
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "PATIENCE", PATIENCE)
 
 
 async def quiet(*routers: RunningRouter) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from miles_router.cluster import links, texts
 from miles_router.cluster.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
 from miles_router.middlewares import BODY_SAYS, ASGIApp, Exchange, Receive, Router, Scope, Send, Watch
@@ -18,6 +19,7 @@ from miles_router.settings.config import MiddlewareSpec
 from miles_router.slots import slot_of
 from tests.support.running_router import RunningRouter
 from tests.support.stage import Stage
+from tests.support.waiting import PATIENCE
 
 PREFIX = "/owned"
 CHUNK = 64 * 1024
@@ -82,8 +84,14 @@ def name_of(index: int, count: int, prefix: str = "n") -> str:
 OWNED = MiddlewareSpec("tests.support.owned.Owned")
 
 
+def be_patient() -> None:
+    """However slow the machine is, what waits for a process waits until that is there."""
+    links.PATIENCE = texts.GREETING = PATIENCE
+
+
 async def several(stage: Stage, directory: Path, count: int, *workers: Any, **settings: Any) -> list[RunningRouter]:
     """So many routers that share what has one owner, in the event loop of the test. Each on a port of its own."""
+    be_patient()
     settings = {"middlewares": (OWNED,), **settings}
     owners = [ClusterOwners(Peers(index, count, directory)) for index in range(count)]
     return [await stage.router(*workers, owners=each, **settings) for each in owners]
