@@ -105,6 +105,8 @@ def create_app(
     admin = Admin(pools, _described(loaded))
     routes, doors = _own_routes(config, admin, ControlRoutes(pools), layers, stack)
     owners.layers = [layer for layer in layers if isinstance(layer, HasOwners)]
+    for numbers in owners.numbers():
+        metrics.register(numbers)
     routes.lifespan_context = _lifespan(layers, pools, upstream, loop_delay, owners)
     _register_metrics(router, layers)
     return RouterApp(

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from miles_router.asgi.exchange import Scope
-from miles_router.cluster.handover import ConnectionHandover
+from miles_router.cluster.handover import ConnectionCarrier
 from miles_router.errors import OwnerUnavailable, RouterError
 
 #: The note about such a request: it is answered wherever it lands.
@@ -18,7 +18,7 @@ READ = 1 << 18
 
 
 async def ask(
-    handover: ConnectionHandover, owner: int, scope: Scope, body: bytes, headers: Mapping[str, str]
+    handover: ConnectionCarrier, owner: int, scope: Scope, body: bytes, headers: Mapping[str, str]
 ) -> tuple[int, Mapping[str, str], bytes]:
     """Have another process answer the same request with this body.
 

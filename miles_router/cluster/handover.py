@@ -14,12 +14,12 @@ from typing import Protocol
 
 from miles_router import tasks
 from miles_router.asgi.exchange import Scope
+from miles_router.asgi.moving import BY_BODY, HERE, Adopt
 from miles_router.asgi.path import decoded
 from miles_router.cluster.links import MAX_PACKET, Links
 from miles_router.errors import BadRequest, OwnerUnavailable, RouterError
 from miles_router.metrics import Statistics, counter
 from miles_router.middlewares.contract import HasOwners
-from miles_router.serving.leaving import BY_BODY, HERE, Adopt
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class HandoverStatistics(Statistics, prefix="miles_router_handover"):
     refused = counter("Connections whose owner did not take them.")
 
 
-class ConnectionHandover:
+class ConnectionCarrier:
     """Brings connections to their owners, and goes on with those that others bring."""
 
     def __init__(self, links: Links, owners: Whereabouts) -> None:
@@ -78,7 +78,7 @@ class ConnectionHandover:
         self.own_port: int | None = None
 
     def owner(self, scope: Scope) -> int:
-        """As `serving.leaving.Handover.owner`."""
+        """As `serving.leaving.Carrier.owner`."""
         try:
             scope["path"] = decoded(scope["raw_path"])
         except BadRequest:  # which is answered where it is found again
@@ -91,7 +91,7 @@ class ConnectionHandover:
         return HERE
 
     def take(self, leaving: Departing) -> None:
-        """As `serving.leaving.Handover.take`."""
+        """As `serving.leaving.Carrier.take`."""
         self._links.send(leaving.owner, ConnectionParcel(leaving, self.statistics))
 
     def receive(self, data: bytes, descriptors: Sequence[int]) -> Callable[[], None]:

@@ -85,10 +85,10 @@ class Links:
         self.greeting: Callable[[], Sequence[Parcel]] = tuple
         self.lost: Callable[[int], None] = lambda index: None
         self._listener: socket.socket | None = None
-        self._out: dict[int, _Outgoing] = {}
-        self._in: set[_Incoming] = set()
+        self._out: dict[int, LinkTo] = {}
+        self._in: set[LinkFrom] = set()
         self._waiters: list[asyncio.Future[None]] = []
-        self._late: Deadlines[tuple[_Outgoing, Parcel]]
+        self._late: Deadlines[tuple[LinkTo, Parcel]]
 
     def start(self) -> None:
         """Listen, and reach all others. Called in the event loop."""
@@ -100,11 +100,11 @@ class Links:
         self._listener.bind(path)
         self._listener.listen(BACKLOG)
         loop.add_reader(self._listener, self._accept)
-        late: Deadlines[tuple[_Outgoing, Parcel]] = Deadlines(PATIENCE, lambda each: each[0].give_up(each[1]), loop)
+        late: Deadlines[tuple[LinkTo, Parcel]] = Deadlines(PATIENCE, lambda each: each[0].give_up(each[1]), loop)
         hello = bytes([self._peers.index])
         for index in self._peers.others:
             path = self._peers.socket_of(index)
-            self._out[index] = link = _Outgoing(index, path, hello, late, self.greeting, self.lost, self._emptied)
+            self._out[index] = link = LinkTo(index, path, hello, late, self.greeting, self.lost, self._emptied)
             link.connect()
 
     def send(self, index: int, parcel: Parcel) -> None:
@@ -167,7 +167,7 @@ class Links:
                         return
                     raise
                 sock.setblocking(False)
-                incoming = _Incoming(sock, self.takers, self.hearers, self._reached_by, self._end)
+                incoming = LinkFrom(sock, self.takers, self.hearers, self._reached_by, self._end)
                 self._in.add(incoming)
                 asyncio.get_running_loop().add_reader(sock, incoming.read)
 
@@ -175,13 +175,13 @@ class Links:
         """A process that has reached this one is there."""
         self._out[index].connect()
 
-    def _end(self, incoming: _Incoming) -> None:
+    def _end(self, incoming: LinkFrom) -> None:
         if incoming in self._in:
             self._in.discard(incoming)
             incoming.close()
 
 
-class _Outgoing:
+class LinkTo:
     """To one process: what waits for it, and what it has not answered."""
 
     def __init__(
@@ -189,7 +189,7 @@ class _Outgoing:
         index: int,
         path: str,
         hello: bytes,
-        late: Deadlines[tuple[_Outgoing, Parcel]],
+        late: Deadlines[tuple[LinkTo, Parcel]],
         greeting: Callable[[], Sequence[Parcel]],
         lost: Callable[[int], None],
         emptied: Callable[[], None],
@@ -331,7 +331,7 @@ class _Outgoing:
         self._unanswered.clear()
 
 
-class _Incoming:
+class LinkFrom:
     """From one process."""
 
     def __init__(
@@ -340,7 +340,7 @@ class _Incoming:
         takers: Mapping[bytes, Take],
         hearers: Mapping[bytes, Hear],
         hello: Callable[[int], None],
-        end: Callable[[_Incoming], None],
+        end: Callable[[LinkFrom], None],
     ) -> None:
         self._sock = sock
         self._takers = takers

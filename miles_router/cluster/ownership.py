@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 from miles_router.asgi.exchange import Scope
 from miles_router.asgi.outlet import HANDED
 from miles_router.cluster.asking import ASKED, ask
-from miles_router.cluster.handover import FILED, INLINE, ConnectionHandover
+from miles_router.cluster.handover import FILED, INLINE, ConnectionCarrier
 from miles_router.cluster.held_names import KeptNames
 from miles_router.cluster.links import Links
 from miles_router.cluster.peers import Peers
 from miles_router.cluster.texts import TextOwners
 from miles_router.errors import Elsewhere
+from miles_router.metrics import Statistics
 from miles_router.middlewares.owners import HeldNames, Owners
 from miles_router.slots import slot_of
 
@@ -27,9 +28,13 @@ class ClusterOwners(Owners):
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
         self._links = Links(peers)
-        self.handover = ConnectionHandover(self._links, self)
+        self.handover = ConnectionCarrier(self._links, self)
         self._links.takers[INLINE] = self._links.takers[FILED] = self.handover.receive
         self._texts = TextOwners(peers, self._links)
+
+    def numbers(self) -> Sequence[Statistics]:
+        """As `Owners.numbers`."""
+        return [self.handover.statistics]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from miles_router.asgi.exchange import Scope
+from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import HasOwners
 
 
@@ -32,6 +33,10 @@ class Owners:
     several = False
     #: The layers whose things have one process each.
     layers: Sequence[HasOwners] = ()
+
+    def numbers(self) -> Sequence[Statistics]:
+        """What is counted about it."""
+        return ()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

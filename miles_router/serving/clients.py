@@ -13,7 +13,7 @@ from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.serving.client_connection import ClientConnection
 from miles_router.serving.client_request import ClientRequest
-from miles_router.serving.leaving import Handover
+from miles_router.serving.leaving import Carrier
 from miles_router.serving.movable_connection import MovableConnection
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ClientConnections:
         limit: int,
         idle_seconds: float,
         head_seconds: float,
-        handover: Handover | None = None,
+        handover: Carrier | None = None,
     ) -> None:
         self._app = app
         self._statistics = statistics

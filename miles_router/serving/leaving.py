@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from miles_router.asgi.exchange import Scope
+from miles_router.asgi.moving import Adopt
 from miles_router.errors import RouterError
 
 if TYPE_CHECKING:
     from miles_router.serving.movable_connection import MovableConnection
 
-#: Whose a request is, where that is no other process: this one's, or nobody knows before its body was read.
-HERE, BY_BODY = -1, -2
 
-
-#: Goes on with a connection: its socket, the note about its request, and the bytes that were read.
-Adopt = Callable[[socket.socket, bytes, bytes], Awaitable[None]]
-
-
-class Handover(Protocol):
+class Carrier(Protocol):
     """Knows whose a request is, and takes connections there."""
 
     #: Set by the server: what is done with connections of other processes.

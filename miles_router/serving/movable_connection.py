@@ -7,11 +7,12 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from miles_router.asgi.exchange import Scope, request_id
+from miles_router.asgi.moving import BY_BODY
 from miles_router.asgi.outlet import HANDED
 from miles_router.errors import Elsewhere, RouterError
 from miles_router.serving.client_connection import ClientConnection
 from miles_router.serving.client_request import ClientRequest
-from miles_router.serving.leaving import BY_BODY, Handover, Leaving, with_body
+from miles_router.serving.leaving import Carrier, Leaving, with_body
 from miles_router.serving.step_reader import StepReader
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class MovableConnection(ClientConnection):
         shared: Shared,
         server_state: Any,
         app_state: dict[str, Any],
-        handover: Handover,
+        handover: Carrier,
         handed: tuple[bytes, bytes] | None = None,
     ) -> None:
         super().__init__(shared, server_state, app_state)

@@ -20,7 +20,7 @@ from miles_router.edge import RouterApp
 from miles_router.errors import ConfigError
 from miles_router.serving.client_connection import UNSENT
 from miles_router.serving.clients import ClientConnections
-from miles_router.serving.leaving import Handover
+from miles_router.serving.leaving import Carrier
 from miles_router.settings.config import RouterConfig
 from miles_router.version import __version__
 
@@ -69,7 +69,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def serve(app: RouterApp, handover: Handover | None = None) -> None:
+def serve(app: RouterApp, handover: Carrier | None = None) -> None:
     """Listen and serve until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds to finish.
 
     Args:
@@ -93,7 +93,7 @@ def serve(app: RouterApp, handover: Handover | None = None) -> None:
     server.run(sockets=sockets)
 
 
-def uvicorn_config(app: RouterApp, handover: Handover | None = None) -> uvicorn.Config:
+def uvicorn_config(app: RouterApp, handover: Carrier | None = None) -> uvicorn.Config:
     """How uvicorn hosts our own protocol: its event loop, its lifespan, a bounded SIGTERM."""
     connections = ClientConnections(
         app,

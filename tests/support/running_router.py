@@ -28,7 +28,7 @@ from miles_router.cluster.ownership import ClusterOwners
 from miles_router.edge import RouterApp
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Transition, Worker
-from miles_router.serving.leaving import Handover
+from miles_router.serving.leaving import Carrier
 from miles_router.serving.server import Server, listen, uvicorn_config
 from miles_router.settings.config import RouterConfig
 from miles_router.tasks import spawn
@@ -131,7 +131,7 @@ async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> Asy
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: uvicorn.Config, sock: socket.socket, handover: Handover | None = None
+    config: uvicorn.Config, sock: socket.socket, handover: Carrier | None = None
 ) -> AsyncIterator[tuple[_Server, str]]:
     """Serve an app in the loop of the test; the server and its URL."""
     server = _Server(config)

@@ -1,0 +1,11 @@
+"""What the server and the processes of a router agree on about connections that go from one to another."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Awaitable, Callable
+
+#: In place of the index of a process: this one answers, or nobody knows before the request's body was read.
+HERE, BY_BODY = -1, -2
+#: Goes on with a connection: its socket, the note about its request, and the bytes that were read.
+Adopt = Callable[[socket.socket, bytes, bytes], Awaitable[None]]
