@@ -139,7 +139,9 @@ class OpenAISessionMiddleware:
         comparison = Comparison(continuation.renderer, longest=longest, skip=skip)
         self._sessions.forms += [form(self._sessions, comparison, router.args) for form in FORMS]
         for kind, channel in router.rows.items():
-            channel.sources["session_id"] = RowSource(partial(self._sessions.rows, kind), fields=("leaf",))
+            channel.sources["session_id"] = RowSource(
+                partial(self._sessions.rows, kind), fields=("leaf",), require=self._sessions.require
+            )
         dialects = DIALECTS if header_sessions else ()
         if context_window < 0:
             raise ConfigError("openai_session_middleware.context_window must be 0 or a number of tokens")

@@ -70,7 +70,7 @@ class RadixTreeMiddleware:
         self._retrieval = Retrieval(self._recorder, router.owners)
         router.publish(NAME, self.cache.statistics)
         for kind, channel in router.rows.items():
-            channel.sources["text"] = RowSource(partial(self._retrieval.rows, kind))
+            channel.sources["text"] = RowSource(partial(self._retrieval.rows, kind), require=self._retrieval.require)
 
     def lifespan(self) -> AbstractAsyncContextManager[None]:
         """While it runs, long texts are encoded in processes of their own."""

@@ -60,13 +60,21 @@ class Retrieval:
             large = sum(map(len, found)) > AT_ONCE
             return Response(await asyncio.to_thread(write) if large else write(), media_type=media_type)
 
+    async def require(self, scope: Scope, text: str) -> None:
+        """Go on only in the process that has what this text continues.
+
+        Raises:
+            Elsewhere: another has it, and answers.
+        """
+        owner = await self._owners.owner_of_text(scope, text)
+        if owner is not None:
+            raise Elsewhere(owner)
+
     async def _wherever(self, scope: Scope, asked: Mapping[str, Any], *, strict: bool) -> Retrieved:
         """One, from the process that has it. An id says nothing about that: the others are asked."""
         text, rid = asked.get("text"), asked.get("rid")
         if rid is None:
-            owner = await self._owners.owner_of_text(scope, text or "")
-            if owner is not None:
-                raise Elsewhere(owner)
+            await self.require(scope, text or "")
         elif self._cache.by_rid(rid) is None:
             named = orjson.dumps({"rid": rid} if text is None else {"rid": rid, "text": text})
             for other in self._owners.others(scope):

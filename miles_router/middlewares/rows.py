@@ -11,13 +11,13 @@ trajectories, and keep a trajectory's rows for as long as they keep the trajecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from miles_router.asgi.exchange import Exchange
+from miles_router.asgi.exchange import Exchange, Scope
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import AlignedRows, RowArray, RowKind, RowShape
 
@@ -173,10 +173,12 @@ class RowMatch:
 @dataclass(frozen=True)
 class RowSource:
     """Finds the trajectory that a request for rows names; raises NotFound or BadRequest. `fields` are those that it
-    reads besides the one it is named by, which is a string."""
+    reads besides the one it is named by, which is a string. Of a router of several processes, `require` raises
+    Elsewhere where another has what that string names; without it, all have to be asked."""
 
     find: Callable[[Mapping[str, Any]], RowMatch]
     fields: tuple[str, ...] = ()
+    require: Callable[[Scope, str], Awaitable[None]] | None = None
 
 
 class RowChannel:

@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import numpy as np
+
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from miles_router.trajectory.retrieved import read_safetensors_list
 from tests.support.cache_trial import CACHE, JSON, Trial, checkpoint
+from tests.support.experts_trial import EXPERTS, MOE, SHAPE, ExpertsTrial, tokens_of, truth
 from tests.support.http import ask
 from tests.support.owned import several
 from tests.support.stage import Stage
@@ -118,3 +121,18 @@ async def test_a_batch_has_one_owner_and_goes_on_there(stage: Stage, tmp_path: P
         assert trials[1].given()[0][: len(given[2])] == given[2]
         await trials[2].generate(text=longer)
         assert sorted(held(trials)) == [0, 0, 9]
+
+
+async def test_rows_are_delivered_from_whichever_process_holds_them(stage: Stage, tmp_path: Path) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint(), moe=MOE) as worker:
+        layers = (MiddlewareSpec(CACHE, {}), MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE}))
+        routers = await several(stage, tmp_path, 3, worker.url, middlewares=layers, hf_checkpoint=checkpoint())
+        trials = [ExpertsTrial(router, [worker]) for router in routers]
+        for prompt in range(3):
+            answer = await trials[prompt].generate(text=f"Question {prompt}: ")
+            (generation,) = trials[0].generations("/generate")[prompt:]
+            wanted = truth(tokens_of(generation))
+            for trial in trials:
+                for asked in ({"rid": generation.rid}, {"text": f"Question {prompt}: {answer['text']}"}):
+                    assert np.array_equal(await trial.rows(**asked), wanted)
+        assert (await trials[0].refused(rid="nobody's"))[:2] == (404, "not_found")

@@ -138,6 +138,10 @@ class SessionRoutes:
         with Watch(request.receive):
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    async def require(self, scope: Scope, session_id: str) -> None:
+        """Go on only in the process that has a session. Raises as `Owners.require`."""
+        self.store.owners.require(scope, session_id)
+
     def rows(self, kind: RowKind, asked: Mapping[str, Any]) -> RowMatch:
         """The rows of one sample, by its session and, where that has several, its leaf.
 
