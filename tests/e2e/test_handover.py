@@ -178,3 +178,52 @@ async def test_a_path_that_is_escaped_has_the_owner_of_what_it_means(stage: Stag
     assert told(await first.ask("GET", f"/owned/{escaped}"))["times"] == 1
     assert told(await second.ask("GET", f"/owned/{name}"))["times"] == 2
     assert (await first.ask("GET", f"/owned/{name}%2f")).error_type == "invalid_request"
+
+
+async def test_a_slow_client_reads_one_process_to_the_end_before_the_next_says_anything(
+    stage: Stage, tmp_path: Path
+) -> None:
+    first, second = await several(stage, tmp_path, 2)
+    ours, theirs, size = name_of(0, 2), name_of(1, 2), 8 << 20
+    client = await stage.client(first, receive_buffer=4096)
+    for _ in range(2):
+        await client.send(request("GET", f"/owned/{ours}?bytes={size}") + request("GET", f"/owned/{theirs}"))
+        await client.send(request("GET", f"/owned/{ours}?bytes={size}") + request("GET", f"/owned/{ours}"))
+        for name in (ours, theirs, ours, ours):
+            reply = await client.read()
+            assert reply.body == (b"." * size if len(reply.body) > 1 else b"")
+            assert told(reply)["times"] > 0, name
+    assert (first.app.clients.open, second.app.clients.open) == (1, 0)
+
+
+class Unsent:
+    """A connection's transport, with bytes that the client has not taken yet."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self.size = 1
+        self.limits: list[int] = []
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        self.limits.append(high)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+async def test_a_connection_goes_once_the_client_has_taken_what_was_written(stage: Stage, tmp_path: Path) -> None:
+    first, second = await several(stage, tmp_path, 2)
+    client = await stage.client(first)
+    assert told(await client.ask("GET", f"/owned/{name_of(0, 2)}"))["times"] == 1
+    (connection,) = first.connections
+    connection.transport = unsent = Unsent(connection.transport)
+    await client.send(request("GET", f"/owned/{name_of(1, 2)}"))
+    await until(lambda: connection.leaving, "another process is to answer")
+    assert (unsent.limits, second.app.clients.open) == ([0], 0)
+    unsent.size = 0
+    connection.resume_writing()
+    assert told(await client.read())["times"] == 1
+    assert (first.app.clients.open, second.app.clients.open) == (0, 1)
