@@ -67,9 +67,9 @@ class Question:
         self.owner = owner
         self.data: Sequence[bytes | memoryview] = [request]
 
-    def fileno(self) -> int:
-        """Its descriptor."""
-        return self._sock.fileno()
+    def descriptor(self) -> tuple[int, int]:
+        """As of `Departing`."""
+        return int(socket.AF_UNIX), self._sock.fileno()
 
     def arrived(self) -> None:
         """The other process has it."""

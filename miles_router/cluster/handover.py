@@ -46,8 +46,8 @@ class Departing(Protocol):
     data: Sequence[bytes | memoryview]
     called_off: bool
 
-    def fileno(self) -> int:
-        """Its descriptor."""
+    def descriptor(self) -> tuple[int, int]:
+        """Its kind of addresses and its descriptor."""
         ...
 
     def arrived(self) -> None:
@@ -96,13 +96,12 @@ class ConnectionCarrier:
 
     def receive(self, data: bytes, descriptors: Sequence[int]) -> Callable[[], None]:
         """Take a connection that another process sends; gives what begins it, once that is answered."""
-        kind, length = data[:1], data[1]
-        note, read = data[2 : 2 + length], data[2 + length :]
+        kind, family, length = data[:1], data[1], data[2]
+        note, read = data[3 : 3 + length], data[3 + length :]
         if kind == FILED:
             read = _read_file(descriptors[1])
             os.close(descriptors[1])
-        sock = socket.socket(fileno=descriptors[0])
-        sock.setblocking(False)
+        sock = socket.socket(family, socket.SOCK_STREAM, 0, descriptors[0])
         self.statistics.taken += 1
         return lambda: self._begin(sock, note, read)
 
@@ -130,11 +129,12 @@ class ConnectionParcel:
 
     def packet(self) -> tuple[bytes, Sequence[int]]:
         leaving = self._leaving
-        begin = bytes([len(leaving.note)]) + leaving.note
+        family, descriptor = leaving.descriptor()
+        begin = bytes([family, len(leaving.note)]) + leaving.note
         if sum(map(len, leaving.data)) + len(begin) < MAX_PACKET:
-            return b"".join((INLINE, begin, *leaving.data)), [leaving.fileno()]
+            return b"".join((INLINE, begin, *leaving.data)), [descriptor]
         self._file = _file_of(leaving.data)
-        return FILED + begin, [leaving.fileno(), self._file]
+        return FILED + begin, [descriptor, self._file]
 
     def sent(self) -> None:
         if self._file >= 0:

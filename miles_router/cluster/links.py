@@ -32,11 +32,13 @@ MAX_WAITING = 4096
 PATIENCE = 10.0
 #: Seconds between two attempts to reach a process, and until the system may have room again.
 RETRY = 0.05
-#: Packets that are taken from one process before others have their turn.
+#: Packets that are taken before they are answered, where all are wanted that have arrived.
 AT_ONCE = 64
 BACKLOG = 128
 TAKEN, REFUSED = b"\1", b"\0"
-CLOEXEC = 0x40000000  # MSG_CMSG_CLOEXEC, which Python names on some systems alone
+# As numbers: Python's own cost microseconds each time they are joined
+CLOEXEC = 0x40000000  # MSG_CMSG_CLOEXEC
+CUT = int(socket.MSG_TRUNC | socket.MSG_CTRUNC)
 BUSY = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS, errno.ENOMEM})
 
 
@@ -140,7 +142,7 @@ class Links:
     def read_now(self) -> None:
         """Take all packets that have arrived."""
         for incoming in tuple(self._in):
-            while incoming.read():
+            while incoming.read(AT_ONCE):
                 pass
 
     def close(self) -> None:
@@ -351,11 +353,11 @@ class LinkFrom:
         self._answers = b""
         self._then: list[Callable[[], None]] = []
 
-    def read(self) -> bool:
-        """Take a few packets. Gives whether there may be more."""
+    def read(self, at_once: int = 1) -> bool:
+        """Take a packet, or a few. Gives whether there may be more."""
         if self._answers:  # the other side reads nothing
             return False
-        ended, more = False, AT_ONCE
+        ended, more = False, at_once
         while more and not ended:
             more -= 1
             try:
@@ -367,7 +369,7 @@ class LinkFrom:
                 data, descriptors, flags = b"", [], 0
             ended = not data
             if data:
-                self._take(data, descriptors, whole=not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC))
+                self._take(data, descriptors, whole=not flags & CUT)
         self._answer()
         if ended:
             self._end(self)

@@ -54,9 +54,10 @@ class Leaving:
         self.begun = False
         self.called_off = False
 
-    def fileno(self) -> int:
-        """Its descriptor."""
-        return int(self._connection.transport.get_extra_info("socket").fileno())
+    def descriptor(self) -> tuple[int, int]:
+        """Its kind of addresses (`AF_INET`, ...) and its descriptor."""
+        sock = self._connection.transport.get_extra_info("socket")
+        return int(sock.family), int(sock.fileno())
 
     def arrived(self) -> None:
         """The owner has it: this process lets go of it."""
