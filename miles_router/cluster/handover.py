@@ -79,6 +79,8 @@ class ConnectionCarrier:
 
     def owner(self, scope: Scope) -> int:
         """As `serving.leaving.Carrier.owner`."""
+        if not self._owners.layers:
+            return HERE
         try:
             scope["path"] = decoded(scope["raw_path"])
         except BadRequest:  # which is answered where it is found again

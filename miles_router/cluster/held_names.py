@@ -36,12 +36,14 @@ class KeptNames(HeldNames):
         self._lost: OrderedDict[bytes, int] = OrderedDict()
         self._held: dict[bytes, int] = {}
         self._free: list[int] = []
+        self._end = 0  # of all places that were ever taken
         self._read()
 
     def _read(self) -> None:
-        kept = bytes(self._map)
-        for at in range(len(kept) - HASH, -1, -HASH):
-            if (found := kept[at : at + HASH]) == FREE:
+        kept = self._map[:].rstrip(b"\0")
+        self._end = -(-len(kept) // HASH) * HASH
+        for at in range(0, self._end, HASH):
+            if (found := self._map[at : at + HASH]) == FREE:
                 self._free.append(at)
             else:
                 self._lost[found] = at
@@ -53,9 +55,17 @@ class KeptNames(HeldNames):
             return
         at = self._lost.pop(hashed, None)
         if at is None:
-            at = self._free.pop() if self._free else self._lost.popitem(last=False)[1]
+            at = self._place()
         self._map[at : at + HASH] = hashed
         self._held[hashed] = at
+
+    def _place(self) -> int:
+        if self._free:
+            return self._free.pop()
+        if self._end == len(self._map):
+            return self._lost.popitem(last=False)[1]
+        self._end += HASH
+        return self._end - HASH
 
     def remove(self, name: str) -> None:
         """As `HeldNames.remove`."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ from miles_router.cluster import links
 from miles_router.cluster.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
 from miles_router.serving import server
+from miles_router.serving.movable_connection import MAX_UNREAD
 from tests.support.http import Client, RawReply, request, whole_or_cut
 from tests.support.owned import OWNED, name_of, several
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import PATIENCE, until
+
+#: Bytes that uvloop reads at once.
+ONE_READ = 256 * 1024
 
 
 def times(reply: RawReply) -> int:
@@ -171,3 +176,49 @@ async def test_no_descriptor_is_left_behind(stage: Stage, tmp_path: Path) -> Non
         await whole_or_cut(first.ask("GET", f"/owned/{name}?bytes=500000"))
     await quiet(first, second)
     await until(lambda: len(os.listdir("/proc/self/fd")) == len(before), "no descriptor more than before")
+
+
+async def test_a_client_that_sends_without_end_behind_a_request_is_held_back(stage: Stage, tmp_path: Path) -> None:
+    first, second = await several(stage, tmp_path, 2)
+    held, theirs = name_of(0, 2), name_of(1, 2)
+    layer: Any = first.app.layers[0]
+    flood = request("GET", f"/owned/{theirs}") * 40_000
+    client = await stage.client(first)
+    await client.send(request("GET", f"/owned/{held}?hold"))
+    await until(lambda: held in layer.gates, "it is held")
+    sending = asyncio.ensure_future(client.send(flood))
+    (connection,) = first.connections
+    await until(lambda: connection._reading_paused, "the client is held back")
+    assert len(connection._reader.unread) <= MAX_UNREAD + ONE_READ
+    client.abort()
+    with contextlib.suppress(ConnectionError):
+        await sending
+    layer.gates[held].set()
+    await quiet(first, second)
+
+
+async def test_a_crowd_that_leaves_wherever_it_is_leaves_nothing_behind(stage: Stage, tmp_path: Path) -> None:
+    routers = await several(stage, tmp_path, 3)
+    names = [name_of(index, 3, prefix) for index in range(3) for prefix in ("a", "b")]
+    await asyncio.gather(*(router.ask("GET", f"/owned/{name}") for router in routers for name in names))
+    await quiet(*routers)
+    before = len(os.listdir("/proc/self/fd"))
+
+    async def one(place: int) -> None:
+        dice = random.Random(place)
+        async with await Client.connect(routers[place % 3].url) as client:
+            asked = [dice.choice(names) for _ in range(12)]
+            for name in asked:
+                body = json.dumps({"name": name, "pad": "x" * dice.choice((0, 20_000))}).encode()
+                by_head = dice.random() < 0.5
+                await client.send(request("POST", f"/owned/{name}" if by_head else "/owned", body=body))
+            for _ in range(dice.choice((0, 1, 5, len(asked)))):
+                assert times(await client.read("POST")) > 0
+            if dice.random() < 0.5:
+                client.reset()
+
+    await asyncio.gather(*map(one, range(150)))
+    await quiet(*routers)
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= before, "no descriptor is left")
+    for router in routers:
+        assert (await router.ask("GET", f"/owned/{names[0]}")).status == 200
