@@ -125,6 +125,23 @@ async def test_a_session_says_where_its_owner_is_reached_directly(stage: Stage, 
     assert made["owner_url"] == f"http://router.test:{trials[1].router.url.rpartition(':')[2]}"
 
 
+async def test_every_process_lists_and_counts_the_sessions_of_all(stage: Stage, tmp_path: Path) -> None:
+    trials = await small(stage, tmp_path, 3)
+    names = [await trials[place % 3].create() for place in range(7)]
+    for name in names[:5]:
+        await trials[0].chat(name, HI)
+        finalized = {"session_id": name, "instance_id": f"group {names.index(name) % 2}"}
+        assert (await trials[0].ask("POST", "/session/finalize", finalized)).status == 200
+    for trial in trials:
+        listed = (await trial.ask("GET", "/sessions")).json()["sessions"]
+        assert sorted(each["session_id"] for each in listed) == sorted(names)
+        counts = (await trial.ask("GET", "/trajectory/stats")).json()
+        assert counts["bytes"] > 0
+        assert {**counts, "bytes": 0} == {"trajectories": 5, "groups": 2, "active_sessions": 2, "bytes": 0}
+    batch = await trials[0].ask("POST", "/trajectory/read", {"instance_id": "group 0"})
+    assert batch.error_type == "invalid_request", "a part of them would look like all"
+
+
 # What is lost with a process
 
 

@@ -231,6 +231,8 @@ class DressageDialect:
         if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
             session = self._sessions.store.get(self._required(request, parsed))
             sessions, mode = [session] if session.finalized is not None else [], "trajectory"
+        elif self._sessions.store.owners.several:
+            raise BadRequest("this router has several processes: name the session_id of each trajectory")
         else:
             found = self._batch(_name(parsed, "instance_id"), parsed.get("max_groups"), drain=drain)
             sessions, mode = found, "batch"
@@ -274,15 +276,25 @@ class DressageDialect:
         return self._sessions.maker.plan(session, SampleRequest.read(session.finalized))
 
     async def _stats(self, request: Request) -> Response:
-        return as_response(self._counts())
+        own = self._counts()
+        told = {**own, "names": [*map(str, self._groups())]} if self._sessions.store.owners.several else own
+        if not self._sessions.store.owners.others(request.scope):  # alone, or asked by another process
+            return as_response(told)
+        all_of_them = [told, *await self._sessions.of_others(request)]
+        summed = {name: sum(each[name] for each in all_of_them) for name in own}
+        groups = {name for each in all_of_them for name in each["names"]}  # one may be in several
+        return as_response({**summed, "groups": len(groups)})
 
-    def _counts(self) -> dict[str, object]:
+    def _groups(self) -> set[Name]:
+        return {_group(session) for session in self._sessions.store if session.finalized is not None}
+
+    def _counts(self) -> dict[str, Any]:
         store = self._sessions.store
-        finalized = [session for session in store if session.finalized is not None]
+        finalized = sum(session.finalized is not None for session in store)
         return {
-            "trajectories": len(finalized),
-            "groups": len(set(map(_group, finalized))),
-            "active_sessions": len(store) - len(finalized),
+            "trajectories": finalized,
+            "groups": len(self._groups()),
+            "active_sessions": len(store) - finalized,
             "bytes": store.nbytes,
         }
 
