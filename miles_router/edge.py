@@ -16,10 +16,11 @@ from starlette.routing import Router as Routes
 from miles_router.asgi.doors import Doors
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
 from miles_router.asgi.headers import GROUP, first
+from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.origin import refuse_foreign
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.path import decoded
-from miles_router.errors import ClientDisconnected, Elsewhere, RouterError, UpstreamBroken
+from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
 from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.pools.pools import Pools

@@ -17,7 +17,6 @@
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── TooManyConnections          503 too_many_connections, with Retry-After
     ├── OwnerUnavailable            503 owner_unavailable, with Retry-After: its process is being started again
-    ├── Elsewhere                   nothing is rendered: another process answers
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
     ├── PartlyFailed                502 fan_out_failed
@@ -172,16 +171,6 @@ class OwnerUnavailable(RouterError):
     type = "owner_unavailable"
     retryable = True
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
-
-
-class Elsewhere(RouterError):
-    """Another process answers the request, all of which was read and nothing of which was answered: its connection is
-    handed over. Attributes: owner: the index of that process. note: what it is told about the request."""
-
-    def __init__(self, owner: int, note: bytes = b"") -> None:
-        super().__init__(f"process {owner} answers this")
-        self.owner = owner
-        self.note = note
 
 
 class FleetPaused(RouterError):

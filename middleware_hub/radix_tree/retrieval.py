@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder
-from miles_router.errors import BadRequest, Elsewhere, NotFound, OwnerUnavailable
-from miles_router.middlewares import Exchange, Owners, Pace, RowMatch, Scope, TrajectoryRows, Watch
+from miles_router.errors import BadRequest, NotFound, OwnerUnavailable
+from miles_router.middlewares import Elsewhere, Exchange, Owners, Pace, RowMatch, Scope, TrajectoryRows, Watch
 from miles_router.trajectory import Retrieved, Trajectory
 from miles_router.trajectory.json_parts import AT_ONCE, list_parts
 from miles_router.trajectory.retrieved import read_safetensors, read_safetensors_list, write_safetensors

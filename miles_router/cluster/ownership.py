@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from miles_router.asgi.exchange import Scope
+from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.outlet import HANDED
 from miles_router.cluster.asking import ASKED, ask
 from miles_router.cluster.handover import FILED, INLINE, ConnectionCarrier
@@ -14,7 +15,6 @@ from miles_router.cluster.held_names import KeptNames
 from miles_router.cluster.links import Links
 from miles_router.cluster.peers import Peers
 from miles_router.cluster.texts import TextOwners
-from miles_router.errors import Elsewhere
 from miles_router.metrics import Statistics
 from miles_router.middlewares.owners import HeldNames, Owners
 from miles_router.slots import slot_of

@@ -12,10 +12,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from miles_router.asgi.moving import Elsewhere
 from miles_router.cluster.links import MAX_PACKET, Links
 from miles_router.cluster.peers import Peers
 from miles_router.cluster.roots import PACKED_SIZE, Change, Root, Roots, pack, unpack
-from miles_router.errors import Elsewhere
 from miles_router.slots import SLOTS
 
 logger = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from miles_router.asgi.exchange import (
     with_body,
 )
 from miles_router.asgi.headers import RawHeaders, first
+from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, readable, with_length
 from miles_router.asgi.watch import Watch
 from miles_router.control.row import Row
@@ -65,6 +66,7 @@ __all__ = [
     "ASGIApp",
     "ChatTurn",
     "Collected",
+    "Elsewhere",
     "Event",
     "Exchange",
     "Field",

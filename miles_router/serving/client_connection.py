@@ -15,8 +15,9 @@ import orjson
 
 from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Scope, request_id
+from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.outlet import SINK
-from miles_router.errors import Elsewhere, RequestTimeout, RouterError, TooManyConnections
+from miles_router.errors import RequestTimeout, RouterError, TooManyConnections
 from miles_router.forwarding.framing import CONTINUE, reply_head
 from miles_router.serving.client_request import ClientRequest
 from miles_router.serving.request_reader import BadMessage, RequestReader

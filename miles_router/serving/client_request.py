@@ -8,8 +8,9 @@ from collections.abc import Awaitable
 from typing import Protocol
 
 from miles_router.asgi.exchange import Exchange, Message, Scope
+from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.outlet import Source
-from miles_router.errors import Elsewhere, RouterError
+from miles_router.errors import RouterError
 from miles_router.forwarding.framing import (
     CHUNKED,
     CRLF,

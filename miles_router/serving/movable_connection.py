@@ -7,9 +7,9 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from miles_router.asgi.exchange import Scope, request_id
-from miles_router.asgi.moving import BY_BODY
+from miles_router.asgi.moving import BY_BODY, Elsewhere
 from miles_router.asgi.outlet import HANDED
-from miles_router.errors import Elsewhere, RouterError
+from miles_router.errors import RouterError
 from miles_router.serving.client_connection import ClientConnection
 from miles_router.serving.client_request import ClientRequest
 from miles_router.serving.leaving import Carrier, Leaving, with_body

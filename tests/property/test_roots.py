@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.entry import TextRecord
+from miles_router.asgi.moving import Elsewhere
 from miles_router.cluster.links import Hear, Links, Parcel
 from miles_router.cluster.peers import Peers
 from miles_router.cluster.roots import BLOCK, Change, Root, Roots, pack, unpack
 from miles_router.cluster.texts import ROOTS, TextOwners
-from miles_router.errors import Elsewhere
 from miles_router.trajectory import Piece
 from tests.support.tiers import examples
 from tests.support.waiting import at_once
