@@ -27,7 +27,7 @@ from middleware_hub.openai_session.export.samples import CONCAT, SampleMaker, ch
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.face import RunSettings
-from middleware_hub.openai_session.sessions.address import PREFIX, addressed, key_of, within
+from middleware_hub.openai_session.sessions.address import PREFIX, SESSIONS, addressed, key_of, within
 from middleware_hub.openai_session.sessions.equality import equality
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
@@ -39,9 +39,11 @@ from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines.parsers import Parsers
 from miles_router.errors import ConfigError
 from miles_router.middlewares import (
+    BODY_SAYS,
     ASGIApp,
     HasKeys,
     HasLifespan,
+    HasOwners,
     HasRoutes,
     Receive,
     Restores,
@@ -90,7 +92,6 @@ class OpenAISessionMiddleware:
     """
 
     one_model = True
-    one_process = True
 
     def __init__(
         self,
@@ -120,7 +121,8 @@ class OpenAISessionMiddleware:
         bounds = Bounds(max_sessions, max_turns, max_session_bytes, max_bytes, idle_timeout)
         bounds.check("openai_session_middleware")
         self.app = app
-        self.store = SessionStore(bounds, now=time.time, clock=time.monotonic)
+        durable = router.store is not None
+        self.store = SessionStore(bounds, now=time.time, clock=time.monotonic, owners=router.owners, durable=durable)
         self.store.when_over = router.end_session
         self._encoder = AsyncEncoder.of(router)
         equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None, self._encoder)
@@ -148,7 +150,10 @@ class OpenAISessionMiddleware:
         self._sessions.forms += [form(self._sessions, comparison, router.args) for form in FORMS]
         for kind, channel in router.rows.items():
             channel.sources["session_id"] = RowSource(
-                partial(self._sessions.rows, kind), fields=("leaf",), bring=self._archive.load
+                partial(self._sessions.rows, kind),
+                fields=("leaf",),
+                require=self._sessions.require,
+                bring=self._archive.load,
             )
         dialects = DIALECTS if header_sessions else ()
         if context_window < 0:
@@ -185,6 +190,16 @@ class OpenAISessionMiddleware:
         """The key of a session, for what its agent asks."""
         return key_of(self.store, path)
 
+    def owner_name(self, scope: Scope) -> str | None:
+        """The session that a request is about, by its path or its headers."""
+        path = scope["path"]
+        if path.startswith(PREFIX):
+            return path[len(PREFIX) :].partition("/")[0] or None
+        if path == SESSIONS:
+            return BODY_SAYS if scope["method"] == "POST" else None
+        names = (dialect.owner_name(scope) for dialect in self._dialects)
+        return next((name for name in names if name is not None), None)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Trace what belongs to a session; everything else passes."""
         if scope["type"] != "http":
@@ -204,3 +219,4 @@ _lifespan: type[HasLifespan] = OpenAISessionMiddleware
 _routes: type[HasRoutes] = OpenAISessionMiddleware
 _keys: type[HasKeys] = OpenAISessionMiddleware
 _restores: type[Restores] = OpenAISessionMiddleware
+_owners: type[HasOwners] = OpenAISessionMiddleware

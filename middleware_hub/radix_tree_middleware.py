@@ -22,10 +22,13 @@ from middleware_hub.radix_tree.retrieval import Retrieval
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import (
+    BODY_SAYS,
     ASGIApp,
     Exchange,
+    GenerateRequest,
     Handovers,
     HasLifespan,
+    HasOwners,
     HasRoutes,
     Receive,
     Router,
@@ -39,7 +42,7 @@ from miles_router.middlewares import (
 )
 from miles_router.trajectory import InvalidTrajectory
 
-PATH = "/generate"
+PATH, METHODS = "/generate", ("POST", "PUT")
 RETRIEVE = "/retrieve_from_text"
 NAME = "radix_tree"
 
@@ -53,7 +56,6 @@ class RadixTreeMiddleware:
     """
 
     one_model = True
-    one_process = True
 
     def __init__(self, app: ASGIApp, *, router: Router, max_tokens: int = 16_000_000, keep_versions: int = 2) -> None:
         if max_tokens < 1:
@@ -65,10 +67,10 @@ class RadixTreeMiddleware:
         self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
         self._encoder = AsyncEncoder.of(router)
         self._recorder = TextRecorder(self.cache, self._encoder)
-        self._retrieval = Retrieval(self._recorder)
+        self._retrieval = Retrieval(self._recorder, router.owners)
         router.publish(NAME, self.cache.statistics)
         for kind, channel in router.rows.items():
-            channel.sources["text"] = RowSource(partial(self._retrieval.rows, kind))
+            channel.sources["text"] = RowSource(partial(self._retrieval.rows, kind), require=self._retrieval.require)
 
     def lifespan(self) -> AbstractAsyncContextManager[None]:
         """While it runs, long texts are encoded in processes of their own."""
@@ -78,15 +80,26 @@ class RadixTreeMiddleware:
         """`POST /retrieve_from_text`."""
         return [Route(RETRIEVE, self._retrieval.answer, methods=["POST"])]
 
+    def owner_name(self, scope: Scope) -> str | None:
+        """What a text is, and whose, its body says."""
+        recorded = scope["path"] == PATH and scope["method"] in METHODS
+        return BODY_SAYS if recorded or scope["path"] == RETRIEVE else None
+
+    async def _require(self, scope: Scope, request: GenerateRequest) -> None:
+        texts = [await self._recorder.text_of(prompt) for prompt in request.prompts]
+        await self.router.owners.require_text(scope, texts, self.cache.continues)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Give ids for text on the way in, record on the way out; every other path is none of our business."""
-        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] not in ("POST", "PUT"):
+        if scope["type"] != "http" or scope["path"] != PATH or scope["method"] not in METHODS:
             await self.app(scope, receive, send)
             return
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
         try:
             request = read_request(exchange.loads(body))
+            if self.router.owners.several:
+                await self._require(scope, request)
             with Watch(receive):  # a long text takes its time, which is not spent for a client that has left
                 prompts = [await self._recorder.tokenize(prompt) for prompt in request.prompts]
         except InvalidTrajectory as error:
@@ -116,5 +129,6 @@ def _kept_cache(prompts: Sequence[TokenizedText]) -> int | None:
     return max(known) if known and len(known) == len(kept) else None
 
 
+_owners: type[HasOwners] = RadixTreeMiddleware
 _lifespan: type[HasLifespan] = RadixTreeMiddleware
 _routes: type[HasRoutes] = RadixTreeMiddleware

@@ -43,8 +43,17 @@ from miles_router.forwarding.forwarder import Forwarder
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import Upstream
 from miles_router.metrics import ClientStatistics, LoopDelay, Metrics, StateStatistics
-from miles_router.middlewares.contract import ASGIApp, HasDataPaths, HasKeys, HasLifespan, HasMetrics, HasRoutes
+from miles_router.middlewares.contract import (
+    ASGIApp,
+    HasDataPaths,
+    HasKeys,
+    HasLifespan,
+    HasMetrics,
+    HasOwners,
+    HasRoutes,
+)
 from miles_router.middlewares.loading import LoadedMiddleware, build_stack, class_at, load_middlewares
+from miles_router.middlewares.owners import Owners
 from miles_router.middlewares.router import Router
 from miles_router.partial_rollouts import PartialRollouts
 from miles_router.partial_rollouts.leg import ResumeContext
@@ -63,6 +72,7 @@ def create_app(
     args: Namespace | None = None,
     tokenizer: Any = None,
     duty: Duty | None = None,
+    owners: Owners | None = None,
 ) -> RouterApp:
     """Build a router. Give the result to any ASGI server; its lifespan runs the health checks and the middlewares.
 
@@ -71,14 +81,14 @@ def create_app(
         args: a framework's own Namespace, shown to middlewares as `router.args`.
         tokenizer: the one that middlewares get as `router.tokenizer`, in place of the checkpoint's.
         duty: what this process does of the router; None: all of it.
+        owners: of a router of several processes, which of them has what.
 
     Raises:
         ConfigError: a middleware that cannot be loaded, or a worker URL that is none.
     """
-    duty = duty or Duty()
+    duty, owners = duty or Duty(), owners or Owners()
     config = duty.config(config or RouterConfig())
     loaded = load_middlewares(config.middlewares)
-    duty.check(loaded)
     clients = ClientStatistics(Backlog())
     upstream = Upstream(
         connect_timeout=config.connect_timeout, max_connections=config.max_connections, backlog=clients.backlog
@@ -94,7 +104,7 @@ def create_app(
     dispatch = Dispatch()
     pools = dispatch.pools = Pools(
         config.model_id or "",
-        lambda name: _pool(name, config, duty, upstream, probes, fan_out, metrics, store, args, tokenizer),
+        lambda name: _pool(name, config, duty, upstream, probes, fan_out, metrics, store, args, tokenizer, owners),
     )
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
@@ -105,7 +115,10 @@ def create_app(
     registrations = Registrations(store, pools)
     admin = duty.admin(pools, registrations, _described(loaded))
     routes, doors = _own_routes(config, duty, admin, ControlRoutes(pools), layers, stack)
-    routes.lifespan_context = _lifespan(layers, duty, pools, upstream, store, registrations, loop_delay)
+    owners.layers = [layer for layer in layers if isinstance(layer, HasOwners)]
+    for numbers in owners.numbers():
+        metrics.register(numbers)
+    routes.lifespan_context = _lifespan(layers, duty, owners, pools, upstream, store, registrations, loop_delay)
     _register_metrics(router, layers)
     return duty.app(config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients)
 
@@ -121,6 +134,7 @@ def _pool(
     store: StateStore | None,
     args: Namespace | None,
     tokenizer: Any,
+    owners: Owners,
 ) -> ModelPool:
     """The workers of one model, and all that serves them alone. The checkpoint is that of the default pool."""
     if name != (config.model_id or ""):
@@ -172,6 +186,7 @@ def _pool(
         store=store,
         args=args,
         tokenizer=tokenizer,
+        owners=owners,
     )
     is_paused = duty.is_paused(name, health)
     innermost: ASGIApp = Proxy(forwarder, metrics, in_flight=in_flight, request_timeout=config.request_timeout)
@@ -299,6 +314,7 @@ def _register_metrics(router: Router, layers: Iterable[ASGIApp]) -> None:
 def _lifespan(
     layers: Iterable[ASGIApp],
     duty: Duty,
+    owners: Owners,
     pools: Pools,
     upstream: Upstream,
     store: StateStore | None,
@@ -321,6 +337,7 @@ def _lifespan(
             for layer in layers:
                 if isinstance(layer, HasLifespan):
                     await running.enter_async_context(layer.lifespan())
+            await running.enter_async_context(owners.running())
             yield
 
     return lifespan

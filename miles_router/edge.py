@@ -16,6 +16,7 @@ from starlette.routing import Router as Routes
 from miles_router.asgi.doors import Doors
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
 from miles_router.asgi.headers import GROUP, first
+from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.origin import refuse_foreign
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.path import decoded
@@ -26,6 +27,8 @@ from miles_router.pools.pools import Pools
 from miles_router.settings.config import RouterConfig
 
 logger = logging.getLogger(__name__)
+#: In place of a status.
+HANDED_OVER = -1
 access_logger = logging.getLogger("miles_router.access")
 
 
@@ -85,6 +88,9 @@ class RouterApp:
                 for layer in self._restoring:
                     await layer.restore(scope)
             await self._enter(scope)(scope, receive, outlet)
+        except Elsewhere:
+            refused = HANDED_OVER
+            raise
         except Exception as error:  # the edge: a defect is logged whole and answered, never hidden
             if isinstance(error, RouterError) and error.type != RouterError.type:
                 self._report(error, exchange, scope, began=outlet.status != 0)
@@ -96,7 +102,8 @@ class RouterApp:
                 if outlet.status == 0:
                     await _answer(RouterError("the router failed; its log has the details"), exchange, outlet)
         finally:
-            self._finished(scope, exchange, outlet.status or refused, started_at)
+            if refused != HANDED_OVER:  # who goes on counts it
+                self._finished(scope, exchange, outlet.status or refused, started_at)
 
     def _enter(self, scope: Scope) -> ASGIApp:
         """Who answers, once the request may enter. Its path is decoded here, and nowhere else.

@@ -16,6 +16,7 @@
     ├── ClientDisconnected          nothing is rendered: nobody is listening
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── TooManyConnections          503 too_many_connections, with Retry-After
+    ├── OwnerUnavailable            503 owner_unavailable, with Retry-After: its process is being started again
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
     ├── ControlUnavailable      503 control_unavailable, with Retry-After: the router's control plane is away
@@ -165,6 +166,16 @@ class TooManyConnections(RouterError):
 
     status = 503
     type = "too_many_connections"
+    retryable = True
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
+class OwnerUnavailable(RouterError):
+    """What a request belongs to is another process's, which does not take it: it is being started again, or too many
+    wait for it."""
+
+    status = 503
+    type = "owner_unavailable"
     retryable = True
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 

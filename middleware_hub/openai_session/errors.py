@@ -2,6 +2,7 @@
 
 BadRequest
 ├── SessionNotFound     404 session_not_found
+├── SessionLost         410 session_lost: with the process that had it
 ├── SessionExists       409 session_exists
 ├── SessionFinalized    409 session_finalized: it takes no further turns
 ├── SessionFull         400 session_full: more turns or bytes than one session may have
@@ -31,6 +32,13 @@ class SessionNotFound(NotFound):
     """No session has this id: never made, deleted, or expired."""
 
     type = "session_not_found"
+
+
+class SessionLost(BadRequest):
+    """The process that had the session has ended, and what it held in memory is gone."""
+
+    status = 410
+    type = "session_lost"
 
 
 class SessionExists(BadRequest):

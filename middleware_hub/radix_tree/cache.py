@@ -101,6 +101,10 @@ class RadixTreeCache:
         self.statistics.reused_tokens += len(trajectory)
         return PrefixMatch(trajectory, ends, chars, entry)
 
+    def continues(self, text: str) -> bool:
+        """Whether a text goes on from something that was sampled. That somebody looked is no use of it."""
+        return bool(self._longest(text)[2])
+
     def _longest(self, text: str) -> tuple[Entry | None, int, int]:
         """The entry with the longest prefix to reuse for `text`: `(entry, tokens, characters)`."""
         node, agreed = self._tree.descend(text)

@@ -68,6 +68,15 @@ class TextRecorder:
         assert prompt.text is not None
         return await self.tokenize_text(prompt.text)
 
+    async def text_of(self, prompt: Prompt) -> str:
+        """A prompt as text. Raises as `tokenize`."""
+        if prompt.text is not None:
+            return prompt.text
+        assert prompt.ids is not None
+        self._encoder.check(len(prompt.ids))
+        Piece.given(prompt.ids)
+        return (await self._encoder.spell_whole(prompt.ids)).text
+
     async def tokenize_text(self, text: str) -> TokenizedText:
         """The tokens recorded for a text as far as they go, and the encoding of the rest.
 

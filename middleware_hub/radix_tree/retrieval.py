@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import numpy as np
+import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder
-from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares import Exchange, Pace, RowMatch, TrajectoryRows, Watch
+from miles_router.errors import BadRequest, NotFound, OwnerUnavailable
+from miles_router.middlewares import Elsewhere, Exchange, Owners, Pace, RowMatch, Scope, TrajectoryRows, Watch
 from miles_router.trajectory import Retrieved, Trajectory
 from miles_router.trajectory.json_parts import AT_ONCE, list_parts
-from miles_router.trajectory.retrieved import write_safetensors
+from miles_router.trajectory.retrieved import read_safetensors, read_safetensors_list, write_safetensors
 from miles_router.trajectory.rows import RowKind
 
 BINARY, JSON = "application/octet-stream", "application/json"
@@ -28,8 +30,9 @@ FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp"})
 class Retrieval:
     """Answers from one cache."""
 
-    def __init__(self, recorder: TextRecorder) -> None:
+    def __init__(self, recorder: TextRecorder, owners: Owners) -> None:
         self._recorder = recorder
+        self._owners = owners
         self._cache = recorder.cache
 
     async def answer(self, request: Request) -> Response:
@@ -44,7 +47,9 @@ class Retrieval:
         texts, strict, pace = asked.get("texts"), bool(asked.get("strict")), Pace()
         with Watch(request.receive):
             if texts is None:
-                found = [await self._one(asked.get("text"), asked.get("rid"), strict=strict)]
+                found = [await self._wherever(request.scope, asked, strict=strict)]
+            elif self._owners.several:
+                found = await self._of_several(request.scope, texts, pace, strict=strict)
             else:
                 found = [await self._one_of_many(text, pace, strict=strict) for text in texts]
             if BINARY in request.headers.get("accept", ""):
@@ -54,6 +59,52 @@ class Retrieval:
                 write, media_type = partial(_write_json, found, many=texts is not None, with_logprobs=shown), JSON
             large = sum(map(len, found)) > AT_ONCE
             return Response(await asyncio.to_thread(write) if large else write(), media_type=media_type)
+
+    async def require(self, scope: Scope, text: str) -> None:
+        """Go on only in the process that has what this text continues.
+
+        Raises:
+            Elsewhere: another has it, and answers.
+        """
+        owner = await self._owners.owner_of_text(scope, text)
+        if owner is not None:
+            raise Elsewhere(owner)
+
+    async def _wherever(self, scope: Scope, asked: Mapping[str, Any], *, strict: bool) -> Retrieved:
+        """One, from the process that has it. An id says nothing about that: the others are asked."""
+        text, rid = asked.get("text"), asked.get("rid")
+        if rid is None:
+            await self.require(scope, text or "")
+        elif self._cache.by_rid(rid) is None:
+            named = orjson.dumps({"rid": rid} if text is None else {"rid": rid, "text": text})
+            for other in self._owners.others(scope):
+                with suppress(NotFound):
+                    return (await self._ask(other, scope, named, many=False))[0]
+        return await self._one(text, rid, strict=strict)
+
+    async def _of_several(self, scope: Scope, texts: Sequence[str], pace: Pace, *, strict: bool) -> list[Retrieved]:
+        """Many texts, each from the process that has it."""
+        found: dict[int, Retrieved] = {}
+        places: dict[int | None, list[int]] = {}
+        for place, text in enumerate(texts):
+            places.setdefault(await self._owners.owner_of_text(scope, text), []).append(place)
+        for owner, theirs in places.items():
+            if owner is None:
+                each = [await self._one_of_many(texts[place], pace, strict=strict) for place in theirs]
+            else:
+                body = orjson.dumps({"texts": [texts[place] for place in theirs], "strict": strict})
+                each = await self._ask(owner, scope, body, many=True)
+            found.update(zip(theirs, each, strict=True))
+        return [found[place] for place in range(len(texts))]
+
+    async def _ask(self, owner: int, scope: Scope, body: bytes, *, many: bool) -> list[Retrieved]:
+        status, _, answer = await self._owners.ask(owner, scope, body, accept=BINARY)
+        if status == 200:
+            return read_safetensors_list(answer) if many else [read_safetensors(answer)]
+        message = orjson.loads(answer)["error"]["message"]
+        if status >= 500:
+            raise OwnerUnavailable(message)
+        raise NotFound(message) if status == 404 else BadRequest(message)
 
     async def _one_of_many(self, text: str, pace: Pace, *, strict: bool) -> Retrieved:
         await pace.step()

@@ -16,12 +16,14 @@ from middleware_hub.routed_experts.decoding import encoded
 from middleware_hub.routed_experts.errors import NOT_HELD
 from middleware_hub.routed_experts.store import RowStore
 from miles_router.errors import BadRequest, NotFound
-from miles_router.middlewares import Exchange, RowChannel, RowMatch, RowSource, TrajectoryRows
+from miles_router.middlewares import Exchange, Owners, RowChannel, RowMatch, RowSource, Scope, TrajectoryRows
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import AlignedRows, RowArray
 from miles_router.trajectory.safetensors import pack
 
 BINARY = "application/octet-stream"
+#: Headers of an answer that are part of what it says.
+SHOWN = frozenset({"content-type", "x-rid", "x-dtype", "x-shape", "x-start"})
 COMMON = ("format", "start", "stop")
 #: Rows of more ids are put into their form in a thread.
 OFF_LOOP = 1 << 20
@@ -30,7 +32,8 @@ OFF_LOOP = 1 << 20
 class Delivery:
     """Answers from what is held under ids, and from the layers that hold trajectories."""
 
-    def __init__(self, store: RowStore, channel: RowChannel) -> None:
+    def __init__(self, store: RowStore, channel: RowChannel, owners: Owners) -> None:
+        self._owners = owners
         self._store = store
         self._channel = channel
 
@@ -42,13 +45,25 @@ class Delivery:
             NotFound, RowsNotHeld: there is no such trajectory, or nothing is held of it.
         """
         exchange = Exchange.of(request.scope)
-        query = exchange.loads(await exchange.read(request.receive))
+        asked = await exchange.read(request.receive)
+        query = exchange.loads(asked)
         if not isinstance(query, Mapping):
             raise BadRequest("the request body must be a JSON object")
         form = query.get("format", "raw")
         if not isinstance(form, str) or form not in FORMATS:
             raise BadRequest(f"format must be one of {', '.join(FORMATS)}")
-        match = await self._find(query)
+        source, name = self._source(query)
+        if source.require is not None:
+            await source.require(request.scope, name)
+        if source.bring is not None:
+            await source.bring(name)
+        try:
+            match = source.find(query)
+        except NotFound:
+            found = None if source.require is not None else await self._of_another(request.scope, asked)
+            if found is None:
+                raise
+            return found
         start, stop = _range(query, max(match.tokens - 1, 0))
         kind, (rows, reason) = self._store.kind, match.rows
         if rows is None:
@@ -76,7 +91,17 @@ class Delivery:
         headers = {"X-Dtype": array.dtype.name, "X-Shape": ",".join(map(str, array.shape)), "X-Start": str(start)}
         return headers, FORMATS[form](kind.name, array, start)
 
-    async def _find(self, query: Mapping[str, Any]) -> RowMatch:
+    async def _of_another(self, scope: Scope, body: bytes) -> Response | None:
+        """What another process gives that knows it."""
+        for other in self._owners.others(scope):
+            status, headers, found = await self._owners.ask(other, scope, body)
+            if status != NotFound.status:
+                shown = {name: value for name, value in headers.items() if name in SHOWN}
+                return Response(found, status, headers=shown)
+        return None
+
+    def _source(self, query: Mapping[str, Any]) -> tuple[RowSource, str]:
+        """What finds it, and the name by which it is to be found."""
         sources: dict[str, RowSource] = {"rid": RowSource(self._by_rid), **self._channel.sources}
         names = [name for name in sources if query.get(name) is not None]
         if len(names) != 1:
@@ -87,10 +112,7 @@ class Delivery:
             raise BadRequest(f"unknown field {min(unknown)!r}; known with {name} are {', '.join(known)}")
         if not isinstance(query[name], str):
             raise BadRequest(f"{name} must be a string")
-        source = sources[name]
-        if source.bring is not None:
-            await source.bring(query[name])
-        return source.find(query)
+        return sources[name], query[name]
 
     def _by_rid(self, query: Mapping[str, Any]) -> RowMatch:
         rows = self._store.by_rid(query["rid"])

@@ -21,9 +21,11 @@ from miles_router.engines.paths import GENERATE
 from miles_router.engines.rows import ChatRows, GenerateRows, RowFields, RowRequest
 from miles_router.errors import ConfigError
 from miles_router.middlewares import (
+    BODY_SAYS,
     ASGIApp,
     Exchange,
     Handover,
+    HasOwners,
     HasRoutes,
     Receive,
     Router,
@@ -48,7 +50,6 @@ class RowKeeper:
     """
 
     one_model = True
-    one_process = True
     #: Of the kind that it keeps.
     fields: ClassVar[RowFields]
     #: The option that says the shape of the model's rows.
@@ -71,12 +72,16 @@ class RowKeeper:
         channel.hold = lambda own, start, parent: self.store.add(own, start=start, parent=parent, rid=None, keep=False)
         self._metrics = router.metrics
         self._context = CaptureContext(self.fields, self.store, ShapeCheck(kind, shape), router.fleet.facts, required)
-        self._delivery = Delivery(self.store, channel)
+        self._delivery = Delivery(self.store, channel, router.owners)
         router.publish(kind.name, self.store.statistics, shape=channel.describe)
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /routed_experts`, or the other kind's name."""
         return [Route(f"/{self.fields.kind.name}", self._delivery.answer, methods=["POST"])]
+
+    def owner_name(self, scope: Scope) -> str | None:
+        """Whose rows are asked for, the body says."""
+        return BODY_SAYS if scope["path"] == f"/{self.fields.kind.name}" else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Ask for rows on the way in, take them on the way out. What generates nothing passes untouched."""
@@ -100,3 +105,4 @@ class RowKeeper:
 
 
 _routes: type[HasRoutes] = RowKeeper
+_owners: type[HasOwners] = RowKeeper

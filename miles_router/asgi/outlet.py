@@ -13,6 +13,8 @@ from miles_router.asgi.exchange import Message, Scope, Send
 
 #: Under this name among the scope's `extensions` our own server offers the client's connection as a `Sink`.
 SINK = "miles_router.sink"
+#: Under this name what another process says that has handed the request over.
+HANDED = "miles_router.handed"
 
 
 class Source(Protocol):

@@ -1,10 +1,7 @@
-"""One router on several processes: a control plane that decides, and data processes that follow it.
+"""One router on several processes.
 
 duty      what one process does of a router; by default all of it
-channel   messages between the control plane and one data process
-table     requests in flight of all processes, in shared memory
-state     what the control plane decides, written and followed
-control   the control plane's duty, and its followers
-data      a data process's duty, and its replica of the fleet
-numbers   the numbers of all processes as one
+peers     which of how many processes this one is
+control/  who decides, who follows, and what all processes count
+owners/   which process has which session or text, and how a connection gets there
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,6 @@ from miles_router.control.health import HealthMonitor
 from miles_router.edge import RouterApp
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.pool import WorkerPool
-from miles_router.middlewares.loading import LoadedMiddleware
 from miles_router.pools.pools import Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
@@ -38,13 +37,6 @@ class Duty:
     def config(self, config: RouterConfig) -> RouterConfig:
         """The settings as they are for this process."""
         return config
-
-    def check(self, loaded: Iterable[LoadedMiddleware]) -> None:
-        """See that these middlewares can be here.
-
-        Raises:
-            ConfigError: they cannot.
-        """
 
     def first_workers(self, config: RouterConfig) -> Sequence[str]:
         """The URLs of the workers to start with."""

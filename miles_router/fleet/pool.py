@@ -74,8 +74,8 @@ class WorkerPool:
         return len(self._workers)
 
     def __repr__(self) -> str:
-        states = Counter(worker.state.value for worker in self)
-        counts = ", ".join(f"{states[state.value]} {state.value}" for state in WorkerState)
+        states = Counter(worker.state for worker in self)
+        counts = ", ".join(f"{states[state]} {state.value}" for state in WorkerState)
         return f"<WorkerPool {counts}; in flight: {self.in_flight}>"
 
     @property
@@ -132,8 +132,8 @@ class WorkerPool:
         attributes: Mapping[str, object] | None = None,
         weight_version: str | None = None,
     ) -> Worker:
-        """Register a worker; it is routable at once, unless its `weight_version` (if known) is not the fleet's. Again:
-        that changes only the key and attributes given, and ends a drain, but not a quarantine."""
+        """Register a worker; routable at once, unless its `weight_version` (if known) is not the fleet's. Again: that
+        changes only the key and attributes given, and ends a drain, but not a quarantine."""
         if (known := self._workers.get(address.url)) is not None:
             self._update(known, api_key, attributes)
             return known
@@ -207,8 +207,8 @@ class WorkerPool:
         generates: bool = False,
     ) -> Lease:
         """Take a slot on the unit that `policy` chooses among the routable ones, without those of `excluded` workers;
-        of what `generates`, among those that may. Where all are paused, among those. Where the worker at the URL
-        `preferred` has some of them, among its own; where workers have this `rank`, among those.
+        of what `generates`, among those that may. Where all are paused, among those. Of these, those of the worker at
+        the URL `preferred`, and those with this `rank`, where there are some.
 
         `key` names a session: while it could be sent home and is not, for this once, it stays at home there.
 
@@ -216,7 +216,8 @@ class WorkerPool:
             NoWorkerAvailable: none is registered, none is routable, or all routable ones are excluded.
         """
         snapshot = self.snapshot
-        candidates: Sequence[Unit] = (snapshot.generating if generates else snapshot.routable) or snapshot.paused
+        at_home: Sequence[Unit] = (snapshot.generating if generates else snapshot.routable) or snapshot.paused
+        candidates = at_home
         if excluded:
             candidates = snapshot.left(excluded, generates=generates)
         if not candidates:
@@ -225,7 +226,6 @@ class WorkerPool:
             candidates = [unit for unit in candidates if unit.worker.url == preferred] or candidates
         if rank is not None:
             candidates = [unit for unit in candidates if unit.rank == rank] or candidates
-        at_home = (snapshot.generating if generates else snapshot.routable) or snapshot.paused
         return self._choose(policy, key, candidates, at_home, tokens, body)
 
     def lease_prefill(
@@ -237,8 +237,7 @@ class WorkerPool:
         Raises:
             NoWorkerAvailable: none is routable.
         """
-        candidates = [unit for unit in self.snapshot.prefill if unit.worker not in excluded]
-        if not candidates:
+        if not (candidates := [unit for unit in self.snapshot.prefill if unit.worker not in excluded]):
             raise NoWorkerAvailable(why_none(self._workers.values()))
         key = None if key is None else prefill_key(key)
         return self._choose(policy, key, candidates, self.snapshot.prefill, tokens, body)
@@ -252,8 +251,7 @@ class WorkerPool:
         tokens: int,
         body: bytes,
     ) -> Lease:
-        """A lease on one of the candidates. `at_home`: the units where a session stays though this request of it is
-        elsewhere."""
+        """A lease on one of the candidates. `at_home`: where a session stays though this request of it is elsewhere."""
         candidates = self.admission.places(key, candidates, tokens)
         known = self.homes.find(key)
         if len(candidates) == 1:
@@ -294,8 +292,7 @@ class WorkerPool:
 
     def set_ranks(self, worker: Worker, count: int, fault: str | None = None) -> bool:
         """As `Worker.set_ranks`."""
-        changed = worker.set_ranks(count, fault)
-        if changed:
+        if changed := worker.set_ranks(count, fault):
             self._publish()
         return changed
 

@@ -17,6 +17,7 @@ from miles_router.asgi.exchange import (
     with_body,
 )
 from miles_router.asgi.headers import RawHeaders, first
+from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, readable, with_length
 from miles_router.asgi.watch import Watch
 from miles_router.control.row import Row
@@ -27,14 +28,17 @@ from miles_router.engines.scan import Field
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.middlewares.chat import ChatTurn, KnownVersions
 from miles_router.middlewares.contract import (
+    BODY_SAYS,
     ASGIApp,
     HasDataPaths,
     HasKeys,
     HasLifespan,
     HasMetrics,
+    HasOwners,
     HasRoutes,
     Restores,
 )
+from miles_router.middlewares.owners import HeldNames, Owners
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
     NO_ROWS,
@@ -55,6 +59,7 @@ from miles_router.tasks import Pace, spawn
 
 __all__ = [
     "ABORT",
+    "BODY_SAYS",
     "CONTINUE",
     "LAST_EVENT",
     "NO_ROWS",
@@ -67,6 +72,7 @@ __all__ = [
     "Change",
     "ChatTurn",
     "Collected",
+    "Elsewhere",
     "Event",
     "Exchange",
     "Field",
@@ -77,10 +83,13 @@ __all__ = [
     "HasKeys",
     "HasLifespan",
     "HasMetrics",
+    "HasOwners",
     "HasRoutes",
+    "HeldNames",
     "Kind",
     "KnownVersions",
     "Message",
+    "Owners",
     "Pace",
     "RawHeaders",
     "Receive",

@@ -1,9 +1,8 @@
 """The middleware contract: a pure ASGI class, `__init__(self, app, *, router, **typed options)`.
 
-Six further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`, `metrics()`,
-`restore()`.
+Seven further powers are optional and found by shape: `lifespan()`, `routes()`, `data_paths()`, `key_of()`,
+`owner_name()`, `metrics()`, `restore()`.
 A class with `one_model = True` holds what is of one model: requests for other pools than the default one pass it by.
-One with `one_process = True` holds what one process alone has: a router with several refuses it.
 """
 
 from __future__ import annotations
@@ -16,6 +15,9 @@ from prometheus_client.registry import Collector
 from starlette.routing import BaseRoute
 
 from miles_router.asgi.exchange import Receive, Scope, Send
+
+#: In place of a name: the body says whose a request is.
+BODY_SAYS = ""
 
 
 class ASGIApp(Protocol):
@@ -60,6 +62,16 @@ class Restores(Protocol):
     path decoded, to bring back what the request names by its path or headers."""
 
     async def restore(self, scope: Scope) -> None: ...
+
+
+@runtime_checkable
+class HasOwners(Protocol):
+    """Holds things of which one process of several has each: the name of what a request is about, by which its process
+    is found; `BODY_SAYS` where the head does not say it; None where any process may answer. It is asked before a
+    request enters, wherever the router has several processes, and must look at nothing but the head. What a body says,
+    the layer tells `router.owners` itself, before it does anything and with the body read."""
+
+    def owner_name(self, scope: Scope) -> str | None: ...
 
 
 @runtime_checkable

@@ -24,6 +24,7 @@ from miles_router.forwarding.forwarder import Forwarded, Forwarder
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics import Metrics, Statistics
 from miles_router.middlewares.checkpoint import load_generation_config, load_model_config, load_tokenizer
+from miles_router.middlewares.owners import Owners
 from miles_router.middlewares.rows import RowChannel
 from miles_router.settings.config import RouterConfig
 from miles_router.state.store import StateStore
@@ -49,6 +50,7 @@ class Router:
         args: Namespace | None,
         store: StateStore | None = None,
         tokenizer: Any = None,
+        owners: Owners | None = None,
     ) -> None:
         self.config = config
         if tokenizer is not None:
@@ -60,6 +62,8 @@ class Router:
         #: Whether the fleet is paused or asleep, and who waits.
         self.gate = fleet.gate
         self.metrics = metrics
+        #: Which of several processes has what.
+        self.owners = owners or Owners()
         #: Requests to every worker at once.
         self.control = control
         #: What outlives the process (`--state-dir`); None where nothing does.

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from miles_router.asgi.exchange import Exchange
+from miles_router.asgi.exchange import Exchange, Scope
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import AlignedRows, RowArray, RowKind, RowShape
 
@@ -173,11 +173,13 @@ class RowMatch:
 @dataclass(frozen=True)
 class RowSource:
     """Finds the trajectory that a request for rows names; raises NotFound or BadRequest. `fields` are those that it
-    reads besides the one it is named by, which is a string. `bring` is awaited before, with that: what is held outside
-    of memory can be read."""
+    reads besides the one it is named by, which is a string. Of a router of several processes, `require` raises
+    Elsewhere where another has what that string names; without it, all have to be asked. `bring` is awaited behind it,
+    with that string: what is held outside of memory can be read."""
 
     find: Callable[[Mapping[str, Any]], RowMatch]
     fields: tuple[str, ...] = ()
+    require: Callable[[Scope, str], Awaitable[None]] | None = None
     bring: Callable[[str], Awaitable[None]] | None = None
 
 

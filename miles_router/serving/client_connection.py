@@ -15,6 +15,7 @@ import orjson
 
 from miles_router.asgi.deadlines import Deadlines
 from miles_router.asgi.exchange import Scope, request_id
+from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.outlet import SINK
 from miles_router.errors import RequestTimeout, RouterError, TooManyConnections
 from miles_router.forwarding.framing import CONTINUE, reply_head
@@ -44,6 +45,10 @@ ASGI = {"version": "3.0", "spec_version": "2.3"}
 
 class ClientConnection(asyncio.Protocol):
     """Lets the app answer a client's requests, each at the client's pace."""
+
+    #: Another process goes on with it.
+    leaving = False
+    reads_with: type[RequestReader] = RequestReader
 
     def __init__(self, shared: Shared, server_state: Any, app_state: dict[str, Any]) -> None:
         self._shared = shared
@@ -83,7 +88,7 @@ class ClientConnection(asyncio.Protocol):
             "scheme": "http",
             "root_path": "",
         }
-        self._reader = RequestReader(template, self._begin, self._end)
+        self._reader = self.reads_with(template, self._begin, self._end)
         roomy = self._shared.make_room()
         self._shared.statistics.open += 1
         if roomy:
@@ -146,11 +151,16 @@ class ClientConnection(asyncio.Protocol):
         nothing to one that waits (RFC 9110 section 15.2), and the system of one that has left answers with a reset."""
         current = self._current
         cut = self._reader.partial and self._refusal is None
-        if current is None or current.http_1_0 or cut or (current.begun and not self._waiting):
+        if current is None or current.http_1_0 or cut or (current.begun and not self._has_more):
             return False  # close
         self._half_closed = True
         self._wait(self._shared.half_closed)
         return True
+
+    @property
+    def _has_more(self) -> bool:
+        """Whether something waits behind the request that is answered."""
+        return bool(self._waiting or self._reader.unread)
 
     def look(self) -> None:
         """Break off what a client has left that had closed its own side; ask whether it has."""
@@ -190,7 +200,7 @@ class ClientConnection(asyncio.Protocol):
 
     # What the reader calls
 
-    def _begin(self, scope: Scope, keep_alive: bool, awaits_continue: bool) -> ClientRequest:
+    def _begin(self, scope: Scope, keep_alive: bool, awaits_continue: bool) -> ClientRequest | None:
         http_1_0 = scope["http_version"] == "1.0"
         request = ClientRequest(
             self,
@@ -236,7 +246,7 @@ class ClientConnection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         """Let it go on."""
-        if not self._reading_paused:
+        if not self._reading_paused and not self._reader.full:
             return
         self._reader.full = False
         if not self._deaf:
@@ -268,7 +278,7 @@ class ClientConnection(asyncio.Protocol):
         if self._waiting:
             self._start(*self._waiting.popleft())
         self.resume_reading()
-        if self._current is not None:
+        if self._current is not None or self.leaving or self.closing:
             return
         if self._refusal is not None:
             self.refuse(*self._refusal)
@@ -276,6 +286,10 @@ class ClientConnection(asyncio.Protocol):
             self.close()
         else:
             self._settle()
+
+    def hand_over(self, request: ClientRequest, elsewhere: Elsewhere) -> None:
+        """Another process answers it; there is none here."""
+        raise NotImplementedError("a router of one process has all sessions and texts") from elsewhere
 
     def break_off(self, request: ClientRequest) -> None:
         """Its reply will never be complete. What came is sent; then the connection ends as no complete reply does."""

@@ -19,9 +19,11 @@ import uvloop
 
 from miles_router import log
 from miles_router.app import create_app
-from miles_router.cluster.control import ControlDuty
-from miles_router.cluster.data import DataDuty
-from miles_router.cluster.table import Counts
+from miles_router.cluster.control.data import DataDuty
+from miles_router.cluster.control.plane import ControlDuty
+from miles_router.cluster.control.table import Counts
+from miles_router.cluster.owners.ownership import ClusterOwners
+from miles_router.cluster.peers import Peers
 from miles_router.errors import ConfigError
 from miles_router.serving.server import raise_file_limit, serve_at
 from miles_router.settings.config import RouterConfig
@@ -54,6 +56,8 @@ class Assignment:
     table: int
     status: int
     listener: int | None = None
+    #: And the one on which it alone listens.
+    own: int | None = None
 
 
 def main(given: IO[bytes]) -> None:
@@ -93,17 +97,21 @@ def _tell(assigned: Assignment, text: bytes) -> None:
 
 def _serve(assigned: Assignment, index: int) -> None:
     """Take requests."""
-    count = assigned.config.processes
-    counts = Counts(assigned.table, count, index)
-    duty = DataDuty(assigned.directory, counts, count=count, generation=assigned.generation)
-    app = create_app(assigned.config, args=assigned.args, duty=duty)
-    serve_at(app, socket.socket(fileno=assigned.listener), lambda: _tell(assigned, READY))
+    peers = Peers(index, assigned.config.processes, assigned.directory)
+    owners = ClusterOwners(peers)
+    duty = DataDuty(peers, Counts(assigned.table, peers.count, index), generation=assigned.generation)
+    app = create_app(assigned.config, args=assigned.args, duty=duty, owners=owners)
+    own = None if assigned.own is None else socket.socket(fileno=assigned.own)
+    listener = socket.socket(fileno=assigned.listener)
+    serve_at(app, listener, lambda: _tell(assigned, READY), handover=owners.handover, own=own)
 
 
 def _decide(assigned: Assignment) -> None:
     """Be the control plane."""
     duty = ControlDuty(assigned.directory, Counts(assigned.table, assigned.config.processes))
     app = duty.edge = create_app(assigned.config, args=assigned.args, duty=duty)
+    if app.router.store is not None:
+        app.router.store.check()
 
     async def run() -> None:
         stop = asyncio.Event()

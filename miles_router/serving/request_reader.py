@@ -33,8 +33,8 @@ SLICE = 4096
 VERSIONS = frozenset({"1.0", "1.1"})
 NOTHING = memoryview(b"")
 #: Gives the request that its scope describes; then whether the client wants the connection to stay open, and whether it
-#: waits for `100 Continue`.
-Begin = Callable[[Scope, bool, bool], ClientRequest]
+#: waits for `100 Continue`. None where nobody wants to read further.
+Begin = Callable[[Scope, bool, bool], ClientRequest | None]
 #: RFC 3986 section 3.2, without the user.
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:%\[\]-]*")
 
@@ -122,6 +122,11 @@ class RequestReader:
             raise BadMessage("this is no valid HTTP request") from None
         except InvalidFraming as error:
             raise _refusal(error) from None
+
+    @property
+    def unread(self) -> memoryview:
+        """What was given and is not read yet."""
+        return self._unread
 
     def close(self) -> None:
         """Nothing more comes. The parser holds on to its reader."""

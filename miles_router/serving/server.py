@@ -21,6 +21,7 @@ from miles_router.errors import ConfigError
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.serving.client_connection import UNSENT
 from miles_router.serving.clients import ClientConnections
+from miles_router.serving.leaving import Carrier
 from miles_router.settings.config import RouterConfig
 from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.state.writer import CONTROL
@@ -54,6 +55,11 @@ class Server(uvicorn.Server):
         if self.started and self._on_start is not None:
             self._on_start()
 
+    async def adopt(self, sock: socket.socket, note: bytes, data: bytes) -> None:
+        """Go on with another process's connection. As `ClientConnections.adopt`."""
+        connections = cast(ClientConnections, self.config.http)
+        await connections.adopt(sock, note, data, self.server_state, self.lifespan.state)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
@@ -66,13 +72,21 @@ class Server(uvicorn.Server):
             for each in signals:
                 loop.remove_signal_handler(each)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """uvicorn's own. What other processes hand over meanwhile is answered, and nothing behind it."""
+        cast(ClientConnections, self.config.http).stopping = True
+        await super().shutdown(sockets)
+
     def _stop(self) -> None:
         self.force_exit = self.should_exit  # the second signal does not wait
         self.should_exit = True
 
 
-def serve(app: RouterApp) -> None:
+def serve(app: RouterApp, handover: Carrier | None = None) -> None:
     """Listen and serve until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds to finish.
+
+    Args:
+        handover: of a router of several processes.
 
     Raises:
         ConfigError: the address cannot be listened on, or what outlives the process not be opened.
@@ -83,21 +97,37 @@ def serve(app: RouterApp) -> None:
     raise_file_limit()
     sock = listen(config.host, config.port)
     log.show(banner(config, sock.getsockname()))
-    serve_at(app, sock)
+    own = listen(config.host, 0) if handover is not None and config.public_url is None else None
+    serve_at(app, sock, handover=handover, own=own)
 
 
-def serve_at(app: RouterApp, sock: socket.socket, started: Callable[[], None] | None = None) -> None:
+def serve_at(
+    app: RouterApp,
+    sock: socket.socket,
+    started: Callable[[], None] | None = None,
+    *,
+    handover: Carrier | None = None,
+    own: socket.socket | None = None,
+) -> None:
     """Serve on a listening socket, which is closed in the end, until SIGTERM or SIGINT.
 
     Args:
         started: called as soon as it takes connections.
+        handover: of a router of several processes.
+        own: a socket on which this process alone listens.
     """
     collect_garbage_less()
-    server = Server(uvicorn_config(app), started)
-    server.run(sockets=[sock, *(sock.dup() for _ in range(ACCEPTS_PER_STEP - 1))])
+    server = Server(uvicorn_config(app, handover), started)
+    sockets = [sock, *(sock.dup() for _ in range(ACCEPTS_PER_STEP - 1))]
+    if handover is not None:
+        handover.adopt = server.adopt
+        if own is not None:
+            sockets.append(own)
+            handover.own_port = own.getsockname()[1]
+    server.run(sockets=sockets)
 
 
-def uvicorn_config(app: RouterApp) -> uvicorn.Config:
+def uvicorn_config(app: RouterApp, handover: Carrier | None = None) -> uvicorn.Config:
     """How uvicorn hosts our own protocol: its event loop, its lifespan, a bounded SIGTERM."""
     connections = ClientConnections(
         app,
@@ -105,6 +135,7 @@ def uvicorn_config(app: RouterApp) -> uvicorn.Config:
         limit=connection_limit(),
         idle_seconds=KEEP_ALIVE,
         head_seconds=app.router.config.head_timeout,
+        handover=handover,
     )
     return uvicorn.Config(
         app,

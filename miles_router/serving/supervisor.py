@@ -23,7 +23,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from miles_router import log
-from miles_router.cluster.table import Counts, make_table
+from miles_router.cluster.control.table import Counts, make_table
 from miles_router.errors import ConfigError
 from miles_router.serving.process import READY, START, Assignment
 from miles_router.serving.server import banner, listen, raise_file_limit
@@ -52,11 +52,12 @@ def supervise(config: RouterConfig, args: Namespace | None = None) -> None:
     raise_file_limit()
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(each) for each in _listeners(config)]
+        own = [] if config.public_url else [held.enter_context(listen(config.host, 0)) for _ in sockets]
         table = make_table(config.processes)
         held.callback(os.close, table)
         directory = Path(tempfile.mkdtemp(prefix="miles-router-", dir=MEMORY if MEMORY.is_dir() else None))
         held.callback(shutil.rmtree, directory, ignore_errors=True)
-        supervisor = Supervisor(config, args, sockets, table, directory)
+        supervisor = Supervisor(config, args, sockets, own, table, directory)
         asyncio.run(supervisor.run())
         if supervisor.refusal is not None:
             raise ConfigError(supervisor.refusal)
@@ -90,7 +91,13 @@ class Supervisor:
     """Runs the processes of one router."""
 
     def __init__(
-        self, config: RouterConfig, args: Namespace | None, sockets: list[socket.socket], table: int, directory: Path
+        self,
+        config: RouterConfig,
+        args: Namespace | None,
+        sockets: list[socket.socket],
+        own: list[socket.socket],
+        table: int,
+        directory: Path,
     ) -> None:
         #: Why the router cannot start, where that is for the user to change.
         self.refusal: str | None = None
@@ -99,6 +106,7 @@ class Supervisor:
         self._config = config
         self._args = args
         self._sockets = sockets
+        self._own = own
         self._table = table
         self._counts = Counts(table, config.processes)
         self._directory = directory
@@ -135,6 +143,7 @@ class Supervisor:
         given, write = os.pipe()
         read, status = os.pipe()
         listener = None if child.index is None else self._sockets[child.index].fileno()
+        own = self._own[child.index].fileno() if child.index is not None and self._own else None
         assigned = Assignment(
             config=self._config,
             args=self._args,
@@ -145,12 +154,13 @@ class Supervisor:
             table=self._table,
             status=status,
             listener=listener,
+            own=own,
         )
         try:
             text = pickle.dumps(sys.path) + pickle.dumps(assigned)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(f"processes: the settings cannot be given to another process: {error}") from None
-        inherited = [each for each in (given, status, self._table, listener) if each is not None]
+        inherited = [each for each in (given, status, self._table, listener, own) if each is not None]
         child.running = subprocess.Popen(
             [sys.executable, "-c", START, str(given)],
             pass_fds=inherited,
@@ -230,7 +240,7 @@ class Supervisor:
         """Drain all; a second signal does not wait."""
         first, self._ending = not self._ending, True
         if first:
-            for sock in self._sockets:
+            for sock in (*self._sockets, *self._own):
                 sock.close()  # or clients would still connect
             patience = self._config.shutdown_timeout + SPARE
             self._timers.add(self._loop.call_later(patience, self._kill_all))

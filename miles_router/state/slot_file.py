@@ -183,7 +183,7 @@ class SlotFile:
         with self._by_name():
             rows = self._connection.execute(
                 "SELECT kind, key, value, sum FROM entries WHERE owner = ? ORDER BY kind, key", (owner,)
-            )
+            ).fetchall()  # one that is read to its end holds no lock, whatever is found in it
             return [StateRow(kind, key, self._whole(value, owner, check)) for kind, key, value, check in rows]
 
     def owners(self, kind: str, key: int | str, after: str, limit: int) -> list[tuple[str, bytes]]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from miles_router.errors import ConfigError, StateError
+from miles_router.errors import ConfigError, StateError, StateHeld
 from miles_router.slots import SLOTS, slot_of
 from miles_router.state.rows import ROW, Change, StateRow, Sync
 from miles_router.state.slot_file import SlotFile
@@ -109,6 +109,10 @@ class StateStore:
         """Whether anything was ever held in this slot. Opens nothing."""
         return slot in self._touched or self._writer.path(slot).exists()
 
+    def has(self, owner: str) -> bool:
+        """Whether it is this process that may open an owner's slot."""
+        return slot_of(owner) in self.slots
+
     async def claim(self, slot: int, epoch: int) -> None:
         """Open a slot and take it over for this epoch: commits of an older one are refused from now on, by whomever. A
         slot that is not claimed stays in the epoch that it has."""
@@ -138,6 +142,8 @@ class StateStore:
         return await self._done(Job(slot, work, asyncio.get_running_loop().create_future()))
 
     async def _done(self, job: Job) -> Any:
+        if job.slot not in self.slots:
+            raise StateHeld(f"slot {job.slot} is another process's of this router")
         self._touched.add(job.slot)
         if self._held or self._too_much(job):
             self._held.append(job)

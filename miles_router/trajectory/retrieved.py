@@ -7,9 +7,9 @@ safetensors   tensors tokens, logprobs, loss_mask; everything else as JSON under
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy.typing as npt
 import orjson
@@ -18,6 +18,8 @@ from miles_router.trajectory.json_parts import array_parts, object_parts
 from miles_router.trajectory.pieces import Logprobs, Malformed, Mask, Tokens, VersionRun
 from miles_router.trajectory.safetensors import pack, unpack
 from miles_router.trajectory.trajectory import Trajectory, from_arrays
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,19 +118,32 @@ def read_safetensors(data: bytes) -> Retrieved:
         Malformed: it has another form.
         InvalidTrajectory: arrays that no rollout can have.
     """
+    return _read(data, lambda arrays, facts: _one(arrays, facts, ""))
+
+
+def read_safetensors_list(data: bytes) -> list[Retrieved]:
+    """The answer to a list of texts. Raises as `read_safetensors`."""
+    return _read(data, lambda arrays, facts: [_one(arrays, each, f"{place}.") for place, each in enumerate(facts)])
+
+
+def _read(data: bytes, read: Callable[[Mapping[str, Any], Any], Found]) -> Found:
     arrays, metadata = unpack(data)
     try:
-        facts = orjson.loads(metadata["facts"])
-        runs = [(run["version"], run["start"], run["end"]) for run in facts["weight_versions"]]
-        return Retrieved(
-            trajectory=from_arrays(arrays["tokens"], arrays["logprobs"], arrays["loss_mask"], runs),
-            text=facts["response"],
-            matched_tokens=facts["matched_tokens"],
-            candidates=tuple(facts["candidates"]),
-            rid=facts["rid"],
-            finish_reason=facts["finish_reason"],
-            finished=facts["finished"],
-            cache_versions=tuple(facts.get("cache_versions", ())),
-        )
+        return read(arrays, orjson.loads(metadata["facts"]))
     except (KeyError, TypeError, orjson.JSONDecodeError) as error:
         raise Malformed(f"no answer of /retrieve_from_text: {error!r}") from None
+
+
+def _one(arrays: Mapping[str, Any], facts: Mapping[str, Any], prefix: str) -> Retrieved:
+    tokens, logprobs, loss_mask = (arrays[f"{prefix}{name}"] for name in ("tokens", "logprobs", "loss_mask"))
+    runs = [(run["version"], run["start"], run["end"]) for run in facts["weight_versions"]]
+    return Retrieved(
+        trajectory=from_arrays(tokens, logprobs, loss_mask, runs),
+        text=facts["response"],
+        matched_tokens=facts["matched_tokens"],
+        candidates=tuple(facts["candidates"]),
+        rid=facts["rid"],
+        finish_reason=facts["finish_reason"],
+        finished=facts["finished"],
+        cache_versions=tuple(facts.get("cache_versions", ())),
+    )

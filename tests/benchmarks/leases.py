@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from statistics import median
 
-from miles_router.cluster.pools import Columns, DecidingPool, FollowingPool
-from miles_router.cluster.state import written_workers
-from miles_router.cluster.table import Counts, make_table
+from miles_router.cluster.control.pools import Columns, DecidingPool, FollowingPool
+from miles_router.cluster.control.state import written_workers
+from miles_router.cluster.control.table import Counts, make_table
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import POLICIES
 from miles_router.fleet.pool import WorkerPool

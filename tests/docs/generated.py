@@ -19,6 +19,7 @@ from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  #
 from middleware_hub.routed_experts.statistics import ExpertStatistics, PositionStatistics
 from middleware_hub.tokenizing.async_encoder import EncodingStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
+from miles_router.cluster.owners.handover import HandoverStatistics
 from miles_router.control.fan_out import SLOW
 from miles_router.control.table import TABLE
 from miles_router.engines.paths import CLIENT_PATHS
@@ -149,7 +150,9 @@ def gpu_step_errors() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
-    "metrics": partial(metrics, Metrics, LoopDelay, GateStatistics, ClientStatistics, StateStatistics),
+    "metrics": partial(
+        metrics, Metrics, LoopDelay, GateStatistics, ClientStatistics, HandoverStatistics, StateStatistics
+    ),
     "fan_out": fan_out,
     "client_paths": client_paths,
     "clients": clients,

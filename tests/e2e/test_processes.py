@@ -186,15 +186,6 @@ async def test_a_port_is_not_shared_with_another_router(stage: Stage) -> None:
         assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
-def test_what_cannot_be_on_several_processes_stops_the_start_with_one_line() -> None:
-    layer = "middleware_hub.radix_tree_middleware.RadixTreeMiddleware"
-    done = run("--port", "0", "--processes", "2", "--middleware-paths", layer)
-    assert (done.returncode, done.stderr) == (
-        2,
-        f"miles-router: processes: {layer} holds what one process alone has; not yet with several\n",
-    )
-
-
 async def test_a_client_s_connection_stays_where_it_is(stage: Stage) -> None:
     worker = await stage.worker()
     async with processes([worker]) as router, await Client.connect(router.url) as client:

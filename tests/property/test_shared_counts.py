@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from miles_router.cluster.pools import Columns, DecidingPool, FollowingPool
-from miles_router.cluster.state import SharedPool, own_numbers, written_workers
-from miles_router.cluster.table import Counts, make_table
+from miles_router.cluster.control.pools import Columns, DecidingPool, FollowingPool
+from miles_router.cluster.control.state import SharedPool, own_numbers, written_workers
+from miles_router.cluster.control.table import Counts, make_table
 from miles_router.errors import NoWorkerAvailable
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.policies import LeastTokens

@@ -16,8 +16,9 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 from urllib.parse import urlsplit
 
 import psutil
@@ -25,11 +26,12 @@ import pytest
 import uvicorn
 
 from miles_router.app import create_app
+from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.edge import RouterApp
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Transition, Worker
-from miles_router.middlewares.loading import class_at
-from miles_router.serving.server import listen, uvicorn_config
+from miles_router.serving.leaving import Carrier
+from miles_router.serving.server import Server, listen, uvicorn_config
 from miles_router.settings.config import RouterConfig
 from miles_router.tasks import spawn
 from tests.support.http import Pairs, RawReply, ask
@@ -167,13 +169,15 @@ async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> Asy
     """Serve `create_app(RouterConfig(...))` as the command does, in the loop of the test; with `--processes`, on so
     many processes beside this one."""
     urls = tuple(worker if isinstance(worker, str) else worker.url for worker in workers)
+    owners: ClusterOwners | None = settings.pop("owners", None)  # of one of several
     config = RouterConfig(worker_urls=urls, **{**QUIETLY, **settings})
     if _processes > 1:
         async with _on_processes(config) as router:
             yield router
         return
-    app = create_app(config)
-    async with serving(uvicorn_config(app), listen(config.host, config.port)) as (server, url):
+    app = create_app(config, owners=owners)
+    handover = None if owners is None else owners.handover
+    async with serving(uvicorn_config(app, handover), listen(config.host, config.port), handover) as (server, url):
         yield RunningRouter(app, server, url)
 
 
@@ -181,8 +185,6 @@ async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> Asy
 async def _on_processes(config: RouterConfig) -> AsyncIterator[RouterOfProcesses]:
     given = {spec.name: getattr(config, spec.name) for spec in fields(config)}
     given["middlewares"] = [{"path": each.path, "options": dict(each.options)} for each in config.middlewares]
-    if any(getattr(class_at(each.path, "middleware"), "one_process", False) for each in config.middlewares):
-        pytest.skip("not yet with several processes")
     given = {name: [*each] if isinstance(each, tuple) else each for name, each in given.items() if each is not None}
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump({**given, "processes": _processes}, file)
@@ -195,9 +197,13 @@ async def _on_processes(config: RouterConfig) -> AsyncIterator[RouterOfProcesses
 
 
 @contextlib.asynccontextmanager
-async def serving(config: uvicorn.Config, sock: socket.socket) -> AsyncIterator[tuple[_Server, str]]:
+async def serving(
+    config: uvicorn.Config, sock: socket.socket, handover: Carrier | None = None
+) -> AsyncIterator[tuple[_Server, str]]:
     """Serve an app in the loop of the test; the server and its URL."""
     server = _Server(config)
+    if handover is not None:
+        handover.adopt = partial(Server.adopt, cast(Server, server))
     running = spawn(server.serve(sockets=[sock]), name="server under test")
     try:
         await until(lambda: server.started or running.done(), "the server serves")

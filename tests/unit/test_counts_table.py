@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from miles_router.cluster.pools import Columns, DecidingPool, FollowingPool
-from miles_router.cluster.state import own_numbers, written_workers
-from miles_router.cluster.table import Counts, make_table
+from miles_router.cluster.control.pools import Columns, DecidingPool, FollowingPool
+from miles_router.cluster.control.state import own_numbers, written_workers
+from miles_router.cluster.control.table import Counts, make_table
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Worker, WorkerState

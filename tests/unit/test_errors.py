@@ -12,6 +12,7 @@ from miles_router.errors import (
     ConfigError,
     FleetPaused,
     NoWorkerAvailable,
+    OwnerUnavailable,
     RouterError,
     TooManyConnections,
     UpstreamUnreachable,
@@ -43,13 +44,14 @@ def test_only_errors_without_any_part_of_a_reply_may_be_tried_again() -> None:
     assert {cls.__name__ for cls in CLASSES if cls.retryable} == {
         "FleetFull",
         "FleetPaused",
+        "OwnerUnavailable",
         "TooManyConnections",
         "NoWorkerAvailable",
         "UpstreamUnreachable",
     }
 
 
-@pytest.mark.parametrize("cls", [FleetPaused, NoWorkerAvailable, TooManyConnections])
+@pytest.mark.parametrize("cls", [FleetPaused, NoWorkerAvailable, OwnerUnavailable, TooManyConnections])
 def test_who_cannot_be_served_now_is_told_when_to_come_back(cls: type[RouterError]) -> None:
     assert int(cls.headers["Retry-After"]) >= 1
 

@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import pytest
 
-from miles_router.cluster.data import DataDuty
-from miles_router.cluster.pools import Columns, DecidingPool, FollowingPool
-from miles_router.cluster.state import SharedPool, followed, memory_orders, own_numbers, written
-from miles_router.cluster.table import Counts, make_table
+from miles_router.cluster.control.data import DataDuty
+from miles_router.cluster.control.pools import Columns, DecidingPool, FollowingPool
+from miles_router.cluster.control.state import SharedPool, followed, memory_orders, own_numbers, written
+from miles_router.cluster.control.table import Counts, make_table
+from miles_router.cluster.peers import Peers
 from miles_router.fleet.caches import set_apart
 from miles_router.fleet.fleet import Fleet, Order, Orders, Pause, Questions
 from miles_router.fleet.gate import Gate
@@ -161,7 +162,7 @@ def test_a_data_process_settles_no_weights(pair: Pair) -> None:
 
 
 def test_bounds_of_the_router_are_shared_out_and_nothing_moves(pair: Pair) -> None:
-    duty = DataDuty(Path("nowhere"), pair.pool.counts, count=3, generation=1)
+    duty = DataDuty(Peers(0, 3, Path("nowhere")), pair.pool.counts, generation=1)
     config = duty.config(RouterConfig(max_connections=100, gate_max_held=9))
     assert (config.max_connections, config.gate_max_held, config.move_after) == (34, 3, 0)
     assert duty.config(RouterConfig()).max_connections == 0, "no bound is none"

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from miles_router.cluster.channel import Channel, ChannelLost, Message
-from miles_router.cluster.followers import AllRequests, Follower, Followers
-from miles_router.cluster.table import Counts, make_table
+from miles_router.cluster.control.channel import Channel, ChannelLost, Message
+from miles_router.cluster.control.followers import AllRequests, Follower, Followers
+from miles_router.cluster.control.table import Counts, make_table
 from miles_router.tasks import cancelled, spawn
 from tests.support.waiting import PATIENCE, soon, until
 

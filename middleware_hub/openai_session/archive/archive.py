@@ -99,6 +99,8 @@ class SessionArchive:
         """
         if self._store is None or session_id in self._sessions or not ID.fullmatch(session_id):
             return
+        if not self._store.has(session_id):  # another process has it, and answers for it
+            return
         async with self._lock(session_id):
             await self._forgotten(session_id)
             rows = [] if session_id in self._sessions else await self._store.load(session_id)

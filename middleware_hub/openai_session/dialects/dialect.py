@@ -29,6 +29,10 @@ class Dialect(Protocol):
         """Those under path segments of their own."""
         ...
 
+    def owner_name(self, scope: Scope) -> str | None:
+        """Whose a request is that is not within a session's own path. As `HasOwners.owner_name`."""
+        ...
+
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer any other request that speaks the dialect; False for one that does not."""
         ...

@@ -33,6 +33,7 @@ from middleware_hub.openai_session.turns.door import TurnDoor
 from miles_router.engines import paths
 from miles_router.errors import BadRequest, RouterError
 from miles_router.middlewares import (
+    BODY_SAYS,
     CONTINUE,
     PAUSE,
     UPDATE_VERSION,
@@ -49,6 +50,8 @@ from miles_router.trajectory.sample import CARRIED
 
 SESSION, INSTANCE, TURN, ROUTING = b"x-session-id", b"x-instance-id", b"x-turn-id", b"x-smg-routing-key"
 ROLLOUT = "/v1/rollout/"
+#: Whose bodies name a session.
+BY_BODY = frozenset({"/session/finalize", "/session/discard", "/trajectory/read"})
 #: The dialect's own word for a pause that loses nothing.
 MODES = {"preempt": "retract", "abort": "abort", "retract": "retract", "in_place": "in_place"}
 #: Instances and versions: clients write numbers too.
@@ -87,6 +90,13 @@ class DressageDialect:
             Route("/trajectory/read", self._read, methods=["POST"]),
             Route("/trajectory/stats", self._stats, methods=["GET"]),
         ]
+
+    def owner_name(self, scope: Scope) -> str | None:
+        """The session that the headers, or the body, name."""
+        path = scope["path"]
+        if path in BY_BODY:
+            return BODY_SAYS
+        return _session_id(scope) if path.startswith("/v1/") and not path.startswith(ROLLOUT) else None
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer a request under `/v1` if it speaks the dialect; False if it does not."""
@@ -172,8 +182,9 @@ class DressageDialect:
 
     async def _finalize(self, request: Request) -> Response:
         parsed = await read_object(request)
-        await self._sessions.archive.load(_named(parsed))
-        session = self._sessions.store.get(_named(parsed))
+        name = self._required(request, parsed)
+        await self._sessions.archive.load(name)
+        session = self._sessions.store.get(name)
         if not session.turns:
             raise BadRequest(f"the session has no turns{untraced_in_words(session)}")
         instance, carried = _name(parsed, "instance_id"), {name: parsed[name] for name in CARRIED if name in parsed}
@@ -204,8 +215,9 @@ class DressageDialect:
         )
 
     async def _discard(self, request: Request) -> Response:
-        name = _named(await read_object(request))
+        name = self._required(request, await read_object(request))
         await self._sessions.archive.load(name)
+        self._sessions.store.forget_lost(name)
         session = self._sessions.store.find(name)
         removed = session.leaves() if session is not None and session.finalized is not None else []
         if session is not None:
@@ -222,9 +234,12 @@ class DressageDialect:
         if parsed.get("segment_view") not in (None, VIEW):
             raise BadRequest(f"segment_view must be {VIEW!r}: a segment is a line of turns")
         if parsed.get("session_id") is not None or parsed.get("trajectory_id") is not None:
-            await self._sessions.archive.load(_named(parsed))
-            session = self._sessions.store.get(_named(parsed))
+            name = self._required(request, parsed)
+            await self._sessions.archive.load(name)
+            session = self._sessions.store.get(name)
             sessions, mode = [session] if session.finalized is not None else [], "trajectory"
+        elif self._sessions.store.owners.several:
+            raise BadRequest("this router has several processes: name the session_id of each trajectory")
         else:
             await self._sessions.archive.load_all(lambda head: head["finalized"] is not None)
             found = self._batch(_name(parsed, "instance_id"), parsed.get("max_groups"), drain=drain)
@@ -248,6 +263,12 @@ class DressageDialect:
         body = b"".join((before, b',"data":', *list_parts((each,) for each in data), b",", behind))
         return Response(body, media_type="application/json")
 
+    def _required(self, request: Request, parsed: Mapping[str, Any]) -> str:
+        """The session that a body names, in the process that has it."""
+        name = _named(parsed)
+        self._sessions.store.owners.require(request.scope, name)
+        return name
+
     def _batch(self, instance_id: Name | None, max_groups: object, *, drain: bool) -> list[Session]:
         """Finalized sessions, whole groups of them, oldest first; to be drained, those that nobody else drains."""
         if max_groups is not None and (type(max_groups) is not int or max_groups < 1):
@@ -266,15 +287,25 @@ class DressageDialect:
 
     async def _stats(self, request: Request) -> Response:
         await self._sessions.archive.load_all(lambda head: True)
-        return as_response(self._counts())
+        own = self._counts()
+        told = {**own, "names": [*map(str, self._groups())]} if self._sessions.store.owners.several else own
+        if not self._sessions.store.owners.others(request.scope):  # alone, or asked by another process
+            return as_response(told)
+        all_of_them = [told, *await self._sessions.of_others(request)]
+        summed = {name: sum(each[name] for each in all_of_them) for name in own}
+        groups = {name for each in all_of_them for name in each["names"]}  # one may be in several
+        return as_response({**summed, "groups": len(groups)})
 
-    def _counts(self) -> dict[str, object]:
+    def _groups(self) -> set[Name]:
+        return {_group(session) for session in self._sessions.store if session.finalized is not None}
+
+    def _counts(self) -> dict[str, Any]:
         store = self._sessions.store
-        finalized = [session for session in store if session.finalized is not None]
+        finalized = sum(session.finalized is not None for session in store)
         return {
-            "trajectories": len(finalized),
-            "groups": len(set(map(_group, finalized))),
-            "active_sessions": len(store) - len(finalized),
+            "trajectories": finalized,
+            "groups": len(self._groups()),
+            "active_sessions": len(store) - finalized,
             "bytes": store.nbytes,
         }
 

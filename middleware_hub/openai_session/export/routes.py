@@ -16,11 +16,12 @@ from starlette.routing import BaseRoute, Route
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import DELETED
 from middleware_hub.openai_session.episodes.reading import read_contract
+from middleware_hub.openai_session.errors import SessionLost
 from middleware_hub.openai_session.export.records import metadata_of, summary, written
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router.errors import BadRequest, StateError
+from miles_router.errors import BadRequest, OwnerUnavailable, StateError
 from miles_router.middlewares import Exchange, Pace, RowMatch, Scope, TrajectoryRows, Watch
 from miles_router.trajectory.json_parts import list_parts
 from miles_router.trajectory.rows import RowKind
@@ -81,6 +82,7 @@ class SessionRoutes:
         contract = read_contract(parsed.get("contract"))
         address = self._base_url(request.scope)
         if session_id is not None:
+            self.store.owners.require(request.scope, session_id)
             await self.archive.load(session_id)
         session = self.store.create(session_id, metadata, contract)
         try:
@@ -90,6 +92,9 @@ class SessionRoutes:
             raise
         url, key = f"{address}/sessions/{session.id}", session.episode.key
         own = {} if key is None else {"api_key": key}
+        alone = self.store.owners.own_url(address)
+        if alone is not None:
+            own["owner_url"] = alone
         return as_response({"session_id": session.id, "base_url": f"{url}/v1", "anthropic_base_url": url, **own})
 
     async def _list(self, request: Request) -> Response:
@@ -100,6 +105,9 @@ class SessionRoutes:
             parts.append((orjson.dumps(summary(session)),))
             await pace.step()
         parts += [(orjson.dumps(each),) for each in await self.archive.summaries()]
+        for answer in await self.of_others(request):
+            parts += [(orjson.dumps(each),) for each in answer["sessions"]]
+            await pace.step()
         return Response(b"".join((b'{"sessions":', *list_parts(parts), b"}")), media_type=JSON)
 
     async def _read(self, request: Request) -> Response:
@@ -109,7 +117,12 @@ class SessionRoutes:
 
     async def _delete(self, request: Request) -> Response:
         """`abort`: what runs in it ends at once; else it finishes."""
-        session, abort = self._session(request), request.query_params.get("abort", "false")
+        try:
+            session = self._session(request)
+        except SessionLost:
+            self.store.forget_lost(request.path_params["session_id"])
+            raise
+        abort = request.query_params.get("abort", "false")
         if abort not in ("true", "false"):
             raise BadRequest("abort must be true or false")
         if abort == "true":
@@ -138,6 +151,24 @@ class SessionRoutes:
         """
         with Watch(request.receive):
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def of_others(self, request: Request) -> list[Any]:
+        """What all other processes answer to the same request, which has no body.
+
+        Raises:
+            OwnerUnavailable: one does not answer: what the others say is not all there is.
+        """
+        owners, found = self.store.owners, []
+        for other in owners.others(request.scope):
+            status, _, body = await owners.ask(other, request.scope, b"")
+            if status != 200:
+                raise OwnerUnavailable(f"process {other} answers {status}")
+            found.append(orjson.loads(body))
+        return found
+
+    async def require(self, scope: Scope, session_id: str) -> None:
+        """Go on only in the process that has a session. Raises as `Owners.require`."""
+        self.store.owners.require(scope, session_id)
 
     def rows(self, kind: RowKind, asked: Mapping[str, Any]) -> RowMatch:
         """The rows of one sample, by its session and, where that has several, its leaf.

@@ -8,7 +8,7 @@ from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines import paths
 from miles_router.middlewares import Scope
 
-PREFIX = "/sessions/"
+SESSIONS, PREFIX = "/sessions", "/sessions/"
 #: What agents ask for within their sessions begins with this.
 WITHIN = "v1/"
 ROUTING = b"x-smg-routing-key"
@@ -21,11 +21,17 @@ def within(path: str) -> str:
 
 def key_of(store: SessionStore, path: str) -> str | None:
     """The key of its own that opens this path within a session, if that has one: what an agent asks, and not what is
-    asked of a session."""
+    asked of a session.
+
+    Raises:
+        SessionLost: the session was lost, and its key with it.
+    """
     name, _, rest = path[len(PREFIX) :].partition("/")
     if not path.startswith(PREFIX) or not (rest.startswith(WITHIN) or f"/{rest}" in paths.TOKENIZERS):
         return None
     session = store.find(name)
+    if session is None:
+        store.check_lost(name)  # its key is gone with it: the agent would be told that its own is wrong
     return None if session is None else session.episode.key
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,13 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from middleware_hub.openai_session.episodes.contract import CONTEXT, DELETED, EXPIRED, FINALIZED, NO_CONTRACT, Contract
-from middleware_hub.openai_session.errors import SessionExists, SessionFull, SessionNotFound, TooManySessions
+from middleware_hub.openai_session.errors import (
+    SessionExists,
+    SessionFull,
+    SessionLost,
+    SessionNotFound,
+    TooManySessions,
+)
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.recent import KnownRequests, WrittenIds
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.statistics import SessionStatistics
 from miles_router.errors import BadRequest, ConfigError, RouterError
-from miles_router.middlewares import read_json
+from miles_router.middlewares import HeldNames, Owners, read_json
 
 ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
 #: Bytes of what a client may have a session carry beside its turns: metadata, and label and reward.
@@ -58,10 +63,23 @@ class SessionStore:
     Args:
         now: Unix seconds, which are shown.
         clock: seconds that never jump, by which sessions expire.
+        owners: which process has what, and what those before this one had.
+        durable: whether sessions outlive their process, so that none is lost with it.
     """
 
-    def __init__(self, bounds: Bounds, now: Callable[[], float], clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        bounds: Bounds,
+        now: Callable[[], float],
+        clock: Callable[[], float],
+        owners: Owners | None = None,
+        *,
+        durable: bool = False,
+    ) -> None:
         self.bounds = bounds
+        #: Which process has what, where there are several.
+        self.owners = owners or Owners()
+        self._names = HeldNames() if durable else self.owners.held_names("sessions", bounds.sessions)
         self.nbytes = 0
         self.written_ids = WrittenIds()
         self.requests = KnownRequests()
@@ -98,7 +116,7 @@ class SessionStore:
             TooManySessions: there is no room, even without those that have expired.
         """
         if session_id is None:
-            session_id = secrets.token_hex(16)
+            session_id = self.owners.new_name()
         elif not ID.fullmatch(session_id) or session_id in (".", ".."):
             raise BadRequest("session_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ ~ : -")
         nbytes = _carried_bytes("metadata", metadata or {}) + _carried_bytes("contract", contract.given)
@@ -111,6 +129,7 @@ class SessionStore:
         session = self._sessions[session_id] = Session(
             session_id, now=self._now(), clock=self._clock(), metadata=metadata, contract=contract
         )
+        self._names.add(session_id)
         self.account(session, nbytes)
         self.statistics.created += 1
         return session
@@ -120,9 +139,11 @@ class SessionStore:
 
         Raises:
             SessionNotFound: there is none (any more).
+            SessionLost: there was one, in a process that has ended.
         """
         session = self.find(session_id)
         if session is None:
+            self.check_lost(session_id)
             raise SessionNotFound(f"no session {session_id!r}; make it with POST /sessions")
         self._used(session)
         return session
@@ -133,13 +154,31 @@ class SessionStore:
         return self._sessions.get(session_id)
 
     def get_or_create(self, session_id: str, contract: Contract = NO_CONTRACT) -> Session:
-        """The session with this id, made with this contract if there is none. Raises as `create`."""
+        """The session with this id, made with this contract if there is none.
+
+        Raises:
+            SessionLost: there was one, in a process that has ended; who goes on in it must not begin a new one unknown.
+            BadRequest, TooManySessions: as `create`.
+        """
         self.expire()  # first: `get` would find that it has expired
         if session_id in self._sessions:
             return self.get(session_id)
+        self.check_lost(session_id)
         session = self.create(session_id, contract=contract)
         session.made_by_a_turn = True
         return session
+
+    def check_lost(self, session_id: str) -> None:
+        """Raises:
+        SessionLost: there was a session with this id in a process that has ended.
+        """
+        if session_id not in self._sessions and self._names.was_lost(session_id):
+            raise SessionLost(f"session {session_id!r} was lost with the process that had it; begin another")
+
+    def forget_lost(self, session_id: str) -> None:
+        """Somebody knows that a session was lost, if it was: its id is free again."""
+        if session_id not in self._sessions:
+            self._names.remove(session_id)
 
     def drop_unused(self, session: Session) -> None:
         """Forget a session that was made by its first turn, where that was refused: nobody knows of it."""
@@ -151,6 +190,7 @@ class SessionStore:
         if self._sessions.get(session.id) is session:
             self.end(session, DELETED)
             del self._sessions[session.id]
+            self._names.remove(session.id)
             session.deleted = True
             self.nbytes -= session.nbytes
             self.written_ids.forget(session.id)

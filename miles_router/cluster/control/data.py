@@ -22,22 +22,22 @@ from miles_router.admin.routes import Admin
 from miles_router.asgi.doors import READING
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import HOP_BY_HOP, first
-from miles_router.cluster.channel import Channel, ChannelLost, Message
-from miles_router.cluster.control import POOL, SOCKET, pool_named
+from miles_router.cluster.control.channel import Channel, ChannelLost, Message
+from miles_router.cluster.control.plane import POOL, SOCKET, pool_named
+from miles_router.cluster.control.pools import FollowingPool
+from miles_router.cluster.control.state import followed, own_numbers
+from miles_router.cluster.control.table import Counts
 from miles_router.cluster.duty import Duty
-from miles_router.cluster.pools import FollowingPool
-from miles_router.cluster.state import followed, own_numbers
-from miles_router.cluster.table import Counts
+from miles_router.cluster.peers import Peers
 from miles_router.control.control import Control
 from miles_router.control.fan_out import FleetAnswer
 from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import OwnRequests
 from miles_router.engines.facts import Facts
-from miles_router.errors import ConfigError, ControlUnavailable
+from miles_router.errors import ControlUnavailable
 from miles_router.fleet.fleet import Fleet, RankFault
 from miles_router.fleet.workers import Transition, Unit, Worker
 from miles_router.forwarding.outgoing import Outgoing
-from miles_router.middlewares.loading import LoadedMiddleware
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
@@ -210,17 +210,17 @@ class DataDuty(Duty):
     """A data process.
 
     Args:
-        directory: of the router's sockets.
-        count: of data processes.
+        peers: which of all data processes this one is.
         generation: of this process; no other has the same number.
     """
 
     checks = False
 
-    def __init__(self, directory: Path, counts: Counts, *, count: int, generation: int) -> None:
+    def __init__(self, peers: Peers, counts: Counts, *, generation: int) -> None:
+        self.slots = peers.slots
         self._counts = counts
-        self._count = count
-        self._link = Link(directory / SOCKET, counts, generation)
+        self._count = peers.count
+        self._link = Link(peers.directory / SOCKET, counts, generation)
         self._stack: list[dict[str, object]] = []
         self._admin: Admin
 
@@ -233,12 +233,6 @@ class DataDuty(Duty):
             max_connections=-(-config.max_connections // self._count),
             gate_max_held=-(-config.gate_max_held // self._count),
         )
-
-    def check(self, loaded: Iterable[LoadedMiddleware]) -> None:
-        """See `Duty`. Each process has an own stack, and a layer may hold what only one may."""
-        for each in loaded:
-            if getattr(each.cls, "one_process", False):
-                raise ConfigError(f"processes: {each.path} holds what one process alone has; not yet with several")
 
     def first_workers(self, config: RouterConfig) -> Sequence[str]:
         """None: who the workers are is decided elsewhere."""

@@ -15,8 +15,8 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from miles_router import tasks
-from miles_router.cluster.channel import Channel, ChannelLost, Message
-from miles_router.cluster.table import Counts
+from miles_router.cluster.control.channel import Channel, ChannelLost, Message
+from miles_router.cluster.control.table import Counts
 from miles_router.control.requests import Aborted
 from miles_router.control.row import GroupListener
 from miles_router.metrics.plain import PlainFamily, lasting, merged

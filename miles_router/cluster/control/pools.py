@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from miles_router.cluster.state import SharedPool
-from miles_router.cluster.table import COLUMNS, Counts
+from miles_router.cluster.control.state import SharedPool
+from miles_router.cluster.control.table import COLUMNS, Counts
 from miles_router.errors import BadRequest
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Policy

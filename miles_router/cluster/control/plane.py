@@ -21,12 +21,12 @@ from starlette.responses import Response
 from miles_router import tasks
 from miles_router.admin.routes import Admin, Json
 from miles_router.asgi.exchange import Exchange, Scope
-from miles_router.cluster.channel import Channel, Message
+from miles_router.cluster.control.channel import Channel, Message
+from miles_router.cluster.control.followers import AllRequests, Follower, Followers
+from miles_router.cluster.control.pools import Columns, DecidingPool
+from miles_router.cluster.control.state import Record, followed, memory_orders, own_numbers, written
+from miles_router.cluster.control.table import Counts
 from miles_router.cluster.duty import Duty, without_keys
-from miles_router.cluster.followers import AllRequests, Follower, Followers
-from miles_router.cluster.pools import Columns, DecidingPool
-from miles_router.cluster.state import Record, followed, memory_orders, own_numbers, written
-from miles_router.cluster.table import Counts
 from miles_router.control.control import Control
 from miles_router.control.engine_metrics import MEDIA_TYPE
 from miles_router.control.table import PAUSE

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from miles_router.cluster.table import Counts
+from miles_router.cluster.control.table import Counts
 from miles_router.fleet.fleet import Fleet, Order
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.homes import Homes, SessionHome

@@ -1,0 +1,175 @@
+"""Which process has the texts that begin with a root, the text that a rollout's first turn was given. No I/O.
+
+A text that goes on from a held one begins with that one's root, whatever stands behind; so whoever knows the roots
+finds its process without a key, and prompts that share a long beginning still have a root each. Of a root only hashes
+are kept: of all of it, and of its whole blocks, by which the roots that a text may begin with are found.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+#: Bytes of UTF-8. A look-up hashes each block of a text, up to the longest root, and of those that end in one block as
+#: many beginnings as roots of different lengths do.
+BLOCK = 64
+DIGEST = 16
+#: How much of a process's share is forgotten with each new root, so that the last few hundred count.
+FORGOTTEN = 1 / 256
+_PACKED = struct.Struct(f"<{DIGEST}s{DIGEST}sIB?")
+
+
+class Root(NamedTuple):
+    """A root as all processes know it: hashes of its text and of the text's whole blocks, and its length in bytes."""
+
+    digest: bytes
+    blocks: bytes
+    length: int
+
+    @classmethod
+    def of(cls, text: str) -> Root:
+        """The root that a text is."""
+        data = text.encode()
+        whole = _hash(memoryview(data)[: len(data) // BLOCK * BLOCK])
+        return cls(_hash(data).digest(), whole.digest(), len(data))
+
+
+class RootChange(NamedTuple):
+    """A root has this owner now, or has no owner any more."""
+
+    root: Root
+    owner: int
+    added: bool
+
+
+class Roots:
+    """The directory, in each process a replica.
+
+    Args:
+        count: processes.
+        mine: the index of this one.
+        limit: roots of one process; those that it has used least recently go first.
+    """
+
+    def __init__(self, count: int, mine: int, limit: int) -> None:
+        self._count = count
+        self._mine = mine
+        self._limit = limit
+        self._owners: dict[bytes, tuple[Root, int]] = {}
+        self._lengths: dict[bytes, Counter[int]] = {}  # of the roots with the same whole blocks
+        self._own: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
+        self._share = [0.0] * count
+        self._longest = 0
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def find(self, text: str) -> tuple[Root, int] | None:
+        """The longest root with which a text begins, and its owner."""
+        data = memoryview(text[: self._longest].encode())
+        hasher, at, best = _hash(b""), 0, None
+        while self._owners:
+            for length in self._lengths.get(hasher.digest(), ()):
+                if length <= len(data) and (best is None or length > best[0].length):
+                    whole = hasher.copy()
+                    whole.update(data[at:length])
+                    best = self._owners.get(whole.digest(), best)
+            if at + BLOCK > len(data):
+                break
+            hasher.update(data[at : at + BLOCK])
+            at += BLOCK
+        return best
+
+    def owner(self, root: Root) -> int | None:
+        """Whose a root is."""
+        found = self._owners.get(root.digest)
+        return None if found is None else found[1]
+
+    def use(self, root: Root) -> None:
+        """A root of this process was asked for."""
+        if root.digest in self._own:
+            self._own.move_to_end(root.digest)
+
+    def least(self) -> int:
+        """The process that was given the fewest of the last roots."""
+        return min(range(self._count), key=lambda index: (self._share[index], (index - self._mine) % self._count))
+
+    def give(self, roots: Iterable[Root], owner: int) -> list[RootChange]:
+        """Give roots that have no owner to a process. What all others are to be told."""
+        changes = [RootChange(root, owner, True) for root in dict.fromkeys(roots) if root.digest not in self._owners]
+        for change in changes:
+            self.apply(change)
+        return changes
+
+    def apply(self, change: RootChange) -> None:
+        """A change that this or another process made. Of two owners of one root, given at the same time, all take the
+        one with the lower index."""
+        root, owner, added = change
+        before = self._owners.get(root.digest)
+        if not added:
+            if before is not None and before[1] == owner:
+                self._remove(root)
+            return
+        if before is not None:
+            if before[1] <= owner:
+                return
+            self._remove(root)
+        self._owners[root.digest] = root, owner
+        self._lengths.setdefault(root.blocks, Counter())[root.length] += 1
+        self._longest = max(self._longest, root.length)
+        self._share = [share * (1 - FORGOTTEN) for share in self._share]
+        self._share[owner] += 1
+        if owner == self._mine:
+            self._own[root.digest] = None
+
+    def evicted(self) -> list[RootChange]:
+        """Forget this process's roots beyond the limit. What all others are to be told."""
+        changes = []
+        while len(self._own) > self._limit:
+            digest, _ = self._own.popitem(last=False)
+            changes.append(RootChange(self._owners[digest][0], self._mine, False))
+            self._remove(changes[-1].root)
+        return changes
+
+    def own(self) -> list[RootChange]:
+        """This process's roots, for one that does not know them."""
+        return [RootChange(self._owners[digest][0], self._mine, True) for digest in self._own]
+
+    def lose(self, owner: int) -> None:
+        """A process has ended, and its texts with it. The next one is given no more roots than others."""
+        for root, whose in list(self._owners.values()):
+            if whose == owner:
+                self._remove(root)
+        others = [share for index, share in enumerate(self._share) if index != owner]
+        self._share[owner] = sum(others) / len(others) if others else 0.0
+
+    def _remove(self, root: Root) -> None:
+        del self._owners[root.digest]
+        self._own.pop(root.digest, None)
+        lengths = self._lengths[root.blocks]
+        lengths[root.length] -= 1
+        if not lengths[root.length]:
+            del lengths[root.length]
+        if not lengths:
+            del self._lengths[root.blocks]
+
+
+def pack(changes: Iterable[RootChange]) -> bytes:
+    """Changes for other processes."""
+    return b"".join(_PACKED.pack(*root, owner, added) for root, owner, added in changes)
+
+
+def unpack(data: bytes | memoryview) -> Iterator[RootChange]:
+    """What `pack` has packed."""
+    for digest, blocks, length, owner, added in _PACKED.iter_unpack(data):
+        yield RootChange(Root(digest, blocks, length), owner, added)
+
+
+PACKED_SIZE = _PACKED.size
+
+
+def _hash(data: bytes | memoryview) -> Any:
+    return blake2b(data, digest_size=DIGEST)

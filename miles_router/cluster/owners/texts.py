@@ -1,0 +1,146 @@
+"""Where texts belong: the process that has their root, or the one that a new root is given to.
+
+A new root is given by one process for each, its registrar, so that requests for one new text that arrive everywhere at
+once have one owner. It tells all others before the request goes on, and they read what they were told before they look:
+so nobody who can know of a text misses its root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from miles_router.asgi.moving import Elsewhere
+from miles_router.cluster.owners.links import MAX_PACKET, Links
+from miles_router.cluster.owners.roots import PACKED_SIZE, Root, RootChange, Roots, pack, unpack
+from miles_router.cluster.peers import Peers
+from miles_router.slots import SLOTS
+
+logger = logging.getLogger(__name__)
+
+#: What a packet with changes of the directory begins with.
+ROOTS = b"r"
+#: Roots of all processes together; about 700 bytes each, in every process.
+MAX_ROOTS = 65_536
+#: A note about a request: whose text it is was looked up, or it goes on from nothing that its root's owner has. Behind
+#: it how often.
+FOUND, NEW = b"f", b"n"
+#: Processes that may send a text on before it stays where it is.
+MAX_HOPS = 6
+#: Seconds that a request waits at most until all others are told of its root.
+TELLING = 0.5
+#: Seconds after its start that a process waits at most for what others tell it, before it takes a text for a new one.
+GREETING = 2.0
+
+
+class TextOwners:
+    """The directory of one process, and what others say about it."""
+
+    def __init__(self, peers: Peers, links: Links) -> None:
+        self.roots = Roots(peers.count, peers.index, MAX_ROOTS // peers.count)
+        self._peers = peers
+        self._links = links
+        links.hearers[ROOTS] = self._hear
+        links.greeting = lambda: [*_parcels(self.roots.own()), _Told(())]
+        links.lost = self.roots.lose
+        self._unheard = set(peers.others)  # who has not said yet what it has
+        self._heard_all = asyncio.Event()
+
+    def start(self) -> None:
+        """Hear from all others, for a while. Called in the event loop."""
+        asyncio.get_running_loop().call_later(GREETING, self._heard, tuple(self._unheard))
+
+    def _heard(self, indices: Iterable[int]) -> None:
+        self._unheard.difference_update(indices)
+        if not self._unheard:
+            self._heard_all.set()
+
+    async def require(self, note: bytes, texts: Sequence[str], continues: Callable[[str], bool]) -> None:
+        """As `Owners.require_text`, of a request that came with this note."""
+        kind, hops = (note[:1], note[1]) if note else (b"", 0)
+        if hops >= MAX_HOPS:
+            logger.warning("text_without_owner", extra={"fields": {"process": self._peers.index}})
+            return
+        if self._unheard:
+            await self._heard_all.wait()
+        roots = [Root.of(text) for text in texts]
+        owner = self._owner_of(roots if kind == NEW else self._roots_of(texts))
+        known = any(self.roots.owner(root) is not None for root in roots)
+        if owner == self._peers.index and not known and not any(map(continues, texts)):
+            owner, kind = None, NEW  # they have the beginning of a held text, and nothing that was sampled for it
+        if owner is None:
+            registrar = roots[0].digest[0] % SLOTS % self._peers.count
+            if registrar != self._peers.index:
+                raise Elsewhere(registrar, _note(kind or FOUND, hops))
+            owner = self.roots.least()
+            await self._tell(self.roots.give(roots, owner))
+        if owner != self._peers.index:
+            raise Elsewhere(owner, _note(FOUND, hops))
+        for root in self._roots_of(texts):
+            self.roots.use(root)
+        orphans = [root for text, root in zip(texts, roots, strict=True) if self.roots.find(text) is None]
+        await self._tell([*self.roots.give(orphans, owner), *self.roots.evicted()])
+
+    async def owner(self, text: str) -> int | None:
+        """As `Owners.owner_of_text`."""
+        if self._unheard:
+            await self._heard_all.wait()
+        owner = self._owner_of(self._roots_of([text]))
+        return None if owner == self._peers.index else owner
+
+    def _roots_of(self, texts: Iterable[str]) -> list[Root]:
+        """The roots with which texts begin."""
+        self._links.read_now()  # whatever was given before a client could go on from it has arrived
+        return [found[0] for text in texts if (found := self.roots.find(text)) is not None]
+
+    def _owner_of(self, roots: Iterable[Root]) -> int | None:
+        """Who has most of these."""
+        bytes_of: Counter[int] = Counter()
+        for root in roots:
+            if (owner := self.roots.owner(root)) is not None:
+                bytes_of[owner] += root.length
+        return max(bytes_of, key=lambda owner: (bytes_of[owner], -owner), default=None)
+
+    async def _tell(self, changes: Sequence[RootChange]) -> None:
+        for parcel in _parcels(changes):
+            self._links.tell_all(parcel)
+        if changes:
+            await self._links.flushed(TELLING)
+
+    def _hear(self, index: int, data: bytes) -> None:
+        if len(data) == len(ROOTS):
+            self._heard((index,))
+        for change in unpack(memoryview(data)[len(ROOTS) :]):
+            self.roots.apply(change)
+
+
+class _Told:
+    """Changes for one process, as a parcel."""
+
+    answered = False
+
+    def __init__(self, changes: Sequence[RootChange]) -> None:
+        self._data = ROOTS + pack(changes)
+
+    def is_called_off(self) -> bool:
+        return False
+
+    def packet(self) -> tuple[bytes, Sequence[int]]:
+        return self._data, ()
+
+    def sent(self) -> None:
+        pass
+
+    def done(self, taken: bool) -> None:
+        pass
+
+
+def _parcels(changes: Sequence[RootChange]) -> list[_Told]:
+    at_once = MAX_PACKET // PACKED_SIZE - 1
+    return [_Told(changes[start : start + at_once]) for start in range(0, len(changes), at_once)]
+
+
+def _note(kind: bytes, hops: int) -> bytes:
+    return kind + bytes([hops + 1])

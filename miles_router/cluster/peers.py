@@ -1,0 +1,42 @@
+"""The processes of one router on one machine, as each of them knows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_router.slots import SLOTS
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Which of how many processes this one is.
+
+    Attributes:
+        index: from 0.
+        count: of all.
+        directory: where they find each other; only this user may enter it. It outlives each of them, and lies in memory
+            (`/dev/shm`) where nothing is to touch the disk.
+    """
+
+    index: int
+    count: int
+    directory: Path
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The indices of all but this one."""
+        return tuple(index for index in range(self.count) if index != self.index)
+
+    def socket_of(self, index: int) -> str:
+        """Where a process takes what others send it."""
+        return str(self.directory / f"process-{index}.sock")
+
+    @property
+    def slots(self) -> frozenset[int]:
+        """Those that are dealt to this one."""
+        return frozenset(slot for slot in range(SLOTS) if self.owner_of(slot) == self.index)
+
+    def owner_of(self, slot: int) -> int:
+        """The process to which a slot is dealt."""
+        return slot % self.count

@@ -1,0 +1,87 @@
+"""Whose a session or a text is, where a router is several processes; and what of it was lost with one of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from miles_router.asgi.exchange import Scope
+from miles_router.metrics import Statistics
+from miles_router.middlewares.contract import HasOwners
+
+
+class HeldNames:
+    """The names of all that a layer holds, for the process that comes after this one. Here none comes, so nothing is
+    ever lost."""
+
+    def add(self, name: str) -> None:
+        """Something is held under this name now."""
+
+    def remove(self, name: str) -> None:
+        """Nothing is held under this name any more, or what was lost need not be known."""
+
+    def was_lost(self, name: str) -> bool:
+        """Whether something was held under this name by a process that has ended."""
+        return False
+
+
+class Owners:
+    """What a layer asks about processes. Of one process, which has everything: nothing here costs or does anything."""
+
+    #: Whether there are other processes.
+    several = False
+    #: The layers whose things have one process each.
+    layers: Sequence[HasOwners] = ()
+
+    def numbers(self) -> Sequence[Statistics]:
+        """What is counted about it."""
+        return ()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While this is entered, the processes reach each other."""
+        yield
+
+    def require(self, scope: Scope, name: str) -> None:
+        """Go on only in the process that has what is named so; the request's body was read.
+
+        Raises:
+            Elsewhere: another process has it, and answers.
+        """
+
+    async def require_text(self, scope: Scope, texts: Sequence[str], continues: Callable[[str], bool]) -> None:
+        """Go on only in the process that has what these texts continue, or is to have them; the request's body was
+        read. `continues` tells whether a text goes on from something that is held here.
+
+        Raises:
+            Elsewhere: another process has them, and answers.
+        """
+
+    async def owner_of_text(self, scope: Scope, text: str) -> int | None:
+        """The other process that has what this text continues; None where it is this one, or nobody."""
+        return None
+
+    def others(self, scope: Scope) -> Sequence[int]:
+        """All other processes; none for a request that one of them asks of this one."""
+        return ()
+
+    async def ask(self, owner: int, scope: Scope, body: bytes, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
+        """Have another process answer the same request with this body: status, headers and body.
+
+        Raises:
+            OwnerUnavailable: it cannot be reached.
+        """
+        raise NotImplementedError("there is no other process")
+
+    def new_name(self) -> str:
+        """A name that nobody can guess, of something that this process is to have."""
+        return secrets.token_hex(16)
+
+    def held_names(self, kind: str, capacity: int) -> HeldNames:
+        """The names of what a layer holds, at most so many."""
+        return HeldNames()
+
+    def own_url(self, base_url: str) -> str | None:
+        """Where this process alone is reached, for a client that knows the router by `base_url`."""
+        return None

@@ -1,0 +1,229 @@
+"""A connection goes to the process that has what its request is about, and nothing of it is lost on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.http import Client, RawReply, chunked, request
+from tests.support.owned import name_of, several
+from tests.support.running_router import RunningRouter
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+
+def told(reply: RawReply) -> dict[str, Any]:
+    assert reply.status == 200, reply.body
+    found: dict[str, Any] = json.loads(reply.value("x-told") or b"")
+    return found
+
+
+async def owners(routers: list[RunningRouter]) -> list[int]:
+    """What each says of itself."""
+    count = len(routers)
+    return [
+        told(await each.ask("GET", f"/owned/{name_of(i, count, 'own')}"))["owner"] for i, each in enumerate(routers)
+    ]
+
+
+async def test_a_request_is_answered_by_its_owner_wherever_it_lands(stage: Stage, tmp_path: Path) -> None:
+    routers = await several(stage, tmp_path, 3)
+    known = await owners(routers)
+    for index in range(3):
+        name = name_of(index, 3)
+        replies = [told(await router.ask("POST", f"/owned/{name}", body=b"12345")) for router in routers]
+        assert [(each["owner"], each["times"], each["length"]) for each in replies] == [
+            (known[index], times, 5) for times in (1, 2, 3)
+        ]
+    await until(lambda: not any(router.app.clients.open for router in routers), "all connections are closed")
+
+
+@pytest.mark.parametrize("size", [10, 20_000, 1_000_000])
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+@pytest.mark.parametrize("by", ["head", "body"])
+async def test_a_body_arrives_whole_however_it_is_framed(
+    stage: Stage, tmp_path: Path, by: str, framing: str, size: int
+) -> None:
+    first, _ = await several(stage, tmp_path, 2)
+    name = name_of(1, 2)
+    body = json.dumps({"name": name, "pad": "x" * size}).encode()
+    target = f"/owned/{name}" if by == "head" else "/owned"
+    async with await Client.connect(first.url) as client:
+        for times in (1, 2):
+            if framing == "length":
+                reply = await client.ask("POST", target, body=body)
+            else:
+                parts = [body[i : i + 70_000] for i in range(0, len(body), 70_000)]
+                reply = await client.ask("POST", target, [("Transfer-Encoding", "chunked")], chunked(*parts))
+            assert (told(reply)["length"], told(reply)["times"]) == (len(body), times)
+            assert told(reply)["head"] == body[:40].decode()
+
+
+async def test_pipelined_requests_of_several_owners_are_answered_in_order_and_once(
+    stage: Stage, tmp_path: Path
+) -> None:
+    routers = await several(stage, tmp_path, 3)
+    known = await owners(routers)
+    wanted = [name_of(index, 3) for index in range(3)]
+    order = [0, 0, 1, 2, 2, 1, 0, 2, 1, 1, 1, 0] * 4
+    sent = bytearray()
+    for place, index in enumerate(order):
+        body = json.dumps({"name": wanted[index], "place": place, "pad": "x" * (place * 97 % 3000)}).encode()
+        if place % 3 == 0:
+            sent += request("POST", f"/owned/{wanted[index]}", body=body)
+        elif place % 3 == 1:
+            sent += request("POST", "/owned", [("Transfer-Encoding", "chunked")], chunked(body[:5], body[5:]))
+        else:
+            sent += request("POST", "/owned", body=body)
+    async with await Client.connect(routers[1].url) as client:
+        await client.send(bytes(sent))
+        replies = [told(await client.read("POST")) for _ in order]
+    assert [each["owner"] for each in replies] == [known[index] for index in order]
+    assert [each["times"] for each in replies] == [order[: at + 1].count(index) for at, index in enumerate(order)]
+
+
+@pytest.mark.parametrize("by", ["head", "body"])
+async def test_a_request_that_comes_byte_by_byte_is_handed_over(stage: Stage, tmp_path: Path, by: str) -> None:
+    first, _ = await several(stage, tmp_path, 2)
+    name = name_of(1, 2)
+    body = json.dumps({"name": name}).encode()
+    framed = request("POST", f"/owned/{name}" if by == "head" else "/owned", [("Transfer-Encoding", "chunked")])
+    async with await Client.connect(first.url) as client:
+        for _ in range(2):
+            for byte in b"\r\n" + framed + chunked(body[:3], body[3:]):
+                await client.send(bytes([byte]))
+            assert told(await client.read("POST"))["head"] == body.decode()
+
+
+@pytest.mark.parametrize("by", ["head", "body"])
+async def test_a_client_that_expects_100_continue_gets_it_once(stage: Stage, tmp_path: Path, by: str) -> None:
+    first, _ = await several(stage, tmp_path, 2)
+    name = name_of(1, 2)
+    body = json.dumps({"name": name}).encode()
+    head = request(
+        "POST",
+        f"/owned/{name}" if by == "head" else "/owned",
+        [("Expect", "100-continue"), ("Content-Length", str(len(body)))],
+    )
+    async with await Client.connect(first.url) as client:
+        await client.send(head)
+        assert await client.read_raw() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await client.send(body)
+        reply = await client.read("POST")
+    assert told(reply)["length"] == len(body)
+    assert reply.informational == []
+
+
+@pytest.mark.parametrize("by", ["head", "body"])
+async def test_a_client_that_has_closed_its_own_side_is_answered(stage: Stage, tmp_path: Path, by: str) -> None:
+    first, _ = await several(stage, tmp_path, 2)
+    ours, theirs = name_of(0, 2), name_of(1, 2)
+    async with await Client.connect(first.url) as client:
+        body = json.dumps({"name": theirs}).encode()
+        last = request("POST", "/owned", body=body) if by == "body" else request("GET", f"/owned/{theirs}")
+        await client.send(request("GET", f"/owned/{ours}") + last)
+        client.half_close()
+        owner = told(await client.read())["owner"]
+        assert told(await client.read())["owner"] != owner
+        await client.closed()
+
+
+async def test_an_old_client_and_one_that_offers_an_upgrade_are_handed_over(stage: Stage, tmp_path: Path) -> None:
+    first, _ = await several(stage, tmp_path, 2)
+    name = name_of(1, 2)
+    async with await Client.connect(first.url) as client:
+        assert told(await client.ask("POST", f"/owned/{name}", body=b"abc", version="1.0"))["length"] == 3
+        await client.closed()
+    async with await Client.connect(first.url) as client:
+        offer = [("Connection", "Upgrade"), ("Upgrade", "h2c")]
+        for target, body in ((f"/owned/{name}", b"abc"), ("/owned", json.dumps({"name": name}).encode())):
+            assert told(await client.ask("POST", target, offer, body))["length"] == len(body)
+
+
+async def test_what_is_bad_behind_a_request_is_refused_by_its_owner(stage: Stage, tmp_path: Path) -> None:
+    first, _ = await several(stage, tmp_path, 2)
+    async with await Client.connect(first.url) as client:
+        await client.send(request("GET", f"/owned/{name_of(1, 2)}") + b"no request at all\r\n\r\n")
+        assert told(await client.read())["times"] == 1
+        assert (await client.read()).error_type == "invalid_request"
+        await client.closed()
+
+
+async def test_a_large_reply_comes_from_the_owner_itself(stage: Stage, tmp_path: Path) -> None:
+    first, second = await several(stage, tmp_path, 2)
+    size = 16 << 20
+    async with await Client.connect(first.url) as client:
+        for _ in range(2):
+            reply = await client.ask("GET", f"/owned/{name_of(1, 2)}?bytes={size}")
+            assert reply.body == b"." * size
+        assert (first.app.clients.open, second.app.clients.open) == (0, 1)
+
+
+async def test_requests_that_belong_to_nobody_stay_where_they_land(stage: Stage, tmp_path: Path) -> None:
+    worker = await stage.worker()
+    first, second = await several(stage, tmp_path, 2, worker)
+    async with await Client.connect(first.url) as client:
+        for body in (b"{}", b"x" * 300_000):
+            assert (await client.ask("POST", "/generate", body=body)).status == 200
+    assert [sum(router.app.router.metrics.requests.values()) for router in (first, second)] == [2, 0]
+
+
+async def test_a_path_that_is_escaped_has_the_owner_of_what_it_means(stage: Stage, tmp_path: Path) -> None:
+    first, second = await several(stage, tmp_path, 2)
+    name = name_of(1, 2)
+    escaped = "".join(f"%{ord(each):02x}" for each in name)
+    assert told(await first.ask("GET", f"/owned/{escaped}"))["times"] == 1
+    assert told(await second.ask("GET", f"/owned/{name}"))["times"] == 2
+    assert (await first.ask("GET", f"/owned/{name}%2f")).error_type == "invalid_request"
+
+
+async def test_a_slow_client_reads_one_process_to_the_end_before_the_next_says_anything(
+    stage: Stage, tmp_path: Path
+) -> None:
+    first, second = await several(stage, tmp_path, 2)
+    ours, theirs, size = name_of(0, 2), name_of(1, 2), 8 << 20
+    client = await stage.client(first, receive_buffer=4096)
+    for _ in range(2):
+        await client.send(request("GET", f"/owned/{ours}?bytes={size}") + request("GET", f"/owned/{theirs}"))
+        await client.send(request("GET", f"/owned/{ours}?bytes={size}") + request("GET", f"/owned/{ours}"))
+        for name in (ours, theirs, ours, ours):
+            reply = await client.read()
+            assert reply.body == (b"." * size if len(reply.body) > 1 else b"")
+            assert told(reply)["times"] > 0, name
+    assert (first.app.clients.open, second.app.clients.open) == (1, 0)
+
+
+class Unsent:
+    """A connection's transport, with bytes that the client has not taken yet."""
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self.size = 1
+        self.limits: list[int] = []
+
+    def get_write_buffer_size(self) -> int:
+        return self.size
+
+    def set_write_buffer_limits(self, high: int) -> None:
+        self.limits.append(high)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+async def test_a_connection_goes_once_the_client_has_taken_what_was_written(stage: Stage, tmp_path: Path) -> None:
+    first, second = await several(stage, tmp_path, 2)
+    client = await stage.client(first)
+    assert told(await client.ask("GET", f"/owned/{name_of(0, 2)}"))["times"] == 1
+    (connection,) = first.connections
+    connection.transport = unsent = Unsent(connection.transport)
+    await client.send(request("GET", f"/owned/{name_of(1, 2)}"))
+    await until(lambda: connection.leaving, "another process is to answer")
+    assert (unsent.limits, second.app.clients.open) == ([0], 0)
+    unsent.size = 0
+    connection.resume_writing()
+    assert told(await client.read())["times"] == 1
+    assert (first.app.clients.open, second.app.clients.open) == (0, 1)

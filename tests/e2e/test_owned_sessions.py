@@ -1,0 +1,190 @@
+"""Sessions of a router of several processes: each has one owner, every process finds it, and none comes back empty."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from miles_router.cluster.owners.ownership import ClusterOwners
+from miles_router.cluster.peers import Peers
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.slots import slot_of
+from miles_router.testing import SimulatedWorker
+from tests.support.cache_trial import checkpoint
+from tests.support.http import Client, RawReply, request
+from tests.support.owned import name_of, names_of, several
+from tests.support.running_router import running_router
+from tests.support.scripted_chat import able, chat_reply
+from tests.support.scripted_worker import script
+from tests.support.session_trial import (
+    CHAT,
+    JSON,
+    SESSIONS,
+    SessionTrial,
+    exactly,
+    message_of,
+    qwen3,
+    user,
+)
+from tests.support.stage import Stage
+from tests.support.tokenizers import tokenizer_directory
+from tests.support.waiting import until
+
+LAYER = (MiddlewareSpec(SESSIONS, {}),)
+HI = [user("Hi")]
+GOOD = script(chat_reply([7, 8], "Hello"))
+
+
+async def small(stage: Stage, directory: Path, count: int = 2) -> list[SessionTrial]:
+    """Routers before a scripted worker that answers every turn with `Hello`."""
+    worker = able(await stage.worker()).always(GOOD)
+    routers = await several(stage, directory, count, worker, middlewares=LAYER, hf_checkpoint=checkpoint())
+    return [SessionTrial(router, ()) for router in routers]
+
+
+def holding(trials: list[SessionTrial]) -> list[int]:
+    """How many sessions each holds."""
+    return [trial.statistics()["sessions"] for trial in trials]
+
+
+async def test_turns_of_a_session_are_exact_wherever_they_land(stage: Stage, tmp_path: Path) -> None:
+    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker:
+        checked: Any = {"middlewares": LAYER, "hf_checkpoint": tokenizer_directory("qwen3")}
+        routers = await several(stage, tmp_path, 3, worker.url, **checked)
+        trials = [SessionTrial(router, [worker]) for router in routers]
+        kept = [await stage.client(router) for router in routers]
+        for number in range(3):
+            session = await trials[number].create()
+            before, messages = len(worker.door.at(CHAT)), [user(f"Count to {number}.")]
+            for turn in range(6):
+                body = {"model": "m", "max_tokens": 8, "messages": messages, "stream": False}
+                target, data = f"/sessions/{session}{CHAT}", json.dumps(body).encode()
+                place = (turn + number) % 3
+                ask = kept[place].ask if turn % 2 else routers[place].ask
+                reply = await ask("POST", target, JSON, data)
+                assert reply.status == 200, reply.body
+                messages = [*messages, message_of(reply.json()), user(f"And {turn}?")]
+            (sample,) = await trials[(number + 1) % 3].samples(session)
+            exactly(sample, *(each.generations[0] for each in worker.door.at(CHAT)[before:]))
+        assert sum(holding(trials)) == 3
+
+
+async def test_turns_that_are_pipelined_over_several_sessions_are_recorded_once_each(
+    stage: Stage, tmp_path: Path
+) -> None:
+    trials = await small(stage, tmp_path)
+    sessions = [await trials[place % 2].create() for place in range(4)]
+    body = json.dumps({"model": "m", "messages": HI}).encode()
+    order = [0, 1, 1, 2, 3, 0, 2, 1]
+    async with await Client.connect(trials[0].router.url) as client:
+        await client.send(b"".join(request("POST", f"/sessions/{sessions[i]}{CHAT}", JSON, body) for i in order))
+        assert [(await client.read("POST")).status for _ in order] == [200] * len(order)
+    for index, session in enumerate(sessions):
+        assert len(await trials[index % 2].records(session)) == order.count(index)
+
+
+async def test_a_session_without_a_name_is_made_where_it_is_asked_for_and_one_with_a_name_at_its_owner(
+    stage: Stage, tmp_path: Path
+) -> None:
+    trials = await small(stage, tmp_path)
+    for _ in range(4):
+        assert slot_of(await trials[0].create()) % 2 == 0
+        assert slot_of(await trials[1].create()) % 2 == 1
+    assert holding(trials) == [4, 4]
+    await trials[0].create(name_of(1, 2))
+    assert holding(trials) == [4, 5]
+    again = await trials[0].ask("POST", "/sessions", {"session_id": name_of(1, 2)})
+    assert again.error_type == "session_exists"
+
+
+async def test_a_session_that_headers_name_has_one_owner_too(stage: Stage, tmp_path: Path) -> None:
+    trials = await small(stage, tmp_path)
+    name = name_of(1, 2)
+    body = {"model": "m", "messages": HI}
+    for trial in trials:
+        for headers in ([("X-Session-Id", name)], [("X-SMG-Routing-Key", name), ("X-Instance-Id", "i")]):
+            assert (await trial.ask("POST", CHAT, body, headers)).status == 200
+    assert holding(trials) == [0, 1]
+    assert len(await trials[0].records(name)) == 4
+    finalized = await trials[0].ask("POST", "/session/finalize", {"session_id": name})
+    assert (finalized.status, finalized.json()["num_steps"]) == (200, 4)
+    drained = await trials[0].ask("POST", "/trajectory/read", {"session_id": name, "drain": True})
+    assert drained.json()["success"]
+    assert holding(trials) == [0, 0]
+
+
+async def test_a_session_says_where_its_owner_is_reached_directly(stage: Stage, tmp_path: Path) -> None:
+    trials = await small(stage, tmp_path)
+    for trial in trials:
+        owners: Any = trial.router.app.router.owners
+        owners.handover.own_port = int(trial.router.url.rpartition(":")[2])
+    made = (await trials[0].ask("POST", "/sessions", {"session_id": name_of(1, 2)})).json()
+    assert made["base_url"].startswith("http://router.test/sessions/")
+    assert made["owner_url"] == f"http://router.test:{trials[1].router.url.rpartition(':')[2]}"
+
+
+async def test_every_process_lists_and_counts_the_sessions_of_all(stage: Stage, tmp_path: Path) -> None:
+    trials = await small(stage, tmp_path, 3)
+    names = [await trials[place % 3].create() for place in range(7)]
+    for name in names[:5]:
+        await trials[0].chat(name, HI)
+        finalized = {"session_id": name, "instance_id": f"group {names.index(name) % 2}"}
+        assert (await trials[0].ask("POST", "/session/finalize", finalized)).status == 200
+    for trial in trials:
+        listed = (await trial.ask("GET", "/sessions")).json()["sessions"]
+        assert sorted(each["session_id"] for each in listed) == sorted(names)
+        counts = (await trial.ask("GET", "/trajectory/stats")).json()
+        assert counts["bytes"] > 0
+        assert {**counts, "bytes": 0} == {"trajectories": 5, "groups": 2, "active_sessions": 2, "bytes": 0}
+    batch = await trials[0].ask("POST", "/trajectory/read", {"instance_id": "group 0"})
+    assert batch.error_type == "invalid_request", "a part of them would look like all"
+
+
+# What is lost with a process
+
+
+async def restarted(stage: Stage, directory: Path, index: int) -> SessionTrial:
+    worker = able(await stage.worker()).always(GOOD)
+    owners = ClusterOwners(Peers(index, 2, directory))
+    router = await stage.router(worker, owners=owners, middlewares=LAYER, hf_checkpoint=checkpoint())
+    return SessionTrial(router, ())
+
+
+def refused(reply: RawReply) -> tuple[int, str]:
+    return reply.status, reply.error_type
+
+
+async def test_a_session_that_was_lost_is_410_and_never_a_new_one(stage: Stage, tmp_path: Path) -> None:
+    first = await restarted(stage, tmp_path, 0)
+    worker = able(await stage.worker()).always(GOOD)
+    held, deleted, by_header, new = itertools.islice(names_of(1, 2), 4)
+    turn = {"model": "m", "messages": HI}
+    async with running_router(
+        worker, owners=ClusterOwners(Peers(1, 2, tmp_path)), middlewares=LAYER, hf_checkpoint=checkpoint()
+    ) as ends:
+        second = SessionTrial(ends, ())
+        await first.create(held)
+        await first.create(deleted)
+        assert (await first.ask("DELETE", f"/sessions/{deleted}")).status == 204
+        by_path = await first.turn(held, HI)
+        assert by_path.status == 200
+        assert (await first.ask("POST", CHAT, turn, [("X-Session-Id", by_header)])).status == 200
+        assert holding([second]) == [2]
+    again = await restarted(stage, tmp_path, 1)
+    await until(lambda: not first.router.leftovers(), "nothing is under way")
+    for trial in (first, again):
+        assert refused(await trial.ask("GET", f"/sessions/{held}")) == (410, "session_lost")
+        assert refused(await trial.turn(held, HI)) == (410, "session_lost")
+        assert refused(await trial.ask("POST", f"/sessions/{held}/samples", {})) == (410, "session_lost")
+        assert refused(await trial.ask("POST", CHAT, turn, [("X-Session-Id", by_header)])) == (410, "session_lost")
+        assert refused(await trial.ask("GET", f"/sessions/{deleted}")) == (404, "session_not_found")
+    assert holding([again]) == [0]
+    for session in (deleted, new):
+        assert (await first.ask("POST", CHAT, turn, [("X-Session-Id", session)])).status == 200
+    # Whoever knows that it was lost may use its name again.
+    assert refused(await first.ask("DELETE", f"/sessions/{held}")) == (410, "session_lost")
+    assert refused(await first.ask("DELETE", f"/sessions/{held}")) == (404, "session_not_found")
+    assert await first.create(by_header) == by_header
+    assert (await first.ask("POST", CHAT, turn, [("X-Session-Id", by_header)])).status == 200

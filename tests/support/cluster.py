@@ -1,0 +1,122 @@
+"""Routers of one cluster, a process each, without a supervisor; `python -m tests.support.cluster` is one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from miles_router import log
+from miles_router.app import create_app
+from miles_router.cluster.owners.ownership import ClusterOwners
+from miles_router.cluster.peers import Peers
+from miles_router.serving.server import serve
+from miles_router.settings.config import MiddlewareSpec, RouterConfig
+from tests.support.http import Pairs, RawReply, ask
+from tests.support.owned import be_patient
+from tests.support.running_router import QUIETLY
+from tests.support.waiting import until
+
+
+class Member:
+    """One process of the cluster, on a port of its own."""
+
+    def __init__(self, peers: Peers, settings: dict[str, Any], file: IO[bytes]) -> None:
+        self.index = peers.index
+        self._log = file
+        asked = {"index": peers.index, "count": peers.count, "directory": str(peers.directory), **settings}
+        command = [sys.executable, "-m", "tests.support.cluster", json.dumps(asked)]
+        self.process = subprocess.Popen(command, stdout=file, stderr=file)
+        self.url = ""
+
+    async def serves(self) -> None:
+        """Until it listens."""
+        await until(lambda: self._banner() or self.process.poll() is not None, "a banner")
+        assert self.process.poll() is None, self.log()
+        self.url = self._banner()
+
+    def _banner(self) -> str:
+        found = re.search(r"listening +(http://\S+)", self.log())
+        return found[1] if found else ""
+
+    def log(self) -> str:
+        """What it has written."""
+        return Path(self._log.name).read_text(encoding="utf-8")
+
+    async def ask(self, method: str, target: str, headers: Pairs = (), body: bytes | None = None) -> RawReply:
+        """One request on a connection of its own."""
+        return await ask(self.url, method, target, headers, body)
+
+    def open_files(self) -> int:
+        """Descriptors that it has."""
+        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+
+    def kill(self, kind: signal.Signals = signal.SIGKILL) -> None:
+        """Send it a signal; wait for its end if that is one."""
+        self.process.send_signal(kind)
+        if kind == signal.SIGKILL:
+            self.process.wait()
+
+
+class Cluster:
+    """All members."""
+
+    def __init__(self, directory: Path, count: int, stack: contextlib.ExitStack, settings: dict[str, Any]) -> None:
+        self._directory = directory
+        self._count = count
+        self._stack = stack
+        self._settings = settings
+        self.members: list[Member] = []
+
+    async def start(self, index: int) -> Member:
+        """Start one, again if it was there."""
+        name = self._directory / f"{index}-{len(list(self._directory.glob('*.log')))}.log"
+        file = self._stack.enter_context(name.open("wb"))
+        member = Member(Peers(index, self._count, self._directory), self._settings, file)
+        self._stack.callback(_end, member.process)
+        await member.serves()
+        self.members[index : index + 1] = [member]
+        return member
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGCONT)
+    process.kill()
+    process.wait()
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    count: int, *workers: str, middlewares: Sequence[str] = (), **settings: Any
+) -> AsyncIterator[Cluster]:
+    """So many processes before these workers."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cluster-")))
+        made = Cluster(directory, count, stack, {"worker_urls": workers, "middlewares": middlewares, **settings})
+        for index in range(count):
+            await made.start(index)
+        yield made
+
+
+def main() -> None:
+    """One process."""
+    asked = json.loads(sys.argv[1])
+    peers = Peers(asked.pop("index"), asked.pop("count"), Path(asked.pop("directory")))
+    asked["middlewares"] = tuple(MiddlewareSpec(path) for path in asked["middlewares"])
+    asked["worker_urls"] = tuple(asked["worker_urls"])
+    config, owners = RouterConfig(**{**QUIETLY, **asked}), ClusterOwners(peers)
+    log.configure(config.log_level, config.log_format)
+    be_patient()
+    serve(create_app(config, owners=owners), owners.handover)
+
+
+if __name__ == "__main__":
+    main()
