@@ -53,6 +53,7 @@ async def test_idle_workers_take_turns_and_the_first_is_not_favoured(stage: Stag
     assert turns[3:6] == turns[:3] == turns[6:]
 
 
+@pytest.mark.alone
 async def test_the_least_loaded_worker_is_chosen(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(2)]
     router = await stage.router(*workers)
@@ -95,6 +96,7 @@ async def test_a_worker_that_joins_idle_takes_what_comes_until_it_is_level(stage
         client.abort()
 
 
+@pytest.mark.alone
 @keyed
 async def test_the_same_key_goes_to_the_same_worker(stage: Stage, path: str, headers: Pairs) -> None:
     workers = [await stage.worker() for _ in range(3)]
@@ -141,6 +143,7 @@ async def test_a_key_keeps_its_worker_through_one_lost_connection(stage: Stage) 
     assert await took_key(router, workers, path, headers, "a") is home
 
 
+@pytest.mark.alone
 async def test_a_routing_key_counts_before_a_session_header_and_both_before_the_path(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(2)]
     router = await stage.router(*workers)
@@ -165,6 +168,7 @@ async def test_a_key_is_followed_even_to_a_busier_worker(stage: Stage) -> None:
     client.abort()
 
 
+@pytest.mark.alone
 async def test_a_session_stays_at_home_when_a_request_of_it_is_lost_there(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(2)]
     router = await stage.router(*workers)

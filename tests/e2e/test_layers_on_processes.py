@@ -1,0 +1,96 @@
+"""Sessions, texts and rows of experts on a router of two processes: exact, wherever requests land."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles_router.testing import SimulatedWorker
+from tests.support.cache_trial import CACHE, checkpoint
+from tests.support.experts_trial import EXPERTS, MOE, SHAPE, ExpertsTrial, tokens_of, truth
+from tests.support.http import Client
+from tests.support.layers import JSON, layered, ports, post, written
+from tests.support.owned import name_of
+from tests.support.session_trial import CHAT, SESSIONS, exactly, message_of, user
+from tests.support.waiting import until
+
+LAYERS: tuple[tuple[str, dict[str, Any]], ...] = ((SESSIONS, {}), (CACHE, {}), (EXPERTS, {"moe_shape": SHAPE}))
+SYSTEM = "You are a careful solver. " * 20
+
+
+def configured(directory: Path) -> Path:
+    return written(directory, LAYERS, hf_checkpoint=checkpoint())
+
+
+def simulated(**settings: Any) -> SimulatedWorker:
+    return SimulatedWorker(tokenizer=checkpoint(), moe=MOE, weight_version="1", **settings)
+
+
+async def test_sessions_and_their_experts_are_exact_wherever_turns_land(tmp_path: Path) -> None:
+    async with simulated() as worker, layered(configured(tmp_path), worker) as router:
+        own = await ports(router)
+        trials = [ExpertsTrial(each, [worker]) for each in own]
+        names = [name_of(index, 2, "agent") for index in range(2)]
+        async with await Client.connect(own[0].url) as one, await Client.connect(own[1].url) as other:
+            for name in names:
+                await trials[0].create(name)
+                before, messages = len(worker.door.at(CHAT)), [user("Count.")]
+                for turn in range(6):
+                    body = {"model": "m", "max_tokens": 6, "messages": messages, "return_routed_experts": True}
+                    asking = ((one, other)[turn % 2] if turn < 4 else own[turn % 2]).ask
+                    reply = await asking("POST", f"/sessions/{name}{CHAT}", JSON, json.dumps(body).encode())
+                    assert reply.status == 200, reply.body
+                    messages = [*messages, message_of(reply.json()), user(f"And {turn}?")]
+                generations = [each.generations[0] for each in worker.door.at(CHAT)[before:]]
+                for trial in trials:
+                    (sample,) = await trial.exact(name)
+                    exactly(sample, *generations)
+                    assert np.array_equal(await trial.rows(session_id=name), truth(sample["tokens"]))
+        for trial in trials:
+            listed = (await trial.ask("GET", "/sessions")).json()["sessions"]
+            assert sorted(each["session_id"] for each in listed) == sorted(names)
+        assert (await router.info())["statistics"]["openai_sessions"]["sessions"] == 2
+        assert await router.metric("miles_router_sessions_turns_total") == 12
+        assert await router.metric("miles_router_handover_given_total") > 0
+        assert await router.metric("miles_router_handover_refused_total") == 0
+
+
+async def test_texts_and_their_rows_are_found_from_every_process_with_the_reuse_of_one(tmp_path: Path) -> None:
+    async with simulated() as worker, layered(configured(tmp_path), worker) as router:
+        own = [ExpertsTrial(each, [worker]) for each in await ports(router)]
+        for prompt in range(4):
+            text, before = SYSTEM + f"Question {prompt}: ", list[int]()
+            for turn in range(4):
+                answer = await own[(prompt + turn) % 2].generate(text=text)
+                (generation,) = worker.door.at("/generate")[-1].generations
+                assert generation.input_ids[: len(before)] == before, "the ids before, sampled ones included"
+                before = tokens_of(generation)
+                text += answer["text"]
+                for trial in own:
+                    found = await trial.post("/retrieve_from_text", {"text": text})
+                    assert (found.json()["tokens"], found.json()["matched_tokens"]) == (before, len(before))
+                    assert np.array_equal(await trial.rows(rid=generation.rid), truth(before))
+                text += f" And then {turn}?"
+        assert (await router.info())["statistics"]["radix_tree"]["entries"] == 16
+
+
+async def test_no_turn_of_any_process_is_sent_behind_an_answered_pause(tmp_path: Path) -> None:
+    async with simulated() as worker, layered(configured(tmp_path), worker) as router:
+        own = await ports(router)
+        assert (await post(own[1].url, "/pause_generation", {"mode": "in_place"})).status == 200
+        body = {"model": "m", "max_tokens": 4, "messages": [user("Hi")]}
+        turns = [
+            asyncio.ensure_future(post(own[place].url, CHAT, body, ("X-Session-Id", name_of(index, 2, f"{place}-"))))
+            for place in range(2)
+            for index in range(2)
+        ]
+        await router.held(4)
+        assert not worker.door.at(CHAT)
+        assert (await post(own[0].url, "/continue_generation")).status == 200
+        assert {each.status for each in await asyncio.gather(*turns)} == {200}
+        await until(lambda: len(worker.door.at(CHAT)) == 4, "all turns have come")
+        await router.becomes_idle()

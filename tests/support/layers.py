@@ -1,0 +1,65 @@
+"""A router of several processes with layers, and the ports on which each process alone listens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from miles_router.testing import SimulatedWorker
+from tests.support.http import RawReply, ask
+from tests.support.owned import name_of
+from tests.support.processes import Processes, processes
+from tests.support.running_router import RouterOfProcesses
+
+JSON = [("Content-Type", "application/json")]
+
+
+def written(directory: Path, layers: Sequence[tuple[str, dict[str, Any]]], **settings: Any) -> Path:
+    """A configuration with these middlewares."""
+    path = directory / "router.yaml"
+    middlewares = [{"path": each, "options": options} for each, options in layers]
+    path.write_text(json.dumps({"middlewares": middlewares, **settings}), encoding="utf-8")
+    return path
+
+
+@contextlib.asynccontextmanager
+async def layered(
+    config: Path, *workers: SimulatedWorker, count: int = 2, expect_status: int = 0
+) -> AsyncIterator[Processes]:
+    """A router of so many processes by this configuration."""
+    urls = [each.url for each in workers]
+    async with processes(urls, "--config", str(config), count=count, expect_status=expect_status) as router:
+        yield router
+
+
+async def ports(router: Processes) -> list[RouterOfProcesses]:
+    """Each process by a port of its own; what sessions say of it. They are deleted again."""
+    found = []
+    for index in range(router.count):
+        name = name_of(index, router.count, "port")
+        made = (await post(router.url, "/sessions", {"session_id": name})).json()
+        found.append(RouterOfProcesses(f"http://127.0.0.1:{urlsplit(made['owner_url']).port}"))
+        assert (await ask(router.url, "DELETE", f"/sessions/{name}")).status == 204
+    assert len({urlsplit(each.url).port for each in found} | {urlsplit(router.url).port}) == router.count + 1
+    return found
+
+
+async def post(url: str, path: str, body: Any = None, *headers: tuple[str, str]) -> RawReply:
+    """A JSON request on a connection of its own."""
+    return await ask(url, "POST", path, [*JSON, *headers], json.dumps(body or {}).encode())
+
+
+async def process_at(router: Processes, own: RouterOfProcesses) -> int:
+    """The process id of the one that listens on this port."""
+    (found,) = [each for each in await router.data() if _listens(each, urlsplit(own.url).port)]
+    return found
+
+
+def _listens(process: int, port: int | None) -> bool:
+    return any(each.laddr.port == port for each in psutil.Process(process).net_connections("inet") if not each.raddr)
