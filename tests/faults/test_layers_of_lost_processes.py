@@ -120,7 +120,7 @@ async def test_sessions_of_a_killed_process_come_back_from_the_store(tmp_path: P
         assert sorted(each["session_id"] for each in listed) == sorted(NAMES)
 
 
-async def test_turns_that_a_killed_process_breaks_off_are_repeated_in_the_same_line(tmp_path: Path) -> None:
+async def test_turns_that_a_killed_process_breaks_off_are_in_the_same_line(tmp_path: Path) -> None:
     config = configured(tmp_path, state_dir=str(tmp_path / "state"))
     async with simulated(token_latency_s=0.01) as worker, layered(config, worker) as router:
         own = await ports(router)
@@ -160,7 +160,7 @@ async def test_turns_go_on_while_the_control_plane_is_away(tmp_path: Path) -> No
         await router.whole()
 
 
-async def test_a_router_whose_supervisor_was_killed_comes_back_with_another_number_of_processes(tmp_path: Path) -> None:
+async def test_a_killed_router_comes_back_with_another_number_of_processes(tmp_path: Path) -> None:
     config = configured(tmp_path, state_dir=str(tmp_path / "state"))
     async with simulated() as worker:
         async with layered(config, expect_status=-signal.SIGKILL) as router:
