@@ -16,7 +16,7 @@ from tests.support.cache_trial import checkpoint
 from tests.support.http import CutReply, RawReply, ask
 from tests.support.layers import layered, ports, post, process_at, written
 from tests.support.owned import name_of
-from tests.support.processes import Processes
+from tests.support.processes import Processes, is_alive
 from tests.support.session_trial import CHAT, SESSIONS, message_of, user
 from tests.support.waiting import STEP, until
 
@@ -169,7 +169,7 @@ async def test_a_killed_router_comes_back_with_another_number_of_processes(tmp_p
             before = [await agent.samples(router.url) for agent in both]
             children = router.children
             router.router.process.kill()
-            await until(lambda: not any(each.is_running() for each in children.values()), "all have ended")
+            await until(lambda: not any(map(is_alive, children.values())), "all have ended")
         async with layered(config, count=3) as router:
             assert [await agent.samples(router.url) for agent in both] == before
             assert {(await agent.turn(router.url)).status for agent in both} == {200}

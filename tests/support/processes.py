@@ -21,6 +21,13 @@ JSON = [("Content-Type", "application/json")]
 HI = {"text": "Hi", "sampling_params": {"max_new_tokens": 2}}
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs, and not only waits for its parent to hear that it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
+
+
 class Processes:
     """One router of `count` processes that take requests."""
 
@@ -33,7 +40,7 @@ class Processes:
     def children(self) -> dict[int, psutil.Process]:
         """The living processes that the supervisor has started, by their process ids."""
         found = psutil.Process(self.router.process.pid).children()
-        return {each.pid: each for each in found if each.status() != psutil.STATUS_ZOMBIE}
+        return {each.pid: each for each in found if is_alive(each)}
 
     async def data(self) -> list[int]:
         """The process ids of those that take requests."""
