@@ -14,7 +14,7 @@ import pytest
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import checkpoint
 from tests.support.http import CutReply, RawReply, ask
-from tests.support.layers import layered, ports, post, process_at, written
+from tests.support.layers import layered, listed, ports, post, process_at, written
 from tests.support.owned import name_of
 from tests.support.processes import Processes, is_alive
 from tests.support.session_trial import CHAT, SESSIONS, message_of, user
@@ -92,7 +92,7 @@ async def test_sessions_of_a_killed_process_are_lost_by_name_and_no_others(tmp_p
             assert by_header.error_type == "session_lost"
             assert await here.samples(url) == kept
         assert (await here.turn(own[1].url)).status == 200
-        assert [each["session_id"] for each in (await ask(own[1].url, "GET", "/sessions")).json()["sessions"]] == [HERE]
+        assert await listed(own[1].url) == [HERE]
 
 
 async def test_sessions_of_a_killed_process_come_back_from_the_store(tmp_path: Path) -> None:
@@ -116,8 +116,7 @@ async def test_sessions_of_a_killed_process_come_back_from_the_store(tmp_path: P
         for agent in both:
             assert (await agent.turn(router.url)).status == 200
             assert answers_of(await agent.samples(own[0].url)) == [3]
-        listed = (await ask(own[1].url, "GET", "/sessions")).json()["sessions"]
-        assert sorted(each["session_id"] for each in listed) == sorted(NAMES)
+        assert await listed(own[1].url) == sorted(NAMES)
 
 
 async def test_turns_that_a_killed_process_breaks_off_are_in_the_same_line(tmp_path: Path) -> None:

@@ -51,8 +51,19 @@ async def ports(router: Processes) -> list[RouterOfProcesses]:
 
 
 async def post(url: str, path: str, body: Any = None, *headers: tuple[str, str]) -> RawReply:
-    """A JSON request on a connection of its own."""
-    return await ask(url, "POST", path, [*JSON, *headers], json.dumps(body or {}).encode())
+    """A JSON request on a connection of its own; again while a process that has died is not there, however long that
+    takes on a slow machine."""
+    while True:
+        reply = await ask(url, "POST", path, [*JSON, *headers], json.dumps(body or {}).encode())
+        if reply.status != 503 or reply.error_type != "owner_unavailable":
+            return reply
+
+
+async def listed(url: str) -> list[str]:
+    """The sessions that a process lists."""
+    while (reply := await ask(url, "GET", "/sessions")).status == 503:  # as of `post`
+        pass
+    return sorted(each["session_id"] for each in reply.json()["sessions"])
 
 
 async def process_at(router: Processes, own: RouterOfProcesses) -> int:
