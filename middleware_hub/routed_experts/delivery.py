@@ -48,7 +48,7 @@ class Delivery:
         form = query.get("format", "raw")
         if not isinstance(form, str) or form not in FORMATS:
             raise BadRequest(f"format must be one of {', '.join(FORMATS)}")
-        match = self._find(query)
+        match = await self._find(query)
         start, stop = _range(query, max(match.tokens - 1, 0))
         kind, (rows, reason) = self._store.kind, match.rows
         if rows is None:
@@ -76,7 +76,7 @@ class Delivery:
         headers = {"X-Dtype": array.dtype.name, "X-Shape": ",".join(map(str, array.shape)), "X-Start": str(start)}
         return headers, FORMATS[form](kind.name, array, start)
 
-    def _find(self, query: Mapping[str, Any]) -> RowMatch:
+    async def _find(self, query: Mapping[str, Any]) -> RowMatch:
         sources: dict[str, RowSource] = {"rid": RowSource(self._by_rid), **self._channel.sources}
         names = [name for name in sources if query.get(name) is not None]
         if len(names) != 1:
@@ -87,7 +87,10 @@ class Delivery:
             raise BadRequest(f"unknown field {min(unknown)!r}; known with {name} are {', '.join(known)}")
         if not isinstance(query[name], str):
             raise BadRequest(f"{name} must be a string")
-        return sources[name].find(query)
+        source = sources[name]
+        if source.load is not None:
+            await source.load(query)
+        return source.find(query)
 
     def _by_rid(self, query: Mapping[str, Any]) -> RowMatch:
         rows = self._store.by_rid(query["rid"])

@@ -11,7 +11,7 @@ trajectories, and keep a trajectory's rows for as long as they keep the trajecto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -173,10 +173,11 @@ class RowMatch:
 @dataclass(frozen=True)
 class RowSource:
     """Finds the trajectory that a request for rows names; raises NotFound or BadRequest. `fields` are those that it
-    reads besides the one it is named by, which is a string."""
+    reads besides the one it is named by, which is a string; `load` brings it back into memory first."""
 
     find: Callable[[Mapping[str, Any]], RowMatch]
     fields: tuple[str, ...] = ()
+    load: Callable[[Mapping[str, Any]], Awaitable[None]] | None = None
 
 
 class RowChannel:
