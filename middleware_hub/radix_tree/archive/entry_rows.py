@@ -33,7 +33,7 @@ _LENGTH = struct.Struct("<I")
 _HALVES = "surrogatepass"
 NOTHING = TextRecord("", 0, Trajectory(), np.zeros(0, dtype=np.uint32), "", "")
 #: Why an entry that was read back has no rows.
-ROWS_ARE_GONE = "the router was restarted since, and --state-rows is off"
+ROWS_ARE_GONE = "the router was restarted since, and rows of texts are held in memory alone"
 
 
 def parent_in_family(entry: Entry) -> Entry | None:
