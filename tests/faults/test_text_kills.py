@@ -14,7 +14,7 @@ import orjson
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, checkpoint
-from tests.support.running_router import router_process
+from tests.support.running_router import RouterProcess, router_process
 from tests.support.waiting import until
 
 KILLS = 3
@@ -71,16 +71,20 @@ async def _last_event(reply: aiohttp.ClientResponse) -> dict[str, Any]:
 async def test_no_kill_loses_a_text_that_was_answered(tmp_path: Path) -> None:
     rollouts = Rollouts()
     async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker:
-        command = ["--worker-urls", worker.url, "--hf-checkpoint", checkpoint(), "--middleware", CACHE]
+        command = ["--worker-urls", worker.url, "--hf-checkpoint", checkpoint(), "--middleware-paths", CACHE]
         command += ["--state-dir", str(tmp_path / "state")]
         for _ in range(KILLS):
             async with router_process(*command, expect_status=-signal.SIGKILL) as router:
                 await rollouts.check(router.url)
-                enough = len(rollouts.answered) + 20
-                running = [spawn(rollouts.run(router.url, each), name=f"rollout {each}") for each in range(6)]
-                await until(lambda: len(rollouts.answered) >= enough or any(t.done() for t in running), "answers")
-                router.process.kill()
-                await asyncio.gather(*running)
-                assert len(rollouts.answered) >= enough
+                await _killed_in_the_midst(router, rollouts)
         async with router_process(*command) as router:
             await rollouts.check(router.url)
+
+
+async def _killed_in_the_midst(router: RouterProcess, rollouts: Rollouts) -> None:
+    enough = len(rollouts.answered) + 20
+    running = [spawn(rollouts.run(router.url, each), name=f"rollout {each}") for each in range(6)]
+    await until(lambda: len(rollouts.answered) >= enough or any(each.done() for each in running), "answers")
+    router.process.kill()
+    await asyncio.gather(*running)
+    assert len(rollouts.answered) >= enough
