@@ -133,8 +133,8 @@ class SlotFile:
                 count = self._transactions + 1
                 ours = self._connection.execute(
                     "UPDATE slot SET transactions = ?, epoch = ?2 WHERE epoch <= ?2", (count, self.epoch)
-                )
-                if not ours.rowcount:
+                ).rowcount
+                if not ours:
                     raise StateOutdated(f"{self._path}: another router has taken this slot over (epoch {self.epoch})")
                 self._connection.execute("COMMIT")
             except BaseException:
@@ -183,7 +183,7 @@ class SlotFile:
         with self._by_name():
             rows = self._connection.execute(
                 "SELECT kind, key, value, sum FROM entries WHERE owner = ? ORDER BY kind, key", (owner,)
-            )
+            ).fetchall()  # a cursor that an error holds on to would keep the file open, and locked
             return [StateRow(kind, key, self._whole(value, owner, check)) for kind, key, value, check in rows]
 
     def owners(self, kind: str, key: int | str, after: str, limit: int) -> list[tuple[str, bytes]]:
