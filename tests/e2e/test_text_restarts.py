@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from miles_router import cli
 from miles_router.errors import StateFull
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
@@ -98,6 +100,25 @@ async def test_what_is_retrieved_after_a_kill_is_byte_for_byte_what_was_before(r
             assert await told(again, asked[::-1]) == [
                 body for pair in zip(known[-2::-2], known[::-2], strict=True) for body in pair
             ]
+
+
+async def test_the_command_writes_the_generations_of_a_prompt(
+    restarts: Restarts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with restarts.started() as before:
+        first = await before.generate(text="Question: one?")
+        text = "Question: one?" + first["text"]
+        second = await before.generate(text=f"{text} And two?")
+        known = [await before.retrieve(rid=each["meta_info"]["id"]) for each in (first, second)]
+        directory = str(restarts.directory)
+    await asyncio.to_thread(cli.main, ["state", directory])
+    owners = {line.split()[1] for line in capsys.readouterr().out.splitlines() if " family " in line}
+    (owner,) = owners
+    await asyncio.to_thread(cli.main, ["state", directory, owner])
+    written = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert written[0]["text"] == text
+    for name in ("rid", "tokens", "loss_mask", "logprobs", "weight_versions", "finish_reason"):
+        assert [each[name] for each in written] == [each[name] for each in known], name
 
 
 async def test_siblings_with_equal_text_stay_ambiguous(restarts: Restarts) -> None:
