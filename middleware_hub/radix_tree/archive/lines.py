@@ -31,10 +31,10 @@ def _line(record: TextRecord) -> bytes:
         "rid": record.rid,
         "finish_reason": record.finish,
         # JSON has no halves of characters; the ids are exact.
-        "text": record.text[: record.shown_chars].encode("utf-8", "replace").decode(),
+        "response": record.text[: record.shown_chars].encode("utf-8", "replace").decode(),
         "tokens": trajectory.tokens,
         "loss_mask": trajectory.loss_mask,
-        "logprobs": trajectory.logprobs,
+        "rollout_logp": trajectory.logprobs,
         "weight_versions": [run._asdict() for run in trajectory.weight_versions],
         "cache_versions": record.cache_versions,
     }
