@@ -148,9 +148,11 @@ class SessionArchive:
             try:
                 async for session_id, head in self._heads():
                     used_at = max(orjson.loads(head)["used_at"], self._began)
-                    if used_at < self._now() - idle and session_id not in self._sessions:
-                        self._sessions.statistics.expired += 1
-                        self._forget(session_id)
+                    if used_at < self._now() - idle:
+                        async with self._lock(session_id):  # who reads it at this moment uses it
+                            if session_id not in self._sessions:
+                                self._sessions.statistics.expired += 1
+                                self._forget(session_id)
             except StateError as error:
                 logger.warning("held_sessions_not_expired", extra={"fields": {"reason": str(error)}})
 
