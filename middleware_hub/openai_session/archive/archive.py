@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 from weakref import WeakValueDictionary
@@ -122,6 +122,26 @@ class SessionArchive:
     async def summaries(self) -> list[dict[str, Any]]:
         """Those that are held and not in memory, as `GET /sessions` has them."""
         return [summary_of(*each) async for each in self._heads()]
+
+    async def let_go(self, sessions: Sequence[Session]) -> None:
+        """Have it durable that these are to be deleted; they are still in memory. Where one cannot be, all are to be
+        held again.
+
+        Raises:
+            StateError: one cannot be, and why.
+        """
+        if self._store is None:
+            return
+        deletes = [self._store.delete(session.id) for session in sessions]
+        try:
+            results = await asyncio.gather(*deletes, return_exceptions=True)
+            for failure in (each for each in results if each is not None):
+                raise failure
+        except BaseException:
+            for session in sessions:
+                self._saved.pop(session.id, None)
+                self.save_soon(session)
+            raise
 
     async def forgotten(self, session_id: str) -> None:
         """Returns when it is durable that a session was deleted. Raises StateError where it is not."""
