@@ -144,6 +144,18 @@ async def test_budget_key_and_end_of_an_episode_are_there_again(restarts: Restar
                 assert len(read.json()["records"]) == 2
 
 
+async def test_nothing_is_read_for_whoever_shows_no_key(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        session = await before.create(contract={"key": True})
+        async with restarts.started(api_key="ours") as after:
+            held = after.router.app.router.statistics["openai_sessions"]
+            for path in (f"/sessions/{session}", f"/sessions/{session}/v1/models"):
+                assert (await after.ask("GET", path)).status == 401
+            assert held()["sessions"] == 0
+            assert (await after.ask("GET", f"/sessions/{session}", None, [("X-Api-Key", "ours")])).status == 200
+            assert held()["sessions"] == 1
+
+
 async def test_what_was_deleted_stays_deleted_and_its_name_is_free(restarts: Restarts) -> None:
     async with restarts.started() as before:
         await before.create("gone")
