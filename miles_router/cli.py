@@ -198,7 +198,7 @@ def _show_state(options: argparse.Namespace) -> None:
         _write_owner(owner, rows_of(directory, owner))
     if owners:
         return
-    rows = [(file, owner, kind, str(count), str(nbytes)) for file, owner, kind, count, nbytes in holdings(directory)]
+    rows = [[each if each.isprintable() else repr(each) for each in map(str, row)] for row in holdings(directory)]
     print_table(("file", "owner", "kind", "rows", "bytes"), rows)
 
 

@@ -81,9 +81,10 @@ class RouterApp:
         refused = 0
         try:
             if self._restoring:
-                scope["path"] = decoded(scope["raw_path"])
-                for layer in self._restoring:
-                    await layer.restore(scope)
+                scope["path"] = path = decoded(scope["raw_path"])
+                if not self.doors.is_shut(path, scope["headers"]):  # a session's own key is known once it is read
+                    for layer in self._restoring:
+                        await layer.restore(scope)
             await self._enter(scope)(scope, receive, outlet)
         except Exception as error:  # the edge: a defect is logged whole and answered, never hidden
             if isinstance(error, RouterError) and error.type != RouterError.type:

@@ -62,7 +62,7 @@ async def _one(call: Call, worker: Worker, rid: str) -> Outcome:
 async def _end_group(call: Call, group: str | int) -> list[Outcome]:
     """End the work of a group: what layers know of it, and its requests under way. One whose generations have no name
     that a worker knows is broken off, which ends it there too."""
-    await asyncio.gather(*(listener(group) for listener in call.group_listeners))
+    heard = await asyncio.gather(*(listener(group) for listener in call.group_listeners), return_exceptions=True)
     orders = []
     members = call.in_flight.of_group(str(group).encode())
     call.fleet.gate.release(*(exchange.flight for exchange in members))
@@ -75,4 +75,7 @@ async def _end_group(call: Call, group: str | int) -> list[Outcome]:
             orders += [_one(call, worker, name) for worker in workers for name in names]
         elif flight.stop is not None:
             flight.stop(GroupAborted(f"group {group!r} was aborted"))
-    return await asyncio.gather(*orders)
+    outcomes = await asyncio.gather(*orders)
+    for failure in (each for each in heard if each is not None):  # once all else has ended
+        raise failure
+    return outcomes

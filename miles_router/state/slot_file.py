@@ -8,6 +8,7 @@ counted in a file beside it.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,7 @@ class SlotFile:
         try:
             with self._by_name():
                 self._open(sync)
-            self._acknowledged = Acknowledged(path.with_suffix(".acknowledged"), sync)
+                self._acknowledged = Acknowledged(path.with_suffix(".acknowledged"), sync)
         except BaseException:
             self._connection.close()
             raise
@@ -231,7 +232,8 @@ class SlotFile:
                     raise kind(f"{self._path}: {meaning}") from error
             raise StateError(f"{self._path}: {error}") from error
         except OSError as error:
-            raise StateError(f"{self._path}: {error.strerror or error}") from error
+            kind = StateFull if error.errno == errno.ENOSPC else StateError
+            raise kind(f"{self._path}: {error.strerror or error}") from error
         except (MemoryError, OverflowError, TypeError, ValueError) as error:  # of values that SQLite cannot hold
             raise StateError(f"{self._path}: {error}") from error
 

@@ -154,10 +154,8 @@ class TextArchive:
         """An entry was recorded, behind another one or to a new prompt. `save` makes it durable."""
         if self._store is None or entry.node is None:  # evicted at once
             return
-        family = before.family if before is not None else None
-        if family is None:
-            family = Family.of(prompt)
-            family = self._families.setdefault(family.owner, family)
+        family = (before.family if before is not None else None) or Family.of(prompt)
+        family = self._families.setdefault(family.owner, family)  # it may have been let go of, or be another by now
         assert family.loaded, "a text is recorded that nobody has looked up"
         self._count(family, family.add(entry))
         family.unsaved[entry.serial] = entry

@@ -145,7 +145,7 @@ class RootIndex:
         lengths = self._sorted[: int(np.searchsorted(self._sorted, len(text), side="right"))]
         if not len(lengths):
             return []
-        numbers = prefix_numbers(text[: int(lengths[-1])])[lengths - 1].tolist()
+        numbers = prefix_numbers(text[: int(lengths[-1])])[lengths].tolist()
         families = []
         for length, number in zip(lengths.tolist(), numbers, strict=True):
             families += [each for each in self._by_number.get(number, ()) if each.chars == length]
@@ -169,7 +169,7 @@ _powers = _Powers()
 
 
 def prefix_numbers(text: str) -> npt.NDArray[np.uint64]:
-    """A number for each beginning of a text, from its first character on: equal for equal beginnings, and rarely for
-    others (a polynomial hash modulo 2**64)."""
+    """A number for each beginning of a text, the empty one first: equal for equal beginnings, and rarely for others (a
+    polynomial hash modulo 2**64)."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4").astype(np.uint64) + np.uint64(1)
-    return np.cumsum(codes * _powers.first(len(codes)), dtype=np.uint64)
+    return np.append(np.uint64(0), np.cumsum(codes * _powers.first(len(codes)), dtype=np.uint64))
