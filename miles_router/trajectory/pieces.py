@@ -143,7 +143,8 @@ def logprob_array(logprobs: Sequence[float] | npt.NDArray[np.floating], length: 
     if len(logprobs) != length:
         raise misaligned(length, len(logprobs))
     try:
-        array = np.array(logprobs, dtype=np.float32) if length else np.zeros(0, dtype=np.float32)
+        with np.errstate(over="ignore"):  # what is too large becomes infinite, and is refused below
+            array = np.array(logprobs, dtype=np.float32) if length else np.zeros(0, dtype=np.float32)
     except (TypeError, ValueError) as error:
         raise InvalidTrajectory("logprobs_are_logprobs", str(error)) from None
     # What was sampled had a probability; and JSON has no number for the logarithm of none.
