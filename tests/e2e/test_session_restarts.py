@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from miles_router.errors import StateError, StateFull
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, experts_of, truth
+from tests.support.restarts import StateDirectories
 from tests.support.running_router import running_router
 from tests.support.session_trial import ADD, CHAT, SESSIONS, SessionTrial, message_of, qwen3, user
 from tests.support.tokenizers import tokenizer_directory
@@ -28,34 +28,16 @@ from tests.support.waiting import until
 MINE = "/session/finalize"
 
 
-class Restarts:
-    """Routers one after the other, each on the directory as a kill at that moment would have left it."""
-
-    def __init__(self, worker: SimulatedWorker, place: Path) -> None:
-        self.worker = worker
-        self._place = place
-        self._number = 0
+class Restarts(StateDirectories):
+    """Of sessions."""
 
     @contextlib.asynccontextmanager
     async def started(self, **settings: Any) -> AsyncIterator[SessionTrial]:
-        """On what the last one had written when this was called."""
-        before, self._number = self.directory, self._number + 1
-        if before.exists():
-            shutil.copytree(before, self.directory)
+        """The next router."""
         options, behind = settings.pop("options", {}), settings.pop("behind", ())
-        async with running_router(
-            self.worker.url,
-            middlewares=(MiddlewareSpec(SESSIONS, options), *behind),
-            hf_checkpoint=tokenizer_directory("qwen3"),
-            state_dir=str(self.directory),
-            **settings,
-        ) as router:
-            await router.probed()
+        layers, model = (MiddlewareSpec(SESSIONS, options), *behind), tokenizer_directory("qwen3")
+        async with self.router(*layers, hf_checkpoint=model, **settings) as router:
             yield SessionTrial(router, [self.worker])
-
-    @property
-    def directory(self) -> Path:
-        return self._place / str(self._number)
 
 
 @pytest.fixture

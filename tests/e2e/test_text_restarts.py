@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,37 +20,21 @@ from miles_router.testing import SimulatedWorker
 from miles_router.testing.worker.model.moe import MoeShape
 from tests.e2e.test_retrieve_from_text import siblings
 from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint, events
+from tests.support.restarts import StateDirectories
 from tests.support.running_router import running_router
 from tests.support.waiting import soon, until
 
 EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
 
 
-class Restarts:
-    """Routers one after the other, each on the directory as a kill at that moment would have left it."""
-
-    def __init__(self, worker: SimulatedWorker, place: Path) -> None:
-        self.worker = worker
-        self._place = place
-        self._number = 0
+class Restarts(StateDirectories):
+    """Of texts."""
 
     @contextlib.asynccontextmanager
     async def started(self, more: tuple[MiddlewareSpec, ...] = (), **options: Any) -> AsyncIterator[Trial]:
-        before, self._number = self.directory, self._number + 1
-        if before.exists():
-            shutil.copytree(before, self.directory)
-        async with running_router(
-            self.worker.url,
-            middlewares=(MiddlewareSpec(CACHE, options), *more),
-            hf_checkpoint=checkpoint(),
-            state_dir=str(self.directory),
-        ) as router:
-            await router.probed()
+        """The next router; `options` of the text cache."""
+        async with self.router(MiddlewareSpec(CACHE, options), *more, hf_checkpoint=checkpoint()) as router:
             yield Trial(router, self.worker)
-
-    @property
-    def directory(self) -> Path:
-        return self._place / str(self._number)
 
 
 @pytest.fixture
