@@ -14,8 +14,8 @@ from miles_router.trajectory.safetensors import MAX_HEADER_BYTES
 
 #: What stands around the objects is read as a whole: so many bytes of it, as of a safetensors file's header.
 MOST_AROUND = MAX_HEADER_BYTES
-#: Brackets and where a string begins; within one, where it ends and what is no end of it. One pattern for a whole string
-#: would try each quote of a string that is cut as the begin of another, and remember each escape.
+#: Brackets and where a string begins; within one, where it ends and what is no end of it. One pattern for a whole
+#: string would try each quote of one that is cut as the begin of another, and remember each escape.
 _MARKS, _WITHIN = re.compile(rb'["\[\]{}]'), re.compile(rb'\\.|"', re.DOTALL)
 _QUOTE, _OPENING, _CLOSING = b'"', (b"{", b"["), (b"}", b"]")
 
