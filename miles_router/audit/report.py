@@ -68,7 +68,9 @@ def _others(verdict: Verdict) -> Iterator[str]:
     yield from (f"  an engine said: {said!r}" for said in dict.fromkeys(found.refusals))
     yield ""
     yield f"prompts rendered anew: {found.prompts['compared']}, different: {found.prompts['differ']}"
-    yield from (f"  not rendered, {plain(reason)}: {count}" for reason, count in found.prompts_not_compared.most_common())
+    yield from (
+        f"  not rendered, {plain(reason)}: {count}" for reason, count in found.prompts_not_compared.most_common()
+    )
     for difference in found.differences:
         yield from _difference(difference)
 

@@ -84,8 +84,8 @@ class ComparedSpan:
         recorded, recomputed = (np.asarray(given[name], np.float64) for name in ("recorded", "recomputed"))
         if not recorded.ndim == 1 or recorded.shape != recomputed.shape or not np.isfinite(recorded - recomputed).all():
             raise ValueError("recorded and recomputed logprobs are as many numbers")
-        names = (str(given[name]) for name in ("version", "worker", "recomputed_by"))
-        return cls(session_id, leaf, int(given["start"]), *names, recorded, recomputed)
+        version, worker, recomputed_by = (str(given[name]) for name in ("version", "worker", "recomputed_by"))
+        return cls(session_id, leaf, int(given["start"]), version, worker, recomputed_by, recorded, recomputed)
 
 
 @dataclass
