@@ -7,14 +7,15 @@ logprobs, loss mask and weight versions under the text that the client saw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 
 import orjson
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.radix_tree.answers import AnswerTap
+from middleware_hub.radix_tree.archive.archive import TextArchive
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
@@ -66,15 +67,20 @@ class RadixTreeMiddleware:
         self.router = router
         self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
         self._encoder = AsyncEncoder.of(router)
-        self._recorder = TextRecorder(self.cache, self._encoder)
+        self._archive = TextArchive(self.cache, router.store, max_tokens=max_tokens)
+        self._recorder = TextRecorder(self.cache, self._archive, self._encoder)
         self._retrieval = Retrieval(self._recorder, router.owners)
         router.publish(NAME, self.cache.statistics)
         for kind, channel in router.rows.items():
-            channel.sources["text"] = RowSource(partial(self._retrieval.rows, kind), require=self._retrieval.require)
+            channel.sources["text"] = RowSource(
+                partial(self._retrieval.rows, kind), bring=self._archive.load, require=self._retrieval.require
+            )
 
-    def lifespan(self) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
         """While it runs, long texts are encoded in processes of their own."""
-        return self._encoder.lifespan()
+        async with self._encoder.lifespan(), self._archive.running():
+            yield
 
     def routes(self) -> Sequence[BaseRoute]:
         """`POST /retrieve_from_text`."""

@@ -26,7 +26,7 @@ commands:
   miles-router [options]              start the router
   miles-router config [options]       print every setting, its value and where it came from
   miles-router middlewares [options]  list the middleware stack with every option
-  miles-router state DIR [OWNER]      list what a state directory holds, or write one session as lines of JSON
+  miles-router state DIR [OWNER]      list what a state directory holds, or write an owner's as lines of JSON
   miles-router check PKG.MOD.CLASS    run the middleware contract suite on a class
   miles-router view FILE              write a page that shows a file of samples token by token (view --help)
   miles-router audit --router URL     hold recorded logprobs against those of the engines (audit --help)
@@ -36,7 +36,10 @@ Precedence: defaults < --config < environment < flags < --set.
 """
 FLAG_LESS = ("middlewares",)
 #: By a kind of rows, what writes an owner of such as lines of JSON.
-WRITERS = {"session": "middleware_hub.openai_session.export.held.lines_of"}
+WRITERS = {
+    "session": "middleware_hub.openai_session.export.held.lines_of",
+    "family": "middleware_hub.radix_tree.archive.lines.lines_of",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -195,7 +198,7 @@ def _show_state(options: argparse.Namespace) -> None:
         _write_owner(owner, rows_of(directory, owner))
     if owners:
         return
-    rows = [(file, owner, kind, str(count), str(nbytes)) for file, owner, kind, count, nbytes in holdings(directory)]
+    rows = [[each if each.isprintable() else repr(each) for each in map(str, row)] for row in holdings(directory)]
     print_table(("file", "owner", "kind", "rows", "bytes"), rows)
 
 
@@ -214,7 +217,7 @@ def _write_owner(owner: str, rows: list[StateRow]) -> None:
 
     try:
         asyncio.run(write())
-    except (KeyError, IndexError, ValueError) as error:
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ConfigError(f"state: {owner!r} cannot be read: {error!r}") from None
 
 

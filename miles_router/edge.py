@@ -83,8 +83,9 @@ class RouterApp:
         outlet = Outlet(send, scope, exchange.request_id)
         refused = 0
         try:
-            if self._restoring:
-                scope["path"] = decoded(scope["raw_path"])
+            scope["path"] = decoded(scope["raw_path"])  # here, and nowhere else
+            # A session's own key is known once it is read.
+            if self._restoring and not self.doors.is_shut(scope["path"], scope["headers"]):
                 for layer in self._restoring:
                     await layer.restore(scope)
             await self._enter(scope)(scope, receive, outlet)
@@ -106,17 +107,15 @@ class RouterApp:
                 self._finished(scope, exchange, outlet.status or refused, started_at)
 
     def _enter(self, scope: Scope) -> ASGIApp:
-        """Who answers, once the request may enter. Its path is decoded here, and nowhere else.
+        """Who answers, once the request may enter.
 
         Raises:
-            BadRequest: the path is ambiguous.
             Unauthorized: the key that its door takes did not come.
             ForeignOrigin: no key is needed, and a web page of somebody else asks.
             BodyTooLarge: the request announces more than anybody here takes.
         """
-        scope["path"] = path = decoded(scope["raw_path"])
-        door = self.doors.of(path)
-        scope["headers"] = self.doors.enter(door, path, scope["headers"])
+        door = self.doors.of(scope["path"])
+        scope["headers"] = self.doors.enter(door, scope["path"], scope["headers"])
         if door.foreign is not None and not door.key.required:
             refuse_foreign(scope, door.foreign, self._public_url)
         scope[SCOPE_KEY].flight.group = first(scope["headers"], GROUP)

@@ -39,7 +39,7 @@ Answers of workers, 4xx and 5xx included, are replies and never become exception
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 
@@ -214,6 +214,17 @@ class StateError(RouterError):
     """What `--state-dir` holds cannot be read or written; nothing that was held is lost."""
 
     type = "state_failed"
+
+    def written(self) -> list[str]:
+        """For another process: type and message."""
+        return [self.type, str(self)]
+
+    @staticmethod
+    def read(written: Sequence[str]) -> StateError:
+        """What `written` has written."""
+        type_, message = written
+        kinds = (StateForeign, StateDamaged, StateFull, StateHeld, StateOutdated)
+        return next((kind for kind in kinds if kind.type == type_), StateError)(message)
 
 
 class StateForeign(StateError):

@@ -4,6 +4,7 @@ entry       one recorded generation: its own tokens, and the prefix that it shar
 text_tree   a radix tree over characters: where entries end, which is the newest below a point
 eviction    which leaf goes first
 cache       look-up, recording and retrieval under a token budget
+archive     what outlives the process (`--state-dir`)
 recording   texts to ids through the cache, and answers into records of it
 requests    which requests of `/generate` are recorded
 answers     the relay of their answers: recorded, and given on without what nobody asked for

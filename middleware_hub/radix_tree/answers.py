@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import orjson
 
+from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import wants_logprobs
 from miles_router.engines.answers import GenerateAnswer, Unreadable, UnreadableAnswer, without_logprobs
@@ -65,7 +66,11 @@ class AnswerTap(Tap):
         self._surplus = False  # events came of answers that nobody asked for
 
     async def whole(self, body: bytes) -> bytes:
-        """Record the answers of a JSON reply."""
+        """Record the answers of a JSON reply.
+
+        Raises:
+            StateError: they cannot be made to outlive the process; the client is given none of them.
+        """
         try:
             reply = orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -75,8 +80,8 @@ class AnswerTap(Tap):
         if len(answers) != len(self._generations):
             self._refuse("answer_count", f"{len(answers)} answers to {len(self._generations)} generations")
             return body
-        for generation, answer in enumerate(answers):
-            await self._record(generation, answer)
+        recorded = [await self._record(generation, answer) for generation, answer in enumerate(answers)]
+        await self._recorder.archive.save(filter(None, recorded))
         if all(self._shows_logprobs):
             return body
         for generation, shows in enumerate(self._shows_logprobs):
@@ -85,7 +90,11 @@ class AnswerTap(Tap):
         return orjson.dumps(answers if isinstance(reply, list) else answers[0])
 
     async def event(self, event: Event) -> bytes:
-        """Take what an event says of its answer, and record the answer with the last one."""
+        """Take what an event says of its answer, and record the answer with the last one.
+
+        Raises:
+            StateError: it cannot be made to outlive the process; the client is not given its last event.
+        """
         answer = event.parse()
         if not isinstance(answer, dict) or "output_ids" not in answer:
             self._failed |= isinstance(answer, dict) and "error" in answer
@@ -115,7 +124,10 @@ class AnswerTap(Tap):
         self.keep(generation, nbytes, more=growing.incremental is True)
         if growing.ended:
             self._forget(generation)
-            await self._record(generation, growing.with_versions())
+            entry = await self._record(generation, growing.with_versions())
+            if entry is not None and entry.family is not None:
+                await self.give_shown()
+                await self._recorder.archive.save([entry])
 
     def _forget(self, generation: int) -> None:
         del self._growing[generation]
@@ -132,14 +144,14 @@ class AnswerTap(Tap):
             self._refuse("incomplete", f"the stream ended before answer {generation} did")
         return b""
 
-    async def _record(self, generation: int, answer: Any) -> None:
+    async def _record(self, generation: int, answer: Any) -> Entry | None:
         prompt = self._request.prompt_of(generation)
         take = partial(self._handovers.take, generation)
         try:
             read = GenerateAnswer.read(answer)
             params, flight = self._request.prompts[prompt].params, self._exchange.flight
             nothing_found = len(flight.caches) == 1 and answer["meta_info"].get("cached_tokens") == 0
-            await self._recorder.record(
+            return await self._recorder.record(
                 self._prompts[prompt],
                 params,
                 read,
@@ -151,6 +163,7 @@ class AnswerTap(Tap):
             self._refuse(error.reason, str(error))
         except InvalidTrajectory as error:
             self._refuse("invalid_tokens", str(error))
+        return None
 
     def _refuse(self, reason: AnswerReason | Unreadable, detail: str) -> None:
         self._recorder.statistics.passed_through[reason] += 1

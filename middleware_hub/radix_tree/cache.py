@@ -7,7 +7,7 @@ retrieve  the generations of a text, or of an id
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -39,6 +39,18 @@ class PrefixMatch:
     entry: Entry | None
 
 
+@dataclass(frozen=True)
+class RestoredEntry:
+    """What was recorded before: all that makes an entry, and the serial of what it hung on."""
+
+    record: TextRecord
+    serial: int
+    rank: int
+    parent: int | None
+    reused: int
+    reused_chars: int
+
+
 NO_MATCH = PrefixMatch(Trajectory(), np.zeros(0, dtype=np.uint32), 0, None)
 
 
@@ -64,10 +76,14 @@ class RadixTreeCache:
         self._tree = TextTree()
         self._queue = EvictionQueue()
         self._by_rid: dict[str, Entry] = {}
-        self._ranks: dict[str, int] = {}
+        self._ranks: dict[str, int] = {}  # of weight versions, in the order in which they were first seen
+        self._newest_rank = -1
+        #: Hears of each entry that is evicted.
+        self.when_evicted: Callable[[Entry], None] = lambda entry: None
         self._entries = 0
         self._nbytes = 0
         self._clock = 0
+        self._holds = 0
 
     def __len__(self) -> int:
         return self._entries
@@ -141,13 +157,31 @@ class RadixTreeCache:
             self._use(entry)
         return entry
 
+    def find_rid(self, rid: str) -> Entry | None:
+        """The same, without counting as use."""
+        return self._by_rid.get(rid)
+
     def text_of(self, entry: Entry) -> str:
         """The text that the client saw of an entry."""
+        return self.whole_text_of(entry)[: entry.shown_chars]
+
+    def whole_text_of(self, entry: Entry) -> str:
+        """The same with the spelling of its hidden tail."""
         assert entry.node is not None
         labels = [node.label for node in entry.node.upwards()]
-        return "".join(reversed(labels))[: entry.shown_chars]
+        return "".join(reversed(labels))
 
     # Recording
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """While this is entered, nothing is evicted."""
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+            self._evict()
 
     @contextmanager
     def pinned(self, *entries: Entry | None) -> Iterator[None]:
@@ -182,8 +216,51 @@ class RadixTreeCache:
             serial=self._clock,
         )
         self._insert(entry, record.text)
+        self.statistics.recorded += 1
+        self.statistics.partial += not entry.finished
         self._evict()
         return entry
+
+    # Going on behind another process
+
+    @property
+    def clock(self) -> int:
+        """The serial of what was recorded or used last."""
+        return self._clock
+
+    def go_on(self, clock: int, version: str | None, rank: int) -> None:
+        """Something that was recorded before has this serial, and this weight version had this rank."""
+        self._clock = max(self._clock, clock)
+        if version is not None:
+            self._ranks.setdefault(version, rank)
+            self._newest_rank = max(self._newest_rank, rank)
+
+    def restore(self, kept: RestoredEntry, parent: Entry | None) -> Entry:
+        """Hold again what was recorded before.
+
+        Args:
+            parent: the entry that it hung on; where it hung on none that is known, what it shares is found out anew.
+        """
+        reused, reused_chars = kept.reused, kept.reused_chars
+        if parent is None:
+            parent, reused, reused_chars = self._shared(kept.record, NO_MATCH)
+        else:
+            parent = parent.part_at(reused)  # which may share more than it did
+        entry = Entry(
+            kept.record, parent=parent, reused=reused, reused_chars=reused_chars, rank=kept.rank, serial=kept.serial
+        )
+        self._clock += 1
+        entry.last_used = self._clock
+        self._insert(entry, kept.record.text)
+        self._evict()
+        return entry
+
+    def evict_one(self) -> bool:
+        """Evict what goes first; False where all is pinned."""
+        entry = self._queue.pop(self._newest_rank - self._keep_versions)
+        if entry is not None:
+            self.drop(entry)
+        return entry is not None
 
     def _shared(self, record: TextRecord, match: PrefixMatch) -> tuple[Entry | None, int, int]:
         """The entry with which the generation has most tokens in common: `(entry, tokens, characters)`."""
@@ -204,19 +281,21 @@ class RadixTreeCache:
         self._tree.add(text, entry)
         if entry.parent is not None:
             entry.parent.children += 1
-        self._by_rid[entry.rid] = entry
+        named = self._by_rid.get(entry.rid)
+        if named is None or named.serial < entry.serial:
+            self._by_rid[entry.rid] = entry
         self._entries += 1
         self.tokens += entry.own
         self._nbytes += len(entry.block)
-        self.statistics.recorded += 1
-        self.statistics.partial += not entry.finished
         self._queue.add(entry)
 
     def _rank(self, trajectory: Trajectory) -> int:
         """The place of the newest weight version, in the order in which versions were first seen."""
         versions = [piece.version for piece in trajectory.pieces if piece.version is not None]
         for version in versions:
-            self._ranks.setdefault(version, len(self._ranks))
+            if version not in self._ranks:
+                self._newest_rank += 1
+                self._ranks[version] = self._newest_rank
         return max((self._ranks[version] for version in versions), default=0)
 
     # Evicting
@@ -231,13 +310,12 @@ class RadixTreeCache:
             self._queue.add(entry)
 
     def _evict(self) -> None:
-        while self.tokens + ENTRY_CHARGE * self._entries > self._max_tokens:
-            entry = self._queue.pop(len(self._ranks) - 1 - self._keep_versions)
-            if entry is None:
+        while not self._holds and self.tokens + ENTRY_CHARGE * self._entries > self._max_tokens:
+            if not self.evict_one():
                 return  # all that is left is pinned by requests in flight
-            self._drop(entry)
 
-    def _drop(self, entry: Entry) -> None:
+    def drop(self, entry: Entry) -> None:
+        """Let go of an entry that nothing hangs on."""
         self._tree.remove(entry)
         entry.rows = NO_ROWS  # at once: a stale place in the queue may hold on to the entry
         if self._by_rid.get(entry.rid) is entry:
@@ -253,6 +331,7 @@ class RadixTreeCache:
             # The parent was used whenever its child was.
             parent.last_used = max(parent.last_used, entry.last_used)
             self._queue_if_leaf(parent)
+        self.when_evicted(entry)
 
 
 def _serial(entry: Entry) -> int:

@@ -7,6 +7,7 @@ Characters and tokens count from the beginning of the text, own tokens from `reu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
 
 if TYPE_CHECKING:
+    from middleware_hub.radix_tree.archive.families import Family
     from middleware_hub.radix_tree.text_tree import Node
 
 NEAR, FAR = np.dtype("<u2"), np.dtype("<u4")
@@ -60,6 +62,7 @@ class Entry:
         "cache_versions",
         "children",
         "end_type",
+        "family",
         "finish",
         "last_used",
         "node",
@@ -100,6 +103,7 @@ class Entry:
         self.pins = 0
         self.last_used = serial
         self.node: Node | None = None
+        self.family: Family | None = None  # with which it outlives the process, where it does
 
     def __len__(self) -> int:
         return self.reused + self.own
@@ -112,24 +116,11 @@ class Entry:
     @property
     def own_ends(self) -> Ends:
         """For each own token the characters of the text up to it, or NO_CUT."""
-        begin = len(self.block) - self.own * self.end_type.itemsize
-        ends = np.frombuffer(self.block, self.end_type, self.own, begin)
-        return ends if self.end_type is FAR else np.add(ends, self.reused_chars, dtype=np.uint32)
+        return unpacked_ends(self.block, self.own, self.end_type, self.reused_chars)
 
     def own_pieces(self, stop: int) -> list[Piece]:
         """Own tokens `[0, stop)`."""
-        tokens = np.frombuffer(self.block, IDS, self.own)
-        pieces = []
-        begin, place = 0, 4 * self.own
-        for end, sampled, version in self.runs:
-            if begin >= stop:
-                break
-            kept = min(end, stop)
-            logprobs = np.frombuffer(self.block, LOGPROBS, kept - begin, place) if sampled else None
-            pieces.append(Piece(tokens[begin:kept], logprobs, version))
-            place += 4 * (end - begin) if sampled else 0
-            begin = end
-        return pieces
+        return unpacked_pieces(self.block, self.own, self.runs, stop)
 
     def lineage(self) -> list[tuple[Entry, int]]:
         """The entries that make up this one, first to last, each with how many tokens have come from up to it."""
@@ -250,6 +241,28 @@ def _packed(ends: Ends, base: int) -> tuple[np.dtype[np.unsignedinteger[Any]], b
     if len(ends) and int(ends.min()) >= base and int(ends.max()) - base <= np.iinfo(NEAR).max:
         return NEAR, (ends - np.uint32(base)).astype(NEAR).tobytes()
     return FAR, ends.astype(FAR).tobytes()
+
+
+def unpacked_ends(block: bytes, own: int, kind: np.dtype[np.unsignedinteger[Any]], base: int) -> Ends:
+    """The ends of the tokens in a block, whose first one begins at character `base`."""
+    ends = np.frombuffer(block, kind, own, len(block) - own * kind.itemsize)
+    return ends if kind is FAR else np.add(ends, base, dtype=np.uint32)
+
+
+def unpacked_pieces(block: bytes, own: int, runs: Sequence[TokenRun], stop: int) -> list[Piece]:
+    """Tokens `[0, stop)` of those in a block."""
+    tokens = np.frombuffer(block, IDS, own)
+    pieces = []
+    begin, place = 0, 4 * own
+    for end, sampled, version in runs:
+        if begin >= stop:
+            break
+        kept = min(end, stop)
+        logprobs = np.frombuffer(block, LOGPROBS, kept - begin, place) if sampled else None
+        pieces.append(Piece(tokens[begin:kept], logprobs, version))
+        place += 4 * (end - begin) if sampled else 0
+        begin = end
+    return pieces
 
 
 def _runs(own: Trajectory) -> tuple[TokenRun, ...]:

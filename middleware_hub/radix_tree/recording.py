@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from middleware_hub.radix_tree.archive.archive import TextArchive
 from middleware_hub.radix_tree.cache import NO_MATCH, PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.statistics import CacheStatistics
@@ -47,8 +48,9 @@ class TokenizedText:
 class TextRecorder:
     """Turns texts into ids through the cache, and answers into records of it."""
 
-    def __init__(self, cache: RadixTreeCache, encoder: AsyncEncoder) -> None:
+    def __init__(self, cache: RadixTreeCache, archive: TextArchive, encoder: AsyncEncoder) -> None:
         self.cache = cache
+        self.archive = archive
         self._encoder = encoder
 
     @property
@@ -62,6 +64,7 @@ class TextRecorder:
         Raises:
             InvalidTrajectory: the client's own ids are none.
             TextTooLong: it is too long.
+            StateError: nobody can tell what is recorded of it.
         """
         if prompt.ids is not None:
             return await self._tokenize_ids(prompt.ids)
@@ -82,8 +85,10 @@ class TextRecorder:
 
         Raises:
             TextTooLong: it is too long, however much of it is recorded.
+            StateError: nobody can tell how much that is.
         """
         self._encoder.check(len(text))
+        await self.archive.load(text)
         match = self.cache.match(text)
         rest = text[match.chars :]
         encode = self._encoder.encode_rest if len(match.trajectory) else self._encoder.encode_whole
@@ -97,6 +102,7 @@ class TextRecorder:
         self._encoder.check(len(ids))  # before any work is done for them
         given = Piece.given(ids)
         spelling = await self._encoder.spell_whole(ids)
+        await self.archive.load(spelling.text)
         match = self.cache.match(spelling.text)
         known = match.trajectory.tokens
         if not np.array_equal(known, given.tokens[: len(known)]):
@@ -114,7 +120,8 @@ class TextRecorder:
         cache: int | None = None,
         cache_versions: Sequence[str | None] = (),
     ) -> Entry | None:
-        """Hold what an answer added to its prompt; None where it added nothing or finds no room.
+        """Hold what an answer added to its prompt; None where it added nothing or finds no room. `archive.save` makes
+        it outlive the process.
 
         Args:
             params: the prompt's sampling parameters.
@@ -150,7 +157,10 @@ class TextRecorder:
             cache=cache,
             cache_versions=tuple(dict.fromkeys([*(before.cache_versions if before else ()), *cache_versions])),
         )
-        return self.cache.record(record, prompt.match)
+        entry = self.cache.record(record, prompt.match)
+        if entry is not None:
+            self.archive.add(entry, before, prompt.text)
+        return entry
 
 
 def _sampled(answer: GenerateAnswer) -> list[Piece]:

@@ -41,6 +41,7 @@ class Retrieval:
         Raises:
             BadRequest: a field is missing, unknown or of the wrong type.
             NotFound: no such `rid`; with `strict`, a text that no recorded tokens spell from end to end.
+            StateError: nobody can tell what is recorded.
         """
         exchange = Exchange.of(request.scope)
         asked = _checked(exchange.loads(await exchange.read(request.receive)))
@@ -125,7 +126,10 @@ class Retrieval:
 
     async def _one(self, text: str | None, rid: str | None, *, strict: bool) -> Retrieved:
         self._cache.statistics.retrievals += 1
+        if text is not None:
+            await self._recorder.archive.load(text)
         if rid is not None:
+            await self._recorder.archive.load_rid(rid)
             return self._by_rid(rid, text)
         assert text is not None
         entries = self._cache.retrieve(text)

@@ -104,10 +104,12 @@ class TextTree:
         """Put an entry at the end of its `text`, and at the end of what the client saw of it."""
         end = self._make(text)
         place = end if entry.shown_chars == len(text) else self._make(text[: entry.shown_chars])
-        end.entries = (*end.entries, entry)
-        place.shown_entries = (*place.shown_entries, entry)
+        end.entries = _with(end.entries, entry)
+        place.shown_entries = _with(place.shown_entries, entry)
         entry.node = end
         for node in end.upwards():
+            if node.newest is not None and node.newest.serial > entry.serial:
+                break  # and so it is for all above
             node.newest = entry
 
     def remove(self, entry: Entry) -> None:
@@ -181,6 +183,13 @@ class TextTree:
             node = waiting.pop()
             yield node
             waiting += node.children.values()
+
+
+def _with(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:
+    together = (*entries, entry)
+    if entries and entries[-1].serial > entry.serial:  # one that was recorded before the process began
+        return tuple(sorted(together, key=lambda each: each.serial))
+    return together
 
 
 def _without(entries: tuple[Entry, ...], entry: Entry) -> tuple[Entry, ...]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from starlette.routing import BaseRoute
 
 from miles_router.asgi.headers import RawHeaders
-from miles_router.asgi.keys import Key, Keys
+from miles_router.asgi.keys import BEARER, X_API_KEY, Key, Keys
 
 READING = frozenset({"GET", "HEAD"})
 NOTHING: frozenset[str] = frozenset()
@@ -81,6 +81,10 @@ class Doors:
             found = [key for key_of in self._keys_of_layers if (key := key_of(path)) is not None]
             also = Key(*found) if found else None
         return self.keys.enter(door.key, headers, also)
+
+    def is_shut(self, path: str, headers: RawHeaders) -> bool:
+        """Whether nobody enters by the door of this path with these headers, whatever keys there are."""
+        return self.of(path).key.required and not [name for name, _ in headers if name in (BEARER, X_API_KEY)]
 
     def of(self, path: str) -> Door:
         """The door of this path."""

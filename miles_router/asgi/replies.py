@@ -162,6 +162,11 @@ class Tap:
         if data:
             await self._give(data, more=True)
 
+    async def give_shown(self) -> None:
+        """Give the client what it gets for the events before this one, which takes its time."""
+        if self._shown:
+            await self._give(b"", more=True)
+
     async def finish(self, data: bytes = b"") -> None:
         """Give the client the last of the body; what still comes from inside is dropped."""
         await self._give(data, more=False)

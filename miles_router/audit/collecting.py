@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from miles_router.audit.verdict import AuditedSessions
-from miles_router.client import NotFound, RouterClient
+from miles_router.client import InvalidReply, NotFound, RouterClient
+from miles_router.client.errors import reading
 
 #: Sessions of which those to audit are drawn, for each sample: the ones used last, whose weights are loaded still.
 DRAWN_FROM = 8
@@ -54,17 +55,23 @@ async def collect(client: RouterClient, wanted: Sampling, progress: Progress) ->
         due = max(due, loop.time()) + 1 / wanted.rate
         try:
             limit = min(MOST, wanted.count) if wanted.sessions else min(OF_EACH, wanted.count - compared)
-            compared += found.add(await client.session(name).audit(limit=limit))
+            answer = await client.session(name).audit(limit=limit)
         except NotFound:
             if wanted.sessions:
                 raise
+            continue
+        with reading(f"an audit of {name}"):
+            compared += found.add(answer)
     progress(of, of)
     return found
 
 
 async def _drawn(client: RouterClient, wanted: Sampling) -> list[str]:
-    held = [session for session in await client.sessions() if session["turns"]]
-    held.sort(key=lambda session: session["last_used_at"], reverse=True)
-    names = [session["session_id"] for session in held[: wanted.count * DRAWN_FROM]]
+    sessions = await client.sessions()
+    try:
+        held = [(float(each["last_used_at"]), str(each["session_id"])) for each in sessions if each["turns"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidReply(f"GET /sessions was answered with what are no sessions: {error!r}") from None
+    names = [name for _, name in sorted(held, reverse=True)[: wanted.count * DRAWN_FROM]]
     random.Random(wanted.seed).shuffle(names)
     return names

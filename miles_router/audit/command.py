@@ -13,7 +13,7 @@ import orjson
 
 from miles_router.audit import plot
 from miles_router.audit.collecting import Sampling, collect
-from miles_router.audit.report import lines
+from miles_router.audit.report import lines, plain
 from miles_router.audit.verdict import AuditedSessions, Limits, judge
 from miles_router.client import Retries, RouterClient, RouterClientError
 from miles_router.errors import ConfigError
@@ -92,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         found = asyncio.run(_collect(options))
     except (RouterClientError, ValueError) as error:
-        raise ConfigError(f"audit: {error}") from None
+        raise ConfigError(f"audit: {plain(str(error))}") from None
     verdict = judge(found, Limits(options.quantile, options.threshold))
     if options.plot is not None:
         plot.draw(verdict, options.plot)

@@ -19,6 +19,11 @@ TITLES = {
 }
 
 
+def plain(text: str) -> str:
+    """What a router said, without what a terminal would obey."""
+    return text if text.isprintable() else repr(text)
+
+
 def lines(verdict: Verdict) -> Iterator[str]:
     """The report, line by line; the last one is the verdict."""
     found = verdict.found
@@ -42,7 +47,7 @@ def _table(verdict: Verdict) -> Iterator[str]:
         else:
             shown = sorted(parts.items(), key=lambda part: part[1].at, reverse=True)[:SHOWN]
         rows.append((title, *[""] * (len(HEADING) - 1)))
-        rows += [_row(f"  {name}", each) for name, each in shown]
+        rows += [_row(f"  {plain(name)}", each) for name, each in shown]
         if len(parts) > len(shown):
             rows.append((f"  and {len(parts) - len(shown)} closer ones", *[""] * (len(HEADING) - 1)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADING))]
@@ -59,17 +64,19 @@ def _others(verdict: Verdict) -> Iterator[str]:
     if found.not_comparable:
         yield ""
         yield "tokens that cannot be compared"
-        yield from (f"  {reason}: {count}" for reason, count in found.not_comparable.most_common())
+        yield from (f"  {plain(reason)}: {count}" for reason, count in found.not_comparable.most_common())
     yield from (f"  an engine said: {said!r}" for said in dict.fromkeys(found.refusals))
     yield ""
     yield f"prompts rendered anew: {found.prompts['compared']}, different: {found.prompts['differ']}"
-    yield from (f"  not rendered, {reason}: {count}" for reason, count in found.prompts_not_compared.most_common())
+    yield from (
+        f"  not rendered, {plain(reason)}: {count}" for reason, count in found.prompts_not_compared.most_common()
+    )
     for difference in found.differences:
         yield from _difference(difference)
 
 
 def _difference(difference: Mapping[str, Any]) -> Iterator[str]:
-    yield f"  session {difference['session_id']}, turn {difference['turn']}, position {difference['position']}"
+    yield f"  session {plain(difference['session_id'])}, turn {difference['turn']}, position {difference['position']}"
     for side in ("held", "rendered"):
         yield f"    {side + ':':<9} {difference[side]['text']!r}"
 
@@ -77,7 +84,7 @@ def _difference(difference: Mapping[str, Any]) -> Iterator[str]:
 def _verdict(verdict: Verdict) -> Iterator[str]:
     limits, total = verdict.limits, verdict.total
     for part in verdict.too_far:
-        yield f"TOO FAR: {part}"
+        yield f"TOO FAR: {plain(part)}"
     if verdict.slip is not None:
         way = "the next" if verdict.slip > 0 else "the previous"
         yield f"Recorded logprobs fit those of {way} position: they are shifted by one."

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from miles_router.trajectory import Malformed
+
 Floats = npt.NDArray[np.float64]
 
 #: Quantiles that are reported.
@@ -74,17 +76,16 @@ class ComparedSpan:
 
     @classmethod
     def read(cls, session_id: str, leaf: int, given: Mapping[str, Any]) -> ComparedSpan:
-        """A span of an answer to `POST /sessions/{id}/audit`."""
-        return cls(
-            session_id,
-            leaf,
-            int(given["start"]),
-            str(given["version"]),
-            str(given["worker"]),
-            str(given["recomputed_by"]),
-            np.asarray(given["recorded"], np.float64),
-            np.asarray(given["recomputed"], np.float64),
-        )
+        """A span of an answer to `POST /sessions/{id}/audit`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is none.
+        """
+        recorded, recomputed = (np.asarray(given[name], np.float64) for name in ("recorded", "recomputed"))
+        if not recorded.ndim == 1 or recorded.shape != recomputed.shape or not np.isfinite(recorded - recomputed).all():
+            raise ValueError("recorded and recomputed logprobs are as many numbers")
+        version, worker, recomputed_by = (str(given[name]) for name in ("version", "worker", "recomputed_by"))
+        return cls(session_id, leaf, int(given["start"]), version, worker, recomputed_by, recorded, recomputed)
 
 
 @dataclass
@@ -101,20 +102,41 @@ class AuditedSessions:
     differences: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(self, answer: Mapping[str, Any]) -> int:
-        """Take one session's answer; says how many of its samples had something to compare."""
+        """Take one session's answer; says how many of its samples had something to compare.
+
+        Raises:
+            Malformed: it has another form.
+        """
+        try:
+            return self._add(answer)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise Malformed(repr(error)) from None
+
+    def _add(self, answer: Mapping[str, Any]) -> int:
         session_id, compared = str(answer["session_id"]), 0
         self.sessions += 1
         for sample in answer["samples"]:
             self.samples += 1
             compared += bool(sample["spans"])
-            self.spans += [ComparedSpan.read(session_id, sample["leaf"], each) for each in sample["spans"]]
-            self.not_comparable.update(sample["not_comparable"])
+            self.spans += [ComparedSpan.read(session_id, int(sample["leaf"]), each) for each in sample["spans"]]
+            self.not_comparable.update(_counts(sample["not_comparable"]))
             self.refusals += [str(each) for each in sample["refusals"]]
         prompts = answer["prompts"]
-        self.prompts.update({name: prompts[name] for name in ("compared", "differ")})
-        self.prompts_not_compared.update(prompts["not_compared"])
-        self.differences += [{"session_id": session_id, **each} for each in prompts["differences"]]
+        self.prompts.update({name: int(prompts[name]) for name in ("compared", "differ")})
+        self.prompts_not_compared.update(_counts(prompts["not_compared"]))
+        self.differences += [_difference(session_id, each) for each in prompts["differences"]]
         return compared
+
+
+def _counts(given: Mapping[str, Any]) -> dict[str, int]:
+    return {reason: int(count) for reason, count in given.items()}
+
+
+def _difference(session_id: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A prompt's difference, with what the report shows of it."""
+    held, rendered = ({**given[side], "text": str(given[side]["text"])} for side in ("held", "rendered"))
+    places = {name: int(given[name]) for name in ("turn", "position")}
+    return {"session_id": session_id, **given, **places, "held": held, "rendered": rendered}
 
 
 @dataclass(frozen=True)

@@ -52,9 +52,17 @@ async def _one(call: Call, worker: Worker, rid: str) -> Outcome:
 
 
 async def _end_group(call: Call, group: str | int) -> list[Outcome]:
-    """End the work of a group."""
+    """End the work of a group.
+
+    Raises:
+        StateError: all of it has ended, and not all of that is durable.
+    """
+    aborted, failures = await call.requests.end_group(group)
     orders = []
-    for each in await call.requests.end_group(group):
+    for each in aborted:
         workers = [worker for url in each.urls if (worker := call.fleet.pool.find(url)) is not None]
         orders += [_one(call, worker, name) for worker in workers for name in each.names]
-    return await asyncio.gather(*orders)
+    outcomes = await asyncio.gather(*orders)
+    for failure in failures:
+        raise failure
+    return outcomes

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from miles_router.control.row import GroupListener
-from miles_router.errors import GroupAborted
+from miles_router.errors import GroupAborted, StateError
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 
@@ -21,6 +21,13 @@ class Aborted(NamedTuple):
     renamed: bool = False
 
 
+class GroupEnd(NamedTuple):
+    """What is left to do for a group that was ended, and why some of its end will not outlive the router."""
+
+    aborted: list[Aborted]
+    failures: list[StateError]
+
+
 class Requests(Protocol):
     """Those of one pool."""
 
@@ -31,7 +38,7 @@ class Requests(Protocol):
         """Mark those that an abort means (all for None), as `InFlight.abort`, and let go on who waits at the gate."""
         ...
 
-    async def end_group(self, group: str | int) -> list[Aborted]:
+    async def end_group(self, group: str | int) -> GroupEnd:
         """The same for a group: what layers know of it, and its requests. One whose generations have no name that a
         worker knows is broken off, which ends it there too."""
         ...
@@ -68,9 +75,9 @@ class OwnRequests:
         """The workers at which a request has exactly this id; None for those that no worker has."""
         return list(await self.in_flight.places(rid))
 
-    async def end_group(self, group: str | int) -> list[Aborted]:
+    async def end_group(self, group: str | int) -> GroupEnd:
         """See `Requests`."""
-        await asyncio.gather(*(listener(group) for listener in self.group_listeners))
+        heard = await asyncio.gather(*map(_failing(group), self.group_listeners))
         found = []
         members = self.in_flight.of_group(str(group).encode())
         for exchange in members:
@@ -83,11 +90,22 @@ class OwnRequests:
                 found.append(Aborted(list(flight.urls), sorted(names)))
             elif flight.stop is not None:
                 flight.stop(GroupAborted(f"group {group!r} was aborted"))
-        return found
+        return GroupEnd(found, [failure for failure in heard if failure is not None])
 
     async def at(self, url: str) -> set[str]:
         """See `Requests`."""
         return self.in_flight.at(url)
+
+
+def _failing(group: str | int) -> Callable[[GroupListener], Awaitable[StateError | None]]:
+    async def tell(listener: GroupListener) -> StateError | None:
+        try:
+            await listener(group)
+        except StateError as error:  # all else ends all the same
+            return error
+        return None
+
+    return tell
 
 
 def urls_of(aborted: Sequence[Aborted]) -> set[str]:

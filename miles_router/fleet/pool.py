@@ -26,7 +26,7 @@ from miles_router.fleet.placement.contract import Need, Policy
 from miles_router.fleet.placement.homes import Homes
 from miles_router.fleet.snapshot import Snapshot, why_none
 from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import ALIVE, Role, Transition, Unit, Worker, WorkerState
+from miles_router.fleet.workers import ALIVE, Role, Transition, Unit, Worker, WorkerState, voted_version
 
 ReadmitPolicy = Literal["same-weights", "healthy", "never"]
 
@@ -408,16 +408,7 @@ class WorkerPool:
             self._settling = False
 
     def _count_versions(self) -> None:
-        """The fleet's version is the one most workers that answer hold. A tie changes nothing; with nobody routable
-        only a unanimous fleet may change it, so that one restarted worker cannot speak for all."""
-        alive = [worker for worker in self if worker.state in ALIVE]
-        voters = alive if self.snapshot.routable else list(self._workers.values())
-        votes: Counter[str | None] = Counter(w.weight_version for w in voters if w.weight_version is not None)
-        if not votes or (not self.snapshot.routable and len(votes) > 1):
-            return
-        most = max(votes.values())
-        if votes[self.weight_version] < most:
-            self.weight_version = next(version for version, count in votes.items() if count == most)
+        self.weight_version = voted_version(self, self.weight_version, routable=bool(self.snapshot.routable))
 
     def _sort_one_by_weights(self) -> bool:
         """Under `same-weights`, who has other weights than the fleet takes no traffic until that is over. Says whether

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -219,3 +220,16 @@ class Transition:
         self.before = before  # None: newly registered
         self.after = after  # None: removed
         self.reason = reason
+
+
+def voted_version(workers: Iterable[Worker], version: str | None, *, routable: bool) -> str | None:
+    """The weight version of a fleet that had this one: what most workers that answer hold. A tie changes nothing; with
+    nobody `routable` only a unanimous fleet may change it, so that one restarted worker cannot speak for all."""
+    voters = [worker for worker in workers if worker.state in ALIVE or not routable]
+    votes = Counter(worker.weight_version for worker in voters if worker.weight_version is not None)
+    if not votes or (not routable and len(votes) > 1):
+        return version
+    most = max(votes.values())
+    if version is not None and votes[version] == most:
+        return version
+    return next(each for each, count in votes.items() if count == most)

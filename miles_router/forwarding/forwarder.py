@@ -285,7 +285,8 @@ class Forwarder:
     def _is_barred(self, request: Outgoing, flight: Flight) -> bool:
         """Whether it has to wait at the gate. What goes on from tokens that were sampled begins no session."""
         gate = self._fleet.gate
-        if gate.closed or request.key is None or flight.caches or flight.goes_on is not None:
+        begins = self._fleet.pool.admission.begins(request.key) and not flight.caches and flight.goes_on is None
+        if gate.closed or not begins:
             return gate.closed
         return gate.queue.must_wait(request.key, prompt_tokens(request.body))
 

@@ -7,7 +7,7 @@ import os
 import struct
 from pathlib import Path
 
-from miles_router.errors import StateDamaged, StateError
+from miles_router.errors import StateDamaged
 from miles_router.state.rows import Sync
 
 #: The count, and its complement: a torn or foreign file is no count.
@@ -19,17 +19,14 @@ class Acknowledged:
     """The count of one slot.
 
     Raises:
-        StateError: the file cannot be opened.
+        OSError: the file cannot be opened or read.
         StateDamaged: what stands in it is no count.
     """
 
     def __init__(self, path: Path, sync: Sync) -> None:
         self.path = path
         self._durable = sync == "machine"
-        try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise StateError(f"{path}: {error.strerror}") from error
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             self.count = self._read()
         except BaseException:

@@ -49,7 +49,7 @@ def rows_of(directory: Path, owner: str) -> list[StateRow]:
 
 
 def _files(directory: Path) -> Iterator[tuple[SlotFile, str]]:
-    paths = sorted(directory.glob("*.sqlite"))
+    paths = sorted([*directory.glob("slot-[0-9][0-9].sqlite"), *directory.glob("control.sqlite")])
     if not paths:
         raise ConfigError(f"state: {directory} holds no state of a router")
     for done, path in enumerate(paths, 1):

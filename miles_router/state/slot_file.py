@@ -8,6 +8,7 @@ counted in a file beside it.
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -75,7 +76,7 @@ class SlotFile:
         try:
             with self._by_name():
                 self._open(sync)
-            self._acknowledged = Acknowledged(path.with_suffix(".acknowledged"), sync)
+                self._acknowledged = Acknowledged(path.with_suffix(".acknowledged"), sync)
         except BaseException:
             self._connection.close()
             raise
@@ -133,8 +134,8 @@ class SlotFile:
                 count = self._transactions + 1
                 ours = self._connection.execute(
                     "UPDATE slot SET transactions = ?, epoch = ?2 WHERE epoch <= ?2", (count, self.epoch)
-                )
-                if not ours.rowcount:
+                ).rowcount
+                if not ours:
                     raise StateOutdated(f"{self._path}: another router has taken this slot over (epoch {self.epoch})")
                 self._connection.execute("COMMIT")
             except BaseException:
@@ -183,7 +184,7 @@ class SlotFile:
         with self._by_name():
             rows = self._connection.execute(
                 "SELECT kind, key, value, sum FROM entries WHERE owner = ? ORDER BY kind, key", (owner,)
-            ).fetchall()  # one that is read to its end holds no lock, whatever is found in it
+            ).fetchall()  # a cursor that an error holds on to would keep the file open, and locked
             return [StateRow(kind, key, self._whole(value, owner, check)) for kind, key, value, check in rows]
 
     def owners(self, kind: str, key: int | str, after: str, limit: int) -> list[tuple[str, bytes]]:
@@ -231,7 +232,8 @@ class SlotFile:
                     raise kind(f"{self._path}: {meaning}") from error
             raise StateError(f"{self._path}: {error}") from error
         except OSError as error:
-            raise StateError(f"{self._path}: {error.strerror or error}") from error
+            kind = StateFull if error.errno == errno.ENOSPC else StateError
+            raise kind(f"{self._path}: {error.strerror or error}") from error
         except (MemoryError, OverflowError, TypeError, ValueError) as error:  # of values that SQLite cannot hold
             raise StateError(f"{self._path}: {error}") from error
 

@@ -4,6 +4,7 @@ slot that lie beside each other, and nothing of a slot overtakes anything else o
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ from miles_router.errors import StateError, StateFull, StateHeld
 from miles_router.slots import SLOTS
 from miles_router.state.rows import Sync
 from miles_router.state.slot_file import SlotFile
+
+logger = logging.getLogger(__name__)
 
 #: A slot beside those that names are dealt into: what belongs to the router as a whole.
 CONTROL = SLOTS
@@ -53,22 +56,25 @@ class Writer:
         return self._directory / ("control.sqlite" if slot == CONTROL else f"slot-{slot:02d}.sqlite")
 
     def add(self, job: Job) -> None:
-        """Do it behind what waits."""
-        if self._thread is None:
+        """Do it behind what waits; behind the end, refuse it."""
+        with self._changed:
+            ends = self._ends
+            if not ends:
+                self._waiting.append(job)
+                self._changed.notify()
+        if ends:
+            self._settle([job], None, StateError(f"{self._directory}: the router has let go of it"))
+        elif self._thread is None:
             self._thread = threading.Thread(target=self._run, name="state", daemon=True)
             self._thread.start()
-        with self._changed:
-            self._waiting.append(job)
-            self._changed.notify()
 
     def end(self) -> None:
         """Do what waits, close all files, and end. Waits for that."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
         if self._thread is not None:
-            with self._changed:
-                self._ends = True
-                self._changed.notify()
             self._thread.join()
-            self._thread = None
 
     def _run(self) -> None:
         while True:
@@ -126,6 +132,10 @@ class Writer:
             if not isinstance(error, (StateFull, StateHeld)):
                 self._release(slot)  # looked at anew when somebody next comes: what is held is known then
             return None, error
+        except Exception as error:  # the edge of the thread: with it, everybody who ever waits would wait for ever
+            logger.error("state_defect", exc_info=error, extra={"fields": {"file": str(self.path(slot))}})
+            self._release(slot)
+            return None, StateError("the router failed; its log has the details")
 
     def _release(self, slot: int) -> None:
         file = self._files.pop(slot, None)

@@ -10,10 +10,14 @@ from typing import Any
 import orjson
 
 from miles_router.trajectory.pieces import Malformed
+from miles_router.trajectory.safetensors import MAX_HEADER_BYTES
 
-#: Strings, which may hold brackets, and brackets.
-_MARKS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
-_OPENING, _CLOSING = (b"{", b"["), (b"}", b"]")
+#: What stands around the objects is read as a whole: so many bytes of it, as of a safetensors file's header.
+MOST_AROUND = MAX_HEADER_BYTES
+#: Brackets and where a string begins; within one, where it ends and what is no end of it. One pattern for a whole
+#: string would try each quote of one that is cut as the begin of another, and remember each escape.
+_MARKS, _WITHIN = re.compile(rb'["\[\]{}]'), re.compile(rb'\\.|"', re.DOTALL)
+_QUOTE, _OPENING, _CLOSING = b'"', (b"{", b"["), (b"}", b"]")
 
 
 def objects_of_list(data: bytes | mmap, name: str) -> Iterator[tuple[dict[str, Any], int]]:
@@ -21,14 +25,21 @@ def objects_of_list(data: bytes | mmap, name: str) -> Iterator[tuple[dict[str, A
     around them is looked at behind the last: until then nobody knows whether the file is whole.
 
     Raises:
-        Malformed: the file has another form, or is cut.
+        Malformed: the file has another form, is cut, or has more around the objects than is read.
     """
     around, copied, count = bytearray(), 0, 0
+
+    def keep(end: int) -> None:
+        if len(around) + end - copied > MOST_AROUND:
+            raise Malformed(f"more than {MOST_AROUND} bytes stand around the objects of {name!r}")
+        around.extend(data[copied:end])
+
     for begin, end in _objects(data, b'"%b"' % name.encode("ascii")):
-        around += data[copied:begin] + b"null"
+        keep(begin)
+        around += b"null"
         copied, count = end, count + 1
         yield _parsed(data[begin:end]), end
-    around += data[copied:]
+    keep(len(data))
     whole = _parsed(bytes(around))
     if whole.get(name) != [None] * count:
         raise Malformed(f"the field {name!r} is no list of objects")
@@ -37,8 +48,9 @@ def objects_of_list(data: bytes | mmap, name: str) -> Iterator[tuple[dict[str, A
 def _objects(data: bytes | mmap, field: bytes) -> Iterator[tuple[int, int]]:
     """Where each object of a field's list begins and ends."""
     depth, last, within, begin = 0, b"", False, 0
-    for mark in _MARKS.finditer(data):
-        found = mark[0]
+    place = 0
+    while (mark := _MARKS.search(data, place)) is not None:
+        found, place = mark[0], mark.end()
         if found in _OPENING:
             within = within or (depth == 1 and found == b"[" and last == field)
             if within and depth == 2 and found == b"{":
@@ -47,10 +59,18 @@ def _objects(data: bytes | mmap, field: bytes) -> Iterator[tuple[int, int]]:
         elif found in _CLOSING:
             depth -= 1
             if within and depth == 2 and found == b"}":
-                yield begin, mark.end()
+                yield begin, place
             within = within and depth > 1
-        elif depth == 1:
-            last = found
+        else:
+            place = _end_of_string(data, place)
+            if depth == 1:
+                last = data[mark.start() : place]
+
+
+def _end_of_string(data: bytes | mmap, place: int) -> int:
+    """The place behind a string that has begun in front of `place`; that behind the data where it is cut."""
+    ends = (mark.end() for mark in _WITHIN.finditer(data, place) if mark[0] == _QUOTE)
+    return next(ends, len(data))
 
 
 def _parsed(text: bytes) -> dict[str, Any]:

@@ -142,12 +142,15 @@ def logprob_array(logprobs: Sequence[float] | npt.NDArray[np.floating], length: 
     """
     if len(logprobs) != length:
         raise misaligned(length, len(logprobs))
-    try:
-        array = np.array(logprobs, dtype=np.float32) if length else np.zeros(0, dtype=np.float32)
-    except (TypeError, ValueError) as error:
-        raise InvalidTrajectory("logprobs_are_logprobs", str(error)) from None
-    # What was sampled had a probability; and JSON has no number for the logarithm of none.
-    if array.ndim != 1 or not (length == 0 or -np.inf < _least(array) <= _largest(array) <= LOGPROB_TOLERANCE):
+    # What is too large becomes infinite, and is refused here; as is what is no number.
+    with np.errstate(over="ignore", invalid="ignore"):
+        try:
+            array = np.array(logprobs, dtype=np.float32) if length else np.zeros(0, dtype=np.float32)
+        except (TypeError, ValueError) as error:
+            raise InvalidTrajectory("logprobs_are_logprobs", str(error)) from None
+        # What was sampled had a probability; and JSON has no number for the logarithm of none.
+        fits = array.ndim == 1 and (length == 0 or -np.inf < _least(array) <= _largest(array) <= LOGPROB_TOLERANCE)
+    if not fits:
         raise InvalidTrajectory("logprobs_are_logprobs", "a logprob is above zero or no finite number")
     return frozen(array)
 

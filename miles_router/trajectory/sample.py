@@ -66,8 +66,8 @@ class Sample:
         routed_experts, indexer_topk: integers [n - 1, layers, top_k], where the router records them.
 
     Raises:
-        InvalidTrajectory: naming the first broken invariant: those of `checked_arrays`, `status_is_known`,
-            `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`, `indexer_topk_fit`.
+        InvalidTrajectory: naming the first broken invariant: those of `checked_arrays`, `complete`,
+            `status_is_known`, `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`, `indexer_topk_fit`.
     """
 
     tokens: Tokens
@@ -87,6 +87,8 @@ class Sample:
         arrays = checked_arrays(self.tokens, self.logprobs, self.loss_mask, self.weight_versions)
         for name, value in arrays._asdict().items():
             object.__setattr__(self, name, value)
+        if not isinstance(self.metadata, Mapping):
+            raise InvalidTrajectory("complete", f"metadata is an object, not {type(self.metadata).__name__}")
         if self.status not in STATUSES:
             raise InvalidTrajectory("status_is_known", f"{self.status!r} is none of {', '.join(STATUSES)}")
         self._check_response()

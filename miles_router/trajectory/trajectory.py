@@ -202,7 +202,10 @@ def checked_arrays(
     if not len(ids) == len(logprobs) == len(loss_mask):
         lengths = f"{len(ids)} tokens, {len(logprobs)} logprobs, {len(loss_mask)} mask entries"
         raise InvalidTrajectory("aligned", lengths)
-    mask = np.asarray(loss_mask)
+    try:
+        mask = np.asarray(loss_mask)
+    except ValueError as error:
+        raise InvalidTrajectory("mask_is_binary", str(error)) from None
     if len(mask) and (mask.ndim != 1 or not np.isin(mask, (0, 1)).all()):
         raise InvalidTrajectory("mask_is_binary", "the loss mask must hold 0 and 1 alone")
     values = logprob_array(logprobs, len(ids))

@@ -52,9 +52,11 @@ def view(file: Path, output: Path | None, tokenizer: Any = None) -> str:
     Raises:
         ConfigError: the file is no samples file, is cut, or cannot be read; or the page cannot be written.
     """
-    page = file.with_suffix(".html") if output is None else output
-    if page.resolve() == file.resolve():
+    page = _page_of(file) if output is None else output
+    if os.path.realpath(page) == os.path.realpath(file):
         raise ConfigError(f"view: the page would replace the file {file}; name another one with --output")
+    if page.exists() and not page.is_file():  # a device, say, whose name the page would take
+        raise ConfigError(f"view: {page} is no file that a page can replace")
     bytes_of = None if tokenizer is None else token_bytes(tokenizer)
     bar = Bar(sys.stderr)
     try:
@@ -68,6 +70,13 @@ def view(file: Path, output: Path | None, tokenizer: Any = None) -> str:
     hint = "" if bytes_of is not None else "; ids alone, for texts give --hf-checkpoint"
     samples = f"{summary.samples:,} sample{'' if summary.samples == 1 else 's'}"
     return f"{page}: {samples}, {summary.tokens:,} tokens, {page.stat().st_size / MEGA:.1f} MB{hint}"
+
+
+def _page_of(file: Path) -> Path:
+    try:
+        return file.with_suffix(".html")
+    except ValueError:  # of `/` and `.`
+        raise ConfigError(f"view: {file} is a directory") from None
 
 
 def _written(file: Path, page: Path, bytes_of: BytesOf | None, bar: Bar) -> Summary:

@@ -175,7 +175,9 @@ async def test_a_generation_has_verls_fields(scene: Scene) -> None:
     asked = scene.workers[0].door.last.json()
     assert (asked["sampling_params"]["max_new_tokens"], asked["return_logprob"]) == (6, True)
     assert "logprobs" not in asked["sampling_params"]
-    bare = await scene.manager().generate("r", prompt_ids=[5], sampling_params={"max_new_tokens": 2})
+    bare = await scene.manager().generate(
+        "r", prompt_ids=[5], sampling_params={"max_new_tokens": 2, "ignore_eos": True}
+    )
     assert (len(bare.token_ids), bare.log_probs) == (2, None)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ import numpy as np
 import pytest
 
 from miles_router import cli
+from miles_router.errors import StateError, StateFull
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, experts_of, truth
+from tests.support.restarts import StateDirectories
 from tests.support.running_router import running_router
 from tests.support.session_trial import ADD, CHAT, SESSIONS, SessionTrial, message_of, qwen3, user
 from tests.support.tokenizers import tokenizer_directory
@@ -27,34 +28,16 @@ from tests.support.waiting import until
 MINE = "/session/finalize"
 
 
-class Restarts:
-    """Routers one after the other, each on the directory as a kill at that moment would have left it."""
-
-    def __init__(self, worker: SimulatedWorker, place: Path) -> None:
-        self.worker = worker
-        self._place = place
-        self._number = 0
+class Restarts(StateDirectories):
+    """Of sessions."""
 
     @contextlib.asynccontextmanager
     async def started(self, **settings: Any) -> AsyncIterator[SessionTrial]:
-        """On what the last one had written when this was called."""
-        before, self._number = self.directory, self._number + 1
-        if before.exists():
-            shutil.copytree(before, self.directory)
+        """The next router."""
         options, behind = settings.pop("options", {}), settings.pop("behind", ())
-        async with running_router(
-            self.worker.url,
-            middlewares=(MiddlewareSpec(SESSIONS, options), *behind),
-            hf_checkpoint=tokenizer_directory("qwen3"),
-            state_dir=str(self.directory),
-            **settings,
-        ) as router:
-            await router.probed()
+        layers, model = (MiddlewareSpec(SESSIONS, options), *behind), tokenizer_directory("qwen3")
+        async with self.router(*layers, hf_checkpoint=model, **settings) as router:
             yield SessionTrial(router, [self.worker])
-
-    @property
-    def directory(self) -> Path:
-        return self._place / str(self._number)
 
 
 @pytest.fixture
@@ -143,6 +126,18 @@ async def test_budget_key_and_end_of_an_episode_are_there_again(restarts: Restar
                 assert len(read.json()["records"]) == 2
 
 
+async def test_nothing_is_read_for_whoever_shows_no_key(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        session = await before.create(contract={"key": True})
+        async with restarts.started(api_key="ours") as after:
+            held = after.router.app.router.statistics["openai_sessions"]
+            for path in (f"/sessions/{session}", f"/sessions/{session}/v1/models"):
+                assert (await after.ask("GET", path)).status == 401
+            assert held()["sessions"] == 0
+            assert (await after.ask("GET", f"/sessions/{session}", None, [("X-Api-Key", "ours")])).status == 200
+            assert held()["sessions"] == 1
+
+
 async def test_what_was_deleted_stays_deleted_and_its_name_is_free(restarts: Restarts) -> None:
     async with restarts.started() as before:
         await before.create("gone")
@@ -188,6 +183,76 @@ async def test_stored_responses_can_be_read_and_gone_on_from(restarts: Restarts)
             goes_on = {**body, "input": "And?", "previous_response_id": stored["id"]}
             assert (await after.ask("POST", path, goes_on)).status == 200
             assert (await after.records(session))[-1]["parent"] == 0
+
+
+async def test_a_response_that_was_deleted_stays_so_though_its_commit_had_only_seemed_to_fail(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with restarts.started() as before:
+        session = await before.create()
+        path = f"/sessions/{session}/v1/responses"
+        store = before.router.app.router.store
+        assert store is not None
+        commit = store.commit
+
+        async def unsure(*args: Any, **named: Any) -> None:
+            await commit(*args, **named)
+            raise StateError("nobody knows")
+
+        with monkeypatch.context() as failing:
+            failing.setattr(store, "commit", unsure)
+            refused = await before.ask("POST", path, {"model": "m", "max_output_tokens": 8, "input": "Hello"})
+        assert refused.status == 500
+        response_id = (await before.records(session))[0]["response_id"]
+        assert (await before.ask("DELETE", f"{path}/{response_id}")).status == 200
+        async with restarts.started() as after:
+            assert (await after.ask("GET", f"{path}/{response_id}")).status == 404
+
+
+async def test_a_group_that_is_aborted_ends_as_a_whole_though_the_disk_is_full(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with restarts.started() as before:
+        for name in ("one", "two"):
+            await before.create(name, metadata={"group": "g"})
+        with monkeypatch.context() as full:
+            full.setattr(before.router.app.router.store, "commit", _full)
+            answer = await before.ask("POST", "/abort_request", {"group": "g"})
+            assert (answer.status, answer.error_type) == (507, "state_full")
+        for name in ("one", "two"):
+            assert (await before.read(name))["metadata"]["end_reason"] == "aborted"
+
+
+async def test_a_drain_that_cannot_delete_everything_loses_nothing(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with restarts.started() as before:
+        for name in ("s-1", "s-2"):
+            body = {"model": "m", "max_tokens": 8, "messages": [user("Hi")]}
+            assert (await before.ask("POST", CHAT, body, [("X-Session-Id", name)])).status == 200
+            await before.ask("POST", MINE, {"session_id": name, "reward": 0.5, "instance_id": "i"})
+        told = (await before.ask("POST", "/trajectory/read", {})).json()["data"]
+        assert len(told) == 2
+        store = before.router.app.router.store
+        assert store is not None
+        delete, committed = store.delete, store.commits
+
+        async def partly(owner: str) -> None:
+            await (_full() if owner == "s-2" else delete(owner))
+
+        with monkeypatch.context() as full:
+            full.setattr(store, "delete", partly)
+            assert (await before.ask("POST", "/trajectory/read", {"drain": True})).status == 507
+        assert (await before.ask("POST", "/trajectory/read", {})).json()["data"] == told
+        await until(lambda: store.commits == committed + 3, "what was deleted, and what was not, is held again")
+        async with restarts.started() as after:
+            drained = (await after.ask("POST", "/trajectory/read", {"drain": True})).json()["data"]
+            assert sorted(drained, key=str) == sorted(told, key=str)
+            assert (await after.ask("POST", "/trajectory/read", {})).json()["data"] == []
+
+
+async def _full(*args: Any, **named: Any) -> None:
+    raise StateFull("no room is left on the disk")
 
 
 async def test_messages_of_anthropics_api_are_known_again(restarts: Restarts) -> None:

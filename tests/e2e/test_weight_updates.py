@@ -277,9 +277,11 @@ async def test_generations_outlive_the_death_of_their_worker(sglang_moe_workers:
         chats.append(asyncio.ensure_future(fleet.chat(TURN)))
 
     async def kill(fleet: Fleet, version: str) -> None:
-        streaming = lambda: any(go.streamed for door in fleet.doors for go in door.begun if go.finish is None)  # noqa: E731
-        await until(streaming, "a stream is under way")
-        victim = max(fleet.doors, key=lambda door: sum(go.streamed for go in door.begun if go.finish is None))
+        def streams(door: Door) -> int:
+            return sum(go.streamed and bool(go.sampled) for go in door.begun if go.finish is None)
+
+        await until(lambda: any(map(streams, fleet.doors)), "a stream has begun")
+        victim = max(fleet.doors, key=streams)
         killed.append(sglang_moe_workers[fleet.doors.index(victim)])
         await asyncio.to_thread(killed[0].kill)
         await until(lambda: len(fleet.router.pool.routable) == 1, "the loss is noticed")

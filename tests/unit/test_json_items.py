@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -9,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_router.trajectory import Malformed
+from miles_router.trajectory import Malformed, json_items
 from miles_router.trajectory.json_items import objects_of_list
 
 VALUES = st.recursive(
@@ -66,3 +68,30 @@ def test_a_file_is_refused_wherever_it_is_cut() -> None:
     for end in range(len(data)):
         with pytest.raises(Malformed):
             read(data[:end])
+
+
+def test_each_byte_of_a_string_that_is_cut_is_looked_at_once() -> None:
+    """Its escaped quotes begin no strings: there may be a million of them, and each would be looked for to the end."""
+    with pytest.raises(Malformed):
+        read(b'{"samples": [{"a": "' + b'\\"x' * 1_000_000)
+
+
+def test_an_escape_takes_no_memory_beside_what_is_read() -> None:
+    text = b'{"samples": [{"a": "' + b"\\n" * 500_000 + b'"}]}'
+
+    def peak(read: Callable[[bytes], object]) -> int:
+        tracemalloc.start()
+        read(text)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    assert peak(read) < 2 * peak(orjson.loads)
+
+
+def test_what_stands_around_the_objects_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_items, "MOST_AROUND", 100)
+    assert read(b'{"samples": [{"a": "%b"}]}' % (b"x" * 1000)) == [{"a": "x" * 1000}]
+    for data in (b'{"samples": [{}], "b": "%b"}', b'{"b": "%b", "samples": [{}]}', b'{"%b": 1}'):
+        with pytest.raises(Malformed, match="more than 100 bytes"):
+            read(data % (b"x" * 1000))

@@ -248,11 +248,14 @@ BROKEN: list[tuple[str, dict[str, Any]]] = [
     ("complete", {"response_length": ...}),
     ("complete", {"status": ...}),
     ("complete", {"weight_versions": None}),
+    ("complete", {"metadata": [1]}),
+    ("complete", {"metadata": "ab"}),
     ("complete", {"weight_versions": [{"version": "1"}]}),
 ]
 BROKEN_ONLY_IN_JSON: list[tuple[str, dict[str, Any]]] = [
     ("aligned", {"tokens": ...}),
     ("tokens_are_ids", {"tokens": ["a"] * 6}),
+    ("mask_is_binary", {"loss_mask": [0, 0, [1], [1, 1], 0, 1]}),
     ("logprobs_are_logprobs", {"logprobs": [None] * 6}),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from miles_router.errors import ConfigError, StateDamaged, StateForeign, StateHeld, StateOutdated
+from miles_router.errors import ConfigError, StateDamaged, StateError, StateForeign, StateHeld, StateOutdated
 from miles_router.slots import SLOTS, slot_of
 from miles_router.state import store as store_module
 from miles_router.state.rows import Change, StateRow
 from miles_router.state.slot_file import APPLICATION, SlotFile
 from miles_router.state.store import StateStore
 from miles_router.state.writer import CONTROL
-from tests.support.waiting import until
+from tests.support.waiting import soon, until
 
 OWNER = "session-1"
 SLOT = slot_of(OWNER)
@@ -240,6 +241,40 @@ async def test_a_commit_is_made_though_its_caller_has_left(tmp_path: Path) -> No
         await asyncio.sleep(0)
         commit.cancel()
         assert len(await store.load(OWNER)) == 1
+
+
+async def test_a_count_that_cannot_be_read_is_refused_and_other_slots_go_on(tmp_path: Path) -> None:
+    os.mkfifo(file_of(tmp_path, suffix=".acknowledged"))
+    async with opened(tmp_path) as store:
+        with pytest.raises(StateError):
+            await soon(store.commit(OWNER, rows(1)))
+        await soon(store.commit("another", rows(1), slot=SLOT + 1))
+
+
+async def test_a_defect_in_one_slots_work_is_answered_logged_and_ends_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def defect(*_: object) -> None:
+        raise RuntimeError("nobody thought of it")
+
+    async with opened(tmp_path) as store:
+        with monkeypatch.context() as broken:
+            broken.setattr(SlotFile, "load", defect)
+            await store.commit(OWNER, rows(1))
+            with pytest.raises(StateError):
+                await soon(store.load(OWNER))
+        assert "nobody thought of it" in caplog.text
+        assert len(await soon(store.load(OWNER))) == 1
+
+
+async def test_what_comes_behind_the_end_is_refused(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    await store.commit(OWNER, rows(1))
+    await store.close()
+    for _ in range(2):
+        with pytest.raises(StateError):
+            await soon(store.commit(OWNER, rows(2)))
+    assert store.waiting == 0
 
 
 async def _broken_off(directory: Path, commits: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -90,6 +91,8 @@ def test_what_cannot_be_shown_is_refused_by_name_and_the_old_page_stays(
     ("arguments", "why"),
     [
         (["absent.json"], "view: [Errno 2] No such file or directory: 'absent.json'"),
+        (["."], "view: . is a directory"),
+        (["/"], "view: / is a directory"),
         (["page.html"], "view: the page would replace the file page.html"),
         (["page.html", "--output", "absent/page.html"], "view: [Errno 2] No such file or directory"),
         (["page.html", "--hf-checkpoint", "."], "hf_checkpoint: cannot load a tokenizer from '.'"),
@@ -101,6 +104,22 @@ def test_a_wrong_use_is_refused_in_a_line(run: Run, tmp_path: Path, arguments: l
     (tmp_path / "page.html").write_bytes(write_json([sample()], {}))
     _, complained = run(*arguments)
     assert complained.startswith(f"miles-router: {why}")
+
+
+def test_a_page_replaces_files_alone(run: Run, tmp_path: Path) -> None:
+    """Who may write to `/dev` has no `/dev/null` else."""
+    (tmp_path / "file").write_bytes(write_json([sample()], {}))
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "same").symlink_to("file")
+    for name in ("pipe", "directory"):
+        _, complained = run("file", "--output", name)
+        assert complained == f"miles-router: view: {name} is no file that a page can replace\n"
+    assert run("file", "--output", "same")[1].startswith("miles-router: view: the page would replace the file")
+    assert run("file", "--output", "loop")[1] == ""
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["directory", "file", "loop", "pipe", "same"]
 
 
 def test_a_tokenizer_whose_tokens_nobody_can_spell_is_refused(tmp_path: Path) -> None:

@@ -114,6 +114,7 @@ def entry(response_length: int) -> dict[str, Any]:
         ({"response_length": 4}, "response_fits"),
         ({"loss_mask": np.ones(3, np.uint8)}, "aligned"),
         ({"rollout_log_probs": np.array([0.5, 0.0])}, "logprobs_are_logprobs"),
+        ({"rollout_log_probs": np.array([np.nan, 0.0])}, "logprobs_are_logprobs"),
         ({"loss_mask": np.array([1, 2], np.uint8)}, "mask_is_binary"),
         ({"tokens": np.array([1, -2, 3])}, "tokens_are_ids"),
         ({"rollout_routed_experts": np.zeros((3, 1, 1), np.int32)}, "routed_experts_fit"),
@@ -123,6 +124,14 @@ def test_arrays_that_no_rollout_can_have_are_refused(tmp_path: Path, changes: di
     file = samples_file([{"tokens": np.arange(3), **entry(2), **changes}], {}, None)
     with pytest.raises(InvalidTrajectory, match=said):
         read(tmp_path / "file", b"".join(file.chunks()))
+
+
+def with_metadata(metadata: bytes) -> bytes:
+    """A sample of miles whose metadata are no object."""
+    nulls = b'["tokens", "loss_mask", "rollout_log_probs", "rollout_routed_experts"]'
+    told = b'"response_length": 0, "status": "completed", "weight_versions": []'
+    meta = b'{"samples": [{"nulls": %b, %b, "metadata": %b}]}' % (nulls, told, metadata)
+    return pack({"_samples_meta": np.frombuffer(meta, np.uint8)}, {})
 
 
 @pytest.mark.parametrize(
@@ -136,6 +145,8 @@ def test_arrays_that_no_rollout_can_have_are_refused(tmp_path: Path, changes: di
         pack({"tokens": np.zeros(1, np.int32)}, {"facts": "{}"}),
         pack({"_samples_meta": np.frombuffer(b'{"samples": 1}', np.uint8)}, {}),
         pack({"_samples_meta": np.frombuffer(b'{"samples": [{"nulls": []}]}', np.uint8)}, {}),
+        with_metadata(b"[1]"),
+        with_metadata(b'"ab"'),
     ],
 )
 def test_what_is_no_samples_file_is_refused(tmp_path: Path, data: bytes) -> None:

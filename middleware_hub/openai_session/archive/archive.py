@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 from weakref import WeakValueDictionary
@@ -125,6 +125,26 @@ class SessionArchive:
         """Those that are held and not in memory, as `GET /sessions` has them."""
         return [summary_of(*each) async for each in self._heads()]
 
+    async def let_go(self, sessions: Sequence[Session]) -> None:
+        """Have it durable that these are to be deleted; they are still in memory. Where one cannot be, all are to be
+        held again.
+
+        Raises:
+            StateError: one cannot be, and why.
+        """
+        if self._store is None:
+            return
+        deletes = [self._store.delete(session.id) for session in sessions]
+        try:
+            results = await asyncio.gather(*deletes, return_exceptions=True)
+            for failure in (each for each in results if each is not None):
+                raise failure
+        except BaseException:
+            for session in sessions:
+                self._saved.pop(session.id, None)
+                self.save_soon(session)
+            raise
+
     async def forgotten(self, session_id: str) -> None:
         """Returns when it is durable that a session was deleted. Raises StateError where it is not."""
         await self._forgotten(session_id)
@@ -150,9 +170,11 @@ class SessionArchive:
             try:
                 async for session_id, head in self._heads():
                     used_at = max(orjson.loads(head)["used_at"], self._began)
-                    if used_at < self._now() - idle and session_id not in self._sessions:
-                        self._sessions.statistics.expired += 1
-                        self._forget(session_id)
+                    if used_at < self._now() - idle:
+                        async with self._lock(session_id):  # who reads it at this moment uses it
+                            if session_id not in self._sessions:
+                                self._sessions.statistics.expired += 1
+                                self._forget(session_id)
             except StateError as error:
                 logger.warning("held_sessions_not_expired", extra={"fields": {"reason": str(error)}})
 

@@ -102,6 +102,8 @@ class Unsaved:
             about = {name: getattr(envelope, name) for name in ENVELOPE}
             about |= {"turn": turn.number, "settings": self._put(SETTINGS, digest_of(settings), settings)}
             self._put(RESPONSE, envelope.id, orjson.dumps(about, default=dict))
+        elif response_id is not None:  # one commit that seemed to fail may have held what was deleted since
+            self.changes.append(Change(RESPONSE, response_id, None))
 
     def _put(self, kind: str, key: str, value: bytes) -> str:
         held = self._keys.setdefault(kind, set())

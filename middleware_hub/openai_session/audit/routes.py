@@ -13,7 +13,7 @@ from middleware_hub.openai_session.audit.auditor import Auditor
 from middleware_hub.openai_session.export.routes import JSON, read_object
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import BadRequest
-from miles_router.middlewares import Watch
+from miles_router.middlewares import Pace, Watch
 
 LIMIT = "limit"
 FIELDS = frozenset({LIMIT})
@@ -37,7 +37,11 @@ class AuditRoute:
         limit = _limit(await read_object(request))
         with Watch(request.receive):
             answer = await self._auditor.audit(session, limit)
-        return Response(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY), media_type=JSON)
+            pace, samples = Pace(), []
+            for sample in answer["samples"]:  # each may have the logprobs of a whole context
+                samples.append(orjson.Fragment(orjson.dumps(sample, option=orjson.OPT_SERIALIZE_NUMPY)))
+                await pace.step()
+        return Response(orjson.dumps({**answer, "samples": samples}), media_type=JSON)
 
 
 def _limit(body: Mapping[str, object]) -> int:

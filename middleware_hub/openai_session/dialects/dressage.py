@@ -251,13 +251,12 @@ class DressageDialect:
         try:
             write = partial(segments_of, [(session, self._plan(session)) for session in sessions])
             data = await self._sessions.beside(request, write)
+            if drain:  # first on the disk: what cannot be deleted there stays here, to be drained another time
+                await self._sessions.archive.let_go(sessions)
+                for session in sessions:
+                    self._sessions.store.delete(session)
         finally:
             self._draining -= draining
-        if drain:
-            for session in sessions:
-                self._sessions.store.delete(session)
-            for session in sessions:
-                await self._sessions.archive.forgotten(session.id)
         before = orjson.dumps({"success": bool(data), "mode": mode})[:-1]
         behind = orjson.dumps({"meta_info": self._counts(), "drained": drain})[1:]
         body = b"".join((before, b',"data":', *list_parts((each,) for each in data), b",", behind))

@@ -101,14 +101,22 @@ class EpisodeKeeper:
             running.stop(stopped(session, reason), keep=reason != DELETED)
 
     async def _end_group(self, group: object) -> None:
-        """End every episode of a group that is aborted, whether something runs in it or not."""
+        """End every episode of a group that is aborted, whether something runs in it or not: first those in memory,
+        whatever the disk says."""
+        ended: set[Session] = set()
+        await self._stop_all(group, ended)
         await self._archive.load_all(lambda head: head["group"] == str(group))
+        await self._stop_all(group, ended)
+        for session in ended:
+            await self._archive.save(session)
+
+    async def _stop_all(self, group: object, ended: set[Session]) -> None:
         pace = Pace()
         for session in self._store:
             named = session.episode.group(session.metadata)
-            if named is not None and str(named) == str(group):
+            if session not in ended and named is not None and str(named) == str(group):
+                ended.add(session)
                 self.stop(session, ABORTED)
-                await self._archive.save(session)
             await pace.step()
 
     def refuse_untraced(self, session: Session, why: str) -> None:

@@ -160,7 +160,8 @@ class Link:
         return Message({"found": await self._requests(message).places(message.fields["rid"])})
 
     async def _end_group(self, message: Message) -> Message:
-        return Message({"found": await self._requests(message).end_group(message.fields["group"])})
+        aborted, failures = await self._requests(message).end_group(message.fields["group"])
+        return Message({"found": [[aborted, [each.written() for each in failures]]]})
 
     async def _at_worker(self, message: Message) -> Message:
         return Message({"found": sorted(await self._requests(message).at(message.fields["url"]))})

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 from miles_router import tasks
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control.table import Counts
-from miles_router.control.requests import Aborted
+from miles_router.control.requests import Aborted, GroupEnd
 from miles_router.control.row import GroupListener
+from miles_router.errors import StateError
 from miles_router.metrics.plain import PlainFamily, lasting, merged
 
 logger = logging.getLogger(__name__)
@@ -242,9 +243,11 @@ class AllRequests:
         places = [] if rid is None else await self._ask("places", rid=rid)
         return _read(await self._ask("abort", rid=rid, elsewhere=places))
 
-    async def end_group(self, group: str | int) -> list[Aborted]:
+    async def end_group(self, group: str | int) -> GroupEnd:
         """End those of a group."""
-        return _read(await self._ask("end_group", group=group))
+        ended = await self._ask("end_group", group=group)
+        aborted = [each for found, _ in ended for each in found]
+        return GroupEnd(_read(aborted), [StateError.read(each) for _, failures in ended for each in failures])
 
     async def at(self, url: str) -> Collection[str]:
         """The ids of those that a worker has."""

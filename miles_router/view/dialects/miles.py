@@ -69,7 +69,7 @@ def _sheet(given: Arrays, told: Mapping[str, Any]) -> TokenSheet:
     experts = given.get(EXPERTS)
     if experts is not None and (experts.ndim != 3 or len(experts) != max(length - 1, 0)):
         raise InvalidTrajectory("routed_experts_fit", f"{length} tokens cannot have rows {list(experts.shape)}")
-    own = dict(told["metadata"])
+    own = {**told["metadata"]}
     of_router = own.pop(ROUTER, None)
     if isinstance(of_router, dict):
         own |= of_router

@@ -1,0 +1,280 @@
+"""When recorded texts are written to what outlives the process, read from it, and deleted.
+
+What is evicted from memory is deleted: an entry is held in both or in none, once its family is loaded. The disk has a
+bound of its own, for families that nobody has loaded since the start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager
+from hashlib import blake2b
+from typing import Any
+
+from middleware_hub.radix_tree.archive.entry_rows import (
+    parent_in_family,
+    read_entry,
+    read_header,
+    written_entry,
+)
+from middleware_hub.radix_tree.archive.families import OWNERS, Family, RootIndex
+from middleware_hub.radix_tree.cache import RadixTreeCache, RestoredEntry
+from middleware_hub.radix_tree.entry import Entry
+from miles_router.errors import StateDamaged, StateError
+from miles_router.middlewares import Change, Pace, StateStore, spawn
+
+logger = logging.getLogger(__name__)
+
+HEAD, ENTRY = "family", "entry"
+#: Where a generation's id leads to its family: rows of owners beside the families of the same slot.
+RID, RID_OWNERS = "rid", "|rid-"
+#: Times `max_tokens` that the disk may have: families have there what they share in memory.
+DISK = 8
+#: Families read in one step when the index is made.
+PAGE = 1000
+
+
+class TextArchive:
+    """Entries beyond memory. Without a store it holds nothing, and all of it does nothing."""
+
+    def __init__(self, cache: RadixTreeCache, store: StateStore | None, *, max_tokens: int) -> None:
+        self._cache = cache
+        self._store = store
+        self._max_tokens = DISK * max_tokens
+        self.tokens = 0  # of all families, as `Family.tokens`
+        self._families: dict[str, Family] = {}
+        self._index = RootIndex()
+        self._opened = store is None
+        self._opening = asyncio.Lock()
+        self._began = 0  # the last serial of what was recorded before this process
+        self._dirty: dict[str, Family] = {}  # of which the disk has too much
+        self._sweeping: asyncio.Task[None] | None = None
+        if store is not None:
+            cache.when_evicted = self._evicted
+
+    # Reading
+
+    async def load(self, text: str) -> None:
+        """Bring into memory all that a look-up of this text may find.
+
+        Raises:
+            StateError: nobody can tell what there is.
+        """
+        if not self._opened:
+            await self._open()
+        if self._index:
+            for family in self._index.within(text):
+                await self._bring(family)
+
+    async def load_rid(self, rid: str) -> None:
+        """Bring the generation with this id into memory, the newest of several. Raises as `load`."""
+        if not self._opened:
+            await self._open()
+        known = self._cache.find_rid(rid)
+        if self._store is None or not self._index or (known is not None and known.serial > self._began):
+            return
+        digest = _digest(rid)
+        places = [self._store.load(_rid_owner(digest), slot=slot) for slot in self._store.slots]
+        serial, owner = -1, ""
+        for rows in await asyncio.gather(*places):
+            for _, key, value in rows:
+                named, _, number = str(key).partition("-")
+                if named == digest and int(number) > serial:
+                    serial, owner = int(number), value.decode()
+        family = self._families.get(owner)
+        if family is not None and not family.loaded:
+            await self._bring(family)
+
+    async def _open(self) -> None:
+        async with self._opening:
+            if self._opened or self._store is None:
+                return
+            found = []
+            for slot in self._store.slots:
+                after = OWNERS
+                while page := await self._store.owners(slot, HEAD, after=after, limit=PAGE):
+                    found += [self._read_head(owner, head) for owner, head in page]
+                    after = page[-1][0]
+            found.sort(key=lambda family: family.serial)
+            for family in found:
+                self._families[family.owner] = family
+                self._index.add(family)
+                self.tokens += family.tokens
+                self._cache.go_on(family.serial, family.version, family.rank)
+                self._began = family.serial
+            self._opened = True
+            self._bound()
+
+    @staticmethod
+    def _read_head(owner: str, head: bytes) -> Family:
+        try:
+            return Family.read(owner, head)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateDamaged(f"texts {owner!r} cannot be read: {error!r}") from error
+
+    async def _bring(self, family: Family) -> None:
+        async with family.lock:
+            if family.loaded:
+                return
+            read = await self._read(family)
+            self._index.remove(family)
+            self._count(family, -family.tokens)
+            family.loaded = True
+            restored: dict[int, Entry] = {}
+            with self._cache.holding():  # nothing goes before all of it is there
+                for each in read:
+                    parent = None if each.parent is None else restored[each.parent]
+                    entry = restored[each.serial] = self._cache.restore(each, parent)
+                    self._count(family, family.add(entry))
+
+    async def _read(self, family: Family) -> list[RestoredEntry]:
+        assert self._store is not None
+        rows = await self._store.load(family.owner, slot=family.slot)
+        written = {int(key): value for kind, key, value in rows if kind == ENTRY}
+        read: dict[int, RestoredEntry] = {}
+        pace = Pace()
+        try:
+            for serial in sorted(written):
+                read[serial] = read_entry(serial, written[serial], read)
+                await pace.step()
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateDamaged(f"texts {family.owner!r} cannot be read: {error!r}") from error
+        return list(read.values())
+
+    def _count(self, family: Family, tokens: int) -> None:
+        family.tokens += tokens
+        self.tokens += tokens
+
+    # Writing
+
+    def add(self, entry: Entry, before: Entry | None, prompt: str) -> None:
+        """An entry was recorded, behind another one or to a new prompt. `save` makes it durable."""
+        if self._store is None or entry.node is None:  # evicted at once
+            return
+        family = (before.family if before is not None else None) or Family.of(prompt)
+        family = self._families.setdefault(family.owner, family)  # it may have been let go of, or be another by now
+        assert family.loaded, "a text is recorded that nobody has looked up"
+        self._count(family, family.add(entry))
+        family.unsaved[entry.serial] = entry
+        self._bound()
+
+    async def save(self, entries: Iterable[Entry]) -> None:
+        """Returns when these are durable.
+
+        Raises:
+            StateError: one is not, and why. It stays in memory, and is tried again with the next one of its family.
+        """
+        families = {entry.family.owner: entry.family for entry in entries if entry.family is not None}
+        await _all(self._save(family) for family in families.values())
+
+    async def _save(self, family: Family) -> None:
+        async with family.lock:
+            if family.unsaved:
+                await self._commit(family)
+
+    async def _commit(self, family: Family) -> None:
+        """Make durable what a family is now. Ids lead to what is there, or to nothing: they come first, and go last."""
+        assert self._store is not None
+        put, gone, store, slot = dict(family.unsaved), dict(family.gone), self._store, family.slot
+        coming, going = defaultdict(list), defaultdict(list)
+        for serial, entry in put.items():
+            digest = _digest(entry.rid)
+            coming[_rid_owner(digest)].append(Change(RID, f"{digest}-{serial}", family.owner.encode()))
+        for serial, rid in gone.items():
+            digest = _digest(rid)
+            going[_rid_owner(digest)].append(Change(RID, f"{digest}-{serial}", None))
+        works = [store.commit(owner, changes, slot=slot) for owner, changes in coming.items()]
+        if family.entries:
+            changes = [Change(ENTRY, serial, self._written(entry)) for serial, entry in put.items()]
+            changes += [Change(ENTRY, serial, None) for serial in gone]
+            works.append(store.commit(family.owner, [*changes, Change(HEAD, 0, family.head())], slot=slot))
+        else:
+            works.append(store.delete(family.owner, slot=slot))
+        await _all([*works, *(store.commit(owner, changes, slot=slot) for owner, changes in going.items())])
+        for serial, entry in put.items():
+            if family.unsaved.get(serial) is entry:
+                del family.unsaved[serial]
+        for serial in gone:
+            family.gone.pop(serial, None)
+
+    def _written(self, entry: Entry) -> bytes:
+        parent = parent_in_family(entry)
+        parent_text = None if parent is None else self._cache.whole_text_of(parent)
+        return written_entry(entry, self._cache.whole_text_of(entry), parent_text)
+
+    # Deleting
+
+    def _evicted(self, entry: Entry) -> None:
+        if entry.family is not None:
+            self._count(entry.family, -entry.family.remove(entry))
+            self._sweep_later(entry.family)
+
+    def _bound(self) -> None:
+        """Keep to what the disk may have: what nobody has loaded goes first, the oldest of it."""
+        for family in list(self._index) if self.tokens > self._max_tokens else ():
+            if self.tokens <= self._max_tokens:
+                return
+            if not family.lock.locked():  # somebody loads it
+                self._index.remove(family)
+                self._count(family, -family.tokens)
+                family.loaded = family.stale = True
+                self._sweep_later(family)
+        while self.tokens > self._max_tokens and self._cache.evict_one():
+            pass
+
+    def _sweep_later(self, family: Family) -> None:
+        self._dirty[family.owner] = family
+        if self._sweeping is None or self._sweeping.done():
+            self._sweeping = spawn(self._sweep(), name="delete texts")
+
+    async def _sweep(self) -> None:
+        while self._dirty:
+            dirty, self._dirty = list(self._dirty.values()), {}
+            for result in await asyncio.gather(*map(self._tidy, dirty), return_exceptions=True):
+                if isinstance(result, StateError):  # it is tried again with what comes next of the family
+                    logger.warning("texts_not_deleted", extra={"fields": {"reason": str(result)}})
+                elif isinstance(result, BaseException):
+                    raise result
+
+    async def _tidy(self, family: Family) -> None:
+        async with family.lock:
+            if family.stale:
+                await self._find_stale(family)
+            if family.gone:
+                await self._commit(family)
+            if not family.entries and not family.gone and self._families.get(family.owner) is family:
+                del self._families[family.owner]
+
+    async def _find_stale(self, family: Family) -> None:
+        assert self._store is not None
+        for kind, key, value in await self._store.load(family.owner, slot=family.slot):
+            if kind == ENTRY and int(key) not in family.entries:
+                family.gone[int(key)] = read_header(value)[0]["rid"]
+        family.stale = False
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """When this is left, the disk knows what was evicted."""
+        try:
+            yield
+        finally:
+            if self._sweeping is not None:
+                await asyncio.wait({self._sweeping})
+
+
+def _digest(rid: str) -> str:
+    return blake2b(rid.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def _rid_owner(digest: str) -> str:
+    return RID_OWNERS + digest[:2]
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Begin all of these in their order, and wait for all. Raises the first failure."""
+    for result in await asyncio.gather(*works, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -1,0 +1,140 @@
+"""An entry as bytes, and back. What it shares with its parent in the same family is not repeated; ids, logprobs and
+ends are the bytes that they are in memory.
+
+    length of the header (4 bytes, little-endian), header (JSON), own text (UTF-8), block of own tokens (`entry`)
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from middleware_hub.radix_tree.cache import RestoredEntry
+from middleware_hub.radix_tree.entry import (
+    FAR,
+    IDS,
+    LOGPROBS,
+    NEAR,
+    Entry,
+    TextRecord,
+    unpacked_ends,
+    unpacked_pieces,
+)
+from miles_router.middlewares import RowsByKind, TrajectoryRows
+from miles_router.trajectory import Trajectory
+from miles_router.trajectory.rows import KINDS
+
+_LENGTH = struct.Struct("<I")
+#: Python's strings may have halves of characters, which JSON can spell.
+_HALVES = "surrogatepass"
+NOTHING = TextRecord("", 0, Trajectory(), np.zeros(0, dtype=np.uint32), "", "")
+#: Why an entry that was read back has no rows.
+ROWS_ARE_GONE = "the router was restarted since, and rows of texts are held in memory alone"
+
+
+def parent_in_family(entry: Entry) -> Entry | None:
+    """The entry on disk that it is written behind."""
+    parent = entry.parent
+    return parent if parent is not None and parent.family is entry.family else None
+
+
+def written_entry(entry: Entry, text: str, parent_text: str | None) -> bytes:
+    """An entry with its whole text, and that of its parent in the family, where it has one there."""
+    parent = parent_in_family(entry)
+    own = entry if parent is not None else _alone(entry, text)
+    shared = own.reused_chars
+    if parent_text is None or not text.startswith(parent_text[:shared]):
+        shared = 0
+    spelled = text[shared:].encode("utf-8", _HALVES)
+    header = {
+        "rid": entry.rid,
+        "finish": entry.finish,
+        "shown_chars": entry.shown_chars,
+        "rank": entry.rank,
+        "cache_versions": entry.cache_versions,
+        "parent": None if parent is None else parent.serial,
+        "reused": own.reused,
+        "reused_chars": own.reused_chars,
+        "shared_chars": shared,
+        "text": len(spelled),
+        "own": own.own,
+        "far": own.end_type is FAR,
+        "runs": own.runs,
+        "rows": {kind.name: taken.reason for kind, taken in entry.rows.items()},
+    }
+    written = orjson.dumps(header)
+    return b"".join((_LENGTH.pack(len(written)), written, spelled, own.block))
+
+
+def _alone(entry: Entry, text: str) -> Entry:
+    """The same entry with all of its tokens its own."""
+    if entry.parent is None:
+        return entry
+    trajectory, ends = entry.prefix(len(entry))
+    record = TextRecord(text, entry.shown_chars, trajectory, ends, entry.rid, entry.finish)
+    return Entry(record, parent=None, reused=0, reused_chars=0, rank=entry.rank, serial=entry.serial)
+
+
+def read_header(data: bytes) -> tuple[dict[str, Any], int]:
+    """The header of a written entry, and where it ends.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        (length,) = _LENGTH.unpack_from(data)
+    except struct.error as error:
+        raise ValueError(str(error)) from None
+    header: dict[str, Any] = orjson.loads(data[_LENGTH.size : _LENGTH.size + length])
+    return header, _LENGTH.size + length
+
+
+def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) -> RestoredEntry:
+    """An entry.
+
+    Args:
+        before: those of the family that were read before it, by serial.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is none, or what it hangs on is missing.
+    """
+    header, begin = read_header(data)
+    parent, shared_chars = header["parent"], header["shared_chars"]
+    reused, reused_chars, own = header["reused"], header["reused_chars"], header["own"]
+    above = NOTHING if parent is None else before[parent].record
+    if reused > len(above.trajectory) or shared_chars > len(above.text):
+        raise ValueError(f"what it shares with {parent} is not there")
+    end = begin + header["text"]
+    runs = [(upto, sampled, version) for upto, sampled, version in header["runs"]]
+    block, kind = data[end:], FAR if header["far"] else NEAR
+    _check_block(block, own, runs, kind)
+    record = TextRecord(
+        text=above.text[:shared_chars] + data[begin:end].decode("utf-8", _HALVES),
+        shown_chars=header["shown_chars"],
+        trajectory=above.trajectory[:reused].append(*unpacked_pieces(block, own, runs, own)),
+        ends=np.concatenate([above.ends[:reused], unpacked_ends(block, own, kind, reused_chars)]),
+        rid=header["rid"],
+        finish=header["finish"],
+        rows=_rows(header["rows"]),
+        cache_versions=tuple(header["cache_versions"]),
+    )
+    return RestoredEntry(record, serial, header["rank"], parent, reused, reused_chars)
+
+
+def _check_block(block: bytes, own: int, runs: list[tuple[int, bool, str | None]], kind: np.dtype[Any]) -> None:
+    """Raises ValueError where a block has not the bytes that its header tells of."""
+    begins = [0, *(upto for upto, _, _ in runs)]
+    sampled = sum(upto - begin for begin, (upto, each, _) in zip(begins, runs, strict=False) if each)
+    if begins[-1] != own or begins != sorted(begins):
+        raise ValueError(f"runs of {begins[-1]} tokens are not those of {own}")
+    if len(block) != own * (IDS.itemsize + kind.itemsize) + sampled * LOGPROBS.itemsize:
+        raise ValueError(f"{len(block)} bytes are not those of {own} tokens")
+
+
+def _rows(reasons: Mapping[str, str | None]) -> RowsByKind:
+    kinds = [kind for kind in KINDS if kind.name in reasons]
+    return {kind: TrajectoryRows(None, reasons[kind.name] or ROWS_ARE_GONE) for kind in kinds}

@@ -1,0 +1,41 @@
+"""Held texts as lines of JSON, without a router: a generation a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import orjson
+
+from middleware_hub.radix_tree.archive.archive import ENTRY
+from middleware_hub.radix_tree.archive.entry_rows import read_entry
+from middleware_hub.radix_tree.cache import RestoredEntry
+from middleware_hub.radix_tree.entry import TextRecord
+from miles_router.middlewares import StateRow
+
+
+def lines_of(owner: str, rows: Iterable[StateRow]) -> Iterator[bytes]:
+    """The generations of a family in the order in which they were recorded, each with the one name `text`.
+
+    Raises:
+        KeyError, TypeError, ValueError: the rows are no family's.
+    """
+    read: dict[int, RestoredEntry] = {}
+    for serial, data in sorted((int(row.key), row.value) for row in rows if row.kind == ENTRY):
+        read[serial] = read_entry(serial, data, read)
+        yield _line(read[serial].record)
+
+
+def _line(record: TextRecord) -> bytes:
+    trajectory = record.trajectory
+    found = {
+        "rid": record.rid,
+        "finish_reason": record.finish,
+        # JSON has no halves of characters; the ids are exact.
+        "response": record.text[: record.shown_chars].encode("utf-8", "replace").decode(),
+        "tokens": trajectory.tokens,
+        "loss_mask": trajectory.loss_mask,
+        "rollout_logp": trajectory.logprobs,
+        "weight_versions": [run._asdict() for run in trajectory.weight_versions],
+        "cache_versions": record.cache_versions,
+    }
+    return orjson.dumps({"text": found}, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -1,0 +1,254 @@
+"""Texts under `--state-dir`: what was answered is there again in a router that is started on the same directory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_router import cli
+from miles_router.errors import StateFull
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.tasks import spawn
+from miles_router.testing import SimulatedWorker
+from miles_router.testing.worker.model.moe import MoeShape
+from tests.e2e.test_retrieve_from_text import siblings
+from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint, events
+from tests.support.restarts import StateDirectories
+from tests.support.running_router import running_router
+from tests.support.waiting import soon, until
+
+EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
+
+
+class Restarts(StateDirectories):
+    """Of texts."""
+
+    @contextlib.asynccontextmanager
+    async def started(self, more: tuple[MiddlewareSpec, ...] = (), **options: Any) -> AsyncIterator[Trial]:
+        """The next router; `options` of the text cache."""
+        async with self.router(MiddlewareSpec(CACHE, options), *more, hf_checkpoint=checkpoint()) as router:
+            yield Trial(router, self.worker)
+
+
+@pytest.fixture
+async def restarts(tmp_path: Path) -> AsyncIterator[Restarts]:
+    async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker:
+        yield Restarts(worker, tmp_path)
+
+
+async def told(trial: Trial, asked: list[dict[str, Any]]) -> list[bytes]:
+    """What `/retrieve_from_text` says to each, as JSON and as safetensors."""
+    answers = []
+    for each in asked:
+        for headers in (JSON, [("Accept", "application/octet-stream")]):
+            answer = await trial.post("/retrieve_from_text", each, headers)
+            assert answer.status == 200, answer.body
+            answers.append(answer.body)
+    return answers
+
+
+async def streamed(trial: Trial, text: str) -> Any:
+    body = {"text": text, "sampling_params": SHORT, "stream": True}
+    answer = await trial.post("/generate", body, JSON)
+    assert answer.status == 200
+    return [each for each in events(answer.body) if each][-1]
+
+
+async def test_what_is_retrieved_after_a_kill_is_byte_for_byte_what_was_before(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        first = await before.generate(text="Question: one?")
+        more = "Question: one?" + first["text"] + "\nand two?"
+        second = await streamed(before, more)
+        siblings = await before.generate(text=["Question: one?", "Another"], sampling_params={**SHORT, "n": 3})
+        by_ids = await before.generate(input_ids=[5, 6, 7, 8])
+        answers = [first, second, *siblings, by_ids]
+        asked: list[dict[str, Any]] = [{"rid": each["meta_info"]["id"]} for each in answers]
+        texts = [
+            f"Question: one?{first['text']}",
+            more + second["text"],
+            *(f"Another{a['text']}" for a in siblings[3:]),
+        ]
+        asked += [{"text": text} for text in texts]
+        known = await told(before, asked)
+        async with restarts.started() as after:
+            assert await told(after, asked) == known
+        async with restarts.started() as again:  # each by itself, in another order
+            assert await told(again, asked[::-1]) == [
+                body for pair in zip(known[-2::-2], known[::-2], strict=True) for body in pair
+            ]
+
+
+async def test_the_command_writes_the_generations_of_a_prompt(
+    restarts: Restarts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with restarts.started() as before:
+        first = await before.generate(text="Question: one?")
+        text = "Question: one?" + first["text"]
+        second = await before.generate(text=f"{text} And two?")
+        known = [await before.retrieve(rid=each["meta_info"]["id"]) for each in (first, second)]
+        directory = str(restarts.directory)
+    await asyncio.to_thread(cli.main, ["state", directory])
+    owners = {line.split()[1] for line in capsys.readouterr().out.splitlines() if " family " in line}
+    (owner,) = owners
+    await asyncio.to_thread(cli.main, ["state", directory, owner])
+    written = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+    assert written == [{name: each[name] for name in written[0]} for each in known]
+    assert {"rid", "response", "tokens", "loss_mask", "rollout_logp", "weight_versions"} <= written[0].keys()
+
+
+async def test_siblings_with_equal_text_stay_ambiguous(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        text, rids = await siblings(before)
+        known = await told(before, [{"text": text}, *({"text": text, "rid": rid} for rid in rids)])
+        async with restarts.started() as after:
+            assert await told(after, [{"text": text}, *({"text": text, "rid": rid} for rid in rids)]) == known
+            assert (await after.retrieve(text=text))["candidates"] == rids
+
+
+async def test_a_text_goes_on_with_the_ids_that_were_sampled_before_the_kill(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        first = await before.generate(text="Question: one?")
+        (given,) = before.given()
+        async with restarts.started() as after:
+            second = await after.generate(text=f"Question: one?{first['text']}\nand two?")
+            assert after.given()[0][: len(given) + 6] == given + first["output_ids"]
+            async with restarts.started() as again:
+                found = await again.retrieve(rid=second["meta_info"]["id"])
+                assert found["tokens"] == after.given()[0] + second["output_ids"]
+                assert found["loss_mask"][len(given) : len(given) + 6] == [1] * 6
+
+
+async def test_only_what_a_text_may_find_is_read(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        answers = [await before.generate(text=f"You are helpful. Question {each}?") for each in range(5)]
+        async with restarts.started() as after:
+            assert after.statistics()["entries"] == 0
+            await after.retrieve(text=f"You are helpful. Question 3?{answers[3]['text']}")
+            assert after.statistics()["entries"] == 1
+            await after.retrieve(rid=answers[1]["meta_info"]["id"])
+            assert after.statistics()["entries"] == 2
+            await after.retrieve(text="Nobody has seen this")
+            assert after.statistics()["entries"] == 2
+
+
+async def test_what_is_evicted_is_deleted_on_the_disk_too(restarts: Restarts) -> None:
+    async with restarts.started(max_tokens=400) as before:
+        answers = [await before.generate(text=f"Question {each}: {'x' * 40}") for each in range(12)]
+        held = await _held(before, answers)
+        assert 0 < len(held) < 12
+        await until(_idle, "the disk knows")
+        async with restarts.started(max_tokens=400) as after:
+            assert await _held(after, answers) == held
+
+
+def _idle() -> bool:
+    return not any(task.get_name() == "delete texts" for task in asyncio.all_tasks())
+
+
+async def _held(trial: Trial, answers: list[Mapping[str, Any]]) -> list[str]:
+    rids = [each["meta_info"]["id"] for each in answers]
+    return [rid for rid in rids if (await trial.post("/retrieve_from_text", {"rid": rid})).status == 200]
+
+
+async def test_the_end_of_an_answer_waits_until_it_is_durable(restarts: Restarts) -> None:
+    async with restarts.started() as trial:
+        store = trial.router.app.router.store
+        assert store is not None
+        commit, let_go, asked = store.commit, asyncio.Event(), asyncio.Event()
+
+        async def held(*args: Any, **named: Any) -> None:
+            asked.set()
+            await let_go.wait()
+            await commit(*args, **named)
+
+        store.commit = held  # type: ignore[method-assign]
+        whole = spawn(trial.generate(text="whole"), name="whole")
+        await soon(asked.wait())
+        asked.clear()
+        async with _stream(trial) as reader:
+            await soon(reader.readuntil(b'"finish_reason":null'))
+            await soon(asked.wait())
+            assert not whole.done()
+            let_go.set()
+            assert b'"finish_reason":{' in await soon(reader.read())
+        await whole
+
+
+@contextlib.asynccontextmanager
+async def _stream(trial: Trial) -> AsyncIterator[asyncio.StreamReader]:
+    host, port = trial.router.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = b'{"text": "streamed", "stream": true, "sampling_params": {"max_new_tokens": 6, "ignore_eos": true}}'
+    head = "POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    try:
+        yield reader
+    finally:
+        writer.close()
+
+
+async def test_a_full_disk_refuses_an_answer_by_name_and_loses_nothing(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        first = await before.generate(text="Question: one?")
+        refused = await _refusing(before, lambda: before.post("/generate", {"text": "two", "sampling_params": SHORT}))
+        assert (refused.status, refused.json()["error"]["type"]) == (507, "state_full")
+        cut = await _refusing(before, lambda: _read_stream(before))
+        assert b'"finish_reason":null' in cut
+        assert b'"finish_reason":{' not in cut
+        known = await told(before, [{"rid": first["meta_info"]["id"]}])
+        third = await before.generate(text=f"Question: one?{first['text']}")
+        async with restarts.started() as after:
+            assert await told(after, [{"rid": first["meta_info"]["id"]}]) == known
+            await after.retrieve(rid=third["meta_info"]["id"])
+
+
+async def _read_stream(trial: Trial) -> bytes:
+    async with _stream(trial) as reader:
+        return await soon(reader.read())
+
+
+async def _refusing(trial: Trial, ask: Callable[[], Any]) -> Any:
+    store = trial.router.app.router.store
+    assert store is not None
+    commit = store.commit
+
+    async def full(*args: Any, **named: Any) -> None:
+        raise StateFull("no room is left on the disk")
+
+    store.commit = full  # type: ignore[method-assign]
+    try:
+        return await ask()
+    finally:
+        store.commit = commit  # type: ignore[method-assign]
+
+
+async def test_rows_that_are_gone_are_said_to_be(tmp_path: Path) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint(), moe=MoeShape(2, 8, 2)) as worker:
+        restarts = Restarts(worker, tmp_path)
+        rows = (MiddlewareSpec(EXPERTS, {"moe_shape": "2x8x2"}),)
+        async with restarts.started(rows) as before:
+            answer = await before.generate(text="one")
+            asked = {"text": f"one{answer['text']}"}
+            assert (await before.post("/routed_experts", asked)).status == 200
+            async with restarts.started(rows) as after:
+                found = await after.post("/routed_experts", asked)
+                assert found.status != 200
+                assert "restarted" in found.json()["error"]["message"]
+
+
+async def test_without_a_state_directory_nothing_touches_the_disk(tmp_path: Path, restarts: Restarts) -> None:
+    async with running_router(
+        restarts.worker.url, middlewares=(MiddlewareSpec(CACHE, {}),), hf_checkpoint=checkpoint()
+    ) as router:
+        trial = Trial(router, restarts.worker)
+        await trial.generate(text="one")
+        assert router.app.router.store is None
+    assert os.listdir(tmp_path) == []

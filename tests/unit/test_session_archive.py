@@ -1,0 +1,67 @@
+"""Sessions beyond memory: what happens to one at the same time as something else."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from middleware_hub.openai_session.archive import archive as archive_module
+from middleware_hub.openai_session.archive.archive import SessionArchive
+from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
+from miles_router.slots import slot_of
+from miles_router.state.rows import StateRow
+from miles_router.state.store import StateStore
+from tests.support.waiting import soon
+
+NAME = "episode"
+
+
+class Process:
+    """The sessions of one process on a store. Its time stands still until somebody sets it."""
+
+    def __init__(self, store: StateStore) -> None:
+        self.seconds = 0.0
+        self.sessions = SessionStore(Bounds(10, 10, 1 << 20, 1 << 20, 0.001), now=self._now, clock=lambda: 0.0)
+        router: Any = SimpleNamespace(store=store, config=SimpleNamespace(state_rows=False), rows={})
+        self.archive = SessionArchive(self.sessions, router, now=self._now, clock=lambda: 0.0)
+
+    def _now(self) -> float:
+        return self.seconds
+
+
+async def test_a_session_that_is_asked_for_does_not_expire_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(archive_module, "LOOK", 0.0)
+    store = StateStore(tmp_path)
+    first, then = Process(store), Process(store)
+    await first.archive.save(first.sessions.create(NAME))
+    load, owners, read, looked = store.load, store.owners, asyncio.Event(), asyncio.Event()
+
+    async def slow(owner: str) -> list[StateRow]:
+        rows = await load(owner)
+        await read.wait()
+        return rows
+
+    async def told(slot: int, *args: Any, **named: Any) -> Any:
+        page = await owners(slot, *args, **named)
+        if page and slot == slot_of(NAME):  # what it says is done before anything else is
+            looked.set()
+        return page
+
+    monkeypatch.setattr(store, "load", slow)
+    monkeypatch.setattr(store, "owners", told)
+    asked = asyncio.ensure_future(then.archive.load(NAME))
+    await asyncio.sleep(0)
+    then.seconds = 100.0
+    async with then.archive.running():
+        await soon(looked.wait())
+        read.set()
+        await soon(asked)
+        assert NAME in then.sessions
+        assert await load(NAME)
+    await store.close()

@@ -1,0 +1,70 @@
+"""Recorded texts beyond memory: what is evicted while something goes on from it, and texts that begin with nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from middleware_hub.radix_tree.archive.archive import TextArchive
+from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
+from middleware_hub.radix_tree.entry import Entry, TextRecord
+from middleware_hub.radix_tree.recording import TokenizedText
+from miles_router.state.store import StateStore
+from miles_router.trajectory import Piece
+from tests.support.waiting import until
+
+
+class Process(NamedTuple):
+    """The texts of one process."""
+
+    cache: RadixTreeCache
+    archive: TextArchive
+
+    @classmethod
+    def on(cls, store: StateStore) -> Process:
+        cache = RadixTreeCache(max_tokens=10_000, keep_versions=1)
+        return cls(cache, TextArchive(cache, store, max_tokens=10_000))
+
+    async def look_up(self, text: str) -> PrefixMatch:
+        await self.archive.load(text)
+        return self.cache.match(text)
+
+    async def record(self, text: str, match: PrefixMatch, rid: str) -> Entry:
+        """An answer `!` to a text, a token a character."""
+        rest = Piece.given([ord(each) for each in text[match.chars :]])
+        trajectory = match.trajectory.append(rest, Piece.sampled([33], [-1.0], "1"))
+        ends = np.arange(1, len(text) + 2, dtype=np.uint32)
+        before = TokenizedText(text, match.trajectory, match.ends, match).goes_on_from
+        entry = self.cache.record(TextRecord(text + "!", len(text) + 1, trajectory, ends, rid, "stop"), match)
+        assert entry is not None
+        self.archive.add(entry, before, text)
+        await self.archive.save([entry])
+        return entry
+
+
+async def test_what_went_on_from_an_evicted_text_outlives_its_prompts_other_answers(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    running = Process.on(store)
+    first = await running.record("ask", await running.look_up("ask"), "first")
+    match = await running.look_up("ask!more")
+    running.cache.drop(first)
+    await until(lambda: not running.archive._families, "the disk knows that")
+    await running.record("ask!more", match, "second")
+    other = await running.record("ask", await running.look_up("ask"), "other")
+    running.cache.drop(other)
+    await until(lambda: running.archive._sweeping is not None and running.archive._sweeping.done(), "and that")
+    then = Process.on(store)
+    await then.archive.load_rid("second")
+    assert then.cache.by_rid("second") is not None
+    await store.close()
+
+
+async def test_an_answer_to_an_empty_text_is_there_again(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    running, then = Process.on(store), Process.on(store)
+    await running.record("", await running.look_up(""), "first")
+    assert (await then.look_up("!")).chars == 1
+    assert [entry.rid for entry in then.cache.retrieve("!")] == ["first"]
+    await store.close()
