@@ -67,7 +67,7 @@ class RadixTreeMiddleware:
         self.router = router
         self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
         self._encoder = AsyncEncoder.of(router)
-        self._archive = TextArchive(self.cache, router.store, max_tokens=max_tokens)
+        self._archive = TextArchive(self.cache, router.store, router.owners, max_tokens=max_tokens)
         self._recorder = TextRecorder(self.cache, self._archive, self._encoder)
         self._retrieval = Retrieval(self._recorder, router.owners)
         router.publish(NAME, self.cache.statistics)
@@ -93,6 +93,8 @@ class RadixTreeMiddleware:
 
     async def _require(self, scope: Scope, request: GenerateRequest) -> None:
         texts = [await self._recorder.text_of(prompt) for prompt in request.prompts]
+        for text in texts:
+            await self._archive.load(text)
         await self.router.owners.require_text(scope, texts, self.cache.continues)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -76,12 +76,16 @@ class Retrieval:
         text, rid = asked.get("text"), asked.get("rid")
         if rid is None:
             await self.require(scope, text or "")
-        elif self._cache.by_rid(rid) is None:
+        elif not await self._has(rid):
             named = orjson.dumps({"rid": rid} if text is None else {"rid": rid, "text": text})
             for other in self._owners.others(scope):
                 with suppress(NotFound):
                     return (await self._ask(other, scope, named, many=False))[0]
         return await self._one(text, rid, strict=strict)
+
+    async def _has(self, rid: str) -> bool:
+        await self._recorder.archive.load_rid(rid)
+        return self._cache.by_rid(rid) is not None
 
     async def _of_several(self, scope: Scope, texts: Sequence[str], pace: Pace, *, strict: bool) -> list[Retrieved]:
         """Many texts, each from the process that has it."""

@@ -52,6 +52,7 @@ from miles_router.middlewares.rows import (
     TrajectoryRows,
     first_prefix,
 )
+from miles_router.roots import Root
 from miles_router.slots import SLOTS, slot_of
 from miles_router.state.rows import Change, StateRow
 from miles_router.state.store import StateStore
@@ -94,6 +95,7 @@ __all__ = [
     "RawHeaders",
     "Receive",
     "Restores",
+    "Root",
     "Router",
     "Row",
     "RowChannel",

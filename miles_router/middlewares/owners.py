@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from miles_router.asgi.exchange import Scope
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import HasOwners
+from miles_router.roots import Root
 
 
 class HeldNames:
@@ -57,6 +58,10 @@ class Owners:
         Raises:
             Elsewhere: another process has them, and answers.
         """
+
+    def hold_texts(self, roots: Sequence[Root]) -> None:
+        """Said before `running` is entered: texts outlive processes, and this one has those of these roots, the newest
+        last. Who is asked for one of them while its process is started again waits for that."""
 
     async def owner_of_text(self, scope: Scope, text: str) -> int | None:
         """The other process that has what this text continues; None where it is this one, or nobody."""

@@ -15,9 +15,10 @@ from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.entry import TextRecord
 from miles_router.asgi.moving import Elsewhere
 from miles_router.cluster.owners.links import Hear, Links, Parcel
-from miles_router.cluster.owners.roots import BLOCK, Root, RootChange, Roots, pack, unpack
+from miles_router.cluster.owners.roots import RootChange, Roots, pack, unpack
 from miles_router.cluster.owners.texts import ROOTS, TextOwners
 from miles_router.cluster.peers import Peers
+from miles_router.roots import BLOCK, Root
 from miles_router.trajectory import Piece
 from tests.support.tiers import examples
 from tests.support.waiting import at_once

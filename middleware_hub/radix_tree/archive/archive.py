@@ -24,7 +24,7 @@ from middleware_hub.radix_tree.archive.families import OWNERS, Family, RootIndex
 from middleware_hub.radix_tree.cache import RadixTreeCache, RestoredEntry
 from middleware_hub.radix_tree.entry import Entry
 from miles_router.errors import StateDamaged, StateError
-from miles_router.middlewares import Change, Pace, StateStore, spawn
+from miles_router.middlewares import SLOTS, Change, Owners, Pace, StateStore, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +40,19 @@ PAGE = 1000
 class TextArchive:
     """Entries beyond memory. Without a store it holds nothing, and all of it does nothing."""
 
-    def __init__(self, cache: RadixTreeCache, store: StateStore | None, *, max_tokens: int) -> None:
+    def __init__(self, cache: RadixTreeCache, store: StateStore | None, owners: Owners, *, max_tokens: int) -> None:
         self._cache = cache
         self._store = store
+        self._owners = owners
+        self._slots = () if store is None else sorted(set(store.slots) & set(range(SLOTS)))
         self._max_tokens = DISK * max_tokens
         self.tokens = 0  # of all families, as `Family.tokens`
-        self._families: dict[str, Family] = {}
+        self._families: dict[tuple[int, str], Family] = {}
         self._index = RootIndex()
         self._opened = store is None
         self._opening = asyncio.Lock()
         self._began = 0  # the last serial of what was recorded before this process
-        self._dirty: dict[str, Family] = {}  # of which the disk has too much
+        self._dirty: dict[tuple[int, str], Family] = {}  # of which the disk has too much
         self._sweeping: asyncio.Task[None] | None = None
         if store is not None:
             cache.when_evicted = self._evicted
@@ -77,14 +79,14 @@ class TextArchive:
         if self._store is None or not self._index or (known is not None and known.serial > self._began):
             return
         digest = _digest(rid)
-        places = [self._store.load(_rid_owner(digest), slot=slot) for slot in self._store.slots]
-        serial, owner = -1, ""
-        for rows in await asyncio.gather(*places):
+        places = [self._store.load(_rid_owner(digest), slot=slot) for slot in self._slots]
+        serial, name = -1, (-1, "")
+        for slot, rows in zip(self._slots, await asyncio.gather(*places), strict=True):
             for _, key, value in rows:
                 named, _, number = str(key).partition("-")
                 if named == digest and int(number) > serial:
-                    serial, owner = int(number), value.decode()
-        family = self._families.get(owner)
+                    serial, name = int(number), (slot, value.decode())
+        family = self._families.get(name)
         if family is not None and not family.loaded:
             await self._bring(family)
 
@@ -93,14 +95,14 @@ class TextArchive:
             if self._opened or self._store is None:
                 return
             found = []
-            for slot in self._store.slots:
+            for slot in self._slots:
                 after = OWNERS
                 while page := await self._store.owners(slot, HEAD, after=after, limit=PAGE):
-                    found += [self._read_head(owner, head) for owner, head in page]
+                    found += [self._read_head(owner, slot, head) for owner, head in page]
                     after = page[-1][0]
             found.sort(key=lambda family: family.serial)
             for family in found:
-                self._families[family.owner] = family
+                self._families[family.name] = family
                 self._index.add(family)
                 self.tokens += family.tokens
                 self._cache.go_on(family.serial, family.version, family.rank)
@@ -109,9 +111,9 @@ class TextArchive:
             self._bound()
 
     @staticmethod
-    def _read_head(owner: str, head: bytes) -> Family:
+    def _read_head(owner: str, slot: int, head: bytes) -> Family:
         try:
-            return Family.read(owner, head)
+            return Family.read(owner, slot, head)
         except (KeyError, TypeError, ValueError) as error:
             raise StateDamaged(f"texts {owner!r} cannot be read: {error!r}") from error
 
@@ -154,8 +156,8 @@ class TextArchive:
         """An entry was recorded, behind another one or to a new prompt. `save` makes it durable."""
         if self._store is None or entry.node is None:  # evicted at once
             return
-        family = (before.family if before is not None else None) or Family.of(prompt)
-        family = self._families.setdefault(family.owner, family)  # it may have been let go of, or be another by now
+        family = (before.family if before is not None else None) or Family.of(prompt, self._slots)
+        family = self._families.setdefault(family.name, family)  # it may have been let go of, or be another by now
         assert family.loaded, "a text is recorded that nobody has looked up"
         self._count(family, family.add(entry))
         family.unsaved[entry.serial] = entry
@@ -167,7 +169,7 @@ class TextArchive:
         Raises:
             StateError: one is not, and why. It stays in memory, and is tried again with the next one of its family.
         """
-        families = {entry.family.owner: entry.family for entry in entries if entry.family is not None}
+        families = {entry.family.name: entry.family for entry in entries if entry.family is not None}
         await _all(self._save(family) for family in families.values())
 
     async def _save(self, family: Family) -> None:
@@ -226,7 +228,7 @@ class TextArchive:
             pass
 
     def _sweep_later(self, family: Family) -> None:
-        self._dirty[family.owner] = family
+        self._dirty[family.name] = family
         if self._sweeping is None or self._sweeping.done():
             self._sweeping = spawn(self._sweep(), name="delete texts")
 
@@ -245,8 +247,8 @@ class TextArchive:
                 await self._find_stale(family)
             if family.gone:
                 await self._commit(family)
-            if not family.entries and not family.gone and self._families.get(family.owner) is family:
-                del self._families[family.owner]
+            if not family.entries and not family.gone and self._families.get(family.name) is family:
+                del self._families[family.name]
 
     async def _find_stale(self, family: Family) -> None:
         assert self._store is not None
@@ -257,7 +259,16 @@ class TextArchive:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """When this is left, the disk knows what was evicted."""
+        """While this is entered, the other processes know which texts this one has. When it is left, the disk knows
+        what was evicted.
+
+        Raises:
+            StateError: of several processes one cannot tell what it has.
+        """
+        if self._store is not None and self._owners.several:
+            await self._open()
+            held = sorted(self._families.values(), key=lambda family: family.serial)
+            self._owners.hold_texts([family.root for family in held])
         try:
             yield
         finally:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
-from hashlib import blake2b
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import orjson
 from middleware_hub.radix_tree.archive.entry_rows import parent_in_family
 from middleware_hub.radix_tree.cache import ENTRY_CHARGE
 from middleware_hub.radix_tree.entry import Entry
-from miles_router.middlewares import slot_of
+from miles_router.middlewares import Root
 
 #: In front of owners' names: sessions' ids have no such character.
 OWNERS = "|text-"
@@ -30,12 +29,14 @@ class Family:
     """One owner in the store.
 
     Args:
+        slot: where it lies there, a slot of the process that has it. Two may have families of one root, so that only
+            owner and slot together are a family's name.
         loaded: whether its entries are in memory; a new family has none.
     """
 
-    def __init__(self, owner: str, chars: int, number: int, *, loaded: bool) -> None:
-        self.owner = owner
-        self.slot = slot_of(owner)
+    def __init__(self, root: Root, slot: int, chars: int, number: int, *, loaded: bool) -> None:
+        self.root, self.slot = root, slot
+        self.owner = OWNERS + root.digest.hex()
         #: So many characters of the root have this number.
         self.chars, self.number = chars, number
         self.loaded = loaded
@@ -55,21 +56,23 @@ class Family:
         self.version: str | None = None
 
     @classmethod
-    def of(cls, root: str) -> Family:
-        """A new family of this root text."""
-        number = int(prefix_numbers(root[:ROOT_CHARS])[-1])
-        digest = blake2b(root.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-        return cls(OWNERS + digest, min(len(root), ROOT_CHARS), number, loaded=True)
+    def of(cls, text: str, slots: Sequence[int]) -> Family:
+        """A new family of this root text, in one of these slots."""
+        number = int(prefix_numbers(text[:ROOT_CHARS])[-1])
+        root = Root.of(text)
+        slot = slots[root.digest[0] % len(slots)]
+        return cls(root, slot, min(len(text), ROOT_CHARS), number, loaded=True)
 
     @classmethod
-    def read(cls, owner: str, head: bytes) -> Family:
+    def read(cls, owner: str, slot: int, head: bytes) -> Family:
         """A family on the disk.
 
         Raises:
             KeyError, ValueError: its head is none.
         """
         known: dict[str, Any] = orjson.loads(head)
-        family = cls(owner, known["chars"], known["number"], loaded=False)
+        root = Root.read(owner.removeprefix(OWNERS), known["blocks"], known["bytes"])
+        family = cls(root, slot, known["chars"], known["number"], loaded=False)
         family.tokens, family.serial = known["tokens"], known["serial"]
         family.version, family.rank = known["version"], known["rank"]
         return family
@@ -77,7 +80,13 @@ class Family:
     def head(self) -> bytes:
         """What is known of it before it is loaded."""
         names = ("chars", "number", "tokens", "serial", "version", "rank")
-        return orjson.dumps({name: getattr(self, name) for name in names})
+        root = {"blocks": self.root.blocks.hex(), "bytes": self.root.length}
+        return orjson.dumps({**root, **{name: getattr(self, name) for name in names}})
+
+    @property
+    def name(self) -> tuple[int, str]:
+        """What no other family of this process has."""
+        return self.slot, self.owner
 
     def add(self, entry: Entry) -> int:
         """An entry in memory is one of it. Gives its tokens."""
@@ -106,7 +115,7 @@ class RootIndex:
     """Families that are on the disk and not in memory, in the order in which they were written last."""
 
     def __init__(self) -> None:
-        self._families: dict[str, Family] = {}
+        self._families: dict[tuple[int, str], Family] = {}
         self._by_number: dict[int, list[Family]] = {}
         self._lengths: Counter[int] = Counter()
         self._sorted: npt.NDArray[np.int64] | None = None
@@ -119,14 +128,14 @@ class RootIndex:
 
     def add(self, family: Family) -> None:
         """One that was written behind all others."""
-        self._families[family.owner] = family
+        self._families[family.name] = family
         self._by_number.setdefault(family.number, []).append(family)
         self._lengths[family.chars] += 1
         self._sorted = None
 
     def remove(self, family: Family) -> None:
         """It is in memory, or gone."""
-        del self._families[family.owner]
+        del self._families[family.name]
         same = self._by_number[family.number]
         same.remove(family)
         if not same:

@@ -17,6 +17,7 @@ from miles_router.cluster.owners.texts import TextOwners
 from miles_router.cluster.peers import Peers
 from miles_router.metrics import Statistics
 from miles_router.middlewares.owners import HeldNames, Owners
+from miles_router.roots import Root
 from miles_router.slots import slot_of
 
 
@@ -70,6 +71,10 @@ class ClusterOwners(Owners):
         note = _note(scope)
         if note != ASKED:
             await self._texts.require(note, texts, continues)
+
+    def hold_texts(self, roots: Sequence[Root]) -> None:
+        """As `Owners.hold_texts`."""
+        self._texts.hold(roots)
 
     async def owner_of_text(self, scope: Scope, text: str) -> int | None:
         """As `Owners.owner_of_text`."""

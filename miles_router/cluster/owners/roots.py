@@ -1,8 +1,7 @@
-"""Which process has the texts that begin with a root, the text that a rollout's first turn was given. No I/O.
+"""Which process has the texts that begin with a root. No I/O.
 
 A text that goes on from a held one begins with that one's root, whatever stands behind; so whoever knows the roots
-finds its process without a key, and prompts that share a long beginning still have a root each. Of a root only hashes
-are kept: of all of it, and of its whole blocks, by which the roots that a text may begin with are found.
+finds its process without a key, and prompts that share a long beginning still have a root each.
 """
 
 from __future__ import annotations
@@ -10,31 +9,13 @@ from __future__ import annotations
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-#: Bytes of UTF-8. A look-up hashes each block of a text, up to the longest root, and of those that end in one block as
-#: many beginnings as roots of different lengths do.
-BLOCK = 64
-DIGEST = 16
+from miles_router.roots import BLOCK, DIGEST, Root, encoded, hash_of
+
 #: How much of a process's share is forgotten with each new root, so that the last few hundred count.
 FORGOTTEN = 1 / 256
 _PACKED = struct.Struct(f"<{DIGEST}s{DIGEST}sIB?")
-
-
-class Root(NamedTuple):
-    """A root as all processes know it: hashes of its text and of the text's whole blocks, and its length in bytes."""
-
-    digest: bytes
-    blocks: bytes
-    length: int
-
-    @classmethod
-    def of(cls, text: str) -> Root:
-        """The root that a text is."""
-        data = text.encode()
-        whole = _hash(memoryview(data)[: len(data) // BLOCK * BLOCK])
-        return cls(_hash(data).digest(), whole.digest(), len(data))
 
 
 class RootChange(NamedTuple):
@@ -51,26 +32,28 @@ class Roots:
     Args:
         count: processes.
         mine: the index of this one.
-        limit: roots of one process; those that it has used least recently go first.
+        limit: roots of one process; those that it has used least recently go first (kept as an attribute).
     """
 
     def __init__(self, count: int, mine: int, limit: int) -> None:
         self._count = count
         self._mine = mine
-        self._limit = limit
+        self.limit = limit
         self._owners: dict[bytes, tuple[Root, int]] = {}
         self._lengths: dict[bytes, Counter[int]] = {}  # of the roots with the same whole blocks
         self._own: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
         self._share = [0.0] * count
         self._longest = 0
+        #: Of processes that have ended: the roots that their successors have not told of yet.
+        self._doubted: dict[int, dict[bytes, Root]] = {}
 
     def __len__(self) -> int:
         return len(self._owners)
 
     def find(self, text: str) -> tuple[Root, int] | None:
         """The longest root with which a text begins, and its owner."""
-        data = memoryview(text[: self._longest].encode())
-        hasher, at, best = _hash(b""), 0, None
+        data = memoryview(encoded(text[: self._longest]))
+        hasher, at, best = hash_of(b""), 0, None
         while self._owners:
             for length in self._lengths.get(hasher.digest(), ()):
                 if length <= len(data) and (best is None or length > best[0].length):
@@ -109,6 +92,7 @@ class Roots:
         one with the lower index."""
         root, owner, added = change
         before = self._owners.get(root.digest)
+        self._doubted.get(owner, {}).pop(root.digest, None)
         if not added:
             if before is not None and before[1] == owner:
                 self._remove(root)
@@ -128,7 +112,7 @@ class Roots:
     def evicted(self) -> list[RootChange]:
         """Forget this process's roots beyond the limit. What all others are to be told."""
         changes = []
-        while len(self._own) > self._limit:
+        while len(self._own) > self.limit:
             digest, _ = self._own.popitem(last=False)
             changes.append(RootChange(self._owners[digest][0], self._mine, False))
             self._remove(changes[-1].root)
@@ -145,6 +129,15 @@ class Roots:
                 self._remove(root)
         others = [share for index, share in enumerate(self._share) if index != owner]
         self._share[owner] = sum(others) / len(others) if others else 0.0
+
+    def doubt(self, owner: int) -> None:
+        """A process has ended, and its successor will tell which of its texts it has; until then they are its own."""
+        self._doubted[owner] = {root.digest: root for root, whose in self._owners.values() if whose == owner}
+
+    def settle(self, owner: int) -> None:
+        """It has told of all."""
+        for root in self._doubted.pop(owner, {}).values():
+            self.apply(RootChange(root, owner, False))
 
     def _remove(self, root: Root) -> None:
         del self._owners[root.digest]
@@ -169,7 +162,3 @@ def unpack(data: bytes | memoryview) -> Iterator[RootChange]:
 
 
 PACKED_SIZE = _PACKED.size
-
-
-def _hash(data: bytes | memoryview) -> Any:
-    return blake2b(data, digest_size=DIGEST)

@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 from miles_router.asgi.moving import Elsewhere
 from miles_router.cluster.owners.links import MAX_PACKET, Links
-from miles_router.cluster.owners.roots import PACKED_SIZE, Root, RootChange, Roots, pack, unpack
+from miles_router.cluster.owners.roots import PACKED_SIZE, RootChange, Roots, pack, unpack
 from miles_router.cluster.peers import Peers
+from miles_router.errors import OwnerUnavailable
+from miles_router.roots import Root
 from miles_router.slots import SLOTS
 
 logger = logging.getLogger(__name__)
@@ -31,8 +33,9 @@ FOUND, NEW = b"f", b"n"
 MAX_HOPS = 6
 #: Seconds that a request waits at most until all others are told of its root.
 TELLING = 0.5
-#: Seconds after its start that a process waits at most for what others tell it, before it takes a text for a new one.
-GREETING = 2.0
+#: Seconds after its start that a process waits at most for what others tell it, before it takes a text for a new one;
+#: and that a request waits before it is refused, where texts outlive processes: whoever is silent may have it.
+GREETING, PATIENCE = 2.0, 10.0
 
 
 class TextOwners:
@@ -44,13 +47,27 @@ class TextOwners:
         self._links = links
         links.hearers[ROOTS] = self._hear
         links.greeting = lambda: [*_parcels(self.roots.own()), _Told(())]
-        links.lost = self.roots.lose
+        links.lost = self._lost
+        self._durable = False
         self._unheard = set(peers.others)  # who has not said yet what it has
         self._heard_all = asyncio.Event()
 
     def start(self) -> None:
         """Hear from all others, for a while. Called in the event loop."""
-        asyncio.get_running_loop().call_later(GREETING, self._heard, tuple(self._unheard))
+        if not self._durable:
+            asyncio.get_running_loop().call_later(GREETING, self._heard, tuple(self._unheard))
+
+    def hold(self, roots: Sequence[Root]) -> None:
+        """Called before `start`: texts outlive processes, and this one has those of these roots, the newest last."""
+        self._durable = True
+        for root in roots[-self.roots.limit :]:
+            self.roots.apply(RootChange(root, self._peers.index, True))
+
+    def _lost(self, index: int) -> None:
+        if self._durable:
+            self.roots.doubt(index)
+        else:
+            self.roots.lose(index)
 
     def _heard(self, indices: Iterable[int]) -> None:
         self._unheard.difference_update(indices)
@@ -63,8 +80,7 @@ class TextOwners:
         if hops >= MAX_HOPS:
             logger.warning("text_without_owner", extra={"fields": {"process": self._peers.index}})
             return
-        if self._unheard:
-            await self._heard_all.wait()
+        await self._hear_all()
         roots = [Root.of(text) for text in texts]
         owner = self._owner_of(roots if kind == NEW else self._roots_of(texts))
         known = any(self.roots.owner(root) is not None for root in roots)
@@ -85,10 +101,16 @@ class TextOwners:
 
     async def owner(self, text: str) -> int | None:
         """As `Owners.owner_of_text`."""
-        if self._unheard:
-            await self._heard_all.wait()
+        await self._hear_all()
         owner = self._owner_of(self._roots_of([text]))
         return None if owner == self._peers.index else owner
+
+    async def _hear_all(self) -> None:
+        try:
+            if self._unheard:
+                await asyncio.wait_for(self._heard_all.wait(), PATIENCE)
+        except asyncio.TimeoutError:
+            raise OwnerUnavailable("a process that may have this text is being started; ask again") from None
 
     def _roots_of(self, texts: Iterable[str]) -> list[Root]:
         """The roots with which texts begin."""
@@ -110,10 +132,11 @@ class TextOwners:
             await self._links.flushed(TELLING)
 
     def _hear(self, index: int, data: bytes) -> None:
-        if len(data) == len(ROOTS):
-            self._heard((index,))
         for change in unpack(memoryview(data)[len(ROOTS) :]):
             self.roots.apply(change)
+        if len(data) == len(ROOTS):
+            self.roots.settle(index)
+            self._heard((index,))
 
 
 class _Told:
