@@ -66,6 +66,20 @@ def test_a_process_forgets_the_roots_that_it_has_not_used_for_the_longest_time()
     assert [[each.owner(root) for root in names] for each in (roots, other)] == [[0, None, 0, 1]] * 2
 
 
+def test_roots_of_a_process_that_ended_stay_its_own_until_the_next_one_has_told_which_it_has() -> None:
+    roots = Roots(3, 0, 100)
+    kept, gone, others = (Root.of(name) for name in "abc")
+    for root, owner in ((kept, 1), (gone, 1), (others, 2)):
+        roots.apply(RootChange(root, owner, True))
+    roots.doubt(1)
+    assert [roots.owner(each) for each in (kept, gone, others)] == [1, 1, 2]
+    roots.apply(RootChange(kept, 1, True))
+    roots.settle(1)
+    assert [roots.owner(each) for each in (kept, gone, others)] == [1, None, 2]
+    roots.settle(1)
+    assert roots.owner(kept) == 1
+
+
 class Wires:
     """The links of one process: what others tell it lies there until it reads."""
 
