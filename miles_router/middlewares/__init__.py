@@ -39,6 +39,7 @@ from miles_router.middlewares.contract import (
     Restores,
 )
 from miles_router.middlewares.owners import HeldNames, Owners
+from miles_router.middlewares.roots import Root
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
     NO_ROWS,
@@ -52,7 +53,6 @@ from miles_router.middlewares.rows import (
     TrajectoryRows,
     first_prefix,
 )
-from miles_router.roots import Root
 from miles_router.slots import SLOTS, slot_of
 from miles_router.state.rows import Change, StateRow
 from miles_router.state.store import StateStore

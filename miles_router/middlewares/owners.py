@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from miles_router.asgi.exchange import Scope
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import HasOwners
-from miles_router.roots import Root
+from miles_router.middlewares.roots import Root
 
 
 class HeldNames:

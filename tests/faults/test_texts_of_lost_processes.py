@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from pathlib import Path
+from typing import Any
 
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, checkpoint
@@ -18,7 +19,7 @@ ROLLOUTS = 6
 
 
 def configured(directory: Path) -> Path:
-    layers = ((SESSIONS, {}), (CACHE, {}))
+    layers: tuple[tuple[str, dict[str, Any]], ...] = ((SESSIONS, {}), (CACHE, {}))
     return written(directory, layers, hf_checkpoint=checkpoint(), state_dir=str(directory / "state"))
 
 

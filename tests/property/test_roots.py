@@ -18,7 +18,7 @@ from miles_router.cluster.owners.links import Hear, Links, Parcel
 from miles_router.cluster.owners.roots import RootChange, Roots, pack, unpack
 from miles_router.cluster.owners.texts import ROOTS, TextOwners
 from miles_router.cluster.peers import Peers
-from miles_router.roots import BLOCK, Root
+from miles_router.middlewares.roots import BLOCK, Root
 from miles_router.trajectory import Piece
 from tests.support.tiers import examples
 from tests.support.waiting import at_once

@@ -17,7 +17,7 @@ from miles_router.cluster.owners.texts import TextOwners
 from miles_router.cluster.peers import Peers
 from miles_router.metrics import Statistics
 from miles_router.middlewares.owners import HeldNames, Owners
-from miles_router.roots import Root
+from miles_router.middlewares.roots import Root
 from miles_router.slots import slot_of
 
 

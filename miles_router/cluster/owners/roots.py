@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from miles_router.roots import BLOCK, DIGEST, Root, encoded, hash_of
+from miles_router.middlewares.roots import BLOCK, DIGEST, Root, encoded, hash_of
 
 #: How much of a process's share is forgotten with each new root, so that the last few hundred count.
 FORGOTTEN = 1 / 256

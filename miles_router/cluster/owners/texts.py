@@ -17,7 +17,7 @@ from miles_router.cluster.owners.links import MAX_PACKET, Links
 from miles_router.cluster.owners.roots import PACKED_SIZE, RootChange, Roots, pack, unpack
 from miles_router.cluster.peers import Peers
 from miles_router.errors import OwnerUnavailable
-from miles_router.roots import Root
+from miles_router.middlewares.roots import Root
 from miles_router.slots import SLOTS
 
 logger = logging.getLogger(__name__)
