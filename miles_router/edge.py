@@ -16,7 +16,7 @@ from starlette.routing import Router as Routes
 from miles_router.asgi.doors import Doors
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
 from miles_router.asgi.headers import GROUP, first
-from miles_router.asgi.moving import Elsewhere
+from miles_router.asgi.moving import ASKED, Elsewhere, note_of
 from miles_router.asgi.origin import refuse_foreign
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.path import decoded
@@ -115,9 +115,10 @@ class RouterApp:
             BodyTooLarge: the request announces more than anybody here takes.
         """
         door = self.doors.of(scope["path"])
-        scope["headers"] = self.doors.enter(door, scope["path"], scope["headers"])
-        if door.foreign is not None and not door.key.required:
-            refuse_foreign(scope, door.foreign, self._public_url)
+        if note_of(scope) != ASKED:  # else it has entered in the process that asks
+            scope["headers"] = self.doors.enter(door, scope["path"], scope["headers"])
+            if door.foreign is not None and not door.key.required:
+                refuse_foreign(scope, door.foreign, self._public_url)
         scope[SCOPE_KEY].flight.group = first(scope["headers"], GROUP)
         scope[SCOPE_KEY].check_announced_size(scope)
         return self._routes if door.own else self._stack

@@ -5,10 +5,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Awaitable, Callable
 
+from miles_router.asgi.exchange import Scope
+from miles_router.asgi.outlet import HANDED
 from miles_router.errors import RouterError
 
 #: In place of the index of a process: this one answers, or nobody knows before the request's body was read.
 HERE, BY_BODY = -1, -2
+#: The note about a request that another process asks: it let the client in, and the answer is this process's own.
+ASKED = b"asked"
 #: Goes on with a connection: its socket, the note about its request, and the bytes that were read.
 Adopt = Callable[[socket.socket, bytes, bytes], Awaitable[None]]
 
@@ -21,3 +25,9 @@ class Elsewhere(RouterError):
         super().__init__(f"process {owner} answers this")
         self.owner = owner
         self.note = note
+
+
+def note_of(scope: Scope) -> bytes:
+    """What another process says of a request that it has handed over. No client can say it."""
+    note: bytes = scope.get("extensions", {}).get(HANDED, b"")
+    return note

@@ -72,6 +72,19 @@ def _listeners(config: RouterConfig) -> list[socket.socket]:
     return [listen(config.host, port, shared=True) for _ in range(config.processes)]
 
 
+def _pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe's ends, each of which is closed with its stack."""
+    ends = os.pipe()
+    for stack, end in zip((reading, writing), ends, strict=True):
+        stack.callback(os.close, end)
+    return ends
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
 class Child:
     """A process, and what is known of it. `index` None: the control plane."""
 
@@ -133,15 +146,34 @@ class Supervisor:
                 timer.cancel()
             for child in self._children:
                 if child.running is not None:
-                    child.running.kill()
-                    child.running.wait()
+                    _end(child.running)
 
     # Starting
 
     def _start(self, child: Child) -> None:
+        """Start it. Raises OSError where the system has no room for it."""
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as given:
+            (theirs, write), (read, status) = _pipe(given, kept), _pipe(kept, given)
+            text, inherited = self._assigned(child, status)
+            running = subprocess.Popen(
+                [sys.executable, "-c", START, str(theirs)],
+                pass_fds=[theirs, *inherited],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the supervisor, which tells them
+            )
+            kept.callback(_end, running)
+            ended = os.pidfd_open(running.pid)
+            kept.pop_all()
+        with os.fdopen(write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
+            pipe.write(text)
+        child.running, child.began, child.ready, child.told = running, time.monotonic(), False, b""
+        child.watched = [ended, read]
+        self._loop.add_reader(read, self._hear, child, read)
+        self._loop.add_reader(ended, self._ended, child)
+
+    def _assigned(self, child: Child, status: int) -> tuple[bytes, list[int]]:
+        """What it reads, and the descriptors that it inherits."""
         self._generation += 1
-        given, write = os.pipe()
-        read, status = os.pipe()
         listener = None if child.index is None else self._sockets[child.index].fileno()
         own = self._own[child.index].fileno() if child.index is not None and self._own else None
         assigned = Assignment(
@@ -160,22 +192,7 @@ class Supervisor:
             text = pickle.dumps(sys.path) + pickle.dumps(assigned)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(f"processes: the settings cannot be given to another process: {error}") from None
-        inherited = [each for each in (given, status, self._table, listener, own) if each is not None]
-        child.running = subprocess.Popen(
-            [sys.executable, "-c", START, str(given)],
-            pass_fds=inherited,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is for the supervisor, which tells them
-        )
-        os.close(given)
-        os.close(status)
-        with os.fdopen(write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
-            pipe.write(text)
-        child.began, child.ready, child.told = time.monotonic(), False, b""
-        ended = os.pidfd_open(child.running.pid)
-        child.watched = [ended, read]
-        self._loop.add_reader(read, self._hear, child, read)
-        self._loop.add_reader(ended, self._ended, child)
+        return text, [each for each in (status, self._table, listener, own) if each is not None]
 
     def _hear(self, child: Child, status: int) -> None:
         text = os.read(status, STATUS_BYTES)
@@ -233,8 +250,14 @@ class Supervisor:
         self._timers.add(self._loop.call_later(wait, self._start_unless_ending, child))
 
     def _start_unless_ending(self, child: Child) -> None:
-        if not self._ending:
+        if self._ending:
+            return
+        try:
             self._start(child)
+        except OSError as error:  # no memory, no descriptors: others may give some back
+            fields = {"process": child.name, "reason": str(error), "again_in": LATEST}
+            logger.error("process_not_started", extra={"fields": fields})
+            self._timers.add(self._loop.call_later(LATEST, self._start_unless_ending, child))
 
     def _stop(self) -> None:
         """Drain all; a second signal does not wait."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 
 import psutil
@@ -127,4 +128,15 @@ async def test_a_process_that_dies_again_and_again_is_named(stage: Stage) -> Non
             await router.shows(lambda info: len(router.children) == 3)
             await router.kill(await router.control())
         await until(lambda: "process_dies_again_and_again process=control" in router.router.stderr(), "it is said")
+        await router.whole()
+
+
+async def test_a_process_for_which_the_system_has_no_room_is_started_once_it_has(stage: Stage) -> None:
+    async with processes([await stage.worker()]) as router:
+        supervisor = router.router.process.pid
+        soft, hard = resource.prlimit(supervisor, resource.RLIMIT_NOFILE)
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (3, hard))
+        await router.kill(await router.control())
+        await until(lambda: "process_not_started process=control" in router.router.stderr(), "it is said")
+        resource.prlimit(supervisor, resource.RLIMIT_NOFILE, (soft, hard))
         await router.whole()

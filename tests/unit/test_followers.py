@@ -121,6 +121,26 @@ async def test_who_sends_and_is_not_connected_is_waited_for(table: int) -> None:
         assert one.heard
 
 
+async def test_who_is_connected_and_about_to_send_is_waited_for(table: int) -> None:
+    """It may have followed what was decided before, and begins to send by that."""
+    scene, one = Scene(table), Data()
+    async with scene.connected(11, one):
+        known = asyncio.ensure_future(scene.followers.caught_up())
+        await until(lambda: one.heard, "it has heard")
+        assert not known.done()
+        one.may.set()
+        await soon(known)
+
+
+async def test_who_was_about_to_send_and_is_lost_is_waited_for_no_longer(table: int) -> None:
+    scene, one = Scene(table), Data()
+    async with scene.connected(11, one) as channel:
+        known = asyncio.ensure_future(scene.followers.caught_up())
+        await until(lambda: one.heard, "it has heard")
+        channel.close()
+        await soon(known)
+
+
 async def test_who_has_ended_is_waited_for_no_longer(table: int) -> None:
     scene = Scene(table)
     scene.rows[0].send(11)

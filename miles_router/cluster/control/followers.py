@@ -116,10 +116,11 @@ class Followers:
             follower.behind.set()
 
     async def caught_up(self) -> None:
-        """Return when everybody who sends requests acts by what is decided now. Who does not is ended."""
+        """Return when everybody who sends requests, or is about to, acts by what is decided now. Who does not is
+        ended."""
         self.changed()
         number = self.number
-        await asyncio.gather(*(self._follows(process, number) for process in self.senders))
+        await asyncio.gather(*(self._follows(each, number) for each in {*self.senders, *self._followers}))
 
     @property
     def senders(self) -> list[int]:
@@ -137,13 +138,17 @@ class Followers:
             await self._end(process)
 
     async def _until_followed(self, process: int, number: int | None) -> None:
-        while process in self._counts.senders:
+        while self._may_send(process):
             follower = self._followers.get(process)
             if follower is not None and (number is None or follower.at >= number):
                 return
             if self._progress is None or self._progress.done():
                 self._progress = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._progress}, timeout=LOOK)
+
+    def _may_send(self, process: int) -> bool:
+        """Whether it sends requests, or is connected: it may begin to at any time."""
+        return process in self._counts.senders or process in self._followers
 
     def _moved(self) -> None:
         if self._progress is not None and not self._progress.done():
@@ -154,7 +159,7 @@ class Followers:
         with suppress(ProcessLookupError):
             descriptor = os.pidfd_open(process)
             try:
-                if process not in self._counts.senders:
+                if not self._may_send(process):
                     return
                 logger.error("process_does_not_follow", extra={"fields": {"process": process}})
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)

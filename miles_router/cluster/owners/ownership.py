@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from miles_router.asgi.exchange import Scope
-from miles_router.asgi.moving import Elsewhere
-from miles_router.asgi.outlet import HANDED
-from miles_router.cluster.owners.asking import ASKED, ask
+from miles_router.asgi.moving import ASKED, Elsewhere, note_of
+from miles_router.cluster.owners.asking import ask
 from miles_router.cluster.owners.handover import FILED, INLINE, ConnectionCarrier
 from miles_router.cluster.owners.held_names import KeptNames
 from miles_router.cluster.owners.links import Links
@@ -63,12 +62,12 @@ class ClusterOwners(Owners):
     def require(self, scope: Scope, name: str) -> None:
         """As `Owners.require`."""
         owner = self.elsewhere(name)
-        if owner is not None and _note(scope) != ASKED:
+        if owner is not None and note_of(scope) != ASKED:
             raise Elsewhere(owner)
 
     async def require_text(self, scope: Scope, texts: Sequence[str], continues: Callable[[str], bool]) -> None:
         """As `Owners.require_text`."""
-        note = _note(scope)
+        note = note_of(scope)
         if note != ASKED:
             await self._texts.require(note, texts, continues)
 
@@ -78,11 +77,11 @@ class ClusterOwners(Owners):
 
     async def owner_of_text(self, scope: Scope, text: str) -> int | None:
         """As `Owners.owner_of_text`."""
-        return None if _note(scope) == ASKED else await self._texts.owner(text)
+        return None if note_of(scope) == ASKED else await self._texts.owner(text)
 
     def others(self, scope: Scope) -> Sequence[int]:
         """As `Owners.others`."""
-        return () if _note(scope) == ASKED else self._peers.others
+        return () if note_of(scope) == ASKED else self._peers.others
 
     async def ask(self, owner: int, scope: Scope, body: bytes, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
         """As `Owners.ask`."""
@@ -97,8 +96,3 @@ class ClusterOwners(Owners):
     def held_names(self, kind: str, capacity: int) -> HeldNames:
         """As `Owners.held_names`."""
         return KeptNames(self._peers.directory / f"{kind}-{self._peers.index}.names", capacity)
-
-
-def _note(scope: Scope) -> bytes:
-    note: bytes = scope.get("extensions", {}).get(HANDED, b"")
-    return note
