@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 from typing import Any
 
 import pytest
 
-from tests.support.cache_trial import checkpoint
-from tests.support.cluster import cluster
+from miles_router.roots import Root
+from miles_router.slots import SLOTS
+from miles_router.testing import SimulatedWorker
+from tests.support.cache_trial import CACHE, JSON, checkpoint
+from tests.support.cluster import Member, cluster
 from tests.support.http import Client, CutReply, RawReply, ask, request
 from tests.support.owned import name_of, names_of
 from tests.support.session_trial import SESSIONS
@@ -118,3 +122,38 @@ async def test_sessions_of_a_process_that_was_killed_are_lost_by_name() -> None:
         for member in (first, again):
             assert (await member.ask("GET", f"/sessions/{held}")).error_type == "session_lost"
             assert (await member.ask("GET", f"/sessions/{other}")).error_type == "session_not_found"
+
+
+async def test_texts_that_are_new_while_their_process_is_started_again_are_found_by_those_that_go_on() -> None:
+    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
+        settings = {"middlewares": [CACHE], "hf_checkpoint": checkpoint()}
+        async with cluster(2, worker.url, **settings) as made:
+            first, second = made.members
+            new = (text for each in itertools.count() if registrar(text := f"Question {each}: ") == 0)
+            texts = [next(new) for _ in range(6)]
+            for member in made.members:
+                await generated(member, "They know each other")
+            second.kill()
+            asked = [asyncio.ensure_future(generated(first, text)) for text in texts]
+            await until(lambda: sum(each.done() for each in asked) >= 2, "the process that lives has some of them")
+            again = await made.start(1)
+            answers = await asyncio.gather(*asked)
+            for text, answer in zip(texts, answers, strict=True):
+                sampled = worker.door.generation(answer["meta_info"]["id"])
+                for member in (first, again):
+                    after = await generated(member, f"{text}{answer['text']} And then?")
+                    held = [*sampled.input_ids, *sampled.output_ids]
+                    assert worker.door.generation(after["meta_info"]["id"]).input_ids[: len(held)] == held
+            assert not any("text_without_owner" in each.log() for each in (first, again))
+
+
+def registrar(text: str) -> int:
+    """Which of two processes gives a new text to one."""
+    return Root.of(text).digest[0] % SLOTS % 2
+
+
+async def generated(member: Member, text: str) -> Any:
+    body = {"text": text, "sampling_params": {"max_new_tokens": 6, "ignore_eos": True, "skip_special_tokens": False}}
+    reply = await member.ask("POST", "/generate", JSON, json.dumps(body).encode())
+    assert reply.status == 200, reply.body
+    return reply.json()

@@ -26,9 +26,10 @@ logger = logging.getLogger(__name__)
 ROOTS = b"r"
 #: Roots of all processes together; about 700 bytes each, in every process.
 MAX_ROOTS = 65_536
-#: A note about a request: whose text it is was looked up, or it goes on from nothing that its root's owner has. Behind
-#: it how often.
-FOUND, NEW = b"f", b"n"
+#: A note about a request: whose text it is was looked up; it goes on from nothing that its root's owner has; or its
+#: registrar has given it to this process, which may have ended since and know nothing of it. Behind it how often it was
+#: sent on.
+FOUND, NEW, GIVEN = b"f", b"n", b"g"
 #: Processes that may send a text on before it stays where it is.
 MAX_HOPS = 6
 #: Seconds that a request waits at most until all others are told of its root.
@@ -82,22 +83,35 @@ class TextOwners:
             return
         await self._hear_all()
         roots = [Root.of(text) for text in texts]
-        owner = self._owner_of(roots if kind == NEW else self._roots_of(texts))
+        begun = self._roots_of(texts)
+        owner = self._owner_of(roots if kind in (NEW, GIVEN) else begun)
         known = any(self.roots.owner(root) is not None for root in roots)
         if owner == self._peers.index and not known and not any(map(continues, texts)):
             owner, kind = None, NEW  # they have the beginning of a held text, and nothing that was sampled for it
         if owner is None:
-            registrar = roots[0].digest[0] % SLOTS % self._peers.count
-            if registrar != self._peers.index:
-                raise Elsewhere(registrar, _note(kind or FOUND, hops))
-            owner = self.roots.least()
-            await self._tell(self.roots.give(roots, owner))
+            owner, kind = await self._give(roots, kind, hops)
         if owner != self._peers.index:
-            raise Elsewhere(owner, _note(FOUND, hops))
+            raise Elsewhere(owner, _note(GIVEN if kind in (NEW, GIVEN) else FOUND, hops))
         for root in self._roots_of(texts):
             self.roots.use(root)
         orphans = [root for text, root in zip(texts, roots, strict=True) if self.roots.find(text) is None]
         await self._tell([*self.roots.give(orphans, owner), *self.roots.evicted()])
+
+    async def _give(self, roots: Sequence[Root], kind: bytes, hops: int) -> tuple[int, bytes]:
+        """The owner that roots without one are given, and the note that is sent along.
+
+        Raises:
+            Elsewhere: their registrar gives them.
+        """
+        registrar = roots[0].digest[0] % SLOTS % self._peers.count
+        if kind == GIVEN:
+            owner = self._peers.index
+        elif registrar == self._peers.index:
+            owner = self.roots.least()
+        else:  # whoever sent it here for what it begins with knows more than there is: it is new
+            raise Elsewhere(registrar, _note(NEW if kind else FOUND, hops))
+        await self._tell(self.roots.give(roots, owner))
+        return owner, GIVEN
 
     async def owner(self, text: str) -> int | None:
         """As `Owners.owner_of_text`."""
