@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute, Route
 
 from middleware_hub.radix_tree.answers import AnswerTap
 from middleware_hub.radix_tree.archive.archive import TextArchive
+from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
@@ -67,11 +68,13 @@ class RadixTreeMiddleware:
         self.router = router
         self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
         self._encoder = AsyncEncoder.of(router)
-        self._archive = TextArchive(self.cache, router.store, router.owners, max_tokens=max_tokens)
+        rows = TextRows(router.rows, write=router.config.state_rows)
+        self._archive = TextArchive(self.cache, router.store, router.owners, rows, max_tokens=max_tokens)
         self._recorder = TextRecorder(self.cache, self._archive, self._encoder)
         self._retrieval = Retrieval(self._recorder, router.owners)
         router.publish(NAME, self.cache.statistics)
         for kind, channel in router.rows.items():
+            channel.bring_rid = self._archive.load_rid
             channel.sources["text"] = RowSource(
                 partial(self._retrieval.rows, kind), bring=self._archive.load, require=self._retrieval.require
             )

@@ -102,7 +102,7 @@ class Delivery:
 
     def _source(self, query: Mapping[str, Any]) -> tuple[RowSource, str]:
         """What finds it, and the name by which it is to be found."""
-        sources: dict[str, RowSource] = {"rid": RowSource(self._by_rid), **self._channel.sources}
+        sources: dict[str, RowSource] = {"rid": RowSource(self._by_rid, bring=self._bring), **self._channel.sources}
         names = [name for name in sources if query.get(name) is not None]
         if len(names) != 1:
             raise BadRequest(f"exactly one of {', '.join(sources)} is required")
@@ -113,6 +113,10 @@ class Delivery:
         if not isinstance(query[name], str):
             raise BadRequest(f"{name} must be a string")
         return sources[name], query[name]
+
+    async def _bring(self, rid: str) -> None:
+        if self._channel.bring_rid is not None and self._store.by_rid(rid) is None:
+            await self._channel.bring_rid(rid)
 
     def _by_rid(self, query: Mapping[str, Any]) -> RowMatch:
         rows = self._store.by_rid(query["rid"])

@@ -69,7 +69,8 @@ class RowKeeper:
             raise ConfigError(f"{option}: list it behind the middlewares whose rollouts it serves")
         channel.captures, channel.shape, channel.shape_option = True, shape, self.shape_option
         self.store = RowStore(kind, max_bytes)
-        channel.hold = lambda own, start, parent: self.store.add(own, start=start, parent=parent, rid=None, keep=False)
+        channel.max_bytes, channel.hold = max_bytes, self.store.restore
+        self.store.when_evicted = lambda rows: channel.when_evicted(rows)
         self._metrics = router.metrics
         self._context = CaptureContext(self.fields, self.store, ShapeCheck(kind, shape), router.fleet.facts, required)
         self._delivery = Delivery(self.store, channel, router.owners)

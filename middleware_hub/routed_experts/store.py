@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from weakref import ref
@@ -46,6 +46,8 @@ class RowStore:
         self.statistics = STATISTICS[kind](generations=lambda: len(self), bytes=lambda: self.nbytes)
         self.max_bytes = max_bytes
         self.nbytes = 0
+        #: Hears of a trajectory's rows that were let go of for want of room.
+        self.when_evicted: Callable[[AlignedRows], None] = lambda rows: None
         self._records: OrderedDict[Key, _Record] = OrderedDict()
         self._by_rid: dict[str, Key] = {}
 
@@ -76,6 +78,13 @@ class RowStore:
             self._evict(key)
             raise self.kind.invalid("fit", f"there is no room for {own.nbytes} bytes (max_bytes)")
         return node
+
+    def restore(
+        self, own: RowArray | Blocks, start: int, parent: AlignedRows | None, rid: str | None = None
+    ) -> AlignedRows:
+        """Hold rows again that a trajectory had; `rid` names them, unless a later generation has it. Raises as
+        `add`."""
+        return self.add(own, start=start, parent=parent, rid=None if rid in self._by_rid else rid, keep=False)
 
     def unname(self, rid: str) -> None:
         """A generation of this id has come: rows of an earlier one are not to be taken for its own."""
@@ -139,6 +148,7 @@ class RowStore:
             if record.kept is None:
                 fields = {"rid": record.rid, "rows": len(node) - node.start}
                 logger.warning(f"{self.kind.name}_evicted", extra={"fields": fields})
+                self.when_evicted(node)
         self._forget(key)
 
     def _forget(self, key: Key) -> None:

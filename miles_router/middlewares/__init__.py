@@ -41,6 +41,14 @@ from miles_router.middlewares.contract import (
 from miles_router.middlewares.owners import HeldNames, Owners
 from miles_router.middlewares.roots import Root
 from miles_router.middlewares.router import Router
+from miles_router.middlewares.row_bytes import (
+    NOT_WRITTEN,
+    can_be_written,
+    key_of_rows,
+    parent_of,
+    read_rows,
+    written_rows,
+)
 from miles_router.middlewares.rows import (
     NO_ROWS,
     Handover,
@@ -63,6 +71,7 @@ __all__ = [
     "BODY_SAYS",
     "CONTINUE",
     "LAST_EVENT",
+    "NOT_WRITTEN",
     "NO_ROWS",
     "OK",
     "PAUSE",
@@ -113,14 +122,18 @@ __all__ = [
     "UnknownShape",
     "UnreadCounter",
     "Watch",
+    "can_be_written",
     "counter",
     "first",
     "first_prefix",
     "gauge",
     "histogram",
     "is_too_deep",
+    "key_of_rows",
     "nests_too_deep",
+    "parent_of",
     "read_json",
+    "read_rows",
     "readable",
     "replay",
     "slot_of",
@@ -128,4 +141,5 @@ __all__ = [
     "with_body",
     "with_length",
     "write_event",
+    "written_rows",
 ]

@@ -193,8 +193,15 @@ class RowChannel:
         self.shape_option = ""
         #: Whether a layer captures.
         self.captures = False
-        #: The layer's own way to keep rows that were had before: own rows, the first one's number, and those before.
-        self.hold: Callable[[RowArray, int, AlignedRows | None], AlignedRows] | None = None
+        #: Bytes that it keeps at most.
+        self.max_bytes = 0
+        #: Its own way to keep rows that were had before: own rows, the first one's number, those before, and the
+        #: generation's id.
+        self.hold: Callable[[RowArray, int, AlignedRows | None, str | None], AlignedRows] | None = None
+        #: Hears of rows that it let go of for want of room.
+        self.when_evicted: Callable[[AlignedRows], None] = lambda rows: None
+        #: Is awaited with the id of a generation that it does not know: what is held outside of memory can be read.
+        self.bring_rid: Callable[[str], Awaitable[None]] | None = None
         #: By the field that names a trajectory in a request ("text", "session_id").
         self.sources: dict[str, RowSource] = {}
 

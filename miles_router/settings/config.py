@@ -176,7 +176,7 @@ class RouterConfig:
         None, "directory where what is acknowledged outlives the router; none: in memory alone"
     )
     state_sync: Sync = setting("process", "what it outlives: the loss of the process, or of the machine (fsync)")
-    state_rows: bool = setting(False, "hold the rows of experts of sessions there too, which are large")
+    state_rows: bool = setting(False, "hold the rows of experts of sessions and texts there too, which are large")
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe log line shown")
     log_format: LogFormat = setting("text", "text for people, json for machines")
     access_log: bool = setting(False, "one log line for every request")

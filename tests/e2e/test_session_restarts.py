@@ -251,6 +251,33 @@ async def test_a_drain_that_cannot_delete_everything_loses_nothing(
             assert (await after.ask("POST", "/trajectory/read", {})).json()["data"] == []
 
 
+@pytest.mark.parametrize(
+    "deletion",
+    [("DELETE", "/sessions/s-1"), ("DELETE", "/sessions/s-1?abort=true"), ("POST", "/session/discard")],
+    ids=["delete", "abort", "discard"],
+)
+async def test_a_session_that_the_disk_cannot_delete_stays_as_it_is(
+    restarts: Restarts, monkeypatch: pytest.MonkeyPatch, deletion: tuple[str, str]
+) -> None:
+    async with restarts.started() as before:
+        body = {"model": "m", "max_tokens": 8, "messages": [user("Hi")]}
+        assert (await before.ask("POST", CHAT, body, [("X-Session-Id", "s-1")])).status == 200
+        known, store = (await before.records("s-1"), await before.samples("s-1")), before.router.app.router.store
+        assert store is not None
+        committed = store.commits
+        with monkeypatch.context() as full:
+            full.setattr(store, "delete", _full)
+            refused = await before.ask(*deletion, {"session_id": "s-1"})
+            assert (refused.status, refused.error_type) == (507, "state_full")
+        assert (await before.records("s-1"), await before.samples("s-1")) == known
+        await until(lambda: store.commits == committed + 1, "it is held again, whatever became of it")
+        async with restarts.started() as after:
+            assert (await after.records("s-1"), await after.samples("s-1")) == known
+            assert (await after.ask(*deletion, {"session_id": "s-1"})).status in (200, 204)
+            async with restarts.started() as again:
+                assert (await again.ask("GET", "/sessions/s-1")).status == 404
+
+
 async def _full(*args: Any, **named: Any) -> None:
     raise StateFull("no room is left on the disk")
 

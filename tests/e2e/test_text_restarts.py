@@ -17,23 +17,23 @@ from miles_router.errors import StateFull
 from miles_router.settings.config import MiddlewareSpec
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
-from miles_router.testing.worker.model.moe import MoeShape
 from tests.e2e.test_retrieve_from_text import siblings
 from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint, events
 from tests.support.restarts import StateDirectories
 from tests.support.running_router import running_router
 from tests.support.waiting import soon, until
 
-EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
-
 
 class Restarts(StateDirectories):
     """Of texts."""
 
     @contextlib.asynccontextmanager
-    async def started(self, more: tuple[MiddlewareSpec, ...] = (), **options: Any) -> AsyncIterator[Trial]:
+    async def started(
+        self, more: tuple[MiddlewareSpec, ...] = (), *, state_rows: bool = False, **options: Any
+    ) -> AsyncIterator[Trial]:
         """The next router; `options` of the text cache."""
-        async with self.router(MiddlewareSpec(CACHE, options), *more, hf_checkpoint=checkpoint()) as router:
+        settings = {"hf_checkpoint": checkpoint(), "state_rows": state_rows}
+        async with self.router(MiddlewareSpec(CACHE, options), *more, **settings) as router:
             yield Trial(router, self.worker)
 
 
@@ -228,20 +228,6 @@ async def _refusing(trial: Trial, ask: Callable[[], Any]) -> Any:
         return await ask()
     finally:
         store.commit = commit  # type: ignore[method-assign]
-
-
-async def test_rows_that_are_gone_are_said_to_be(tmp_path: Path) -> None:
-    async with SimulatedWorker(tokenizer=checkpoint(), moe=MoeShape(2, 8, 2)) as worker:
-        restarts = Restarts(worker, tmp_path)
-        rows = (MiddlewareSpec(EXPERTS, {"moe_shape": "2x8x2"}),)
-        async with restarts.started(rows) as before:
-            answer = await before.generate(text="one")
-            asked = {"text": f"one{answer['text']}"}
-            assert (await before.post("/routed_experts", asked)).status == 200
-            async with restarts.started(rows) as after:
-                found = await after.post("/routed_experts", asked)
-                assert found.status != 200
-                assert "restarted" in found.json()["error"]["message"]
 
 
 async def test_without_a_state_directory_nothing_touches_the_disk(tmp_path: Path, restarts: Restarts) -> None:

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import numpy as np
 import orjson
 
 from miles_router.tasks import spawn
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, checkpoint
+from tests.support.experts_trial import EXPERTS, MOE, SHAPE, truth
 from tests.support.running_router import RouterProcess, router_process
 from tests.support.waiting import until
 
@@ -46,7 +48,7 @@ class Rollouts:
         self.texts[number] = whole + " Go on:" if len(whole) < 400 else f"Rollout {number}:"
 
     async def check(self, url: str) -> None:
-        """Everything that was answered, by its id and by its text."""
+        """Everything that was answered, by its id and by its text, and its rows of experts."""
         async with aiohttp.ClientSession(url) as http:
             for rid, (text, sampled) in self.answered.items():
                 for asked in ({"rid": rid}, {"rid": rid, "text": text}):
@@ -56,6 +58,9 @@ class Rollouts:
                     assert (found["response"], found["rid"], found["finished"]) == (text, rid, True)
                     assert found["tokens"][-len(sampled) :] == sampled
                     assert found["loss_mask"][-len(sampled) :] == [1] * len(sampled)
+                async with http.post("/routed_experts", json={"rid": rid}) as reply:
+                    assert reply.status == 200, await reply.text()
+                    assert await reply.read() == truth(found["tokens"]).astype(np.uint8).tobytes()
 
 
 async def _last_event(reply: aiohttp.ClientResponse) -> dict[str, Any]:
@@ -70,9 +75,10 @@ async def _last_event(reply: aiohttp.ClientResponse) -> dict[str, Any]:
 
 async def test_no_kill_loses_a_text_that_was_answered(tmp_path: Path) -> None:
     rollouts = Rollouts()
-    async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1") as worker:
-        command = ["--worker-urls", worker.url, "--hf-checkpoint", checkpoint(), "--middleware-paths", CACHE]
-        command += ["--state-dir", str(tmp_path / "state")]
+    async with SimulatedWorker(tokenizer=checkpoint(), weight_version="1", moe=MOE) as worker:
+        command = ["--worker-urls", worker.url, "--hf-checkpoint", checkpoint(), "--middleware-paths", CACHE, EXPERTS]
+        command += ["--set", f"routed_experts_middleware.moe_shape={SHAPE}"]
+        command += ["--state-dir", str(tmp_path / "state"), "--state-rows", "true"]
         for _ in range(KILLS):
             async with router_process(*command, expect_status=-signal.SIGKILL) as router:
                 await rollouts.check(router.url)

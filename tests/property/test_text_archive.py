@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.radix_tree.archive.archive import TextArchive
+from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TokenizedText
@@ -33,7 +34,7 @@ class Process:
     def __init__(self, directory: Path, model: Model) -> None:
         self.cache = model.cache
         self.store = StateStore(directory)
-        self.archive = TextArchive(self.cache, self.store, Owners(), max_tokens=model.budget)
+        self.archive = TextArchive(self.cache, self.store, Owners(), TextRows({}, write=False), max_tokens=model.budget)
 
     async def step(self, model: Model, step: Step) -> None:
         """As `Model.step`, without its checks."""

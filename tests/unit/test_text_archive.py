@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from middleware_hub.radix_tree.archive.archive import TextArchive
+from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.recording import TokenizedText
@@ -26,19 +27,19 @@ class Process(NamedTuple):
     @classmethod
     def on(cls, store: StateStore) -> Process:
         cache = RadixTreeCache(max_tokens=10_000, keep_versions=1)
-        return cls(cache, TextArchive(cache, store, Owners(), max_tokens=10_000))
+        return cls(cache, TextArchive(cache, store, Owners(), TextRows({}, write=False), max_tokens=10_000))
 
     async def look_up(self, text: str) -> PrefixMatch:
         await self.archive.load(text)
         return self.cache.match(text)
 
-    async def record(self, text: str, match: PrefixMatch, rid: str) -> Entry:
-        """An answer `!` to a text, a token a character."""
+    async def record(self, text: str, match: PrefixMatch, rid: str, said: str = "!") -> Entry:
+        """An answer to a text, a token a character."""
         rest = Piece.given([ord(each) for each in text[match.chars :]])
-        trajectory = match.trajectory.append(rest, Piece.sampled([33], [-1.0], "1"))
+        trajectory = match.trajectory.append(rest, Piece.sampled([ord(said)], [-1.0], "1"))
         ends = np.arange(1, len(text) + 2, dtype=np.uint32)
         before = TokenizedText(text, match.trajectory, match.ends, match).goes_on_from
-        entry = self.cache.record(TextRecord(text + "!", len(text) + 1, trajectory, ends, rid, "stop"), match)
+        entry = self.cache.record(TextRecord(text + said, len(text) + 1, trajectory, ends, rid, "stop"), match)
         assert entry is not None
         self.archive.add(entry, before, text)
         await self.archive.save([entry])
@@ -68,4 +69,23 @@ async def test_an_answer_to_an_empty_text_is_there_again(tmp_path: Path) -> None
     await running.record("", await running.look_up(""), "first")
     assert (await then.look_up("!")).chars == 1
     assert [entry.rid for entry in then.cache.retrieve("!")] == ["first"]
+    await store.close()
+
+
+async def test_a_text_is_held_though_what_it_was_written_behind_was_evicted(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    running, then, last = Process.on(store), Process.on(store), Process.on(store)
+    await running.record("ask", await running.look_up("ask"), "first")
+    second = await running.record("ask", await running.look_up("ask"), "second", "?")
+    assert second.parent is running.cache.find_rid("first")
+    await running.record("asked", await running.look_up("asked"), "other")
+    for rid in ("other", "first"):  # what both of them share, they share now with the other, which was read before
+        await then.archive.load_rid(rid)
+    first = then.cache.find_rid("first")
+    assert first is not None
+    assert not first.children
+    then.cache.drop(first)
+    await until(lambda: then.archive._sweeping is not None and then.archive._sweeping.done(), "the disk knows")
+    await last.archive.load_rid("second")
+    assert last.cache.by_rid("second") is not None
     await store.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,7 +15,7 @@ from middleware_hub.openai_session.archive.session_rows import HEAD, Saved, Unsa
 from middleware_hub.openai_session.sessions.store import ID, SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import StateDamaged, StateError
-from miles_router.middlewares import Pace, Router, spawn
+from miles_router.middlewares import Pace, Router, StateStore, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,7 @@ class SessionArchive:
         self._began = now()
         self._saved: dict[str, Saved] = {}
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # those that somebody holds
+        self._let_go: set[str] = set()  # those that the disk has no more, and memory still has
         self._forgetting: dict[str, asyncio.Task[None]] = {}
         if self._store is not None:
             sessions.when_deleted = self._forget
@@ -125,16 +126,31 @@ class SessionArchive:
         """Those that are held and not in memory, as `GET /sessions` has them."""
         return [summary_of(*each) async for each in self._heads()]
 
-    async def let_go(self, sessions: Sequence[Session]) -> None:
-        """Have it durable that these are to be deleted; they are still in memory. Where one cannot be, all are to be
-        held again.
+    @asynccontextmanager
+    async def let_go(self, sessions: Sequence[Session]) -> AsyncIterator[None]:
+        """Once this is entered, it is durable that these are deleted; whoever enters it deletes them in memory, at
+        once. Where one cannot be, all are to be held again.
 
         Raises:
             StateError: one cannot be, and why.
         """
         if self._store is None:
+            yield
             return
-        deletes = [self._store.delete(session.id) for session in sessions]
+        async with AsyncExitStack() as locks:
+            for session_id in sorted(session.id for session in sessions):
+                await locks.enter_async_context(self._lock(session_id))  # what is saved behind it sees it deleted
+            there = [session for session in sessions if not session.deleted]
+            await self._delete_all(self._store, there)
+            names = {session.id for session in there}
+            self._let_go |= names
+            try:
+                yield
+            finally:
+                self._let_go -= names
+
+    async def _delete_all(self, store: StateStore, sessions: Sequence[Session]) -> None:
+        deletes = [store.delete(session.id) for session in sessions]
         try:
             results = await asyncio.gather(*deletes, return_exceptions=True)
             for failure in (each for each in results if each is not None):
@@ -144,10 +160,6 @@ class SessionArchive:
                 self._saved.pop(session.id, None)
                 self.save_soon(session)
             raise
-
-    async def forgotten(self, session_id: str) -> None:
-        """Returns when it is durable that a session was deleted. Raises StateError where it is not."""
-        await self._forgotten(session_id)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -192,12 +204,18 @@ class SessionArchive:
     def _forget(self, session_id: str) -> None:
         """It was deleted; what is asked of it from now on comes behind that."""
         self._saved.pop(session_id, None)
+        if session_id in self._let_go:
+            return
         task = self._forgetting[session_id] = spawn(self._delete(session_id), name=f"forget {session_id}")
         task.add_done_callback(lambda done: self._is_forgotten(session_id, done))
 
     async def _delete(self, session_id: str) -> None:
         assert self._store is not None
-        await self._store.delete(session_id)
+        try:
+            await self._store.delete(session_id)
+        except StateError as error:  # it is there again when somebody asks for it, and expires
+            fields = {"session_id": session_id, "reason": str(error)}
+            logger.warning("session_not_deleted", extra={"fields": fields})
 
     def _is_forgotten(self, session_id: str, task: asyncio.Task[None]) -> None:
         if self._forgetting.get(session_id) is task:

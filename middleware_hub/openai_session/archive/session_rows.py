@@ -9,7 +9,7 @@ that may be asked for again, and the responses that it stores.
     untraced  number     JSON
     reply     digest     of a turn under an `X-Turn-Id`: header (JSON) and body
     response  id         of the Responses API: its envelope (JSON)
-    rows      kind, turn `aligned_rows.py`, where `--state-rows` is on
+    rows      kind, turn `row_bytes.py` of the door, where `--state-rows` is on
     settings  digest     what requests for responses asked for beside messages
 """
 
@@ -17,21 +17,30 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.archive.aligned_rows import key_of_rows, read_rows, written_rows
 from middleware_hub.openai_session.archive.turn_rows import digest_of, message_row, read_turn, written_turn
 from middleware_hub.openai_session.episodes.contract import NO_CONTRACT
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.faces.responses.envelope import NOTE, Envelope, Responses
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
 from middleware_hub.openai_session.sessions.tree import Session, Turn
-from miles_router.middlewares import Change, RowChannel, StateRow
-from miles_router.trajectory.rows import RowKind
+from miles_router.middlewares import (
+    Change,
+    RowChannel,
+    StateRow,
+    TrajectoryRows,
+    can_be_written,
+    key_of_rows,
+    read_rows,
+    written_rows,
+)
+from miles_router.trajectory.rows import AlignedRows, RowKind
 
 HEAD, TURN, MESSAGE, CONTEXT, TOOLS, UNTRACED, REPLY, RESPONSE, SETTINGS, ROWS = (
     *("session", "turn", "message", "context", "tools", "untraced", "reply", "response", "settings", "rows"),
@@ -92,9 +101,10 @@ class Unsaved:
         self.changes.append(Change(TURN, turn.number, written_turn(turn, keys, siblings)))
         self._tokens += len(turn.given) + sum(map(len, turn.sampled))
         for kind in turn.rows if self._with_rows else ():
-            rows = written_rows(turn, kind, self._session.turns)
-            if rows is not None:
-                self.changes.append(Change(ROWS, key_of_rows(kind, turn.number), rows))
+            rows = turn.rows[kind].rows
+            parent = _number_of(None if rows is None else rows.parent, kind, self._session.turns)
+            if rows is not None and can_be_written(rows, parent):
+                self.changes.append(Change(ROWS, key_of_rows(kind, turn.number), written_rows(rows, parent)))
         response_id = turn.facts.get("response_id")
         envelope = self._responses.find(response_id) if self._responses is not None else None
         if envelope is not None and envelope.turn is turn:
@@ -117,6 +127,13 @@ class Unsaved:
         turns, untraced = self._counts
         keys = defaultdict[str, frozenset[str]](frozenset, {kind: frozenset(of) for kind, of in self._keys.items()})
         return Saved(turns, self._tokens, untraced, self._head, keys)
+
+
+def _number_of(rows: AlignedRows | None, kind: RowKind, turns: Iterable[Turn]) -> int | None:
+    """The turn whose rows these are."""
+    if rows is None:
+        return None
+    return next((each.number for each in turns if each.rows.get(kind, (None,))[0] is rows), None)
 
 
 def written_head(session: Session, tokens: int) -> bytes:
@@ -192,7 +209,9 @@ def read_session(
         turn = read_turn(kinds[TURN][number], session.turns, messages, kinds[CONTEXT], kinds[TOOLS])
         for row_kind in [each for each, taken in turn.rows.items() if taken.reason is None]:
             held = kinds[ROWS].get(key_of_rows(row_kind, number))
-            turn.rows = {**turn.rows, row_kind: read_rows(held, row_kind, session.turns, channels)}
+            before = partial(_rows_of, session.turns, row_kind)
+            rows_read = read_rows(held, row_kind, before, channels, turn.facts.get("rid"))
+            turn.rows = {**turn.rows, row_kind: rows_read}
         session.hang(turn)
     session.untraced += [orjson.loads(kinds[UNTRACED][number]) for number in range(len(kinds[UNTRACED]))]
     _restore_replies(session, kinds[REPLY].values())
@@ -201,6 +220,10 @@ def read_session(
     written = written_head(session, head["tokens"])
     saved = Saved(head["turns"], head["tokens"], len(session.untraced), written, defaultdict(frozenset, keys))
     return session, saved
+
+
+def _rows_of(turns: Sequence[Turn], kind: RowKind, number: int) -> TrajectoryRows:
+    return turns[number].rows[kind]
 
 
 def _restore_replies(session: Session, rows: Iterable[bytes]) -> None:

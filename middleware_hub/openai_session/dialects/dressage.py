@@ -221,8 +221,8 @@ class DressageDialect:
         session = self._sessions.store.find(name)
         removed = session.leaves() if session is not None and session.finalized is not None else []
         if session is not None:
-            self._sessions.store.delete(session)
-            await self._sessions.archive.forgotten(name)
+            async with self._sessions.archive.let_go([session]):
+                self._sessions.store.delete(session)
         about = {"session_removed": session is not None, "segments_removed": len(removed)}
         return as_response({"success": True, "session_id": name, **about})
 
@@ -252,9 +252,9 @@ class DressageDialect:
             write = partial(segments_of, [(session, self._plan(session)) for session in sessions])
             data = await self._sessions.beside(request, write)
             if drain:  # first on the disk: what cannot be deleted there stays here, to be drained another time
-                await self._sessions.archive.let_go(sessions)
-                for session in sessions:
-                    self._sessions.store.delete(session)
+                async with self._sessions.archive.let_go(sessions):
+                    for session in sessions:
+                        self._sessions.store.delete(session)
         finally:
             self._draining -= draining
         before = orjson.dumps({"success": bool(data), "mode": mode})[:-1]

@@ -125,10 +125,10 @@ class SessionRoutes:
         abort = request.query_params.get("abort", "false")
         if abort not in ("true", "false"):
             raise BadRequest("abort must be true or false")
-        if abort == "true":
-            self._stop(session, DELETED)
-        self.store.delete(session)
-        await self.archive.forgotten(session.id)
+        async with self.archive.let_go([session]):
+            if abort == "true":
+                self._stop(session, DELETED)
+            self.store.delete(session)
         return Response(status_code=204)
 
     async def _samples(self, request: Request) -> Response:

@@ -1,6 +1,7 @@
 """What of recorded texts outlives the process (`--state-dir`), from the bottom up:
 
 entry_rows  an entry as bytes, and back
+text_rows   the rows of experts beside entries
 families    the entries of one root text, which have one owner in the store; which families a text may find
 archive     when they are written, read again and deleted
 

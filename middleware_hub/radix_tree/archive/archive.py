@@ -21,10 +21,12 @@ from middleware_hub.radix_tree.archive.entry_rows import (
     written_entry,
 )
 from middleware_hub.radix_tree.archive.families import OWNERS, Family, RootIndex
+from middleware_hub.radix_tree.archive.text_rows import ROWS, RowName, RowsRead, TextRows
 from middleware_hub.radix_tree.cache import RadixTreeCache, RestoredEntry
 from middleware_hub.radix_tree.entry import Entry
 from miles_router.errors import StateDamaged, StateError
 from miles_router.middlewares import SLOTS, Change, Owners, Pace, StateStore, spawn
+from miles_router.trajectory.rows import AlignedRows
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +42,11 @@ PAGE = 1000
 class TextArchive:
     """Entries beyond memory. Without a store it holds nothing, and all of it does nothing."""
 
-    def __init__(self, cache: RadixTreeCache, store: StateStore | None, owners: Owners, *, max_tokens: int) -> None:
+    def __init__(
+        self, cache: RadixTreeCache, store: StateStore | None, owners: Owners, rows: TextRows, *, max_tokens: int
+    ) -> None:
         self._cache = cache
+        self._rows = rows
         self._store = store
         self._owners = owners
         self._slots = () if store is None else sorted(set(store.slots) & set(range(SLOTS)))
@@ -56,6 +61,7 @@ class TextArchive:
         self._sweeping: asyncio.Task[None] | None = None
         if store is not None:
             cache.when_evicted = self._evicted
+            rows.listen(self._evicted_rows)
 
     # Reading
 
@@ -105,6 +111,7 @@ class TextArchive:
                 self._families[family.name] = family
                 self._index.add(family)
                 self.tokens += family.tokens
+                self._rows.nbytes += family.rows.nbytes
                 self._cache.go_on(family.serial, family.version, family.rank)
                 self._began = family.serial
             self._opened = True
@@ -121,30 +128,47 @@ class TextArchive:
         async with family.lock:
             if family.loaded:
                 return
-            read = await self._read(family)
+            entries, rows = await self._read(family)
             self._index.remove(family)
             self._count(family, -family.tokens)
             family.loaded = True
             restored: dict[int, Entry] = {}
             with self._cache.holding():  # nothing goes before all of it is there
-                for each in read:
+                for each in entries:
                     parent = None if each.parent is None else restored[each.parent]
                     entry = restored[each.serial] = self._cache.restore(each, parent)
+                    for kind in entry.rows:
+                        if (read := rows.get(RowName(kind, entry.serial))) is not None:
+                            entry.rows = {**entry.rows, kind: read.taken}
                     self._count(family, family.add(entry))
+                    if parent is not None and entry.parent is not parent:  # it does not keep that from being evicted
+                        family.unsaved[entry.serial] = entry
+                self._rows.restore(family, rows, restored)
+            if family.rows.gone:
+                self._sweep_later(family)
 
-    async def _read(self, family: Family) -> list[RestoredEntry]:
+    async def _read(self, family: Family) -> tuple[list[RestoredEntry], dict[RowName, RowsRead]]:
+        """The entries of a family, and the rows of its generations."""
         assert self._store is not None
-        rows = await self._store.load(family.owner, slot=family.slot)
-        written = {int(key): value for kind, key, value in rows if kind == ENTRY}
-        read: dict[int, RestoredEntry] = {}
+        found = await self._store.load(family.owner, slot=family.slot)
+        written = {int(key): value for kind, key, value in found if kind == ENTRY}
+        entries: dict[int, RestoredEntry] = {}
+        rows: dict[RowName, RowsRead] = {}
         pace = Pace()
         try:
+            records = {RowName.of(str(key)): value for kind, key, value in found if kind == ROWS}
+            found.clear()  # rows are large
             for serial in sorted(written):
-                read[serial] = read_entry(serial, written[serial], read)
+                entries[serial] = read_entry(serial, written[serial], entries)
+                await pace.step()
+            newest = {each.record.rid: serial for serial, each in entries.items()}
+            ids = {serial: rid for rid, serial in newest.items() if self._cache.find_rid(rid) is None}
+            for name, each_rows in self._rows.read(records, ids):
+                rows[name] = each_rows
                 await pace.step()
         except (KeyError, TypeError, ValueError) as error:
             raise StateDamaged(f"texts {family.owner!r} cannot be read: {error!r}") from error
-        return list(read.values())
+        return list(entries.values()), rows
 
     def _count(self, family: Family, tokens: int) -> None:
         family.tokens += tokens
@@ -161,6 +185,7 @@ class TextArchive:
         assert family.loaded, "a text is recorded that nobody has looked up"
         self._count(family, family.add(entry))
         family.unsaved[entry.serial] = entry
+        self._rows.add(family, entry)
         self._bound()
 
     async def save(self, entries: Iterable[Entry]) -> None:
@@ -181,6 +206,7 @@ class TextArchive:
         """Make durable what a family is now. Ids lead to what is there, or to nothing: they come first, and go last."""
         assert self._store is not None
         put, gone, store, slot = dict(family.unsaved), dict(family.gone), self._store, family.slot
+        rows, rows_gone = dict(family.rows.unsaved), set(family.rows.gone)
         coming, going = defaultdict(list), defaultdict(list)
         for serial, entry in put.items():
             digest = _digest(entry.rid)
@@ -189,9 +215,10 @@ class TextArchive:
             digest = _digest(rid)
             going[_rid_owner(digest)].append(Change(RID, f"{digest}-{serial}", None))
         works = [store.commit(owner, changes, slot=slot) for owner, changes in coming.items()]
-        if family.entries:
+        if family.entries or not family.loaded:
             changes = [Change(ENTRY, serial, self._written(entry)) for serial, entry in put.items()]
             changes += [Change(ENTRY, serial, None) for serial in gone]
+            changes += family.rows.changes(rows, rows_gone)
             works.append(store.commit(family.owner, [*changes, Change(HEAD, 0, family.head())], slot=slot))
         else:
             works.append(store.delete(family.owner, slot=slot))
@@ -199,23 +226,37 @@ class TextArchive:
         for serial, entry in put.items():
             if family.unsaved.get(serial) is entry:
                 del family.unsaved[serial]
+        for name in rows:
+            family.rows.unsaved.pop(name, None)
         for serial in gone:
             family.gone.pop(serial, None)
+        family.rows.gone -= rows_gone
 
     def _written(self, entry: Entry) -> bytes:
         parent = parent_in_family(entry)
         parent_text = None if parent is None else self._cache.whole_text_of(parent)
-        return written_entry(entry, self._cache.whole_text_of(entry), parent_text)
+        return written_entry(entry, self._cache.whole_text_of(entry), parent_text, with_rows=self._rows.write)
 
     # Deleting
 
     def _evicted(self, entry: Entry) -> None:
         if entry.family is not None:
             self._count(entry.family, -entry.family.remove(entry))
+            self._rows.remove(entry.family, entry.serial)
             self._sweep_later(entry.family)
 
+    def _evicted_rows(self, rows: AlignedRows) -> None:
+        family = self._rows.evicted(rows)
+        if family is not None and family.rows.gone:
+            self._sweep_later(family)
+
     def _bound(self) -> None:
-        """Keep to what the disk may have: what nobody has loaded goes first, the oldest of it."""
+        """Keep to what the disk may have: what nobody has loaded goes first, the oldest of it. Of rows it has what
+        memory may have, and lets go of no text for them."""
+        for family in list(self._index) if self._rows.nbytes > self._rows.max_bytes else ():
+            if self._rows.nbytes > self._rows.max_bytes and family.rows.nbytes and not family.lock.locked():
+                self._rows.forget(family)
+                self._sweep_later(family)
         for family in list(self._index) if self.tokens > self._max_tokens else ():
             if self.tokens <= self._max_tokens:
                 return
@@ -223,6 +264,7 @@ class TextArchive:
                 self._index.remove(family)
                 self._count(family, -family.tokens)
                 family.loaded = family.stale = True
+                self._rows.forget(family)
                 self._sweep_later(family)
         while self.tokens > self._max_tokens and self._cache.evict_one():
             pass
@@ -243,19 +285,21 @@ class TextArchive:
 
     async def _tidy(self, family: Family) -> None:
         async with family.lock:
-            if family.stale:
+            if family.stale or family.rows.stale:
                 await self._find_stale(family)
-            if family.gone:
+            if family.gone or family.rows.gone:
                 await self._commit(family)
-            if not family.entries and not family.gone and self._families.get(family.name) is family:
+            if family.loaded and not family.entries and not family.gone and self._families.get(family.name) is family:
                 del self._families[family.name]
 
     async def _find_stale(self, family: Family) -> None:
         assert self._store is not None
         for kind, key, value in await self._store.load(family.owner, slot=family.slot):
-            if kind == ENTRY and int(key) not in family.entries:
+            if kind == ENTRY and family.stale and int(key) not in family.entries:
                 family.gone[int(key)] = read_header(value)[0]["rid"]
-        family.stale = False
+            elif kind == ROWS and (name := RowName.of(str(key))) not in family.rows.records:
+                family.rows.gone.add(name)
+        family.stale = family.rows.stale = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from middleware_hub.radix_tree.archive.text_rows import ROWS_ARE_GONE
 from middleware_hub.radix_tree.cache import RestoredEntry
 from middleware_hub.radix_tree.entry import (
     FAR,
@@ -24,7 +25,7 @@ from middleware_hub.radix_tree.entry import (
     unpacked_ends,
     unpacked_pieces,
 )
-from miles_router.middlewares import RowsByKind, TrajectoryRows
+from miles_router.middlewares import NOT_WRITTEN, RowsByKind, TrajectoryRows
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.rows import KINDS
 
@@ -32,8 +33,6 @@ _LENGTH = struct.Struct("<I")
 #: Python's strings may have halves of characters, which JSON can spell.
 _HALVES = "surrogatepass"
 NOTHING = TextRecord("", 0, Trajectory(), np.zeros(0, dtype=np.uint32), "", "")
-#: Why an entry that was read back has no rows.
-ROWS_ARE_GONE = "the router was restarted since, and rows of texts are held in memory alone"
 
 
 def parent_in_family(entry: Entry) -> Entry | None:
@@ -42,8 +41,14 @@ def parent_in_family(entry: Entry) -> Entry | None:
     return parent if parent is not None and parent.family is entry.family else None
 
 
-def written_entry(entry: Entry, text: str, parent_text: str | None) -> bytes:
-    """An entry with its whole text, and that of its parent in the family, where it has one there."""
+def written_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows: bool) -> bytes:
+    """An entry.
+
+    Args:
+        text: its whole text, and
+        parent_text: that of its parent in the family, where it has one there.
+        with_rows: whether its rows are written, too.
+    """
     parent = parent_in_family(entry)
     own = entry if parent is not None else _alone(entry, text)
     shared = own.reused_chars
@@ -64,7 +69,7 @@ def written_entry(entry: Entry, text: str, parent_text: str | None) -> bytes:
         "own": own.own,
         "far": own.end_type is FAR,
         "runs": own.runs,
-        "rows": {kind.name: taken.reason for kind, taken in entry.rows.items()},
+        "rows": {kind.name: taken.reason or (None if with_rows else NOT_WRITTEN) for kind, taken in entry.rows.items()},
     }
     written = orjson.dumps(header)
     return b"".join((_LENGTH.pack(len(written)), written, spelled, own.block))
@@ -94,7 +99,7 @@ def read_header(data: bytes) -> tuple[dict[str, Any], int]:
 
 
 def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) -> RestoredEntry:
-    """An entry.
+    """An entry, without its rows.
 
     Args:
         before: those of the family that were read before it, by serial.
@@ -137,4 +142,4 @@ def _check_block(block: bytes, own: int, runs: list[tuple[int, bool, str | None]
 
 def _rows(reasons: Mapping[str, str | None]) -> RowsByKind:
     kinds = [kind for kind in KINDS if kind.name in reasons]
-    return {kind: TrajectoryRows(None, reasons[kind.name] or ROWS_ARE_GONE) for kind in kinds}
+    return {kind: TrajectoryRows(None, reasons[kind.name]) if reasons[kind.name] else ROWS_ARE_GONE for kind in kinds}

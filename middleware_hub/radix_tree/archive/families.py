@@ -12,6 +12,7 @@ import numpy.typing as npt
 import orjson
 
 from middleware_hub.radix_tree.archive.entry_rows import parent_in_family
+from middleware_hub.radix_tree.archive.text_rows import FamilyRows
 from middleware_hub.radix_tree.cache import ENTRY_CHARGE
 from middleware_hub.radix_tree.entry import Entry
 from miles_router.middlewares import Root
@@ -49,6 +50,8 @@ class Family:
         self.unsaved: dict[int, Entry] = {}
         #: The ids of generations that were evicted, by serial, until the disk knows that.
         self.gone: dict[int, str] = {}
+        #: The rows of its generations.
+        self.rows = FamilyRows()
         #: Tokens on the disk, with `ENTRY_CHARGE` for each entry.
         self.tokens = 0
         #: The newest entry's, and the newest weight version with its rank.
@@ -75,13 +78,14 @@ class Family:
         family = cls(root, slot, known["chars"], known["number"], loaded=False)
         family.tokens, family.serial = known["tokens"], known["serial"]
         family.version, family.rank = known["version"], known["rank"]
+        family.rows.nbytes = known.get("row_bytes", 0)
         return family
 
     def head(self) -> bytes:
         """What is known of it before it is loaded."""
         names = ("chars", "number", "tokens", "serial", "version", "rank")
         root = {"blocks": self.root.blocks.hex(), "bytes": self.root.length}
-        return orjson.dumps({**root, **{name: getattr(self, name) for name in names}})
+        return orjson.dumps({**root, "row_bytes": self.rows.nbytes, **{name: getattr(self, name) for name in names}})
 
     @property
     def name(self) -> tuple[int, str]:
