@@ -232,8 +232,15 @@ async def test_of_ten_thousand_episodes_a_page_costs_a_page_and_a_filter_goes_in
     store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
     for number in range(10_000):
         store.create(f"many-{number}", {"group": number % 10})
-    looked_at, newest = [], store.shelf.newest
-    monkeypatch.setattr(store.shelf, "newest", lambda *args: looked_at.append(len(found := newest(*args))) or found)
+    looked_at: list[int] = []
+    newest = store.shelf.newest
+
+    def counted(*asked: Any) -> Any:
+        found = newest(*asked)
+        looked_at.append(len(found))
+        return found
+
+    monkeypatch.setattr(store.shelf, "newest", counted)
     page = await got(trial, "episodes", limit=50)
     assert (len(page["episodes"]), sum(looked_at)) == (50, 51)
     behind = await got(trial, "episodes", limit=50, after=page["next"])
@@ -263,8 +270,10 @@ async def test_the_detail_has_the_turns_the_tree_and_why_each_segment_begins(tri
     assert {**{name: detail[name] for name in ROW}, "turns": detail["turns_total"]} == row
     assert (detail["metadata"], detail["contract"], detail["untraced"]) == ({"task": 7}, None, 0)
     assert (detail["leaf_turns"], detail["next_turn"], detail["text"]) == (read["metadata"]["leaves"], None, True)
-    same = ("turn", "parent", "reason", "edit", "choice", "prompt_tokens", "given_tokens", "dropped_tokens")
-    same += ("finish_reason", "cached_tokens", "worker", "rid", "request_id", "turn_id", "asked_at", "answered_at")
+    same = [
+        *("turn", "parent", "reason", "edit", "choice", "prompt_tokens", "given_tokens", "dropped_tokens"),
+        *("finish_reason", "cached_tokens", "worker", "rid", "request_id", "turn_id", "asked_at", "answered_at"),
+    ]
     for turn, record in zip(detail["turns"], read["records"], strict=True):
         assert set(turn) == TURN
         assert {name: turn[name] for name in same} == {name: record[name] for name in same}
