@@ -60,7 +60,7 @@ class TextArchive:
         self._dirty: dict[tuple[int, str], Family] = {}  # of which the disk has too much
         self._sweeping: asyncio.Task[None] | None = None
         if store is not None:
-            cache.when_evicted = self._evicted
+            cache.when_evicted.append(self._evicted)
             rows.listen(self._evicted_rows)
 
     # Reading
