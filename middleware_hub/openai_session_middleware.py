@@ -21,6 +21,8 @@ from middleware_hub.openai_session.audit.prompts import PromptCheck
 from middleware_hub.openai_session.audit.routes import AuditRoute
 from middleware_hub.openai_session.continuing.comparison import Comparison
 from middleware_hub.openai_session.continuing.continuation import build
+from middleware_hub.openai_session.dashboard.episodes import KIND, SessionEpisodes
+from middleware_hub.openai_session.dashboard.trained import count_read
 from middleware_hub.openai_session.dialects import DIALECTS, FORMS
 from middleware_hub.openai_session.export.routes import SessionRoutes
 from middleware_hub.openai_session.export.samples import CONCAT, SampleMaker, checked_defaults
@@ -123,7 +125,7 @@ class OpenAISessionMiddleware:
         self.store.when_over = router.end_session
         self._encoder = AsyncEncoder.of(router)
         equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None, self._encoder)
-        recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time)
+        recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time, run=router.run)
         settings = RunSettings(lora_path, chat_template_kwargs or {})
         faces = [face(continuation, equal, settings) for face in FACES]
         try:
@@ -138,7 +140,9 @@ class OpenAISessionMiddleware:
         self._door = TurnDoor(app, faces, self.store, recorder, runner, keeper, self._archive, now=time.time)
         selection = Selection(branch_policies, default_branches)
         defaults = checked_defaults("openai_session_middleware", default_build, default_mask)
-        maker = SampleMaker(selection, router.tokenizer.decode, router.rows, *defaults, default_side_calls)
+        read = partial(count_read, router.run)
+        maker = SampleMaker(selection, router.tokenizer.decode, router.rows, *defaults, default_side_calls, read)
+        router.episodes[KIND] = SessionEpisodes(self.store, self._archive, maker)
         self._sessions = SessionRoutes(self.store, self._archive, maker, router.base_url, keeper.stop)
         auditor = Auditor(router, PromptCheck(continuation, router.tokenizer.decode))
         self._audits = AuditRoute(auditor, self.store.get)

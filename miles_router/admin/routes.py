@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from miles_router.admin.dashboard import dashboard_routes
+from miles_router.admin.episodes import EpisodeRoutes
 from miles_router.asgi.exchange import Exchange
 from miles_router.control.engine_metrics import MEDIA_TYPE
 from miles_router.errors import BadRequest, NotFound
@@ -50,6 +51,7 @@ class Admin:
         self._router = pools.default.router
         self._stack = stack
         self._started = time.time()
+        self._episodes = EpisodeRoutes(pools)
 
     def open_routes(self) -> list[BaseRoute]:
         """Routes that load balancers and browsers reach without a key; they say nothing but counts."""
@@ -71,6 +73,7 @@ class Admin:
             Route("/workers/{id:path}", self.show_worker, methods=["GET"]),
             Route("/workers/{id:path}", self.delete_worker, methods=["DELETE"]),
             Route("/router/info", self.info, methods=["GET"]),
+            *self._episodes.routes(),
             Route("/router/weight_version", self.set_weight_version, methods=["POST"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/engine_metrics", self.engine_metrics, methods=["GET"]),

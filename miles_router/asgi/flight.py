@@ -47,7 +47,7 @@ class Flight:
 
     __slots__ = (
         *("aborted", "caches", "first_byte_at", "goes_on", "group", "inward", "movable", "move", "number"),
-        *("preferred", "prefill_url", "rank", "rids", "stop", "worker_url"),
+        *("preferred", "prefill_url", "rank", "rids", "stop", "waited", "waits", "worker_url"),
     )
 
     def __init__(self) -> None:
@@ -71,6 +71,10 @@ class Flight:
         self.goes_on: int | None = None
         #: The prefix caches that its parts were sampled with, one after the other.
         self.caches: list[UsedCache] = []
+        #: How many generations of it wait now, at the gate or for room,
+        self.waits = 0
+        #: and for how many seconds some have waited until now, together.
+        self.waited = 0.0
         #: A client asked to abort it: it must not be carried on.
         self.aborted = False
         #: What it is aborted with, together with others.

@@ -22,9 +22,11 @@ GLANCE = 0.1
 
 
 class Waiting(Protocol):
-    """Who waits: a request, which may be aborted meanwhile."""
+    """Who waits: a request, which may be aborted meanwhile. `waits`: how often now; `waited`: seconds, until now."""
 
     aborted: bool
+    waits: int
+    waited: float
 
     @property
     def number(self) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from miles_router.engines.paths import COMPUTED, GENERATION
 from miles_router.errors import FleetPaused
@@ -52,6 +53,8 @@ class Gate:
         self.pauses = 0
         #: and how often so that what ran was aborted; a generation during which this changed was cut.
         self.cuts = 0
+        #: Hears how many seconds each wait took that is over.
+        self.when_waited: Callable[[float], None] = lambda seconds: None
         self._max_held = max_held
         self._timeout = timeout
         self._now = now
@@ -118,9 +121,24 @@ class Gate:
         Raises:
             FleetPaused: too many wait already, or this one has waited for too long.
         """
+        if not self.closed or who.aborted:
+            return
         came_at = asyncio.get_running_loop().time() if came_at is None else came_at
-        while self.closed and not who.aborted:
-            await self._hold(who, came_at)
+        with self.waiting(who):
+            while self.closed and not who.aborted:
+                await self._hold(who, came_at)
+
+    @contextmanager
+    def waiting(self, who: Waiting) -> Iterator[None]:
+        """While this is entered, `who` waits, here or for room."""
+        clock = asyncio.get_running_loop().time
+        who.waits, since = who.waits + 1, clock()
+        try:
+            yield
+        finally:
+            who.waits, seconds = who.waits - 1, clock() - since
+            who.waited += seconds
+            self.when_waited(seconds)
 
     async def _hold(self, who: Waiting, came_at: float) -> None:
         """Wait until somebody changes something."""

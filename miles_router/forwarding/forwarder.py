@@ -301,7 +301,8 @@ class Forwarder:
         while True:
             await gate.wait(waiting, came_at)
             if request.key is not None and self._is_barred(request, waiting):
-                await gate.queue.wait(waiting, request.key, prompt_tokens(request.body), came_at)
+                with gate.waiting(waiting):
+                    await gate.queue.wait(waiting, request.key, prompt_tokens(request.body), came_at)
             if waiting.aborted or not self._in_flight.orders:
                 return  # and takes its room, before anybody else looks
             await self._in_flight.past_orders(request.body)

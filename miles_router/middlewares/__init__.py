@@ -24,6 +24,7 @@ from miles_router.control.table import ABORT, CONTINUE, PAUSE, UPDATE_VERSION
 from miles_router.engines.events import LAST_EVENT, Event, write_event
 from miles_router.engines.generate import GenerateRequest, UnknownShape
 from miles_router.engines.scan import Field
+from miles_router.metrics.run import RunSeries
 from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
 from miles_router.middlewares.chat import ChatTurn, KnownVersions
 from miles_router.middlewares.contract import (
@@ -34,6 +35,22 @@ from miles_router.middlewares.contract import (
     HasMetrics,
     HasRoutes,
     Restores,
+)
+from miles_router.middlewares.episodes import (
+    ENDED,
+    IDLE,
+    OTHER_REASON,
+    RUNNING,
+    WAITING,
+    EpisodeLine,
+    EpisodePlace,
+    EpisodeRow,
+    EpisodeShelf,
+    EpisodeSource,
+    EpisodeView,
+    Facets,
+    TokenCounts,
+    TurnRow,
 )
 from miles_router.middlewares.router import Router
 from miles_router.middlewares.rows import (
@@ -56,19 +73,31 @@ from miles_router.tasks import Pace, spawn
 __all__ = [
     "ABORT",
     "CONTINUE",
+    "ENDED",
+    "IDLE",
     "LAST_EVENT",
     "NO_ROWS",
     "OK",
+    "OTHER_REASON",
     "PAUSE",
+    "RUNNING",
     "SLOTS",
     "TOO_LARGE",
     "UPDATE_VERSION",
+    "WAITING",
     "ASGIApp",
     "Change",
     "ChatTurn",
     "Collected",
+    "EpisodeLine",
+    "EpisodePlace",
+    "EpisodeRow",
+    "EpisodeShelf",
+    "EpisodeSource",
+    "EpisodeView",
     "Event",
     "Exchange",
+    "Facets",
     "Field",
     "GenerateRequest",
     "Handover",
@@ -92,13 +121,16 @@ __all__ = [
     "RowPrefix",
     "RowSource",
     "RowsByKind",
+    "RunSeries",
     "Scope",
     "Send",
     "StateRow",
     "StateStore",
     "Statistics",
     "Tap",
+    "TokenCounts",
     "TrajectoryRows",
+    "TurnRow",
     "UnknownShape",
     "UnreadCounter",
     "Watch",

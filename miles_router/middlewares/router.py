@@ -23,7 +23,9 @@ from miles_router.fleet.gate import computes, generates
 from miles_router.forwarding.forwarder import Forwarded, Forwarder
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics import Metrics, Statistics
+from miles_router.metrics.run import RunSeries
 from miles_router.middlewares.checkpoint import load_generation_config, load_model_config, load_tokenizer
+from miles_router.middlewares.episodes import EpisodeSource
 from miles_router.middlewares.rows import RowChannel
 from miles_router.settings.config import RouterConfig
 from miles_router.state.store import StateStore
@@ -74,6 +76,11 @@ class Router:
         self.collectors: list[Collector] = []
         #: Where layers that hold trajectories and the layer that captures a kind of rows find each other.
         self.rows = {kind: RowChannel(kind) for kind in KINDS}
+        #: Who holds episodes that the dashboard shows, by their kind.
+        self.episodes: dict[str, EpisodeSource] = {}
+        #: What is told of generations that are recorded, and of samples that are read.
+        self.run = RunSeries(lambda: fleet.pool.weight_version)
+        fleet.gate.when_waited = self.run.wait
         self._forwarder = forwarder
 
     def publish(self, name: str, statistics: Numbers, **facts: Callable[[], object]) -> Numbers:

@@ -171,6 +171,9 @@ class RouterConfig:
     )
     state_sync: Sync = setting("process", "what it outlives: the loss of the process, or of the machine (fsync)")
     state_rows: bool = setting(False, "hold the rows of experts of sessions there too, which are large")
+    dashboard_text: Literal["on", "off"] = setting(
+        "on", "whether texts, token ids and bytes of episodes are shown; off: to nobody"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe log line shown")
     log_format: LogFormat = setting("text", "text for people, json for machines")
     access_log: bool = setting(False, "one log line for every request")

@@ -15,7 +15,7 @@ import base64
 import hashlib
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -156,14 +156,22 @@ class _Index:
 
     def vocabulary(self) -> bytes:
         """Ids in order, int32, where the bytes of each end, int32, and the bytes; of ids that have some."""
-        found = {} if self.bytes_of is None else {token: self.bytes_of(token) for token in sorted(self._ids)}
-        known = {token: spelled for token, spelled in found.items() if spelled is not None}
-        arrays: Mapping[str, npt.NDArray[Any]] = {
-            "ids": np.fromiter(known, dtype=np.int32, count=len(known)),
-            "ends": np.cumsum([len(spelled) for spelled in known.values()], dtype=np.int32),
-            "bytes": np.frombuffer(b"".join(known.values()), dtype=np.uint8),
-        }
-        return pack(arrays, {})
+        return pack(vocabulary_arrays({} if self.bytes_of is None else spelled(sorted(self._ids), self.bytes_of)), {})
+
+
+def spelled(ids: Iterable[int], bytes_of: BytesOf) -> dict[int, bytes]:
+    """What ids spell, of those that spell something."""
+    found = {token: bytes_of(token) for token in ids}
+    return {token: each for token, each in found.items() if each is not None}
+
+
+def vocabulary_arrays(known: Mapping[int, bytes]) -> dict[str, npt.NDArray[Any]]:
+    """What ids spell, as the view reads it: the ids, where the bytes of each end, and the bytes."""
+    return {
+        "ids": np.fromiter(known, dtype=np.int32, count=len(known)),
+        "ends": np.cumsum([len(each) for each in known.values()], dtype=np.int32),
+        "bytes": np.frombuffer(b"".join(known.values()), dtype=np.uint8),
+    }
 
 
 def _line(sheet: TokenSheet) -> dict[str, Any]:

@@ -90,16 +90,19 @@ class TokenSheet:
             "notes": list(self.notes),
         }
 
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Those that are known, by their names."""
+        names = ("tokens", "loss_mask", "sampled", "logprobs", "expert_entropy")
+        every = {name: getattr(self, name) for name in names}
+        return {name: array for name, array in every.items() if array is not None}
+
     def packed(self) -> bytes:
         """The form on a page.
 
         Raises:
             Malformed: its metadata cannot be written.
         """
-        names = ("tokens", "loss_mask", "sampled", "logprobs", "expert_entropy")
-        every = {name: getattr(self, name) for name in names}
-        arrays = {name: array for name, array in every.items() if array is not None}
-        return pack(arrays, {"facts": as_json(self.facts())})
+        return pack(self.arrays(), {"facts": as_json(self.facts())})
 
 
 def as_json(value: object, options: int = 0) -> str:

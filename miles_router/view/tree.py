@@ -34,21 +34,28 @@ class BranchTree:
 
     def __init__(self) -> None:
         self._roots: dict[int, _TurnNode] = {}
+        self._nodes: dict[int, _TurnNode] = {}
 
     def add(self, place: int, sheet: TokenSheet) -> None:
         """The sample that stands at a place of the file."""
         spans = {turn["turn"]: turn for turn in sheet.turns}
-        children, node = self._roots, None
+        before = None
         for number in sheet.path:
             turn = spans.get(number, {})
-            node = children.get(number)
-            if node is None:
-                reason = turn.get("reason")
-                sampled = turn.get("end", 0) - turn.get("start", 0)
-                node = children[number] = _TurnNode(number, sampled, None if reason is None else str(reason))
-            children = node.children
-        if node is not None:
-            node.samples.append(place)
+            self.hang(number, before, turn.get("end", 0) - turn.get("start", 0), turn.get("reason"))
+            before = number
+        if before is not None:
+            self.end(before, place)
+
+    def hang(self, turn: int, parent: int | None, sampled: int, reason: object) -> None:
+        """A turn, and how many tokens it sampled, behind one that is there; of a turn that is there, nothing new."""
+        if turn not in self._nodes:
+            node = self._nodes[turn] = _TurnNode(turn, sampled, None if reason is None else str(reason))
+            (self._roots if parent is None else self._nodes[parent].children)[turn] = node
+
+    def end(self, turn: int, sample: int) -> None:
+        """A sample ends with a turn that is there."""
+        self._nodes[turn].samples.append(sample)
 
     def lines(self) -> list[dict[str, Any]]:
         """Depth first: `depth`, `first` and `last` turn, how many `turns` and sampled `tokens`, the `reason` why it

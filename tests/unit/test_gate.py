@@ -18,6 +18,8 @@ class Who:
 
     def __init__(self, number: int = 0) -> None:
         self.aborted = False
+        self.waits = 0
+        self.waited = 0.0
         self.number = number
 
 

@@ -12,8 +12,20 @@ from middleware_hub.openai_session.episodes.ledger import Ledger
 from miles_router.errors import RouterError
 
 
+class OnItsWay(Protocol):
+    """Where a request is: how many generations of it wait now, and for how many seconds some have."""
+
+    waits: int
+    waited: float
+
+
 class Stoppable(Protocol):
     """A turn that runs."""
+
+    @property
+    def flight(self) -> OnItsWay:
+        """Where its request is."""
+        ...
 
     def stop(self, error: RouterError, *, keep: bool) -> None:
         """End it at the engine; `keep`: what was sampled until now stays."""

@@ -7,8 +7,9 @@ last_step   what the last answer's engine was given, and the answer; the respons
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,17 @@ from middleware_hub.openai_session.episodes.contract import Freshness
 from middleware_hub.openai_session.errors import UntracedEpisode, UnusableSample
 from middleware_hub.openai_session.export.masks import MASKS, Decode, checked_masks
 from middleware_hub.openai_session.export.records import turn_span
-from middleware_hub.openai_session.export.selection import Selection, side_calls, trained_elsewhere
+from middleware_hub.openai_session.export.selection import (
+    Selection,
+    side_calls,
+    trained_before,
+    trained_elsewhere,
+    trained_tokens,
+)
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends, line_trajectory
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import RowChannel
-from miles_router.trajectory import InvalidTrajectory, Sample
+from miles_router.trajectory import InvalidTrajectory, Sample, Trajectory
 from miles_router.trajectory.pieces import Mask
 from miles_router.trajectory.rows import KINDS, RowKind
 from miles_router.trajectory.sample import BY_FINISH_REASON, CARRIED, WRITERS, Format, ShapedRows
@@ -93,6 +100,7 @@ class SampleMaker:
         decode: token ids to text.
         channels: of the rows of the stack.
         build, mask, side_calls: of requests that name none.
+        when_read: told of the samples of a session that somebody reads, each with its line of turns; maybe in a thread.
     """
 
     selection: Selection
@@ -101,6 +109,7 @@ class SampleMaker:
     build: str = CONCAT
     mask: tuple[str, ...] = ()
     side_calls: bool = True
+    when_read: Callable[[Session, Iterable[tuple[Turn, Sample]]], None] = lambda session, samples: None
 
     def plan(self, session: Session, request: SampleRequest) -> SamplePlan:
         """What the samples of a session will be, as it is now. A leaf in whose line nothing was sampled (aborted before
@@ -116,12 +125,8 @@ class SampleMaker:
         request = replace(
             request, build=request.build or self.build, mask=self.mask if request.mask is None else request.mask
         )
-        default = "last" if request.build == LAST_STEP else request.default_branches
         aside = side_calls(session)
-        wanted = self.side_calls if request.side_calls is None else request.side_calls
-        without = () if wanted else aside
-        selected = self.selection.leaves(session, request.branches, default=default, without=without)
-        leaves = [leaf for leaf in selected if _was_answered(leaf)]
+        leaves = [leaf for leaf in self._selected(session, request, aside) if _was_answered(leaf)]
         if request.leave_out_prompts and request.max_seq_len is not None:
             leaves = [leaf for leaf in leaves if leaf.line()[0].prompt_tokens < request.max_seq_len]
         facts = {
@@ -133,7 +138,48 @@ class SampleMaker:
         plans = list(zip(leaves, trained_elsewhere(leaves), strict=True))
         facts |= session.episode.about()
         freshness = session.episode.contract.freshness
-        return SamplePlan(self, request, plans, dict(session.metadata), facts, aside, freshness)
+        read = partial(self.when_read, session)
+        return SamplePlan(self, request, plans, dict(session.metadata), facts, aside, freshness, read)
+
+    def trained_tokens(self, session: Session) -> int | None:
+        """How many tokens are in the loss of the samples of a request that says nothing; None where masks decide.
+
+        Raises:
+            UnusableSample: as `plan`.
+        """
+        return None if self.mask else trained_tokens(self._usual(session))
+
+    def loss_mask(self, session: Session, leaf: Turn) -> Callable[[], Mask]:
+        """What gives the loss mask of a leaf's sample, for a request that says nothing; where it is none, nothing is in
+        the loss. It may be called in a thread.
+
+        Raises:
+            UnusableSample: as `plan`.
+        """
+        leaves, line = self._usual(session), leaf.line()
+        elsewhere = trained_before(leaves, leaf)
+
+        def make() -> Mask:
+            trajectory = line_trajectory(line, elsewhere=elsewhere)
+            return self.masked(line, trajectory, self.mask) if leaf in leaves else np.zeros(leaf.tokens, np.uint8)
+
+        return make
+
+    def _usual(self, session: Session) -> Sequence[Turn]:
+        """The leaves that a request which says nothing selects."""
+        return self._selected(session, SampleRequest(build=self.build), () if self.side_calls else side_calls(session))
+
+    def _selected(self, session: Session, request: SampleRequest, aside: Collection[Turn]) -> Sequence[Turn]:
+        default = "last" if request.build == LAST_STEP else request.default_branches
+        wanted = self.side_calls if request.side_calls is None else request.side_calls
+        return self.selection.leaves(session, request.branches, default=default, without=() if wanted else aside)
+
+    def masked(self, line: Sequence[Turn], trajectory: Trajectory, names: Iterable[str]) -> Mask:
+        """The loss mask that these masks leave."""
+        loss_mask = trajectory.loss_mask
+        for name in names:
+            loss_mask = loss_mask & MASKS[name](line, trajectory, self.decode)
+        return loss_mask
 
 
 @dataclass(frozen=True)
@@ -146,6 +192,7 @@ class SamplePlan:
         facts: what stands beside it in the answer.
         side_calls: the session's turns that are none of its main line.
         freshness: which weights are too old for its contract.
+        when_read: told of the samples, each with its leaf.
     """
 
     maker: SampleMaker
@@ -155,6 +202,7 @@ class SamplePlan:
     facts: Mapping[str, Any]
     side_calls: Collection[Turn]
     freshness: Freshness = field(default_factory=Freshness)
+    when_read: Callable[[Iterable[tuple[Turn, Sample]]], None] = lambda samples: None
 
     def make(self) -> list[Sample]:
         """The samples.
@@ -162,7 +210,9 @@ class SamplePlan:
         Raises:
             UnusableSample: one of them would break an invariant; none is given.
         """
-        return [self._sample(leaf, elsewhere) for leaf, elsewhere in self.leaves]
+        samples = [self._sample(leaf, elsewhere) for leaf, elsewhere in self.leaves]
+        self.when_read([(leaf, sample) for (leaf, _), sample in zip(self.leaves, samples, strict=True)])
+        return samples
 
     def write(self) -> bytes:
         """The answer with the samples. Raises as `make`."""
@@ -173,9 +223,7 @@ class SamplePlan:
         whole = line_trajectory(line, elsewhere=elsewhere)
         cut = request.max_seq_len is not None and len(whole) > request.max_seq_len
         trajectory = whole[: request.max_seq_len] if cut else whole
-        loss_mask = trajectory.loss_mask
-        for name in request.mask or ():
-            loss_mask = loss_mask & MASKS[name](line, trajectory, self.maker.decode)
+        loss_mask = self.maker.masked(line, trajectory, request.mask or ())
         prompt = self._prompt(line, loss_mask)
         if len(trajectory) <= prompt:
             raise UnusableSample("has_a_response", f"turn {leaf.number}: the first prompt alone has {prompt} tokens")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.sessions.messages import load_function
 from middleware_hub.openai_session.sessions.prompting import shows_tools
-from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
+from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.errors import BadRequest, ConfigError
 
 #: Of the leaves of a session, those that become samples. One of the operator's own chooses among all turns.
@@ -111,8 +111,38 @@ def trained_elsewhere(leaves: Sequence[Turn]) -> list[dict[Turn, int]]:
     covered: dict[Turn, int] = {}
     plans = []
     for leaf in leaves:
-        line = leaf.line()
-        plans.append({turn: covered.get(turn, 0) for turn in line})
-        for turn, end in zip(line, line_ends(line), strict=True):
-            covered[turn] = max(covered.get(turn, 0), end - turn.prompt_tokens)
+        plans.append({turn: covered.get(turn, 0) for turn in leaf.line()})
+        _cover(covered, leaf)
     return plans
+
+
+def trained_before(leaves: Sequence[Turn], leaf: Turn) -> dict[Turn, int]:
+    """Of the turns of a leaf's line, how many of each turn's first sampled tokens the samples of other leaves in front
+    of it train; where it is none of them itself, all of them do."""
+    covered: dict[Turn, int] = {}
+    for each in leaves:
+        if each is leaf:
+            break
+        _cover(covered, each)
+    return {turn: covered.get(turn, 0) for turn in leaf.line()}
+
+
+def trained_tokens(leaves: Sequence[Turn]) -> int:
+    """How many sampled tokens are in the loss of the samples of these leaves."""
+    covered: dict[Turn, int] = {}
+    for leaf in leaves:
+        _cover(covered, leaf)
+    return sum(max(tokens, 0) for tokens in covered.values())
+
+
+def _cover(covered: dict[Turn, int], leaf: Turn) -> None:
+    """Take in the tokens of a leaf's line: for each turn, how many of its first sampled tokens some line has."""
+    turn: Turn | None = leaf
+    end = leaf.tokens
+    while turn is not None:
+        known = covered.get(turn)
+        covered[turn] = max(known or 0, end - turn.prompt_tokens)
+        if known is not None:
+            return  # another line went this way, and to the same ends from here on
+        end = turn.prompt_tokens - len(turn.given)
+        turn = turn.parent

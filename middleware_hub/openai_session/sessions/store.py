@@ -17,7 +17,7 @@ from middleware_hub.openai_session.sessions.recent import KnownRequests, Written
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.statistics import SessionStatistics
 from miles_router.errors import BadRequest, ConfigError, RouterError
-from miles_router.middlewares import read_json
+from miles_router.middlewares import EpisodeShelf, read_json
 
 ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
 #: Bytes of what a client may have a session carry beside its turns: metadata, and label and reward.
@@ -70,6 +70,8 @@ class SessionStore:
         self.when_deleted: Callable[[str], None] = lambda session_id: None
         #: Hears the id of each session whose work is over.
         self.when_over: Callable[[str], None] = lambda session_id: None
+        #: All of them in the order in which they were made.
+        self.shelf = EpisodeShelf[Session]()
         self._now = now
         self._clock = clock
         self._sessions: OrderedDict[str, Session] = OrderedDict()
@@ -111,6 +113,7 @@ class SessionStore:
         session = self._sessions[session_id] = Session(
             session_id, now=self._now(), clock=self._clock(), metadata=metadata, contract=contract
         )
+        self.shelf.add(session.place_in_order, session)
         self.account(session, nbytes)
         self.statistics.created += 1
         return session
@@ -151,6 +154,7 @@ class SessionStore:
         if self._sessions.get(session.id) is session:
             self.end(session, DELETED)
             del self._sessions[session.id]
+            self.shelf.remove(session.place_in_order)
             session.deleted = True
             self.nbytes -= session.nbytes
             self.written_ids.forget(session.id)
@@ -168,6 +172,7 @@ class SessionStore:
             raise self._full("max_sessions", TooManySessions, f"{len(self._sessions)} sessions are held already")
         self._check_room()
         self._sessions[session.id] = session
+        self.shelf.add(session.place_in_order, session)
         self.nbytes += session.nbytes
 
     def end(self, session: Session, reason: str) -> None:

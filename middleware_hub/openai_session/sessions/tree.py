@@ -26,6 +26,7 @@ from middleware_hub.openai_session.sessions.histories import HeldMessage, Walk
 from middleware_hub.openai_session.sessions.messages import Message, SentList, function_of, message_bytes
 from middleware_hub.openai_session.sessions.prompting import shows_tools
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
+from middleware_hub.openai_session.sessions.tally import Tally
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.rows import RowKind
@@ -199,6 +200,9 @@ class Session:
         self.made_by_a_turn = False  # which named it in a header; else by `POST /sessions`
         self.finalized: Mapping[str, Any] | None = None  # what it was finalized with: no further turns
         self.nbytes = 0  # arrays and messages
+        self.model: str | None = None  # that the last request named
+        self.tally = Tally()
+        self.read: set[int] = set()  # turns that a sample which somebody has read has in its loss
         self._histories = HeldMessage({})  # the root of them
         self._ends: dict[Turn, HeldMessage] = {}
         self._last = 0  # the number of the list that the last turn was sent; 0 where another may be like it
@@ -207,6 +211,11 @@ class Session:
         self._tools: dict[bytes, bytes] = {}  # as they were sent, by digest
         self._answers: set[bytes] = set()  # what the first recorded answers say, by digest
         self._answers_read = 0  # how many of them
+
+    @property
+    def place_in_order(self) -> tuple[float, str]:
+        """Where it stands among all."""
+        return self.created_at, self.id
 
     def place(self, messages: Sequence[Message], contexts: Sequence[bytes], equal: Equality) -> Place:
         """The deepest turn that a request's messages extend in one of these contexts, the latest of several."""

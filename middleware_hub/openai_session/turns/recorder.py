@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.prompting import tools_of
 from middleware_hub.openai_session.sessions.store import SessionStore
+from middleware_hub.openai_session.sessions.tally import reason_name
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.openai.choices import Choice
-from miles_router.middlewares import nests_too_deep
+from miles_router.middlewares import RunSeries, nests_too_deep
 from miles_router.trajectory import InvalidTrajectory, Piece
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,7 @@ logger = logging.getLogger(__name__)
 MAX_UNTRACED = 1000  # of one session; the log has the rest
 UNTRACED_BYTES = 1024  # of each of them, about
 LENGTH = "length"  # how an answer ends that may not be longer
+MAX_MODEL = 256  # characters of a model's name that are kept
 TURN_BYTES = 2304  # what a turn takes beside its arrays and messages, about
 
 
@@ -33,7 +36,12 @@ class TurnRecorder:
     """Turns answers into turns."""
 
     def __init__(
-        self, store: SessionStore, equal: Equality, is_special: Callable[[int], bool], now: Callable[[], float]
+        self,
+        store: SessionStore,
+        equal: Equality,
+        is_special: Callable[[int], bool],
+        now: Callable[[], float],
+        run: RunSeries | None = None,
     ) -> None:
         self.statistics = store.statistics
         self.written_ids = store.written_ids
@@ -41,6 +49,7 @@ class TurnRecorder:
         self._equal = equal
         self._is_special = is_special
         self._now = now
+        self._run = run or RunSeries(lambda: None)
 
     def record(self, pending: PendingTurn, choices: Sequence[Choice], facts: Mapping[str, Any]) -> None:
         """Hold all choices of an answer, or none.
@@ -60,6 +69,8 @@ class TurnRecorder:
         if session.deleted:
             return
         pending.recorded = True
+        if isinstance(model := pending.fields.get("model"), str):
+            session.model = model[:MAX_MODEL]
         nbytes = prompts.nbytes
         held: dict[int, Place] = {}
         for place in places:
@@ -85,8 +96,12 @@ class TurnRecorder:
         if pending.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
             self._store.end(session, pending.cut_by)
         self._store.account(session, nbytes)
-        self.statistics.given_tokens += prompts.tokens
-        self.statistics.reused_tokens += pending.prompt.held if pending.prompt is not None else 0
+        new, reused = prompts.tokens, pending.prompt.held if pending.prompt is not None else 0
+        self.statistics.given_tokens += new
+        self.statistics.reused_tokens += reused
+        for turn in session.turns[len(session.turns) - len(choices) :]:
+            self._run.record(_by_version(turn.sampled), given=new, reused=reused, reason=reason_name(turn.reason))
+            new = reused = 0  # once for all choices
 
     def _turn(
         self,
@@ -144,6 +159,14 @@ class TurnRecorder:
             session.untraced.append({"path": path, "reason": reason, "request_id": request_id, "at": self._now()})
         fields = {"session_id": session.id, "path": path, "reason": reason, "request_id": request_id}
         logger.warning("turn_not_traced", extra={"fields": fields})
+
+
+def _by_version(pieces: Iterable[Piece]) -> Counter[str | None]:
+    """How many tokens each weight version sampled."""
+    tokens: Counter[str | None] = Counter()
+    for piece in pieces:
+        tokens[piece.version] += len(piece)
+    return tokens
 
 
 def _pieces(choice: Choice) -> tuple[Piece, ...]:

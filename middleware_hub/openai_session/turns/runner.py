@@ -198,6 +198,7 @@ class TurnRunner:
         facts: Mapping[str, Any] = {
             "worker": exchange.flight.worker_url,
             "request_id": exchange.request_id,
+            **({"waited_s": round(exchange.flight.waited, 6)} if exchange.flight.waited else {}),
             "cache_versions": exchange.flight.cache_versions,
             **self._of_the_request(turn, exchange.flight.worker_url),
         }

@@ -29,13 +29,15 @@ class RunningTurn:
         self._error: RouterError | None = None
         self._exchange = exchange
         self._router = router
+        #: Where its request is.
+        self.flight = exchange.flight
         self._task = asyncio.current_task()
         self._ended = asyncio.Event()
 
     def stop(self, error: RouterError, *, keep: bool) -> None:
         """End it; `keep`: what was sampled until now stays. `error` is what its agent is told where nothing does."""
-        self._exchange.flight.aborted = True
-        if self.rid is None or self._exchange.flight.worker_url is None:
+        self.flight.aborted = True
+        if self.rid is None or self.flight.worker_url is None:
             self._break_off(error)
         else:
             end = self._abort(self.rid, error) if keep else self._drop(self.rid, error)

@@ -1,0 +1,215 @@
+"""Sessions as episodes of the dashboard."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.archive.archive import SessionArchive
+from middleware_hub.openai_session.errors import UnusableSample
+from middleware_hub.openai_session.export.records import turn_span
+from middleware_hub.openai_session.export.samples import SampleMaker
+from middleware_hub.openai_session.sessions.store import SessionStore
+from middleware_hub.openai_session.sessions.tally import REASONS, Tally
+from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
+from miles_router.errors import BadRequest
+from miles_router.middlewares import (
+    ENDED,
+    IDLE,
+    RUNNING,
+    WAITING,
+    EpisodeLine,
+    EpisodePlace,
+    EpisodeRow,
+    EpisodeSource,
+    EpisodeView,
+    Facets,
+    TokenCounts,
+    TurnRow,
+)
+from miles_router.trajectory.rows import ROUTED_EXPERTS
+from miles_router.trajectory.sample import BY_FINISH_REASON, ShapedRows
+
+KIND = "session"
+#: Characters of a label.
+LONGEST_LABEL = 200
+
+
+class SessionEpisodes:
+    """All sessions."""
+
+    def __init__(self, store: SessionStore, archive: SessionArchive, maker: SampleMaker) -> None:
+        self._store = store
+        self._archive = archive
+        self._maker = maker
+
+    @property
+    def reasons(self) -> Collection[str]:
+        """Why a turn is no ordinary next one."""
+        return REASONS
+
+    def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
+        """Those in memory. As of `EpisodeSource`."""
+        self._store.expire()
+        return [SessionView(session, self._maker) for session in self._store.shelf.newest(before, most)]
+
+    async def find(self, episode_id: str) -> EpisodeView | None:
+        """One by its id; what is held and not in memory is brought back."""
+        await self._archive.load(episode_id)
+        session = self._store.find(episode_id)
+        return None if session is None else SessionView(session, self._maker)
+
+
+class SessionView:
+    """One session."""
+
+    def __init__(self, session: Session, maker: SampleMaker) -> None:
+        self._session = session
+        self._maker = maker
+
+    @property
+    def place(self) -> EpisodePlace:
+        """As it stands on the shelf."""
+        return self._session.place_in_order
+
+    def facets(self) -> Facets:
+        """What filters look at."""
+        tally = self._tally()
+        return Facets(self._state(), self._group(), tally.reasons.keys(), tally.workers.keys())
+
+    def row(self) -> EpisodeRow:
+        """Its row."""
+        session, tally = self._session, self._tally()
+        contract, turns = session.episode.contract, session.turns
+        return EpisodeRow(
+            id=session.id,
+            state=self._state(),
+            group=self._group(),
+            label=_label(session.metadata),
+            model=contract.model.name or contract.model.lora or session.model,
+            turns=len(turns),
+            under_way=session.in_flight,
+            segments=len(session.roots),
+            leaves=tally.leaves,
+            reasons=dict(tally.reasons),
+            tokens=TokenCounts(tally.tokens, tally.sampled, self._trained(tally)),
+            finish_reason=turns[-1].finish_reason if turns else None,
+            end_reason=session.episode.end_reason,
+            weight_versions=[*tally.versions],
+            workers=[*tally.workers],
+            started_at=session.created_at,
+            last_used_at=session.used_at,
+            waited_s=round(tally.waited, 6),
+        )
+
+    def about(self) -> Mapping[str, Any]:
+        """What stands beside its turns."""
+        session = self._session
+        contract = session.episode.given
+        return {"metadata": session.metadata, "contract": contract or None, "untraced": len(session.untraced)}
+
+    def turns(self) -> Iterator[TurnRow]:
+        """Those that there are now."""
+        return map(_turn_row, list(self._session.turns))
+
+    def line(self, leaf: int | None) -> EpisodeLine:
+        """The tokens up to a turn. As of `EpisodeView`."""
+        session, turns = self._session, self._session.turns
+        if leaf is None:
+            leaf = next((turn.number for turn in reversed(turns) if not turn.children), None)
+        if leaf is None or leaf >= len(turns):
+            raise BadRequest(f"leaf must be the number of a turn; the session has {len(turns)}")
+        last = turns[leaf]
+        line = last.line()
+        trajectory = last.trajectory()
+        return EpisodeLine(
+            leaf=leaf,
+            trajectory=trajectory,
+            loss_mask=self._maker.loss_mask(session, last),
+            turns=[turn_span(turn, end) for turn, end in zip(line, line_ends(line), strict=True)],
+            response_length=len(trajectory) - line[0].prompt_tokens,
+            status=BY_FINISH_REASON.get(last.finish_reason, "completed"),
+            experts=partial(self._experts, last),
+            about={**session.metadata, **session.episode.about()},
+        )
+
+    def _experts(self, leaf: Turn, start: int, stop: int) -> ShapedRows | None:
+        channel, held = self._maker.channels[ROUTED_EXPERTS], leaf.held_rows(ROUTED_EXPERTS, leaf.tokens)
+        if held is None or channel.shape is None or held.count < stop:
+            return None
+        return channel.array(held.rows, start, stop)
+
+    def _tally(self) -> Tally:
+        return self._session.tally.upto(self._session.turns)
+
+    def _trained(self, tally: Tally) -> int | None:
+        """Tokens in the loss, counted again once there are more turns."""
+        trained, turns = tally.trained
+        if turns != len(self._session.turns):
+            try:
+                trained = self._maker.trained_tokens(self._session)
+            except UnusableSample:  # a policy of the operator's fails
+                trained = None
+            tally.trained = trained, len(self._session.turns)
+        return trained
+
+    def _state(self) -> str:
+        session = self._session
+        if not session.in_flight:
+            return IDLE if session.episode.end_reason is None else ENDED
+        running = session.episode.running
+        return WAITING if running and all(each.flight.waits for each in running) else RUNNING
+
+    def _group(self) -> str | None:
+        group = self._session.episode.group(self._session.metadata)
+        return None if group is None else str(group)
+
+
+def _turn_row(turn: Turn) -> TurnRow:
+    facts = turn.facts
+    names = ("cached_tokens", "worker", "rid", "request_id", "turn_id", "asked_at", "first_token_at", "answered_at")
+    return TurnRow(
+        turn=turn.number,
+        parent=None if turn.parent is None else turn.parent.number,
+        reason=turn.reason,
+        edit=turn.edit,
+        side_call=turn.side_call,
+        choice=turn.choice,
+        prompt_tokens=turn.prompt_tokens,
+        given_tokens=len(turn.given),
+        dropped_tokens=turn.dropped,
+        start=turn.prompt_tokens,
+        end=turn.tokens,
+        spans=_spans(turn),
+        finish_reason=turn.finish_reason,
+        waited_s=facts.get("waited_s", 0.0),
+        **{name: facts.get(name) for name in names},
+    )
+
+
+def _spans(turn: Turn) -> list[dict[str, Any]]:
+    """What a turn sampled, by the weights that did."""
+    spans: list[dict[str, Any]] = []
+    end = turn.prompt_tokens
+    for piece in turn.sampled:
+        begin, end = end, end + len(piece)
+        if spans and spans[-1]["version"] == piece.version:
+            spans[-1]["end"] = end
+        else:
+            span = {"start": begin, "end": end, "version": piece.version, "worker": turn.facts.get("worker")}
+            spans.append(span)
+    return spans
+
+
+def _label(metadata: Mapping[str, Any]) -> str | None:
+    label = metadata.get("label", metadata.get("instance_id"))
+    if label is None:
+        return None
+    text = label if isinstance(label, str) else orjson.dumps(label, default=dict).decode()
+    return text[:LONGEST_LABEL]
+
+
+_source: type[EpisodeSource] = SessionEpisodes

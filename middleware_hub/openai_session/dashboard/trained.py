@@ -1,0 +1,36 @@
+"""Which tokens of sessions trainers have read, for the run's series."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from middleware_hub.openai_session.sessions.tree import Session, Turn
+from miles_router.middlewares import RunSeries
+from miles_router.trajectory import Sample
+
+
+def count_read(run: RunSeries, session: Session, samples: Iterable[tuple[Turn, Sample]]) -> None:
+    """Samples of a session are read, each that of a leaf: a turn counts the first time that it is in a loss."""
+    trained: Counter[str | None] = Counter()
+    for leaf, sample in samples:
+        for turn, span in zip(leaf.line(), sample.metadata["turns"], strict=False):
+            if turn.number in session.read:
+                continue
+            own = _in_the_loss(turn, sample, span["end"])
+            if own.total():
+                session.read.add(turn.number)
+                trained += own
+    if trained:
+        run.train(trained)
+
+
+def _in_the_loss(turn: Turn, sample: Sample, end: int) -> Counter[str | None]:
+    """How many of the tokens that each version sampled in a turn, up to `end`, are in the loss of a sample."""
+    tokens: Counter[str | None] = Counter()
+    begin = turn.prompt_tokens
+    for piece in turn.sampled:
+        stop = min(begin + len(piece), end)
+        tokens[piece.version] += int(sample.loss_mask[begin:stop].sum()) if stop > begin else 0
+        begin += len(piece)
+    return tokens

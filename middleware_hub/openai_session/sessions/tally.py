@@ -1,0 +1,60 @@
+"""What the turns of a session come to. Turns do not change, so that each is looked at once, when somebody asks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from middleware_hub.openai_session.sessions.tree import Turn
+
+#: Why a turn is not simply the next one of its parent. Of a history that cannot be continued in tokens, words say it.
+REASONS: Collection[str] = frozenset(
+    {
+        *("retry", "choice", "parallel", "edited_history", "compaction", "sub_agent", "changed_tools"),
+        *("text_prompt", "batch"),
+    }
+)
+#: In place of words.
+IN_WORDS = "other"
+
+
+def reason_name(reason: str | None) -> str | None:
+    """A reason as one of few."""
+    return reason if reason is None or reason in REASONS else IN_WORDS
+
+
+class Tally:
+    """Sums over turns."""
+
+    def __init__(self) -> None:
+        self.reasons: Counter[str] = Counter()
+        self.tokens = 0  # given and sampled, shared ones once
+        self.sampled = 0
+        self.leaves = 0
+        self.waited = 0.0  # seconds
+        self.versions: dict[str, None] = {}  # in the order of coming
+        self.workers: dict[str, None] = {}
+        #: Sampled tokens in the loss of its samples, and of how many turns that is; None: nobody can tell.
+        self.trained: tuple[int | None, int] = (0, 0)
+        self._seen = 0
+
+    def upto(self, turns: Sequence[Turn]) -> Tally:
+        """With all turns of the session."""
+        for turn in turns[self._seen :]:
+            self._add(turn)
+        self._seen = len(turns)
+        return self
+
+    def _add(self, turn: Turn) -> None:
+        if (name := reason_name(turn.reason)) is not None:
+            self.reasons[name] += 1
+        sampled = sum(map(len, turn.sampled))
+        self.sampled += sampled
+        self.tokens += sampled + (0 if turn.reason == "choice" else len(turn.given))
+        self.leaves += turn.parent is None or turn.parent.children[0] is not turn
+        self.waited += turn.facts.get("waited_s", 0.0) if turn.reason != "choice" else 0.0
+        self.versions.update((piece.version, None) for piece in turn.sampled if piece.version is not None)
+        if (worker := turn.facts.get("worker")) is not None:
+            self.workers[worker] = None

@@ -1,0 +1,319 @@
+"""Episodes and the run, as the dashboard and others read them: `/router/episodes` and `/router/run`.
+
+The layers that hold episodes give pages of them, newest first, each of its own; here they become one list. With
+`dashboard_text` off, nothing of texts, ids and bytes leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from miles_router.admin.tokens import BINARY, MOST_TOKENS, Slice, Vocabulary, written_slice
+from miles_router.asgi.watch import Watch
+from miles_router.errors import BadRequest, NotFound
+from miles_router.fleet.worker_url import parse_worker_url
+from miles_router.middlewares.episodes import (
+    OTHER_REASON,
+    STATES,
+    EpisodePlace,
+    EpisodeRow,
+    EpisodeView,
+    Facets,
+    TurnRow,
+)
+from miles_router.pools.pools import Pools
+from miles_router.tasks import Pace
+from miles_router.trajectory.json_parts import list_parts
+from miles_router.view.tree import BranchTree
+
+JSON = "application/json"
+#: Episodes of a page, where nobody says how many, and at most; turns of one answer; episodes looked at in one go.
+USUAL, MOST, MOST_TURNS, BATCH = 50, 500, 2000, 64
+PARAMETERS = ("limit", "after", "state", "kind", "group", "reason", "worker")
+#: Between the two parts of a cursor.
+BETWEEN = "~"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which episodes a request wants; None: all."""
+
+    limit: int
+    after: EpisodePlace | None
+    state: str | None = None
+    kind: str | None = None
+    group: str | None = None
+    reason: str | None = None
+    worker: str | None = None
+
+    def takes(self, facets: Facets) -> bool:
+        """Whether one of them is wanted."""
+        return (
+            self.state in (None, facets.state)
+            and self.group in (None, facets.group)
+            and (self.reason is None or self.reason in facets.reasons)
+            and (self.worker is None or self.worker in facets.workers)
+        )
+
+    @property
+    def filters(self) -> bool:
+        """Whether it leaves any out."""
+        return any(each is not None for each in (self.state, self.group, self.reason, self.worker))
+
+
+class Found(NamedTuple):
+    """An episode, and the kind by which its layer calls it."""
+
+    kind: str
+    view: EpisodeView
+
+
+class EpisodeRoutes:
+    """Answers them for one router."""
+
+    def __init__(self, pools: Pools) -> None:
+        self._pools = pools
+        self._router = pools.default.router
+        self._text = self._router.config.dashboard_text == "on"
+        self._vocabulary = Vocabulary(self._router) if self._text else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="episodes")
+
+    def routes(self) -> list[BaseRoute]:
+        """All of them, for the administration key."""
+        return [
+            Route("/router/episodes", self.list, methods=["GET"]),
+            Route("/router/episodes/{id}", self.detail, methods=["GET"]),
+            Route("/router/episodes/{id}/tokens", self.tokens, methods=["GET"]),
+            Route("/router/run", self.run, methods=["GET"]),
+        ]
+
+    async def run(self, request: Request) -> Response:
+        _known(request, ())
+        gate = self._router.gate
+        return _json({**self._router.run.describe(), "gate": {"closed": gate.closed, "held": gate.held}})
+
+    # The list
+
+    async def list(self, request: Request) -> Response:
+        wanted = self._wanted(request)
+        rows: list[dict[str, Any]] = []
+        last: EpisodePlace | None = None
+        more, pace = False, Pace()
+        with Watch(request.receive):
+            async for found in self._newest(wanted):
+                if wanted.filters and not wanted.takes(found.view.facets()):
+                    continue
+                if len(rows) == wanted.limit:
+                    more = True
+                    break
+                last = found.view.place
+                rows.append(self._row(found))
+                await pace.step()
+        following = f"{last[0]!r}{BETWEEN}{last[1]}" if more and last is not None else None
+        return _json({"episodes": rows, "next": following, "text": self._text})
+
+    async def _newest(self, wanted: Wanted) -> AsyncIterator[Found]:
+        """All episodes behind the place where a request begins, newest first."""
+        kinds = [wanted.kind] if wanted.kind is not None else [*self._router.episodes]
+        waiting: dict[str, Sequence[EpisodeView]] = dict.fromkeys(kinds, ())
+        last: dict[str, EpisodePlace | None] = dict.fromkeys(kinds, wanted.after)
+        left, pace = set(kinds), Pace()
+        batch = BATCH if wanted.filters else min(BATCH, wanted.limit + 1)
+        while True:
+            for kind in [each for each in kinds if each in left and not waiting[each]]:
+                views = self._router.episodes[kind].newest(last[kind], batch)
+                if len(views) < batch:
+                    left.remove(kind)
+                waiting[kind] = views
+                last[kind] = views[-1].place if views else None
+            heads = [kind for kind in kinds if waiting[kind]]
+            if not heads:
+                return
+            newest = max(heads, key=lambda kind: waiting[kind][0].place)
+            yield Found(newest, waiting[newest][0])
+            waiting[newest] = waiting[newest][1:]
+            await pace.step()
+
+    def _row(self, found: Found) -> dict[str, Any]:
+        row = found.view.row()
+        return _described(found.kind, row if self._text else replace(row, label=None))
+
+    def _wanted(self, request: Request) -> Wanted:
+        """What a request wants.
+
+        Raises:
+            BadRequest, NotFound: a parameter or value that nobody knows; it is named.
+        """
+        given = _known(request, PARAMETERS)
+        return Wanted(
+            limit=_number("limit", given.get("limit"), USUAL, 1, MOST),
+            after=_place(given["after"]) if "after" in given else None,
+            state=_one_of("state", given.get("state"), STATES),
+            kind=_one_of("kind", given.get("kind"), sorted(self._router.episodes)),
+            group=given.get("group"),
+            reason=_one_of("reason", given.get("reason"), sorted(self._reasons)),
+            worker=self._worker(given.get("worker")),
+        )
+
+    def _worker(self, name: str | None) -> str | None:
+        """The URL of a worker, by that or its id; one that has left is known by its URL alone."""
+        if name is None:
+            return None
+        return parse_worker_url(name).url if ":" in name else self._pools.holding(name)[1].url
+
+    # One episode
+
+    async def detail(self, request: Request) -> Response:
+        given = _known(request, ("turn",))
+        first = _number("turn", given.get("turn"), 0, 0, None)
+        with Watch(request.receive):
+            found = await self._found(request)
+            shown: list[bytes] = []
+            tree, following, ends, pace = BranchTree(), None, dict[int, bool](), Pace()
+            for turn in found.view.turns():
+                parent = turn.parent if turn.parent in ends else None
+                tree.hang(turn.turn, parent, turn.end - turn.start, self._reason(turn.reason))
+                ends[turn.turn] = True
+                if parent is not None:
+                    ends[parent] = False
+                if turn.turn >= first and len(shown) < MOST_TURNS:
+                    shown.append(orjson.dumps(self._turn(turn), default=dict))
+                elif turn.turn >= first and following is None:
+                    following = turn.turn
+                await pace.step()
+        leaves = [number for number, is_leaf in ends.items() if is_leaf]
+        for leaf in leaves:
+            tree.end(leaf, leaf)
+        about = dict(found.view.about())
+        if not self._text:
+            about["metadata"] = None
+        row = self._row(found)
+        head = {"turns_total": row.pop("turns"), **row, **about, "text": self._text}
+        behind = {"next_turn": following, "leaf_turns": leaves, "tree": tree.lines()}
+        parts = list_parts((each,) for each in shown)
+        body = (_dumped(head)[:-1], b',"turns":', *parts, b",", _dumped(behind)[1:])
+        return Response(b"".join(body), media_type=JSON)
+
+    def _turn(self, turn: TurnRow) -> dict[str, Any]:
+        described = dict(vars(turn))
+        if not self._text:
+            described |= {"reason": self._reason(turn.reason), "edit": without_text(turn.edit)}
+        return described
+
+    def _reason(self, reason: str | None) -> str | None:
+        """A reason in words may have words of a prompt."""
+        return reason if self._text or reason is None or reason in self._reasons else OTHER_REASON
+
+    @cached_property
+    def _reasons(self) -> set[str]:
+        """Those that have a name."""
+        return {OTHER_REASON, *(reason for source in self._router.episodes.values() for reason in source.reasons)}
+
+    async def _found(self, request: Request) -> Found:
+        """The episode that a path names.
+
+        Raises:
+            NotFound: there is none.
+        """
+        name: str = request.path_params["id"]
+        for kind, source in self._router.episodes.items():
+            view = await source.find(name)
+            if view is not None:
+                return Found(kind, view)
+        raise NotFound(f"no episode {name!r} is held")
+
+    # Its tokens
+
+    async def tokens(self, request: Request) -> Response:
+        given = _known(request, ("leaf", "start", "stop"))
+        leaf = None if "leaf" not in given else _number("leaf", given["leaf"], 0, 0, None)
+        with Watch(request.receive):
+            found = await self._found(request)
+            line = found.view.line(leaf)
+            part = _part(given, len(line.trajectory))
+            binary = BINARY in request.headers.get("accept", "")
+            hide = None if self._text else self._hidden
+            write = partial(written_slice, found.view.place[1], line, part, self._vocabulary, hide, binary=binary)
+            body = await asyncio.get_running_loop().run_in_executor(self._thread, write)
+        return Response(body, media_type=BINARY if binary else JSON)
+
+    def _hidden(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A turn of a line without its texts."""
+        return {**turn, "reason": self._reason(turn.get("reason")), "edit": without_text(turn.get("edit"))}
+
+
+def without_text(edit: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """Which field of which message was changed, and not the texts."""
+    return None if edit is None else {**edit, "held": None, "sent": None}
+
+
+def _described(kind: str, row: EpisodeRow) -> dict[str, Any]:
+    return {"id": row.id, "kind": kind, **vars(row)}
+
+
+def _known(request: Request, names: Sequence[str]) -> Mapping[str, str]:
+    """The parameters of a request.
+
+    Raises:
+        BadRequest: one is unknown, or stands there twice.
+    """
+    for name in request.query_params:
+        if name not in names:
+            known = ", ".join(names) or "none"
+            raise BadRequest(f"unknown parameter {name!r}; known are {known}")
+        if len(request.query_params.getlist(name)) > 1:
+            raise BadRequest(f"{name} stands there twice")
+    return dict(request.query_params)
+
+
+def _number(name: str, text: str | None, usual: int, least: int, most: int | None) -> int:
+    if text is None:
+        return usual
+    if text.isascii() and text.isdecimal() and len(text) <= 18 and least <= int(text) <= (most or int(text)):
+        return int(text)
+    upto = "" if most is None else f" to {most}"
+    raise BadRequest(f"{name} must be a whole number from {least}{upto}, got {text!r}")
+
+
+def _one_of(name: str, text: str | None, known: Sequence[str]) -> str | None:
+    if text is None or text in known:
+        return text
+    raise BadRequest(f"{name} must be one of {', '.join(known) or 'nothing: no layer holds episodes'}, got {text!r}")
+
+
+def _place(cursor: str) -> EpisodePlace:
+    began, between, name = cursor.partition(BETWEEN)
+    try:
+        started_at = float(began)
+    except ValueError:
+        started_at = math.nan
+    if not between or not name or not math.isfinite(started_at):
+        raise BadRequest(f"after must be the next of a page, got {cursor!r}")
+    return started_at, name
+
+
+def _part(given: Mapping[str, str], length: int) -> Slice:
+    start = _number("start", given.get("start"), 0, 0, length)
+    stop = _number("stop", given.get("stop"), min(length, start + MOST_TOKENS), start, length)
+    if stop - start > MOST_TOKENS:
+        raise BadRequest(f"stop - start may be {MOST_TOKENS} at most, not {stop - start}")
+    return Slice(start, stop)
+
+
+def _json(content: object) -> Response:
+    return Response(_dumped(content), media_type=JSON)
+
+
+def _dumped(content: object) -> bytes:
+    return orjson.dumps(content, default=dict)

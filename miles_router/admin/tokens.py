@@ -1,0 +1,113 @@
+"""A slice of an episode's tokens, in both forms in which it is read: JSON, and a safetensors file for the token view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+
+from miles_router.errors import ConfigError
+from miles_router.middlewares.episodes import EpisodeLine
+from miles_router.middlewares.router import Router
+from miles_router.trajectory import InvalidTrajectory
+from miles_router.trajectory.json_parts import object_parts
+from miles_router.trajectory.safetensors import pack
+from miles_router.view.command import token_bytes
+from miles_router.view.entropy import expert_entropy
+from miles_router.view.page import BytesOf, spelled, vocabulary_arrays
+from miles_router.view.sheets import TokenSheet, sampled_positions
+
+BINARY = "application/octet-stream"
+#: Positions of one answer.
+MOST_TOKENS = 1 << 17
+#: A turn without what is not shown of it.
+Hide = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
+class Slice(NamedTuple):
+    """Positions `[start, stop)`."""
+
+    start: int
+    stop: int
+
+
+class Vocabulary:
+    """What the tokens of the router's tokenizer spell. Loading one takes its time: it is asked in a thread."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    @cached_property
+    def bytes_of(self) -> BytesOf | None:
+        """What a token spells; None without a tokenizer whose tokens have bytes of their own."""
+        try:
+            return token_bytes(self._router.tokenizer)
+        except ConfigError:
+            return None
+
+    def of(self, tokens: npt.NDArray[np.int32]) -> dict[int, bytes] | None:
+        """What these tokens spell."""
+        return None if self.bytes_of is None else spelled(np.unique(tokens).tolist(), self.bytes_of)
+
+
+def written_slice(
+    episode: str, line: EpisodeLine, part: Slice, vocabulary: Vocabulary | None, hide: Hide | None, *, binary: bool
+) -> bytes:
+    """The answer. It may take its time.
+
+    Args:
+        vocabulary: None where nobody is shown text.
+        hide: takes the texts out of a turn, there.
+    """
+    sheet = _sheet(line, part, hide)
+    arrays = sheet.arrays()
+    known = vocabulary.of(sheet.tokens) if vocabulary is not None else None
+    facts = {
+        "id": episode,
+        "leaf": line.leaf,
+        **part._asdict(),
+        "length": len(line.trajectory),
+        "text": vocabulary is not None,
+        **sheet.facts(),
+    }
+    if vocabulary is None:
+        del arrays["tokens"]
+        facts["about"] = None
+    if binary:
+        spelling = {} if known is None else vocabulary_arrays(known)
+        return pack({**arrays, **spelling}, {"facts": orjson.dumps(facts).decode()})
+    missing = {name: None for name in ("tokens", "expert_entropy") if name not in arrays}
+    hexadecimal = None if known is None else {str(token): each.hex() for token, each in known.items()}
+    return b"".join((*object_parts(arrays, {**missing, "spelling": hexadecimal, **facts}), b"}"))
+
+
+def _sheet(line: EpisodeLine, part: Slice, hide: Hide | None) -> TokenSheet:
+    """The slice as the token view reads it; positions of runs and turns are those of the line."""
+    trajectory, mask = line.trajectory, line.loss_mask()
+    runs, within = trajectory.weight_versions, slice(*part)
+    logprobs = trajectory.logprobs
+    return TokenSheet(
+        tokens=trajectory[within].tokens,
+        loss_mask=mask[within],
+        sampled=sampled_positions(mask, logprobs, runs, line.turns)[within],
+        logprobs=logprobs[within],
+        expert_entropy=_entropy(line, part),
+        versions=runs,
+        turns=[dict(turn) if hide is None else dict(hide(turn)) for turn in line.turns],
+        path=[turn["turn"] for turn in line.turns],
+        status=line.status,
+        response_length=line.response_length,
+        metadata=line.about,
+    )
+
+
+def _entropy(line: EpisodeLine, part: Slice) -> npt.NDArray[np.float32] | None:
+    try:
+        rows = line.experts(part.start, max(part.start, min(part.stop, len(line.trajectory) - 1)))
+    except InvalidTrajectory:  # some are missing, or were evicted
+        return None
+    return None if rows is None else expert_entropy(rows)
