@@ -36,8 +36,8 @@ function short(value) {
 
 /** Draws into its `element`: a figure with what it shows in words. */
 export class TimeChart {
-  constructor(title) {
-    this._title = title;
+  constructor(title, {least = 4} = {}) {
+    this._least = least; // of what the axis reaches to
     this._names = null;
     this._plot = null;
     this._bands = [];
@@ -70,7 +70,7 @@ export class TimeChart {
       height: HEIGHT,
       legend: {show: false},
       cursor: {show: false},
-      scales: {x: {range: (_, first, last) => [Math.min(first, last - LEAST_S), last]}, y: {range: (_, least, most) => [Math.min(0, least ?? 0), Math.max(4, (most ?? 0) * 1.1)]}},
+      scales: {x: {range: (_, first, last) => [Math.min(first, last - LEAST_S), last]}, y: {range: (_, least, most) => [Math.min(0, least ?? 0), Math.max(this._least, (most ?? 0) * 1.1)]}},
       axes: [axis({values: MARKS, incrs: STEPS}), axis({size: 48, values: (_, marks) => marks.map(short)})],
       series: [{}, ...series],
       hooks: {drawClear: [(plot) => this._drawBands(plot)]},

@@ -9,24 +9,24 @@ import {readLine} from "./line.js";
 import {pathOf, readJson} from "./router_client.js";
 import {section, stateChip} from "./tables.js";
 import {WindowedTable} from "./windowed_table.js";
-import {ago, clock, duration} from "./words.js";
+import {ago, clock, duration, hostOf} from "./words.js";
 
 const ROW = 32, MOST_ROWS = 8;
 const HIDDEN = "Texts, token ids and bytes are hidden: this router shows them to nobody (--dashboard-text off).";
 
 const COLUMNS = [
-  {title: "Turn", kind: "count", cell: (turn) => String(turn.turn)},
-  {title: "Behind", kind: "count", cell: (turn) => (turn.parent === null ? "–" : String(turn.parent))},
+  {title: "Turn", kind: "number-cell", cell: (turn) => String(turn.turn)},
+  {title: "After", kind: "number-cell", cell: (turn) => (turn.parent === null ? "–" : String(turn.parent))},
   {title: "Reason", kind: "wide-cell", cell: (turn) => (turn.reason ?? "") + (turn.side_call ? " (side call)" : "")},
-  {title: "Prompt", kind: "count", cell: (turn) => counted(turn.prompt_tokens)},
-  {title: "Cached", kind: "count spare", cell: (turn) => (turn.cached_tokens === null ? "?" : counted(turn.cached_tokens))},
-  {title: "Sampled", kind: "count", cell: (turn) => counted(turn.end - turn.start)},
-  {title: "Waited", kind: "count spare", cell: (turn) => duration(turn.waited_s)},
-  {title: "Took", kind: "count spare", cell: tookOf},
+  {title: "Prompt", kind: "number-cell", cell: (turn) => counted(turn.prompt_tokens)},
+  {title: "Cached", kind: "number-cell spare", cell: (turn) => (turn.cached_tokens === null ? "?" : counted(turn.cached_tokens))},
+  {title: "Sampled", kind: "number-cell", cell: (turn) => counted(turn.end - turn.start)},
+  {title: "Waited", kind: "number-cell spare", cell: (turn) => duration(turn.waited_s)},
+  {title: "Took", kind: "number-cell spare", cell: tookOf},
   {title: "Versions", kind: "short spare", cell: (turn) => namesOf(turn.spans, "version")},
-  {title: "Worker", kind: "spare", cell: (turn) => turn.worker ?? ""},
+  {title: "Worker", kind: "spare", cell: (turn) => hostOf(turn.worker ?? "")},
   {title: "Finish", kind: "short", cell: (turn) => turn.finish_reason ?? ""},
-  {title: "At", kind: "count spare", cell: (turn) => (turn.answered_at === null ? "" : clock(turn.answered_at))},
+  {title: "At", kind: "number-cell spare", cell: (turn) => (turn.answered_at === null ? "" : clock(turn.answered_at))},
 ];
 
 function tookOf({asked_at: asked, answered_at: answered}) {
@@ -45,7 +45,7 @@ function pairsOf(episode) {
     ["group", group === null ? "none" : element("a", {href: groupAddress(group)}, group)],
     ["label", episode.label ?? "none"],
     ["model", episode.model ?? "unknown"],
-    ["turns", counted(episode.turns) + (episode.under_way ? `, ${counted(episode.under_way)} under way` : "")],
+    ["turns", counted(episode.turns.length) + (episode.under_way ? `, ${counted(episode.under_way)} under way` : "")],
     ["segments, leaves", `${counted(episode.segments)}, ${counted(episode.leaves)}`],
     ["tokens", counted(tokens.all)],
     ["sampled", counted(tokens.sampled)],
@@ -53,7 +53,7 @@ function pairsOf(episode) {
     ["waited", duration(episode.waited_s)],
     ["forks", reasonsOf(episode.reasons) || "none"],
     ["versions", episode.weight_versions.join(", ") || "none"],
-    ["workers", episode.workers.join(", ") || "none"],
+    ["workers", episode.workers.join(" ") || "none"],
     ["ended", episode.end_reason ?? "no"],
     ["not recorded", counted(episode.untraced)],
     ["began", episode.started_at === null ? "unknown" : ago(episode.started_at)],
@@ -119,7 +119,6 @@ export class EpisodeView {
     this._empty.hidden = episode.turns.length > 0;
     this._tokens.hidden = this._leaf === null;
     if (this._leaf !== null) await this._drawLeaf(signal);
-    document.getElementById("view").dataset.episode = id;
   }
 
   async _read(id, signal) {

@@ -5,7 +5,7 @@ import {EpisodePages} from "./episode_pages.js";
 import {groupTable} from "./group_table.js";
 import {stateChip} from "./tables.js";
 import {WindowedTable} from "./windowed_table.js";
-import {ago, duration} from "./words.js";
+import {ago, duration, hostOf} from "./words.js";
 
 export const STATES = ["running", "waiting", "idle", "ended"];
 const KINDS = ["session", "text"];
@@ -37,16 +37,16 @@ const COLUMNS = [
   {title: "Episode", kind: "wide-cell", cell: nameOf},
   {title: "State", kind: "short", cell: (row) => stateChip(row.state, STATES)},
   {title: "Group", kind: "spare", cell: (row) => (row.group === null ? "" : link(groupAddress(row.group), row.group))},
-  {title: "Turns", kind: "count", cell: (row) => counted(row.turns) + (row.under_way ? ` +${row.under_way}` : "")},
-  {title: "Sampled", kind: "count", cell: (row) => counted(row.tokens.sampled)},
-  {title: "Trained", kind: "count", cell: (row) => (row.tokens.trained === null ? "?" : counted(row.tokens.trained))},
-  {title: "Tokens", kind: "count spare", cell: (row) => counted(row.tokens.all)},
-  {title: "Waited", kind: "count spare", cell: (row) => duration(row.waited_s)},
+  {title: "Turns", kind: "number-cell", cell: (row) => counted(row.turns) + (row.under_way ? ` +${row.under_way}` : "")},
+  {title: "Sampled", kind: "number-cell", cell: (row) => counted(row.tokens.sampled)},
+  {title: "Trained", kind: "number-cell", cell: (row) => (row.tokens.trained === null ? "?" : counted(row.tokens.trained))},
+  {title: "Tokens", kind: "number-cell spare", cell: (row) => counted(row.tokens.all)},
+  {title: "Waited", kind: "number-cell spare", cell: (row) => duration(row.waited_s)},
   {title: "Forks", kind: "spare", cell: (row) => reasonsOf(row.reasons)},
-  {title: "Versions", kind: "spare", cell: (row) => row.weight_versions.join(", ")},
-  {title: "Workers", kind: "spare", cell: (row) => row.workers.join(", ")},
-  {title: "Ended", kind: "spare", cell: (row) => row.end_reason ?? row.finish_reason ?? ""},
-  {title: "Last used", kind: "count", cell: (row) => ago(row.last_used_at)},
+  {title: "Weights", kind: "spare", cell: (row) => row.weight_versions.join(", ")},
+  {title: "Workers", kind: "spare", cell: (row) => row.workers.map(hostOf).join(", ")},
+  {title: "Finish", kind: "spare", cell: (row) => row.end_reason ?? row.finish_reason ?? ""},
+  {title: "Last used", kind: "number-cell", cell: (row) => ago(row.last_used_at)},
 ];
 
 function textOf(row) {
@@ -76,9 +76,9 @@ export class EpisodesView {
       reason: this._selection("reason", REASONS),
       worker: this._selection("worker", []),
     };
-    const labels = FILTERS.flatMap((name) => [element("label", {for: name}, name), this._fields[name]]);
-    const form = element("form", {class: "controls", role: "search"},
-      element("label", {for: "search"}, "search"), this._search, ...labels);
+    const labelled = (name, field) => element("label", {for: name}, element("span", {}, name), field);
+    const form = element("form", {class: "controls filters", role: "search"},
+      labelled("search", this._search), ...FILTERS.map((name) => labelled(name, this._fields[name])));
     form.addEventListener("submit", (event) => event.preventDefault());
     for (const name of FILTERS) this._fields[name].addEventListener("change", () => this._filter());
     this._count = element("p", {class: "count", role: "status", id: "count"});
@@ -92,8 +92,9 @@ export class EpisodesView {
         location.hash = addressOf(row.id);
       },
     });
-    this.element = element("section", {class: "card", "aria-label": "Episodes"},
-      form, this._hidden, this._count, this._table.element, this._group);
+    const list = element("section", {class: "card", "aria-label": "Episodes"},
+      form, this._hidden, this._count, this._table.element);
+    this.element = element("div", {}, list, this._group);
   }
 
   _selection(id, values) {

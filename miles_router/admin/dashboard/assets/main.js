@@ -59,14 +59,14 @@ function turn() {
 async function beat() {
   clearTimeout(timer);
   asking?.abort();
-  const mine = asking = new AbortController(), {signal} = mine, shown = view;
+  const mine = asking = new AbortController(), {signal} = mine, shown = view, {hash} = location;
   try {
     const info = await readJson("router/info", signal);
     memory.take(info);
     lastSeen = Date.now() / 1000;
     showState(info);
     await shown.refresh({info, signal});
-    if (!signal.aborted) live();
+    if (!signal.aborted) live(hash);
   } catch (error) {
     if (!signal.aborted) failed(error);
   } finally {
@@ -74,10 +74,11 @@ async function beat() {
   }
 }
 
-function live() {
+function live(hash) {
   $("login").hidden = true;
   problem("");
   $("view").hidden = false;
+  $("view").dataset.shown = hash;
   $("live").dataset.live = "yes";
   $("live").textContent = "live";
 }

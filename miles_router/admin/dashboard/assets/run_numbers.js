@@ -14,10 +14,10 @@ export function added(parts, name) {
   return sums;
 }
 
-/** The intervals of the last `span` seconds, those in which nothing happened among them. */
+/** The intervals of the last `span` seconds that are over, those in which nothing happened among them. */
 export class Seconds {
   constructor({now, interval_s: length, intervals}, span) {
-    const last = Math.floor(now / length) * length, first = last - Math.floor(span / length) * length;
+    const last = Math.floor(now / length) * length - length, first = last - Math.floor(span / length) * length;
     this._length = length;
     this.intervals = intervals.filter(({start}) => start >= first);
     this.times = Array.from({length: (last - first) / length + 1}, (_, place) => first + place * length);
@@ -27,7 +27,8 @@ export class Seconds {
   rate(of) {
     const sums = new Map(this.times.map((time) => [time, 0]));
     for (const interval of this.intervals) {
-      sums.set(interval.start, (sums.get(interval.start) ?? 0) + of(interval) / this._length);
+      const {start} = interval;
+      if (sums.has(start)) sums.set(start, sums.get(start) + of(interval) / this._length);
     }
     return this.times.map((time) => sums.get(time));
   }

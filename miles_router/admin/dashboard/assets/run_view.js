@@ -44,7 +44,7 @@ export class RunView {
     this._memory = memory;
     this._span = SPANS[0][0];
     this._rates = new TimeChart("Tokens a second");
-    this._waits = new TimeChart("Seconds of waiting, in each second");
+    this._waits = new TimeChart("Generations that wait, in the mean", {least: 1});
     this._staleness = element("div");
     this._forks = element("div");
     this._versions = element("div");
@@ -107,7 +107,7 @@ export class RunView {
     const seconds = new Seconds(this._run, this._span), {pauses} = this._memory;
     const sampled = seconds.rate(({sampled: each}) => total(each)), trained = seconds.rate(({trained: each}) => total(each));
     this._rates.draw(seconds.times, [{name: "sampled", values: sampled}, {name: "trained", values: trained}], pauses,
-      `last: ${sampled.at(-1).toFixed(1)} sampled, ${trained.at(-1).toFixed(1)} trained`);
+      `the last ten seconds: ${sampled.at(-1).toFixed(1)} sampled, ${trained.at(-1).toFixed(1)} trained`);
     this._waits.draw(seconds.times, [{name: "waiting", values: seconds.rate(({waited_s: each}) => each)}], pauses);
     const stale = added(seconds.intervals, "staleness");
     this._staleness.replaceChildren(barList("staleness", ["Behind", "Tokens"], stale, byNumber));

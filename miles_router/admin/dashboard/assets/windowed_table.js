@@ -75,7 +75,11 @@ export class WindowedTable {
   }
 
   _cells(index) {
-    return this._columns.map(({kind, cell}) => element("span", {role: "gridcell", class: kind}, cell(this._data[index])));
+    return this._columns.map(({kind, cell}) => {
+      const made = element("span", {role: "gridcell", class: kind}, cell(this._data[index]));
+      made.title = made.textContent; // what is cut off
+      return made;
+    });
   }
 
   _row(index) {

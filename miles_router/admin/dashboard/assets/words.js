@@ -20,6 +20,11 @@ export function clock(time) {
   return new Date(time * 1000).toLocaleTimeString("en-GB");
 }
 
+/** A URL without what all have. */
+export function hostOf(url) {
+  return url.replace(/^https?:\/\//, "");
+}
+
 /** A share of something, in percent; a dash where there is nothing to have a share of. */
 export function percent(part, whole) {
   return whole > 0 ? `${(100 * part / whole).toFixed(part === whole || part === 0 ? 0 : 1)} %` : "–";
