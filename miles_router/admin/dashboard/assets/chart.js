@@ -44,7 +44,7 @@ export class TimeChart {
     this._box = element("div", {class: "plot", "aria-hidden": "true"});
     this._words = element("span", {class: "unseen"});
     this._key = element("ul", {class: "legend"});
-    this.element = element("figure", {class: "chart"}, element("figcaption", {}, title, " ", this._words), this._box, this._key);
+    this.element = element("figure", {class: "chart", "aria-label": title}, element("figcaption", {}, title, " ", this._words), this._box, this._key);
     new ResizeObserver(() => this._resize()).observe(this._box);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this._plot?.redraw());
   }

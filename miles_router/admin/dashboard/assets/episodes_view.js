@@ -155,7 +155,7 @@ export class EpisodesView {
   _found() {
     const words = this._search.value.toLowerCase().split(/\s+/).filter(Boolean), {rows, whole, text} = this._pages;
     const fits = (row) => words.every((word) => textOf(row).includes(word));
-    this._shown = words.length ? rows.filter(fits) : rows;
+    this._shown = rows.filter(fits); // a list of its own: the table compares it with the one before
     this._hidden.hidden = text;
     const read = whole ? several(rows.length, "episode") : `${counted(rows.length)} episodes read, more behind`;
     const said = words.length ? `${counted(this._shown.length)} of ${read}` : read;

@@ -59,7 +59,7 @@ export class FleetView {
     this._load = "in_flight";
     this._chart = new TimeChart("Load of each worker");
     this._workers = element("div");
-    this._out = element("div");
+    this._out = element("div", {id: "out-of-rotation"});
     this._versions = element("ul", {class: "legend"});
     this._stack = element("ol", {class: "stack", id: "stack"});
     this._pools = element("div");
