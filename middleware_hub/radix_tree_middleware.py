@@ -20,6 +20,7 @@ from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
 from middleware_hub.radix_tree.retrieval import Retrieval
+from middleware_hub.radix_tree.rollouts import KIND, TextRollouts
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import (
@@ -66,7 +67,8 @@ class RadixTreeMiddleware:
         self._encoder = AsyncEncoder.of(router)
         self._archive = TextArchive(self.cache, router.store, max_tokens=max_tokens)
         self._recorder = TextRecorder(self.cache, self._archive, self._encoder)
-        self._retrieval = Retrieval(self._recorder)
+        self._rollouts = router.episodes[KIND] = TextRollouts(router, self.cache)
+        self._retrieval = Retrieval(self._recorder, self._rollouts)
         router.publish(NAME, self.cache.statistics)
         for kind, channel in router.rows.items():
             channel.sources["text"] = RowSource(partial(self._retrieval.rows, kind), bring=self._archive.load)
@@ -107,7 +109,8 @@ class RadixTreeMiddleware:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
             exchange.flight.goes_on = _kept_cache(prompts)
             until_answered.enter_context(handovers.left_on(exchange))
-            tap = AnswerTap(send, self.router, self._recorder, exchange, request, prompts, handovers)
+            rollouts = until_answered.enter_context(self._rollouts.under_way(exchange, request, prompts))
+            tap = AnswerTap(send, self.router, self._recorder, exchange, request, prompts, handovers, rollouts)
             await tap.call(self.app, with_body(scope, changed), replay(changed, receive))
 
 

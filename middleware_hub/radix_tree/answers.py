@@ -13,6 +13,7 @@ import orjson
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import wants_logprobs
+from middleware_hub.radix_tree.rollouts import RunningRollouts
 from miles_router.engines.answers import GenerateAnswer, Unreadable, UnreadableAnswer, without_logprobs
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.middlewares import Event, Exchange, GenerateRequest, Handovers, Router, Send, Tap, write_event
@@ -36,6 +37,7 @@ class AnswerTap(Tap):
         request: as the client sent it.
         prompts: what the engine is given for each of its prompts.
         handovers: where the answers' rows come from.
+        rollouts: what the generations are part of.
     """
 
     layer = "radix_tree"
@@ -49,6 +51,7 @@ class AnswerTap(Tap):
         request: GenerateRequest,
         prompts: Sequence[TokenizedText],
         handovers: Handovers,
+        rollouts: RunningRollouts,
     ) -> None:
         super().__init__(send, router.metrics)
         self._recorder = recorder
@@ -56,6 +59,7 @@ class AnswerTap(Tap):
         self._request = request
         self._prompts = prompts
         self._handovers = handovers
+        self._rollouts = rollouts
         self._generations = range(request.generations)
         #: For each of them, whether its client asked for logprobs itself.
         self._shows_logprobs = [wants_logprobs(request, generation) for generation in self._generations]
@@ -151,7 +155,7 @@ class AnswerTap(Tap):
             read = GenerateAnswer.read(answer)
             params, flight = self._request.prompts[prompt].params, self._exchange.flight
             nothing_found = len(flight.caches) == 1 and answer["meta_info"].get("cached_tokens") == 0
-            return await self._recorder.record(
+            entry = await self._recorder.record(
                 self._prompts[prompt],
                 params,
                 read,
@@ -159,6 +163,9 @@ class AnswerTap(Tap):
                 cache=flight.cache,
                 cache_versions=() if nothing_found else flight.cache_versions,
             )
+            if entry is not None:
+                self._rollouts.recorded(generation, self._prompts[prompt], entry, answer["meta_info"])
+            return entry
         except UnreadableAnswer as error:
             self._refuse(error.reason, str(error))
         except InvalidTrajectory as error:

@@ -78,8 +78,10 @@ class RadixTreeCache:
         self._by_rid: dict[str, Entry] = {}
         self._ranks: dict[str, int] = {}  # of weight versions, in the order in which they were first seen
         self._newest_rank = -1
-        #: Hears of each entry that is evicted.
-        self.when_evicted: Callable[[Entry], None] = lambda entry: None
+        #: Hear of each entry that is evicted.
+        self.when_evicted: list[Callable[[Entry], None]] = []
+        #: Hears of each entry that is held again.
+        self.when_restored: Callable[[Entry], None] = lambda entry: None
         self._entries = 0
         self._nbytes = 0
         self._clock = 0
@@ -248,6 +250,7 @@ class RadixTreeCache:
         self._clock += 1
         entry.last_used = self._clock
         self._insert(entry, kept.record.text)
+        self.when_restored(entry)
         self._evict()
         return entry
 
@@ -327,7 +330,8 @@ class RadixTreeCache:
             # The parent was used whenever its child was.
             parent.last_used = max(parent.last_used, entry.last_used)
             self._queue_if_leaf(parent)
-        self.when_evicted(entry)
+        for hear in self.when_evicted:
+            hear(entry)
 
 
 def _serial(entry: Entry) -> int:

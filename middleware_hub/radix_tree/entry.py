@@ -215,14 +215,23 @@ class Entry:
         if not tokens:
             return 0, 0
         part = self.part_at(tokens)
-        sampled = part._sampled_within(tokens)
+        sampled = part.sampled_before(tokens)
         closes = whole and reached == chars and any(part.reused + end == tokens for end, _, _ in part.runs)
         if closes or sampled == tokens:
             return tokens, reached
         return self.cut_before(sampled) if sampled else (0, 0)
 
-    def _sampled_within(self, tokens: int) -> int:
-        """Behind the last sampled one of the first `tokens` tokens, the last of which is an own one."""
+    def first_sampled(self) -> int:
+        """Where its own sampled tokens begin; its end, where it has none."""
+        begin = self.reused
+        for end, sampled, _ in self.runs:
+            if sampled:
+                return begin
+            begin = self.reused + end
+        return len(self)
+
+    def sampled_before(self, tokens: int) -> int:
+        """Behind the last sampled one of the first `tokens` tokens; 0 where there is none."""
         part: Entry | None = self
         while part is not None:
             begin, last = part.reused, 0

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder
+from middleware_hub.radix_tree.rollouts import TextRollouts
 from miles_router.errors import BadRequest, NotFound
 from miles_router.middlewares import Exchange, Pace, RowMatch, TrajectoryRows, Watch
 from miles_router.trajectory import Retrieved, Trajectory
@@ -28,8 +29,9 @@ FIELDS = frozenset({"text", "texts", "rid", "strict", "return_logp"})
 class Retrieval:
     """Answers from one cache."""
 
-    def __init__(self, recorder: TextRecorder) -> None:
+    def __init__(self, recorder: TextRecorder, rollouts: TextRollouts) -> None:
         self._recorder = recorder
+        self._rollouts = rollouts
         self._cache = recorder.cache
 
     async def answer(self, request: Request) -> Response:
@@ -90,6 +92,8 @@ class Retrieval:
             raise NotFound(
                 f"only {given.match.chars} of the text's {len(text)} characters are spelled by recorded tokens"
             )
+        if given.match.entry is not None:
+            self._rollouts.read(given.match.entry, matched)
         return Retrieved(given.trajectory, text, matched)
 
     def _by_rid(self, rid: str, text: str | None) -> Retrieved:
@@ -99,6 +103,7 @@ class Retrieval:
         shown = self._cache.text_of(entry)
         if text is not None and text != shown:
             raise BadRequest(f"generation {rid!r} has another text")
+        self._rollouts.read(entry, len(entry))
         return _of_entry(entry, shown, entry.trajectory(), (rid,))
 
     def _newest(self, text: str, entries: list[Entry]) -> Retrieved:
@@ -108,6 +113,7 @@ class Retrieval:
         others = [each for each in entries[:-1] if not np.array_equal(each.trajectory().tokens, trajectory.tokens)]
         self._cache.statistics.ambiguous += bool(others)
         candidates = tuple(each.rid for each in (*others, newest))
+        self._rollouts.read(newest, len(newest))
         return _of_entry(newest, text, trajectory, candidates)
 
 

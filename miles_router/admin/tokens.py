@@ -1,4 +1,4 @@
-"""A slice of an episode's tokens, in both forms in which it is read: JSON, and a safetensors file for the token view."""
+"""A slice of an episode's tokens in both of its forms: JSON, and a safetensors file for the token view."""
 
 from __future__ import annotations
 

@@ -7,13 +7,31 @@ import asyncio
 import itertools
 import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 from urllib.parse import quote, urlencode
 
 import numpy as np
 import pytest
 
+from miles_router.middlewares import (
+    ASGIApp,
+    EpisodeLine,
+    EpisodePlace,
+    EpisodeRow,
+    EpisodeShelf,
+    EpisodeView,
+    Facets,
+    Receive,
+    Router,
+    Scope,
+    Send,
+    TokenCounts,
+    TurnRow,
+)
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.testing import SimulatedWorker
+from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.safetensors import unpack
 from miles_router.view.command import token_bytes
 from miles_router.view.entropy import expert_entropy
@@ -24,10 +42,12 @@ from tests.support.session_trial import (
     Message,
     SessionTrial,
     message_of,
+    qwen3,
     simulated_sessions,
     user,
 )
 from tests.support.stage import Stage, staged
+from tests.support.tokenizers import tokenizer_directory
 from tests.support.under_way import under_way
 from tests.support.waiting import until
 
@@ -232,8 +252,15 @@ async def test_of_ten_thousand_episodes_a_page_costs_a_page_and_a_filter_goes_in
     store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
     for number in range(10_000):
         store.create(f"many-{number}", {"group": number % 10})
-    looked_at, newest = [], store.shelf.newest
-    monkeypatch.setattr(store.shelf, "newest", lambda *args: looked_at.append(len(found := newest(*args))) or found)
+    looked_at: list[int] = []
+    newest = store.shelf.newest
+
+    def counted(*asked: Any) -> Any:
+        found = newest(*asked)
+        looked_at.append(len(found))
+        return found
+
+    monkeypatch.setattr(store.shelf, "newest", counted)
     page = await got(trial, "episodes", limit=50)
     assert (len(page["episodes"]), sum(looked_at)) == (50, 51)
     behind = await got(trial, "episodes", limit=50, after=page["next"])
@@ -263,8 +290,10 @@ async def test_the_detail_has_the_turns_the_tree_and_why_each_segment_begins(tri
     assert {**{name: detail[name] for name in ROW}, "turns": detail["turns_total"]} == row
     assert (detail["metadata"], detail["contract"], detail["untraced"]) == ({"task": 7}, None, 0)
     assert (detail["leaf_turns"], detail["next_turn"], detail["text"]) == (read["metadata"]["leaves"], None, True)
-    same = ("turn", "parent", "reason", "edit", "choice", "prompt_tokens", "given_tokens", "dropped_tokens")
-    same += ("finish_reason", "cached_tokens", "worker", "rid", "request_id", "turn_id", "asked_at", "answered_at")
+    same = [
+        *("turn", "parent", "reason", "edit", "choice", "prompt_tokens", "given_tokens", "dropped_tokens"),
+        *("finish_reason", "cached_tokens", "worker", "rid", "request_id", "turn_id", "asked_at", "answered_at"),
+    ]
     for turn, record in zip(detail["turns"], read["records"], strict=True):
         assert set(turn) == TURN
         assert {name: turn[name] for name in same} == {name: record[name] for name in same}
@@ -444,3 +473,85 @@ async def test_a_session_that_is_held_and_not_in_memory_is_found(stage: Stage, t
         assert (await got(trial, "episodes"))["episodes"] == []
         after = await got(trial, f"episodes/{quote(session)}")
         assert {**after, "last_used_at": 0, "model": ""} == {**before, "last_used_at": 0, "model": ""}
+
+
+class Jotter:
+    """A layer of somebody's own, which holds one episode of two tokens."""
+
+    reasons = ("whim",)
+
+    def __init__(self, app: ASGIApp, *, router: Router) -> None:
+        self.app = app
+        self.shelf = EpisodeShelf[EpisodeView]()
+        self.shelf.add((7.5, "note-1"), Note())
+        router.episodes["note"] = self
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.app(scope, receive, send)
+
+    def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
+        return self.shelf.newest(before, most)
+
+    async def find(self, episode_id: str) -> EpisodeView | None:
+        return next((each for each in self.shelf.newest(None, 1) if each.place[1] == episode_id), None)
+
+
+class Note:
+    place: EpisodePlace = (7.5, "note-1")
+
+    def facets(self) -> Facets:
+        return Facets("idle", "g", ["whim"], [])
+
+    def row(self) -> EpisodeRow:
+        nothing: dict[str, Any] = dict.fromkeys(("label", "model", "finish_reason", "end_reason"))
+        count: dict[str, Any] = {"turns": 1, "under_way": 0, "segments": 1, "leaves": 1, "reasons": {"whim": 1}}
+        times: dict[str, Any] = {"started_at": 7.5, "last_used_at": 8.0, "waited_s": 0.0}
+        tokens = TokenCounts(2, 1, 1)
+        lists: dict[str, Any] = {"weight_versions": [], "workers": []}
+        return EpisodeRow(id="note-1", state="idle", group="g", tokens=tokens, **nothing, **count, **times, **lists)
+
+    def about(self) -> dict[str, Any]:
+        return {"metadata": {"on": "paper"}, "contract": None, "untraced": 0}
+
+    def turns(self) -> list[TurnRow]:
+        given: dict[str, Any] = {"prompt_tokens": 1, "given_tokens": 1, "dropped_tokens": 0, "start": 1, "end": 2}
+        return [TurnRow(turn=0, parent=None, reason="in words", spans=[], finish_reason="stop", **given)]
+
+    def line(self, leaf: int | None) -> EpisodeLine:
+        trajectory = Trajectory([Piece.given([5]), Piece.sampled([6], [-0.5], "1")])
+        turns = [{"turn": 0, "start": 1, "end": 2}]
+        return EpisodeLine(
+            leaf=0,
+            trajectory=trajectory,
+            loss_mask=lambda: trajectory.loss_mask,
+            turns=turns,
+            response_length=1,
+            status="completed",
+        )
+
+
+async def test_a_layer_of_ones_own_has_episodes_in_the_same_list(stage: Stage) -> None:
+    jotter = MiddlewareSpec("tests.e2e.test_episodes.Jotter")
+    async with SimulatedWorker(tokenizer=qwen3()) as worker:
+        layers = (jotter, MiddlewareSpec(SESSIONS))
+        router = await stage.router(worker.url, middlewares=layers, hf_checkpoint=tokenizer_directory("qwen3"))
+        trial = SessionTrial(router, [worker])
+        session = await trial.create()
+        rows = (await got(trial, "episodes"))["episodes"]
+        assert [(row["kind"], row["id"]) for row in rows] == [("session", session), ("note", "note-1")]
+        (note,) = (await got(trial, "episodes", reason="whim", kind="note", group="g"))["episodes"]
+        assert note == rows[1]
+        assert set(note) == ROW
+        detail = await got(trial, "episodes/note-1")
+        assert (detail["metadata"], detail["turns"][0]["reason"], detail["tree"][0]["samples"]) == (
+            *({"on": "paper"}, "in words", [0]),
+        )
+        told = await got(trial, "episodes/note-1/tokens")
+        assert (told["tokens"], told["sampled"], told["logprobs"]) == ([5, 6], [0, 1], [0.0, -0.5])
+
+
+async def test_with_text_off_reasons_in_words_are_other(stage: Stage) -> None:
+    router = await stage.router(middlewares=(MiddlewareSpec("tests.e2e.test_episodes.Jotter"),), dashboard_text="off")
+    detail = (await router.ask("GET", "/router/episodes/note-1")).json()
+    assert [turn["reason"] for turn in detail["turns"]] == [line["reason"] for line in detail["tree"]] == ["other"]
+    assert detail["metadata"] is None

@@ -53,7 +53,7 @@ class TextArchive:
         self._dirty: dict[str, Family] = {}  # of which the disk has too much
         self._sweeping: asyncio.Task[None] | None = None
         if store is not None:
-            cache.when_evicted = self._evicted
+            cache.when_evicted.append(self._evicted)
 
     # Reading
 

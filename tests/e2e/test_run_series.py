@@ -1,0 +1,139 @@
+"""What `/router/run` counts is what records, samples, texts and waits say, by interval and by the fleet's weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_episodes import HI, asked, branched, got
+from tests.support.cache_trial import simulated_trial
+from tests.support.session_trial import SessionTrial, simulated_sessions, user
+from tests.support.stage import Stage
+from tests.support.under_way import under_way
+from tests.support.waiting import until
+
+COUNTED = {"sampled", "given", "reused", "trained", "turns", "forks", "waited_s", "waits"}
+INTERVAL = COUNTED | {"start", "weight_version", "staleness"}
+VERSION = COUNTED | {"weight_version", "since"}
+
+
+@pytest.fixture
+async def trial(stage: Stage) -> AsyncIterator[SessionTrial]:
+    async with simulated_sessions(stage) as made:
+        await made.router.probed()
+        yield made
+
+
+async def run(trial: Any) -> Any:
+    return await got(trial, "run")
+
+
+def total(told: Any, name: str) -> Any:
+    """Of all intervals together."""
+    found = [interval[name] for interval in told["intervals"]]
+    return sum(map(Counter, found), Counter()) if found and isinstance(found[0], dict) else sum(found)
+
+
+async def test_before_anything_happens_there_is_no_interval(trial: SessionTrial) -> None:
+    told = await run(trial)
+    assert (told["intervals"], told["versions"], told["interval_s"]) == ([], [], 10)
+    assert (told["weight_version"], told["gate"]) == ("1", {"closed": False, "held": 0})
+    refused = await asked(trial, "run", since="1")
+    assert (refused.status, "unknown parameter 'since'" in refused.json()["error"]["message"]) == (400, True)
+
+
+async def test_turns_are_counted_as_they_are_recorded(trial: SessionTrial) -> None:
+    session = await branched(trial)
+    records, told = await trial.records(session), await run(trial)
+    assert all(set(interval) == INTERVAL and interval["start"] % 10 == 0 for interval in told["intervals"])
+    sampled = sum(record["completion_tokens"] for record in records)
+    assert total(told, "sampled") == {"1": sampled}
+    assert total(told, "given") == sum(record["given_tokens"] for record in records)
+    assert total(told, "reused") == sum(record["prompt_tokens"] - record["given_tokens"] for record in records)
+    assert (total(told, "turns"), total(told, "trained")) == (len(records), {})
+    reasons = Counter(record["reason"] for record in records if record["reason"] is not None)
+    assert total(told, "forks") == reasons
+    (version,) = told["versions"]
+    assert set(version) == VERSION
+    assert (version["weight_version"], version["sampled"], version["turns"]) == ("1", sampled, len(records))
+    assert (version["forks"], version["since"] <= told["now"]) == (reasons, True)
+    assert {interval["weight_version"] for interval in told["intervals"]} == {"1"}
+
+
+async def test_choices_of_one_request_are_given_their_prompt_once(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await trial.chat(session, HI, n=3)
+    records, told = await trial.records(session), await run(trial)
+    assert total(told, "given") == records[0]["given_tokens"]
+    assert (total(told, "turns"), total(told, "forks")) == (3, {"choice": 2})
+
+
+async def test_what_trainers_read_counts_once_however_often_they_read(trial: SessionTrial) -> None:
+    session = await branched(trial)
+    samples = await trial.samples(session)
+    trained = sum(sum(sample["loss_mask"]) for sample in samples)
+    told = await run(trial)
+    assert (total(told, "trained"), total(told, "staleness")) == ({"1": trained}, {"0": trained})
+    await trial.samples(session)
+    assert total(await run(trial), "trained") == {"1": trained}
+    history = [HI[0], user("So far: much was said."), trial_answer := (await trial.records(session))[-1]["response"]]
+    assert trial_answer["role"] == "assistant"
+    await trial.chat(session, [*history, user("More?")])
+    (*_, last) = await trial.samples(session)
+    new = (await trial.records(session))[-1]["completion_tokens"]
+    assert last["metadata"]["turns"][-1]["end"] - last["metadata"]["turns"][-1]["start"] == new
+    assert total(await run(trial), "trained") == {"1": trained + new}
+    assert (await run(trial))["versions"][0]["trained"] == trained + new
+
+
+async def test_staleness_is_how_far_the_fleet_was_ahead_when_samples_were_read(trial: SessionTrial) -> None:
+    session = await trial.create()
+    await trial.chat(session, HI)
+    update = {"new_version": "4", "abort_all_requests": False}
+    assert (await trial.ask("POST", "/update_weight_version", update)).status == 200
+    trained = sum((await trial.samples(session))[0]["loss_mask"])
+    told = await run(trial)
+    assert (total(told, "trained"), total(told, "staleness")) == ({"1": trained}, {"3": trained})
+    assert told["weight_version"] == "4"
+    assert [(each["weight_version"], each["sampled"], each["trained"]) for each in told["versions"]] == [
+        ("1", trained, 0),
+        ("4", 0, trained),
+    ]
+
+
+async def test_a_wait_at_the_gate_counts_when_it_is_over(stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        session = await trial.create()
+        assert (await trial.ask("POST", "/pause_generation", {"mode": "retract"})).status == 200
+        async with under_way(trial.chat(session, HI)) as turn:
+            await until(lambda: trial.router.app.router.gate.held == 1, "it waits")
+            told = await run(trial)
+            assert (told["gate"], total(told, "waits")) == ({"closed": True, "held": 1}, 0)
+            assert (await trial.ask("POST", "/continue_generation", {})).status == 200
+            await turn
+        told = await run(trial)
+        (record,) = await trial.records(session)
+        assert (total(told, "waits"), total(told, "waited_s")) == (1, record["waited_s"])
+        assert record["waited_s"] > 0
+
+
+async def test_texts_are_counted_too(stage: Stage) -> None:
+    async with simulated_trial(stage) as trial:
+        await trial.router.probed()
+        first = await trial.generate(text="one")
+        text = f"one{first['text']} and"
+        second = await trial.generate(text=text)
+        told = await run(trial)
+        given = [len(exchange.generation.input_ids) for exchange in trial.door]
+        kept = given[0] + 6
+        assert (total(told, "turns"), total(told, "sampled")) == (2, {"default": 12})
+        assert (total(told, "given"), total(told, "reused")) == (given[0] + given[1] - kept, kept)
+        found = await trial.retrieve(text=text + second["text"])
+        assert total(await run(trial), "trained") == {"default": sum(found["loss_mask"])} == {"default": 12}
+        assert total(await run(trial), "staleness") == {"unknown": 12}
+        await trial.retrieve(rid=second["meta_info"]["id"])
+        await trial.retrieve(text=f"one{first['text']}")
+        assert total(await run(trial), "trained") == {"default": 12}

@@ -1,0 +1,67 @@
+"""Intervals of the run: their bounds, and what becomes of them when the clock or the fleet's version goes back."""
+
+from __future__ import annotations
+
+from miles_router.metrics.run import INTERVAL, INTERVALS, NAMES, VERSIONS, RunSeries
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.time = 1_000_000.5
+        self.version: str | None = "1"
+        self.series = RunSeries(lambda: self.version, now=lambda: self.time)
+
+    def starts(self) -> list[int]:
+        return [interval["start"] for interval in self.series.describe()["intervals"]]
+
+    def turn(self) -> None:
+        self.series.record({"1": 1}, given=1, reused=0)
+
+
+def test_intervals_begin_with_whole_multiples_and_only_where_something_happened() -> None:
+    scene = Scene()
+    scene.turn()
+    scene.time += 3 * INTERVAL
+    scene.turn()
+    scene.turn()
+    assert scene.starts() == [1_000_000, 1_000_030]
+    assert [each["turns"] for each in scene.series.describe()["intervals"]] == [1, 2]
+
+
+def test_a_version_that_comes_back_within_an_interval_goes_on_in_its_own() -> None:
+    scene = Scene()
+    for version in ("1", None, "2", None, "2"):
+        scene.version = version
+        scene.turn()
+    told = scene.series.describe()
+    assert [(each["weight_version"], each["turns"]) for each in told["intervals"]] == [("1", 1), (None, 2), ("2", 2)]
+    assert [(each["weight_version"], each["turns"]) for each in told["versions"]] == [("1", 1), (None, 2), ("2", 2)]
+
+
+def test_a_clock_that_is_set_back_makes_no_earlier_interval() -> None:
+    scene = Scene()
+    scene.turn()
+    scene.time -= 10 * INTERVAL
+    scene.turn()
+    assert scene.starts() == [1_000_000]
+
+
+def test_intervals_versions_and_names_are_bounded() -> None:
+    scene = Scene()
+    for number in range(INTERVALS + 5):
+        scene.version = str(number)
+        scene.turn()
+        scene.time += INTERVAL
+    told = scene.series.describe()
+    assert (len(told["intervals"]), len(told["versions"])) == (INTERVALS, VERSIONS)
+    assert told["versions"][-1]["weight_version"] == str(INTERVALS + 4)
+    scene.series.record({str(version): 1 for version in range(3 * NAMES)}, given=0, reused=0)
+    sampled = scene.series.describe()["intervals"][-1]["sampled"]
+    assert (len(sampled), sum(sampled.values()), sampled["other"]) == (NAMES + 1, 3 * NAMES, 2 * NAMES)
+
+
+def test_how_stale_nobody_can_tell_is_unknown() -> None:
+    scene = Scene()
+    scene.version = "7"
+    scene.series.train({"5": 1, "7": 2, "9": 4, None: 8, "v2": 16})
+    assert scene.series.describe()["intervals"][0]["staleness"] == {"2": 1, "0": 2, "unknown": 28}
