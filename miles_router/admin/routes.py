@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import resources
 from typing import Any
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from miles_router.admin.dashboard import dashboard_routes
 from miles_router.admin.episodes import EpisodeRoutes
 from miles_router.asgi.exchange import Exchange
 from miles_router.control.engine_metrics import MEDIA_TYPE
@@ -59,7 +59,7 @@ class Admin:
             Route("/health", self.health, methods=["GET"]),
             Route("/liveness", self.health, methods=["GET"]),
             Route("/readiness", self.readiness, methods=["GET"]),
-            Route("/dashboard", self.dashboard, methods=["GET"]),
+            *dashboard_routes(),
         ]
 
     def guarded_routes(self) -> list[BaseRoute]:
@@ -162,11 +162,6 @@ class Admin:
     async def engine_metrics(self, request: Request) -> Response:
         text = await self._router.control.engine_metrics(self._pools.workers)
         return Response(text, media_type=MEDIA_TYPE)
-
-    async def dashboard(self, request: Request) -> Response:
-        page = resources.files("miles_router.admin").joinpath("dashboard.html").read_text(encoding="utf-8")
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        return HTMLResponse(page, headers={"Content-Security-Policy": policy})
 
     # What they share
 

@@ -19,7 +19,7 @@ from miles_router.view.command import token_bytes
 from miles_router.view.entropy import expert_entropy
 from miles_router.view.page import asset
 from miles_router.view.sheets import sheet_of
-from tests.support.browser import Browser, Page, PageFailed
+from tests.support.browser import CONTRASTS, Browser, Page, PageFailed
 from tests.support.token_pages import episode, page_of, page_of_file
 
 GOLDEN = Path(__file__).resolve().parents[1] / "compat" / "miles_samples" / "v2_reward.safetensors"
@@ -37,26 +37,6 @@ READ = """
 """
 NODES = "document.querySelectorAll('*').length"
 MOST_NODES = 4000
-#: The contrast of each entry of the legend, and of the page's own text.
-CONTRASTS = """
-(() => {
-  const channel = (value) => (value /= 255, value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
-  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const light = (colour) => {
-    const [r, g, b] = numbers(colour).map(channel);
-    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-  };
-  const ground = (at) => {
-    const colour = getComputedStyle(at).backgroundColor;
-    return numbers(colour)[3] === 0 ? ground(at.parentElement) : colour;
-  };
-  const every = ".swatch, .legend li, dt, dd, .soft, h1, .tokens .token, ins, del";
-  return [...document.querySelectorAll(every)].map((at) => {
-    const [a, b] = [light(getComputedStyle(at).color), light(ground(at))].sort((x, y) => y - x);
-    return (a + 0.05) / (b + 0.05);
-  });
-})()
-"""
 
 
 @pytest.fixture(scope="module")

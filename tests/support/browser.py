@@ -161,6 +161,29 @@ addEventListener("securitypolicyviolation", (event) => violations.push(`${event.
 """
 
 
+#: The contrast of every kind of text that a page of ours has.
+CONTRASTS = """
+(() => {
+  const channel = (value) => (value /= 255, value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+  const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => {
+    const [r, g, b] = numbers(colour).map(channel);
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = (at) => {
+    const colour = getComputedStyle(at).backgroundColor;
+    return numbers(colour)[3] === 0 ? ground(at.parentElement) : colour;
+  };
+  const every = ".swatch:not(.dot), .legend li, dt, dd, .soft, h1, h2, h3, .tokens .token, ins, del, nav a, a, .state, "
+    + ".number, td, th, [role=gridcell], [role=columnheader], #live, .notice, .chip, label, figcaption";
+  return [...document.querySelectorAll(every)].map((at) => {
+    const [a, b] = [light(getComputedStyle(at).color), light(ground(at))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+  });
+})()
+"""
+
+
 @dataclass
 class Page:
     """One page. `problems` is what went wrong in it: exceptions, dialogs, errors in its log."""

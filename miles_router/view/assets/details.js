@@ -3,7 +3,7 @@
 import {counted} from "./elements.js";
 import {exactly} from "./sheet.js";
 
-const UNKNOWN = "not told", NONE = "none";
+const UNKNOWN = "not told", NONE = "none", HIDDEN = "hidden";
 
 function maskText(sheet, position) {
   if (sheet.lossMask === null) return UNKNOWN;
@@ -34,16 +34,21 @@ function versionText(sheet, position) {
   return sheet.facts.version_names.length > 1 ? `one of ${sheet.facts.version_names.join(", ")}` : UNKNOWN;
 }
 
+function textOf({kind, text}) {
+  if (kind === "hidden") return HIDDEN;
+  if (kind === "bytes") return "part of a character";
+  return kind === "id" ? UNKNOWN : JSON.stringify(text);
+}
+
 /** `[field, title, text]` of each. */
 export function detailsOf(sheet, pieces, position) {
-  const id = sheet.tokens[position], piece = pieces.of(id), logprob = sheet.logprob(position);
+  const id = sheet.id(position), piece = pieces.of(id), logprob = sheet.logprob(position);
   const entropy = sheet.entropyAt(position);
-  const isText = piece.kind === "text" || piece.kind === "empty";
   return [
     ["position", "position", `${position} of ${counted(sheet.length)}`],
-    ["id", "token id", String(id)],
-    ["text", "text", isText ? JSON.stringify(piece.text) : piece.kind === "bytes" ? "part of a character" : UNKNOWN],
-    ["bytes", "bytes", piece.bytes ?? UNKNOWN],
+    ["id", "token id", id === null ? HIDDEN : String(id)],
+    ["text", "text", textOf(piece)],
+    ["bytes", "bytes", piece.kind === "hidden" ? HIDDEN : piece.bytes ?? UNKNOWN],
     ["origin", "origin", originText(sheet, position)],
     ["mask", "loss mask", maskText(sheet, position)],
     ["logprob", "logprob", logprobText(sheet, position)],

@@ -26,7 +26,7 @@ export function rowsOf(sheet, pieces, widths, room) {
   const starts = [0];
   let used = 0;
   for (let position = 0; position < sheet.length; position++) {
-    const piece = pieces.of(sheet.tokens[position]);
+    const piece = pieces.of(sheet.id(position));
     const width = Math.min(widths.of(piece.shown), room) + GAP;
     if (used > 0 && used + width > room + GAP) {
       starts.push(position);

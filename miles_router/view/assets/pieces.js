@@ -13,9 +13,11 @@ function hex(bytes, between) {
   return Array.from(bytes, (byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(between);
 }
 
-/** Each token's bytes, by id. `vocabulary` is null where nobody knows them: ids are shown then. */
+/** Each token's bytes, by id. `vocabulary` is null where nobody knows them: ids are shown then, but where these are
+ * hidden too. */
 export class Pieces {
-  constructor(vocabulary) {
+  constructor(vocabulary, {hidden = false} = {}) {
+    this.hidden = hidden;
     this._known = new Map();
     this._shown = new Map();
     this.spelled = vocabulary !== null;
@@ -25,7 +27,7 @@ export class Pieces {
   }
 
   /** `text`: what it spells, null where that is no whole text; `bytes`: as hexadecimal, null where not known; `shown`:
-   * what stands in the view; `kind`: "text", "bytes", "empty" or "id"; `breaks`: whether a line ends with it. */
+   * what stands in the view; `kind`: "text", "bytes", "empty", "id" or "hidden"; `breaks`: whether a line ends with it. */
   of(id) {
     let found = this._shown.get(id);
     if (found === undefined) {
@@ -36,6 +38,7 @@ export class Pieces {
   }
 
   _made(id) {
+    if (id === null) return {text: null, bytes: null, shown: "▪", kind: "hidden", breaks: false};
     const known = this._known.get(id);
     if (known === undefined) return {text: null, bytes: null, shown: String(id), kind: "id", breaks: false};
     const bytes = hex(known, " ");

@@ -28,6 +28,7 @@ function marked(runs, kind, title) {
 
 function editOf({message, field, held, sent}) {
   const where = Number.isInteger(message) ? `message ${message}, ${field}` : String(field);
+  if (held === null && sent === null) return element("p", {class: "edit"}, `${where}: its texts are hidden.`);
   const runs = difference(String(held ?? ""), String(sent ?? ""));
   return element(
     "div",

@@ -7,11 +7,12 @@ import {TokenView} from "./token_view.js";
 
 function notesOf(sheet, pieces) {
   const notes = [...sheet.facts.notes];
-  if (!pieces.spelled) notes.push("Ids alone are shown: no tokenizer was given (--hf-checkpoint).");
+  if (!pieces.spelled && !pieces.hidden) notes.push("Ids alone are shown: no tokenizer was given (--hf-checkpoint).");
   return notes.map((note) => element("p", {class: "notice"}, note));
 }
 
 function factsOf(sheet) {
+  if (sheet.facts.about === null) return null;
   const summary = element("summary", {}, "Metadata");
   return element("details", {class: "card"}, summary, element("pre", {tabindex: "0"}, sheet.facts.about));
 }
@@ -26,13 +27,14 @@ export class SampleView {
     this.element = element("div", {class: "sample-view"}, this._notes, this.tokens.element, this._beside);
   }
 
-  /** Another sheet; `tree` is its session's, or null, in which it stands as `sample`. */
-  show(sheet, pieces, {tree = null, sample = 0, turn = null} = {}) {
+  /** Another sheet; `tree` is its session's, or null, in which it stands as `sample`. It begins at a turn, or else at a
+   * position. */
+  show(sheet, pieces, {tree = null, sample = 0, turn = null, position = 0} = {}) {
     const branches = tree === null ? null : new BranchTree(tree, sample, this._choose);
     const reasons = reasonsOf(sheet, (position) => this.tokens.go(position));
     this._notes.replaceChildren(...notesOf(sheet, pieces));
     this._beside.replaceChildren(...[this.tokens.details, branches?.element, reasons, factsOf(sheet)].filter(Boolean));
     branches?.reveal();
-    this.tokens.show(sheet, pieces, sheet.turns.find((each) => each.turn === turn)?.start ?? 0);
+    this.tokens.show(sheet, pieces, sheet.turns.find((each) => each.turn === turn)?.start ?? position);
   }
 }

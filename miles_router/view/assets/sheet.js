@@ -21,12 +21,13 @@ function prompts(turns, length) {
 /** One sample as the token view reads it: `tensors` as in `TokenSheet`, with what is not known left out. */
 export class Sheet {
   constructor({tensors, facts}) {
-    this.tokens = tensors.tokens;
+    this.tokens = tensors.tokens ?? null; // null: the ids are hidden
     this.lossMask = tensors.loss_mask ?? null;
     this.sampled = tensors.sampled ?? null;
     this.logprobs = tensors.logprobs ?? null;
     this.entropy = tensors.expert_entropy ?? null;
     this.facts = facts;
+    this.length = this.tokens?.length ?? facts.length;
     this.turns = facts.turns;
     this.versions = facts.versions;
     this._version = owners(facts.versions, this.length);
@@ -34,8 +35,9 @@ export class Sheet {
     this._prompt = prompts(facts.turns, this.length);
   }
 
-  get length() {
-    return this.tokens.length;
+  /** Its id, or null where it is hidden. */
+  id(position) {
+    return this.tokens === null ? null : this.tokens[position];
   }
 
   /** Whether the engine sampled it; null where nobody says. */

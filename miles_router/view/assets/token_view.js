@@ -80,6 +80,11 @@ export class TokenView {
     this._describe(this._current);
   }
 
+  /** The position of the current token. */
+  get current() {
+    return this._current;
+  }
+
   /** Other colours. */
   colour(name) {
     this._wanted = name;
@@ -127,7 +132,7 @@ export class TokenView {
   }
 
   _token(position) {
-    const id = this._sheet.tokens[position], piece = this._pieces.of(id);
+    const id = this._sheet.id(position), piece = this._pieces.of(id);
     const token = element("span", {
       id: `token-${position}`,
       class: `token ${this._colours.at(position)} ${piece.kind}`,
@@ -199,7 +204,7 @@ export class TokenView {
   _left(position) {
     let left = 0;
     for (let before = this._starts[rowAt(this._starts, position)]; before < position; before++) {
-      left += this._widths.of(this._pieces.of(this._sheet.tokens[before]).shown);
+      left += this._widths.of(this._pieces.of(this._sheet.id(before)).shown);
     }
     return left;
   }

@@ -33,6 +33,18 @@ export class VirtualRows {
     this.update();
   }
 
+  /** Whether a row is drawn now. */
+  has(index) {
+    return this._drawn.has(index);
+  }
+
+  /** One row, drawn anew. */
+  renew(index) {
+    this._drawn.get(index).remove();
+    this._drawn.delete(index);
+    this._place(index);
+  }
+
   /** Rows that fit into what is seen. */
   get fitting() {
     return Math.max(1, Math.floor(this.scroller.clientHeight / this.rowHeight));

@@ -1,0 +1,63 @@
+"""The dashboard: one page, and the scripts and style sheets that it is made of. It asks the routes of the admin key.
+
+assets/   the page, its views, its style sheet: ES modules that need no build step
+vendor/   libraries of others with their licences, as they ship
+
+The token view, and what all pages of ours share, are those of `miles_router.view`, in its `assets/`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import resources
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+PAGE = "/dashboard"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+#: Beneath the page, where the files of each folder stand. Scripts name each other by these.
+FOLDERS = {
+    "own": ("miles_router.admin.dashboard", "assets"),
+    "uplot": ("miles_router.admin.dashboard", "vendor/uplot"),
+    "view": ("miles_router.view", "assets"),
+}
+HEADERS = {
+    # Our own scripts and styles by their addresses, no text as markup, no other page around it.
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def dashboard_routes() -> list[BaseRoute]:
+    """The page, and one route for each of its files: they say nothing of the router, and need no key."""
+    return [_route(PAGE, _folder("own") / "page.html"), *(_route(path, file) for path, file in _files().items())]
+
+
+def _folder(name: str) -> Traversable:
+    package, folder = FOLDERS[name]
+    return resources.files(package).joinpath(*folder.split("/"))
+
+
+def _files() -> dict[str, Traversable]:
+    every = ((f"{PAGE}/{name}/{file.name}", file) for name in FOLDERS for file in _folder(name).iterdir())
+    return {path: file for path, file in sorted(every, key=lambda each: each[0]) if path.endswith((".js", ".css"))}
+
+
+def _route(path: str, file: Traversable) -> BaseRoute:
+    return Route(path, partial(_answer, file), methods=["GET"])
+
+
+async def _answer(file: Traversable, request: Request) -> Response:
+    media_type = TYPES[file.name[file.name.rindex(".") :]]
+    return Response(file.read_bytes(), media_type=media_type, headers=HEADERS)

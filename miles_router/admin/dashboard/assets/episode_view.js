@@ -1,0 +1,167 @@
+// One episode: what it is, its turns, and its tokens as the token view shows them, live.
+
+import {counted, element} from "../view/elements.js";
+import {Pieces} from "../view/pieces.js";
+import {SampleView} from "../view/sample_view.js";
+import {Sheet} from "../view/sheet.js";
+import {STATES, groupAddress, reasonsOf} from "./episodes_view.js";
+import {readLine} from "./line.js";
+import {pathOf, readJson} from "./router_client.js";
+import {section, stateChip} from "./tables.js";
+import {WindowedTable} from "./windowed_table.js";
+import {ago, clock, duration, hostOf} from "./words.js";
+
+const ROW = 32, MOST_ROWS = 8;
+const HIDDEN = "Texts, token ids and bytes are hidden: this router shows them to nobody (--dashboard-text off).";
+
+const COLUMNS = [
+  {title: "Turn", kind: "number-cell", cell: (turn) => String(turn.turn)},
+  {title: "After", kind: "number-cell", cell: (turn) => (turn.parent === null ? "–" : String(turn.parent))},
+  {title: "Reason", kind: "wide-cell", cell: (turn) => (turn.reason ?? "") + (turn.side_call ? " (side call)" : "")},
+  {title: "Prompt", kind: "number-cell", cell: (turn) => counted(turn.prompt_tokens)},
+  {title: "Cached", kind: "number-cell spare", cell: (turn) => (turn.cached_tokens === null ? "?" : counted(turn.cached_tokens))},
+  {title: "Sampled", kind: "number-cell", cell: (turn) => counted(turn.end - turn.start)},
+  {title: "Waited", kind: "number-cell spare", cell: (turn) => duration(turn.waited_s)},
+  {title: "Took", kind: "number-cell spare", cell: tookOf},
+  {title: "Versions", kind: "short spare", cell: (turn) => namesOf(turn.spans, "version")},
+  {title: "Worker", kind: "spare", cell: (turn) => hostOf(turn.worker ?? "")},
+  {title: "Finish", kind: "short", cell: (turn) => turn.finish_reason ?? ""},
+  {title: "At", kind: "number-cell spare", cell: (turn) => (turn.answered_at === null ? "" : clock(turn.answered_at))},
+];
+
+function tookOf({asked_at: asked, answered_at: answered}) {
+  return asked === null || answered === null ? "?" : duration(answered - asked);
+}
+
+function namesOf(spans, name) {
+  return [...new Set(spans.map((span) => span[name] ?? "unknown"))].join(", ");
+}
+
+function pairsOf(episode) {
+  const {tokens} = episode, group = episode.group;
+  return [
+    ["state", stateChip(episode.state, STATES)],
+    ["kind", episode.kind],
+    ["group", group === null ? "none" : element("a", {href: groupAddress(group)}, group)],
+    ["label", episode.label ?? "none"],
+    ["model", episode.model ?? "unknown"],
+    ["turns", counted(episode.turns.length) + (episode.under_way ? `, ${counted(episode.under_way)} under way` : "")],
+    ["segments, leaves", `${counted(episode.segments)}, ${counted(episode.leaves)}`],
+    ["tokens", counted(tokens.all)],
+    ["sampled", counted(tokens.sampled)],
+    ["trained", tokens.trained === null ? "not known" : counted(tokens.trained)],
+    ["waited", duration(episode.waited_s)],
+    ["forks", reasonsOf(episode.reasons) || "none"],
+    ["versions", episode.weight_versions.join(", ") || "none"],
+    ["workers", episode.workers.join(" ") || "none"],
+    ["ended", episode.end_reason ?? "no"],
+    ["not recorded", counted(episode.untraced)],
+    ["began", episode.started_at === null ? "unknown" : ago(episode.started_at)],
+    ["last used", ago(episode.last_used_at)],
+  ];
+}
+
+/** The leaf that goes on from a turn: itself, or the last one behind it. */
+function leafBehind(turns, leaves, turn) {
+  const parents = new Map(turns.map((each) => [each.turn, each.parent]));
+  const goesThrough = (leaf) => {
+    for (let at = leaf; at !== null && at !== undefined; at = parents.get(at)) if (at === turn) return true;
+    return false;
+  };
+  return leaves.includes(turn) ? turn : leaves.filter(goesThrough).at(-1) ?? leaves.at(-1) ?? null;
+}
+
+/** `open` takes an id, `refresh` reads the episode, and its tokens where they have changed. */
+export class EpisodeView {
+  constructor({lookAgain}) {
+    this.title = "Episode";
+    this._lookAgain = lookAgain;
+    this._id = this._leaf = this._episode = null;
+    this._drawn = ""; // which state of which leaf the tokens are of
+    this._from = null; // the turn to begin at
+    this._heading = element("h2", {id: "episode-id"});
+    this._facts = element("dl", {class: "details", id: "facts"});
+    this._about = element("pre", {tabindex: "0", id: "about"});
+    this._hidden = element("p", {class: "notice", id: "hidden-text", hidden: true}, HIDDEN);
+    this._empty = element("p", {class: "soft", id: "no-turns", hidden: true}, "No turn is recorded yet.");
+    this._turns = new WindowedTable({
+      id: "turns", label: "Turns", columns: COLUMNS, rowHeight: ROW, mostRows: MOST_ROWS, keyOf: ({turn}) => turn,
+      choose: ({turn}) => this._choose(leafBehind(this._episode.turns, this._episode.leaf_turns, turn), turn),
+    });
+    this._sample = new SampleView((leaf, turn) => this._choose(leaf, turn));
+    const head = element("section", {class: "card", "aria-label": "Episode"},
+      element("p", {}, element("a", {href: "#/episodes"}, "← Episodes")), this._heading, this._hidden, this._facts,
+      element("details", {}, element("summary", {}, "Metadata and contract"), this._about));
+    this._tokens = element("div", {id: "tokens-of"}, this._sample.element);
+    this.element = element("div", {}, head, section("Turns", this._empty, this._turns.element), this._tokens);
+  }
+
+  open(id, parameters) {
+    const turn = parameters.get("turn");
+    if (id === this._id) return;
+    this._id = id;
+    this.title = id;
+    this._leaf = this._episode = null;
+    this._from = turn === null ? null : Number(turn);
+    this._drawn = "";
+    this._heading.textContent = id;
+    this._tokens.hidden = true;
+    this._turns.rewind();
+  }
+
+  async refresh({signal}) {
+    const id = this._id, episode = await this._read(id, signal);
+    if (id !== this._id) return;
+    this._episode = episode;
+    this._describe(episode);
+    this._turns.show(episode.turns);
+    this._leaf = leafBehind(episode.turns, episode.leaf_turns, this._leaf ?? this._from ?? episode.leaf_turns.at(-1));
+    this._empty.hidden = episode.turns.length > 0;
+    this._tokens.hidden = this._leaf === null;
+    if (this._leaf !== null) await this._drawLeaf(signal);
+  }
+
+  async _read(id, signal) {
+    const at = `router/episodes/${encodeURIComponent(id)}`, episode = await readJson(at, signal);
+    for (let next = episode.next_turn; next !== null;) {
+      const more = await readJson(pathOf(at, {turn: next}), signal);
+      episode.turns.push(...more.turns);
+      next = more.next_turn;
+    }
+    return episode;
+  }
+
+  _describe(episode) {
+    this._hidden.hidden = episode.text;
+    this._facts.replaceChildren(...pairsOf(episode).map(([title, value]) =>
+      element("div", {}, element("dt", {}, title), element("dd", {"data-fact": title}, value))));
+    const about = JSON.stringify({metadata: episode.metadata, contract: episode.contract}, null, 2);
+    if (this._about.textContent !== about) this._about.textContent = about;
+  }
+
+  _choose(leaf, turn) {
+    this._leaf = leaf;
+    this._from = turn;
+    this._drawn = "";
+    this._lookAgain();
+  }
+
+  /** The tokens up to a leaf, where they are others than those that are shown. */
+  async _drawLeaf(signal) {
+    const {tree, leaf_turns: leaves, turns, tokens} = this._episode, leaf = this._leaf;
+    const state = JSON.stringify([this._id, leaf, leaves, turns.length, tokens.trained]);
+    if (state === this._drawn) return;
+    const line = await readLine(this._id, leaf, signal), sheet = new Sheet(line);
+    const pieces = new Pieces(line.vocabulary, {hidden: !line.facts.text});
+    const grown = this._drawn !== "" && this._from === null;
+    this._sample.show(sheet, pieces, {
+      tree: tree.length > 1 ? {session_id: this._id, lines: tree} : null,
+      sample: leaf,
+      turn: this._from,
+      position: grown ? this._sample.tokens.current : 0,
+    });
+    this._from = null;
+    this._drawn = state;
+    this._tokens.dataset.leaf = String(leaf);
+  }
+}

@@ -1,0 +1,172 @@
+// The episodes: searched and filtered, live, and those of one group side by side.
+
+import {counted, element, several} from "../view/elements.js";
+import {EpisodePages} from "./episode_pages.js";
+import {groupTable} from "./group_table.js";
+import {stateChip} from "./tables.js";
+import {WindowedTable} from "./windowed_table.js";
+import {ago, duration, hostOf} from "./words.js";
+
+export const STATES = ["running", "waiting", "idle", "ended"];
+const KINDS = ["session", "text"];
+const REASONS = [
+  "retry", "choice", "parallel", "edited_history", "compaction", "sub_agent", "changed_tools", "text_prompt", "batch",
+  "branch", "other",
+];
+const FILTERS = ["state", "kind", "group", "reason", "worker"];
+const ROW = 40, MOST_ROWS = 14, NEAR = 40;
+
+export const addressOf = (id) => `#/episodes/${encodeURIComponent(id)}`;
+export const groupAddress = (group) => `#/episodes?${new URLSearchParams({group})}`;
+
+/** Reasons and how often each. */
+export function reasonsOf(counts) {
+  return Object.entries(counts).map(([reason, count]) => (count === 1 ? reason : `${reason} ×${count}`)).join(", ");
+}
+
+function link(href, text) {
+  return element("a", {href, tabindex: "-1"}, text);
+}
+
+function nameOf(row) {
+  const label = row.label === null ? [] : [" ", element("span", {class: "soft"}, row.label)];
+  return element("span", {}, link(addressOf(row.id), row.id), ...label);
+}
+
+const COLUMNS = [
+  {title: "Episode", kind: "wide-cell", cell: nameOf},
+  {title: "State", kind: "short", cell: (row) => stateChip(row.state, STATES)},
+  {title: "Group", kind: "spare", cell: (row) => (row.group === null ? "" : link(groupAddress(row.group), row.group))},
+  {title: "Turns", kind: "number-cell", cell: (row) => counted(row.turns) + (row.under_way ? ` +${row.under_way}` : "")},
+  {title: "Sampled", kind: "number-cell", cell: (row) => counted(row.tokens.sampled)},
+  {title: "Trained", kind: "number-cell", cell: (row) => (row.tokens.trained === null ? "?" : counted(row.tokens.trained))},
+  {title: "Tokens", kind: "number-cell spare", cell: (row) => counted(row.tokens.all)},
+  {title: "Waited", kind: "number-cell spare", cell: (row) => duration(row.waited_s)},
+  {title: "Forks", kind: "spare", cell: (row) => reasonsOf(row.reasons)},
+  {title: "Weights", kind: "spare", cell: (row) => row.weight_versions.join(", ")},
+  {title: "Workers", kind: "spare", cell: (row) => row.workers.map(hostOf).join(", ")},
+  {title: "Finish", kind: "spare", cell: (row) => row.end_reason ?? row.finish_reason ?? ""},
+  {title: "Last used", kind: "number-cell", cell: (row) => ago(row.last_used_at)},
+];
+
+function textOf(row) {
+  const names = [row.id, row.group, row.label, row.model, row.state, row.end_reason, ...row.workers];
+  return [...names, ...Object.keys(row.reasons)].filter(Boolean).join(" ").toLowerCase();
+}
+
+/** `open` takes filters out of the address, `refresh` reads what is seen. */
+export class EpisodesView {
+  constructor({lookAgain}) {
+    this.title = "Episodes";
+    this._lookAgain = lookAgain;
+    this._pages = new EpisodePages({});
+    this._build();
+    this._table.onScroll(() => {
+      if (this._table.seen[1] + NEAR > this._shown.length && !this._pages.whole) this._readOn();
+    });
+  }
+
+  _build() {
+    this._search = element("input", {id: "search", type: "search", spellcheck: "false", autocomplete: "off"});
+    this._search.addEventListener("input", () => this._found());
+    this._fields = {
+      state: this._selection("state", STATES),
+      kind: this._selection("kind", KINDS),
+      group: element("input", {id: "group", spellcheck: "false", autocomplete: "off"}),
+      reason: this._selection("reason", REASONS),
+      worker: this._selection("worker", []),
+    };
+    const labelled = (name, field) => element("label", {for: name}, element("span", {}, name), field);
+    const form = element("form", {class: "controls filters", role: "search"},
+      labelled("search", this._search), ...FILTERS.map((name) => labelled(name, this._fields[name])));
+    form.addEventListener("submit", (event) => event.preventDefault());
+    for (const name of FILTERS) this._fields[name].addEventListener("change", () => this._filter());
+    this._count = element("p", {class: "count", role: "status", id: "count"});
+    this._hidden = element("p", {class: "notice", id: "hidden-text", hidden: true},
+      "Labels are hidden: this router shows no texts (--dashboard-text off).");
+    this._group = element("div");
+    this._shown = [];
+    this._table = new WindowedTable({
+      id: "episodes", label: "Episodes", columns: COLUMNS, rowHeight: ROW, mostRows: MOST_ROWS, keyOf: (row) => row.id,
+      choose: (row) => {
+        location.hash = addressOf(row.id);
+      },
+    });
+    const list = element("section", {class: "card", "aria-label": "Episodes"},
+      form, this._hidden, this._count, this._table.element);
+    this.element = element("div", {}, list, this._group);
+  }
+
+  _selection(id, values) {
+    return element("select", {id}, element("option", {value: ""}, "any"),
+      ...values.map((value) => element("option", {value}, value)));
+  }
+
+  /** The filters of an address. */
+  open(_, parameters) {
+    const filters = Object.fromEntries(FILTERS.map((name) => [name, parameters.get(name) ?? ""]));
+    for (const name of FILTERS) this._set(this._fields[name], filters[name]);
+    if (JSON.stringify(filters) === JSON.stringify(this._pages.filters)) return;
+    this._pages = new EpisodePages(filters);
+    this._table.rewind();
+    this._group.replaceChildren();
+    this._count.textContent = "";
+  }
+
+  /** A value that nobody knows is a filter all the same: the router says what is wrong with it. */
+  _set(field, value) {
+    const options = [...(field.options ?? [])];
+    if (field.options && !options.some((option) => option.value === value)) field.append(element("option", {value}, value));
+    if (document.activeElement !== field) field.value = value;
+  }
+
+  _filter() {
+    const given = FILTERS.map((name) => [name, this._fields[name].value.trim()]).filter(([, value]) => value);
+    location.hash = given.length ? `#/episodes?${new URLSearchParams(given)}` : "#/episodes";
+  }
+
+  async refresh({info, signal}) {
+    this._nameWorkers(info.workers);
+    const pages = this._pages;
+    await pages.again(...this._table.seen, signal);
+    if (pages !== this._pages) return;
+    this._found();
+    if (this._search.value.trim() && !pages.whole) this._readOn();
+  }
+
+  /** Reads on, and while somebody searches to the end. */
+  async _readOn() {
+    const pages = this._pages;
+    if (this._reading === pages) return;
+    this._reading = pages;
+    try {
+      do {
+        await pages.more();
+        if (pages === this._pages) this._found();
+      } while (pages === this._pages && this._search.value.trim() && !pages.whole);
+    } catch {
+      this._lookAgain(); // which says what is wrong
+    } finally {
+      this._reading = null;
+    }
+  }
+
+  /** Shows what a search leaves of the rows that were read. */
+  _found() {
+    const words = this._search.value.toLowerCase().split(/\s+/).filter(Boolean), {rows, whole, text} = this._pages;
+    const fits = (row) => words.every((word) => textOf(row).includes(word));
+    this._shown = rows.filter(fits); // a list of its own: the table compares it with the one before
+    this._hidden.hidden = text;
+    const read = whole ? several(rows.length, "episode") : `${counted(rows.length)} episodes read, more behind`;
+    const said = words.length ? `${counted(this._shown.length)} of ${read}` : read;
+    if (this._count.textContent !== said) this._count.textContent = said;
+    this._table.show(this._shown);
+    this._group.replaceChildren(...(this._pages.filters.group ? [groupTable(this._shown)] : []));
+    if (words.length && !whole) this._readOn();
+  }
+
+  _nameWorkers(workers) {
+    const field = this._fields.worker, known = new Set([...field.options].map(({value}) => value));
+    for (const {url} of workers) if (!known.has(url)) field.append(element("option", {value: url}, url));
+  }
+}

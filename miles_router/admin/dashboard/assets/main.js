@@ -1,0 +1,145 @@
+// The dashboard: which view is shown, the key that the router asks for, and one beat for all that is live.
+
+import {EpisodeView} from "./episode_view.js";
+import {EpisodesView} from "./episodes_view.js";
+import {FleetMemory} from "./fleet_memory.js";
+import {FleetView} from "./fleet_view.js";
+import {KeyNeeded, keepKey, readJson} from "./router_client.js";
+import {RunView} from "./run_view.js";
+import {ago} from "./words.js";
+
+const BEAT_MS = 2000;
+const $ = (id) => document.getElementById(id);
+
+const memory = new FleetMemory();
+const shared = {memory, lookAgain: () => beat()};
+const makers = {
+  fleet: () => new FleetView(shared),
+  episodes: () => new EpisodesView(shared),
+  episode: () => new EpisodeView(shared),
+  run: () => new RunView(shared),
+};
+const views = new Map();
+let view = null, asking = null, timer = 0, lastSeen = null;
+
+/** `#/episodes/<id>?turn=3` as the view's name, the id, and the parameters. */
+function addressed() {
+  const [path, ...rest] = location.hash.slice(1).split("?");
+  const [name, ...more] = path.split("/").filter(Boolean);
+  const parameters = new URLSearchParams(rest.join("?"));
+  if (name === "episodes" && more.length) {
+    try {
+      return {name: "episode", id: decodeURIComponent(more.join("/")), parameters};
+    } catch {
+      return {name: "episodes", id: null, parameters};
+    }
+  }
+  return {name: name in makers && name !== "episode" ? name : "fleet", id: null, parameters};
+}
+
+function turn() {
+  const {name, id, parameters} = addressed(), before = view;
+  if (!views.has(name)) views.set(name, makers[name]());
+  view = views.get(name);
+  view.open?.(id, parameters);
+  if (view !== before) {
+    $("view").replaceChildren(view.element);
+    if (before !== null) $("main").focus({preventScroll: true});
+  }
+  for (const link of document.querySelectorAll("nav a")) {
+    const here = link.dataset.view === name || (name === "episode" && link.dataset.view === "episodes");
+    if (here) link.setAttribute("aria-current", link.dataset.view === name ? "page" : "true");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = `${view.title} – miles-router`;
+  beat();
+}
+
+/** Ask for everything that is seen, and again a while later; nothing is asked while nobody looks. */
+async function beat() {
+  clearTimeout(timer);
+  asking?.abort();
+  const mine = asking = new AbortController(), {signal} = mine, shown = view, {hash} = location;
+  try {
+    const info = await readJson("router/info", signal);
+    memory.take(info);
+    lastSeen = Date.now() / 1000;
+    showState(info);
+    await shown.refresh({info, signal});
+    if (!signal.aborted) live(hash);
+  } catch (error) {
+    if (!signal.aborted) failed(error);
+  } finally {
+    if (mine === asking && !document.hidden) timer = setTimeout(beat, BEAT_MS);
+  }
+}
+
+function live(hash) {
+  $("login").hidden = true;
+  problem("");
+  $("view").hidden = false;
+  $("view").dataset.shown = hash;
+  $("live").dataset.live = "yes";
+  $("live").textContent = "live";
+}
+
+function showState({version, gate}) {
+  $("version").textContent = version;
+  const text = gateText(gate);
+  if ($("gate").textContent !== text) $("gate").textContent = text;
+  $("gate").hidden = !text;
+}
+
+/** Why generations wait, since when and how many; empty while they do not. */
+function gateText(gate) {
+  if (!gate.closed) return "";
+  const reasons = [];
+  if (gate.paused_since !== null) reasons.push(`The fleet was paused (${gate.mode}) ${ago(gate.paused_since)}`);
+  if (gate.asleep_since !== null) reasons.push(`The fleet fell asleep ${ago(gate.asleep_since)}`);
+  if (gate.workers_paused_since !== null) {
+    reasons.push(`Every worker was paused by somebody else, seen ${ago(gate.workers_paused_since)}`);
+  }
+  return `${reasons.join(". ")}. ${gate.held} ${gate.held === 1 ? "request waits" : "requests wait"}.`;
+}
+
+function problem(text) {
+  if ($("problem").textContent !== text) $("problem").textContent = text;
+  $("problem").hidden = !text;
+  $("view").classList.toggle("old", Boolean(text));
+}
+
+function failed(error) {
+  $("live").dataset.live = "no";
+  $("live").textContent = lastSeen === null ? "not connected" : `last seen ${ago(lastSeen)}`;
+  if (error instanceof KeyNeeded) keyNeeded(error.message);
+  else if (error.name === "TimeoutError" || error instanceof TypeError) {
+    problem(`The router cannot be reached (${error.message}). Asking again every 2 seconds.`);
+  } else problem(error.message);
+}
+
+function keyNeeded(text) {
+  $("view").hidden = $("gate").hidden = true;
+  $("live").textContent = "key needed";
+  if (text || $("login").hidden) problem(text);
+  if ($("login").hidden) {
+    $("login").hidden = false;
+    $("key").focus();
+  }
+}
+
+$("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  keepKey($("key").value.trim());
+  $("key").value = "";
+  problem("");
+  beat();
+});
+addEventListener("hashchange", turn);
+document.addEventListener("visibilitychange", () => {
+  clearTimeout(timer);
+  asking?.abort();
+  if (document.hidden) return;
+  memory.interrupt();
+  beat();
+});
+turn();

@@ -1,0 +1,115 @@
+// The run: what was sampled and what of it is trained, forks, staleness, and the time that went into waiting.
+
+import {counted, element} from "../view/elements.js";
+import {TimeChart} from "./chart.js";
+import {readJson} from "./router_client.js";
+import {Seconds, added, total} from "./run_numbers.js";
+import {bar, numberCard, section, table} from "./tables.js";
+import {ago, duration, percent} from "./words.js";
+
+const SPANS = [[600, "10 minutes"], [3600, "hour"], [21600, "6 hours"], [86400, "day"]];
+const RATE_S = 60;
+const TITLES = ["Version", "Since", "Sampled", "Trained", "Share", "Given", "Reused", "Turns", "Forks", "Waited"];
+
+function rowOf(version, most) {
+  return [
+    version.weight_version ?? "unknown",
+    ago(version.since),
+    bar(version.sampled, most, counted(version.sampled)),
+    bar(version.trained, most, counted(version.trained)),
+    percent(version.trained, version.sampled),
+    counted(version.given),
+    counted(version.reused),
+    counted(version.turns),
+    counted(total(version.forks)),
+    duration(version.waited_s),
+  ];
+}
+
+/** Lines with a bar each, in an order of their own. */
+function barList(id, titles, counts, order) {
+  const entries = [...counts].sort(order), most = Math.max(0, ...entries.map(([, count]) => count));
+  if (!entries.length) return element("p", {class: "soft", id}, "None.");
+  return table(titles, entries.map(([name, count]) => [name, bar(count, most, counted(count))]), {id});
+}
+
+const mostFirst = ([, a], [, b]) => b - a;
+// "unknown" is no number, and comes last.
+const byNumber = ([a], [b]) => (Number.isNaN(Number(a)) ? 1 : Number.isNaN(Number(b)) ? -1 : Number(a) - Number(b));
+
+/** `refresh` reads `GET /router/run`. */
+export class RunView {
+  constructor({memory}) {
+    this.title = "Run";
+    this._memory = memory;
+    this._span = SPANS[0][0];
+    this._rates = new TimeChart("Tokens a second");
+    this._waits = new TimeChart("Generations that wait, in the mean", {least: 1});
+    this._staleness = element("div");
+    this._forks = element("div");
+    this._versions = element("div");
+    const choice = element("select", {id: "span"}, ...SPANS.map(([value, title]) => element("option", {value}, title)));
+    choice.addEventListener("change", () => {
+      this._span = Number(choice.value);
+      this._draw();
+    });
+    const chooser = element("form", {class: "controls"}, element("label", {for: "span"}, "The last "), choice);
+    chooser.addEventListener("submit", (event) => event.preventDefault());
+    this._numbers = element(
+      "div",
+      {class: "cards"},
+      numberCard("rate", "Tokens a second, in the last minute"),
+      numberCard("sampled", "Tokens sampled"),
+      numberCard("trained", "Of these, trained"),
+      numberCard("reused", "Given again as recorded: no drift"),
+      numberCard("forks-total", "Forks"),
+      numberCard("waited", "Time lost to waits"),
+    );
+    this.element = element(
+      "div",
+      {},
+      this._numbers,
+      section("Over time", chooser, this._rates.element, this._waits.element),
+      element("div", {class: "split"},
+        section("Staleness of trained tokens, in versions", this._staleness), section("Forks by reason", this._forks)),
+      section("By weight version", this._versions),
+    );
+  }
+
+  async refresh({signal}) {
+    this._run = await readJson("router/run", signal);
+    this._cards();
+    const {versions} = this._run, most = Math.max(0, ...versions.map(({sampled}) => sampled));
+    const newest = [...versions].reverse();
+    this._versions.replaceChildren(table(TITLES, newest.map((each) => rowOf(each, most)), {id: "versions"}));
+    this._forks.replaceChildren(barList("forks", ["Reason", "Turns"], added(versions, "forks"), mostFirst));
+    this._draw();
+  }
+
+  _cards() {
+    const {versions, intervals, now, interval_s: length} = this._run;
+    const sum = (name) => versions.reduce((so, each) => so + each[name], 0);
+    const set = (id, text) => {
+      this._numbers.querySelector(`#${id}`).textContent = text;
+    };
+    const recent = intervals.filter(({start}) => start + length > now - RATE_S);
+    const rate = recent.reduce((so, {sampled}) => so + total(sampled), 0) / RATE_S;
+    set("rate", rate >= 10 ? counted(Math.round(rate)) : rate.toFixed(1));
+    set("sampled", counted(sum("sampled")));
+    set("trained", `${counted(sum("trained"))} (${percent(sum("trained"), sum("sampled"))})`);
+    set("reused", `${counted(sum("reused"))} (${percent(sum("reused"), sum("reused") + sum("given"))})`);
+    set("forks-total", counted([...added(versions, "forks").values()].reduce((so, count) => so + count, 0)));
+    set("waited", `${duration(sum("waited_s"))}, ${counted(sum("waits"))} waits`);
+  }
+
+  _draw() {
+    if (this._run === undefined) return;
+    const seconds = new Seconds(this._run, this._span), {pauses} = this._memory;
+    const sampled = seconds.rate(({sampled: each}) => total(each)), trained = seconds.rate(({trained: each}) => total(each));
+    this._rates.draw(seconds.times, [{name: "sampled", values: sampled}, {name: "trained", values: trained}], pauses,
+      `the last ten seconds: ${sampled.at(-1).toFixed(1)} sampled, ${trained.at(-1).toFixed(1)} trained`);
+    this._waits.draw(seconds.times, [{name: "waiting", values: seconds.rate(({waited_s: each}) => each)}], pauses);
+    const stale = added(seconds.intervals, "staleness");
+    this._staleness.replaceChildren(barList("staleness", ["Behind", "Tokens"], stale, byNumber));
+  }
+}

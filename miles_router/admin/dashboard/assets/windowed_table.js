@@ -1,0 +1,140 @@
+// A table of any length, of which only those rows are drawn that are seen; gone through by keys.
+
+import {element} from "../view/elements.js";
+import {VirtualRows} from "../view/virtual_rows.js";
+
+/** Columns are `{title, kind, cell}`: `cell(row)` gives an element or a text, `kind` is a class of the style sheet.
+ * `keyOf(row)` names a row for good, `choose(row)` opens one. */
+export class WindowedTable {
+  constructor({id, label, columns, rowHeight, mostRows, keyOf, choose = null}) {
+    this._id = id;
+    this._columns = columns;
+    this._height = rowHeight;
+    this._mostRows = mostRows;
+    this._keyOf = keyOf;
+    this._choose = choose;
+    this._data = [];
+    this._drawn = new Map(); // what each place shows, as text
+    this._current = null;
+    const head = element("div", {role: "row", class: "head", "aria-rowindex": 1}, ...columns.map(({title, kind}) =>
+      element("span", {role: "columnheader", class: kind}, title)));
+    this._box = element("div", {class: "rows", role: "rowgroup"});
+    this.element = element(
+      "div",
+      {id, class: `grid ${id}`, role: "grid", tabindex: "0", "aria-label": label, "aria-colcount": columns.length},
+      element("div", {role: "rowgroup"}, head),
+      this._box,
+    );
+    this._rows = new VirtualRows(this._box, rowHeight, (index) => this._row(index));
+    this.element.addEventListener("keydown", (event) => this._key(event));
+    this._box.addEventListener("click", (event) => this._click(event));
+  }
+
+  /** First and last place that is seen. */
+  get seen() {
+    const first = Math.floor(this._box.scrollTop / this._height);
+    return [first, first + this._rows.fitting];
+  }
+
+  /** When rows are scrolled. */
+  onScroll(act) {
+    this._box.addEventListener("scroll", act, {passive: true});
+  }
+
+  /** To the first row. */
+  rewind() {
+    this._box.scrollTop = 0;
+    this._current = null;
+  }
+
+  /** Other rows, or the same with other values; what is seen stays where it is. */
+  show(data) {
+    const [top] = this.seen, key = this._data[top] === undefined ? null : this._keyOf(this._data[top]);
+    const count = this._data.length;
+    this._data = data;
+    this.element.setAttribute("aria-rowcount", String(data.length + 1));
+    this._box.style.height = `${Math.max(1, Math.min(data.length, this._mostRows)) * this._height + 2}px`;
+    const moved = this._box.scrollTop > 0 && key !== null ? data.findIndex((row) => this._keyOf(row) === key) - top : 0;
+    if (count !== data.length || moved !== 0) {
+      this._drawn.clear();
+      this._rows.reset(data.length);
+      if (moved > 0) {
+        this._box.scrollTop += moved * this._height;
+        this._rows.update();
+      }
+    } else this._renew();
+    this._mark();
+  }
+
+  /** Draws anew what looks otherwise. */
+  _renew() {
+    for (const [index, text] of this._drawn) {
+      if (!this._rows.has(index)) this._drawn.delete(index);
+      else if (this._data[index] === undefined || textOf(this._cells(index)) !== text) this._rows.renew(index);
+    }
+  }
+
+  _cells(index) {
+    return this._columns.map(({kind, cell}) => {
+      const made = element("span", {role: "gridcell", class: kind}, cell(this._data[index]));
+      made.title = made.textContent; // what is cut off
+      return made;
+    });
+  }
+
+  _row(index) {
+    const cells = this._cells(index), key = this._keyOf(this._data[index]);
+    this._drawn.set(index, textOf(cells));
+    const row = element("div", {
+      role: "row", id: `${this._id}-${index}`, "data-key": key, "data-place": index, "aria-rowindex": index + 2,
+      "aria-selected": key === this._current ? "true" : "false",
+    }, ...cells);
+    row.classList.toggle("odd", index % 2 === 1);
+    return row;
+  }
+
+  _mark() {
+    this._box.querySelector("[aria-selected=true]")?.setAttribute("aria-selected", "false");
+    const row = [...this._box.querySelectorAll("[data-key]")].find((each) => each.dataset.key === String(this._current));
+    row?.setAttribute("aria-selected", "true");
+    if (row) this.element.setAttribute("aria-activedescendant", row.id);
+    else this.element.removeAttribute("aria-activedescendant");
+  }
+
+  _click(event) {
+    const row = event.target.closest("[data-place]");
+    if (row === null || event.target.closest("a") !== null) return;
+    this._go(Number(row.dataset.place));
+    this._choose?.(this._data[this._place()]);
+  }
+
+  _place() {
+    return this._data.findIndex((row) => String(this._keyOf(row)) === String(this._current));
+  }
+
+  _go(place) {
+    const to = Math.max(0, Math.min(this._data.length - 1, place));
+    this._current = this._keyOf(this._data[to]);
+    this._rows.reveal(to);
+    this._mark();
+  }
+
+  _key(event) {
+    if (event.altKey || event.ctrlKey || event.metaKey || !this._data.length || event.target !== this.element) return;
+    const at = this._place(), page = this._rows.fitting;
+    if (event.key === "Enter" && at >= 0) {
+      event.preventDefault();
+      this._choose?.(this._data[at]);
+    }
+    const moves = {
+      ArrowUp: at - 1, ArrowDown: at + 1, Home: 0, End: this._data.length - 1, PageUp: at - page, PageDown: at + page,
+    };
+    if (!(event.key in moves)) return;
+    event.preventDefault();
+    this._go(moves[event.key]);
+  }
+}
+
+function textOf(cells) {
+  return cells.map((cell) => cell.textContent).join("\u0000");
+}
