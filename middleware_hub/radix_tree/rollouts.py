@@ -98,6 +98,20 @@ class TextTurn:
                 spans.append(span)
         return spans
 
+    def sampled(self) -> Counter[str | None]:
+        """How many tokens each version sampled in it."""
+        tokens: Counter[str | None] = Counter()
+        if self.prompt < self.entry.reused:  # some of them are those of another
+            for span in self.spans():
+                tokens[span["version"]] += span["end"] - span["start"]
+            return tokens
+        begin = self.prompt - self.entry.reused
+        for end, is_sampled, version in self.entry.runs:
+            if is_sampled and end > begin:
+                tokens[version] += end - begin
+            begin = max(begin, end)
+        return tokens
+
     def row(self) -> TurnRow:
         """As it is shown."""
         return TurnRow(
@@ -189,10 +203,7 @@ class TextRollouts:
         before = self._turn_before(prompt)
         kept = len(prompt.match.trajectory) if before is not None else 0
         turn = self._add(rollout, entry, before, kept, len(prompt.trajectory), facts)
-        sampled: Counter[str | None] = Counter()
-        for span in turn.spans():
-            sampled[span["version"]] += span["end"] - span["start"]
-        self._router.run.record(sampled, given=turn.prompt - kept, reused=kept, reason=turn.reason)
+        self._router.run.record(turn.sampled(), given=turn.prompt - kept, reused=kept, reason=turn.reason)
 
     def read(self, entry: Entry, tokens: int) -> None:
         """Somebody reads the first `tokens` tokens of a generation: a turn counts the first time that it is in them."""
