@@ -252,7 +252,8 @@ def _own_routes(
     stack: ASGIApp,
 ) -> tuple[OwnRoutes, Doors]:
     """The router's own routes and those of the middlewares, and the door of every path."""
-    groups = [admin.open_routes(), duty.routes(admin.guarded_routes()), duty.routes(control_routes.routes())]
+    guarded = [*duty.routes(admin.guarded_routes()), *admin.episode_routes()]
+    groups = [admin.open_routes(), guarded, duty.routes(control_routes.routes())]
     opened, administration, control = ([_path(route) for route in group] for group in groups)
     extra = [route for layer in layers if isinstance(layer, HasRoutes) for route in layer.routes()]
     taken = {*map(first_segment, (*opened, *administration)), *control}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from miles_router.admin.gathering import one_page, one_run
 from miles_router.admin.tokens import BINARY, MOST_TOKENS, Slice, Vocabulary, written_slice
 from miles_router.asgi.watch import Watch
 from miles_router.errors import BadRequest, NotFound
@@ -93,15 +94,16 @@ class EpisodeRoutes:
         """All of them, for the administration key."""
         return [
             Route("/router/episodes", self.list, methods=["GET"]),
-            Route("/router/episodes/{id}", self.detail, methods=["GET"]),
-            Route("/router/episodes/{id}/tokens", self.tokens, methods=["GET"]),
+            Route("/router/episodes/{id}", self._wherever(self.detail), methods=["GET"]),
+            Route("/router/episodes/{id}/tokens", self._wherever(self.tokens), methods=["GET"]),
             Route("/router/run", self.run, methods=["GET"]),
         ]
 
     async def run(self, request: Request) -> Response:
         _known(request, ())
         gate = self._router.gate
-        return _json({**self._router.run.describe(), "gate": {"closed": gate.closed, "held": gate.held}})
+        own = {**self._router.run.describe(), "gate": {"closed": gate.closed, "held": gate.held}}
+        return _json(one_run([own, *await self._router.owners.answers(request.scope)]))
 
     # The list
 
@@ -120,8 +122,9 @@ class EpisodeRoutes:
                 last = found.view.place
                 rows.append(self._row(found))
                 await pace.step()
-        following = f"{last[0]!r}{BETWEEN}{last[1]}" if more and last is not None else None
-        return _json({"episodes": rows, "next": following, "text": self._text})
+            own = {"episodes": rows, "next": _cursor(*last) if more and last is not None else None, "text": self._text}
+            pages = [own, *await self._router.owners.answers(request.scope)]
+        return _json(own if len(pages) == 1 else one_page(pages, wanted.limit, _cursor))
 
     async def _newest(self, wanted: Wanted) -> AsyncIterator[Found]:
         """All episodes behind the place where a request begins, newest first."""
@@ -220,6 +223,21 @@ class EpisodeRoutes:
         """Those that have a name."""
         return {OTHER_REASON, *(reason for source in self._router.episodes.values() for reason in source.reasons)}
 
+    def _wherever(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """The process that has the episode answers."""
+
+        async def asked(request: Request) -> Response:
+            try:
+                return await answer(request)
+            except NotFound:
+                for other in self._router.owners.others(request.scope):
+                    status, headers, body = await self._router.owners.ask(other, request.scope, b"")
+                    if status != 404:
+                        return Response(body, status, media_type=headers.get("content-type"))
+                raise
+
+        return asked
+
     async def _found(self, request: Request) -> Found:
         """The episode that a path names.
 
@@ -290,6 +308,10 @@ def _one_of(name: str, text: str | None, known: Sequence[str]) -> str | None:
     if text is None or text in known:
         return text
     raise BadRequest(f"{name} must be one of {', '.join(known) or 'nothing: no layer holds episodes'}, got {text!r}")
+
+
+def _cursor(started_at: float, name: str) -> str:
+    return f"{started_at!r}{BETWEEN}{name}"
 
 
 def _place(cursor: str) -> EpisodePlace:

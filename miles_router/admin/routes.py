@@ -73,11 +73,14 @@ class Admin:
             Route("/workers/{id:path}", self.show_worker, methods=["GET"]),
             Route("/workers/{id:path}", self.delete_worker, methods=["DELETE"]),
             Route("/router/info", self.info, methods=["GET"]),
-            *self._episodes.routes(),
             Route("/router/weight_version", self.set_weight_version, methods=["POST"]),
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/engine_metrics", self.engine_metrics, methods=["GET"]),
         ]
+
+    def episode_routes(self) -> list[BaseRoute]:
+        """Routes behind it that the process answers which takes requests."""
+        return self._episodes.routes()
 
     # Workers, the spelling of slime and miles
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
 
 from miles_router.asgi.exchange import Scope
+from miles_router.errors import OwnerUnavailable
 from miles_router.metrics import Statistics
 from miles_router.middlewares.contract import HasOwners
 from miles_router.middlewares.roots import Root
@@ -78,6 +82,20 @@ class Owners:
             OwnerUnavailable: it cannot be reached.
         """
         raise NotImplementedError("there is no other process")
+
+    async def answers(self, scope: Scope) -> list[Any]:
+        """What all other processes answer to the same request, which has no body, as JSON.
+
+        Raises:
+            OwnerUnavailable: one does not answer: what the others say is not all there is.
+        """
+        found = []
+        for other in self.others(scope):
+            status, _, body = await self.ask(other, scope, b"")
+            if status != 200:
+                raise OwnerUnavailable(f"process {other} answers {status}")
+            found.append(orjson.loads(body))
+        return found
 
     def new_name(self) -> str:
         """A name that nobody can guess, of something that this process is to have."""

@@ -9,8 +9,8 @@ import signal
 from typing import Any
 
 import pytest
-from miles_router.middlewares.roots import Root
 
+from miles_router.middlewares.roots import Root
 from miles_router.slots import SLOTS
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, JSON, checkpoint

@@ -290,7 +290,7 @@ class DressageDialect:
         told = {**own, "names": [*map(str, self._groups())]} if self._sessions.store.owners.several else own
         if not self._sessions.store.owners.others(request.scope):  # alone, or asked by another process
             return as_response(told)
-        all_of_them = [told, *await self._sessions.of_others(request)]
+        all_of_them = [told, *await self._sessions.store.owners.answers(request.scope)]
         summed = {name: sum(each[name] for each in all_of_them) for name in own}
         groups = {name for each in all_of_them for name in each["names"]}  # one may be in several
         return as_response({**summed, "groups": len(groups)})

@@ -21,7 +21,7 @@ from middleware_hub.openai_session.export.records import metadata_of, summary, w
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
-from miles_router.errors import BadRequest, OwnerUnavailable, StateError
+from miles_router.errors import BadRequest, StateError
 from miles_router.middlewares import Exchange, Pace, RowMatch, Scope, TrajectoryRows, Watch
 from miles_router.trajectory.json_parts import list_parts
 from miles_router.trajectory.rows import RowKind
@@ -105,7 +105,7 @@ class SessionRoutes:
             parts.append((orjson.dumps(summary(session)),))
             await pace.step()
         parts += [(orjson.dumps(each),) for each in await self.archive.summaries()]
-        for answer in await self.of_others(request):
+        for answer in await self.store.owners.answers(request.scope):
             parts += [(orjson.dumps(each),) for each in answer["sessions"]]
             await pace.step()
         return Response(b"".join((b'{"sessions":', *list_parts(parts), b"}")), media_type=JSON)
@@ -151,20 +151,6 @@ class SessionRoutes:
         """
         with Watch(request.receive):
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    async def of_others(self, request: Request) -> list[Any]:
-        """What all other processes answer to the same request, which has no body.
-
-        Raises:
-            OwnerUnavailable: one does not answer: what the others say is not all there is.
-        """
-        owners, found = self.store.owners, []
-        for other in owners.others(request.scope):
-            status, _, body = await owners.ask(other, request.scope, b"")
-            if status != 200:
-                raise OwnerUnavailable(f"process {other} answers {status}")
-            found.append(orjson.loads(body))
-        return found
 
     async def require(self, scope: Scope, session_id: str) -> None:
         """Go on only in the process that has a session. Raises as `Owners.require`."""

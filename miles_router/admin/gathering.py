@@ -1,0 +1,59 @@
+"""Episodes and runs of several processes as one. Each process answers for itself, in JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+from miles_router.metrics.run import INTERVALS
+
+Json = Mapping[str, Any]
+
+
+def one_page(pages: Sequence[Json], limit: int, cursor: Callable[[float, str], str]) -> Json:
+    """The newest episodes of pages that were asked for behind one place. `cursor` says what leads behind an episode."""
+    rows = sorted(
+        (row for page in pages for row in page["episodes"]),
+        key=lambda row: (row["started_at"], row["id"]),
+        reverse=True,
+    )
+    shown = rows[:limit]
+    more = len(rows) > limit or any(page["next"] is not None for page in pages)
+    following = cursor(shown[-1]["started_at"], shown[-1]["id"]) if more and shown else None
+    return {**pages[0], "episodes": shown, "next": following}
+
+
+def one_run(runs: Sequence[Json]) -> Json:
+    """What all processes have counted."""
+    intervals = _sums(
+        (each for run in runs for each in run["intervals"]), lambda each: (each["start"], each["weight_version"])
+    )
+    intervals.sort(key=lambda each: each["start"])
+    versions = _sums((each for run in runs for each in run["versions"]), lambda each: each["weight_version"])
+    versions.sort(key=lambda each: each["since"])
+    gate = {
+        "closed": next((run["gate"]["closed"] for run in runs if run["gate"]["closed"]), None),
+        "held": sum(run["gate"]["held"] for run in runs),
+    }
+    return {**runs[0], "intervals": intervals[-INTERVALS:], "versions": versions, "gate": gate}
+
+
+def _sums(counts: Iterable[Json], key: Callable[[Json], Hashable]) -> list[dict[str, Any]]:
+    found: dict[Hashable, dict[str, Any]] = {}
+    for each in counts:
+        name = key(each)
+        found[name] = {**each} if name not in found else _sum(found[name], each)
+    return list(found.values())
+
+
+def _sum(one: Json, other: Json) -> dict[str, Any]:
+    """Two counts of the same time, or of the same version: what is no time is added up."""
+    return {name: _added(name, value, other[name]) for name, value in one.items()}
+
+
+def _added(name: str, one: Any, other: Any) -> Any:
+    if isinstance(one, Mapping):
+        return {each: one.get(each, 0) + other.get(each, 0) for each in {**one, **other}}
+    if name == "since":
+        return min(one, other)
+    return one if name in ("start", "weight_version") else one + other

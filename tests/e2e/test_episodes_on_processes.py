@@ -1,0 +1,67 @@
+"""Episodes and the run of a router of two processes: the whole, whichever process is asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from miles_router.testing import SimulatedWorker
+from tests.support.cache_trial import CACHE, checkpoint
+from tests.support.http import ask
+from tests.support.layers import layered, ports, post, written
+from tests.support.owned import name_of
+from tests.support.session_trial import CHAT, SESSIONS, user
+
+NAMES = [name_of(index, 2, f"agent-{place}-") for place in range(2) for index in range(2)]
+TEXTS = 4
+
+
+async def get(url: str, path: str, status: int = 200) -> Any:
+    reply = await ask(url, "GET", path)
+    assert reply.status == status, reply.body
+    return reply.json()
+
+
+async def all_episodes(url: str, query: str) -> list[Any]:
+    """Page by page."""
+    found, after = [], ""
+    while True:
+        page = await get(url, f"/router/episodes?{query}{after}")
+        found += page["episodes"]
+        if page["next"] is None:
+            return found
+        after = f"&after={quote(page['next'])}"
+
+
+async def test_episodes_and_the_run_are_those_of_all_processes_whichever_is_asked(tmp_path: Path) -> None:
+    layers: tuple[tuple[str, dict[str, Any]], ...] = ((SESSIONS, {}), (CACHE, {}))
+    config = written(tmp_path, layers, hf_checkpoint=checkpoint())
+    worker = SimulatedWorker(tokenizer=checkpoint(), weight_version="1")
+    async with worker, layered(config, worker) as router:
+        own = [each.url for each in await ports(router)]
+        for place, name in enumerate(NAMES):
+            body = {"model": "m", "max_tokens": 4, "messages": [user("Hi")]}
+            assert (await post(own[place // 2], CHAT, body, ("X-Session-Id", name))).status == 200
+        for number in range(TEXTS):
+            asked = {"text": f"Question {number}: ", "sampling_params": {"max_new_tokens": 4}}
+            assert (await post(own[number % 2], "/generate", asked)).status == 200
+
+        whole = await all_episodes(own[0], "limit=50")
+        assert [each["id"] for each in whole if each["kind"] == "session"] == NAMES[::-1]
+        assert len(whole) == len(NAMES) + TEXTS
+        for url in own:
+            for query in ("limit=1", "limit=3", "limit=500"):
+                assert await all_episodes(url, query) == whole
+            assert await all_episodes(url, "limit=2&kind=text") == [each for each in whole if each["kind"] == "text"]
+            for each in whole:
+                detail = await get(url, f"/router/episodes/{quote(each['id'])}")
+                assert (detail["id"], detail["turns_total"]) == (each["id"], 1)
+                tokens = await get(url, f"/router/episodes/{quote(each['id'])}/tokens")
+                assert len(tokens["tokens"]) == each["tokens"]["all"]
+            await get(url, "/router/episodes/nobody", 404)
+            run = await get(url, "/router/run")
+            for counts in (run["intervals"], run["versions"]):
+                assert sum(each["turns"] for each in counts) == len(NAMES) + TEXTS
+            (version,) = run["versions"]
+            assert version["sampled"] == sum(each["tokens"]["sampled"] for each in whole)
