@@ -73,6 +73,8 @@ class RadixTreeMiddleware:
         self._recorder = TextRecorder(self.cache, self._archive, self._encoder)
         self._retrieval = Retrieval(self._recorder, router.owners)
         router.publish(NAME, self.cache.statistics)
+        if router.store is not None:
+            router.publish(f"{NAME}_archive", self._archive.statistics)
         for kind, channel in router.rows.items():
             channel.bring_rid = self._archive.load_rid
             channel.sources["text"] = RowSource(
