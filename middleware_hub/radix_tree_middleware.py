@@ -75,6 +75,8 @@ class RadixTreeMiddleware:
         self._rollouts = router.episodes[KIND] = TextRollouts(router, self.cache)
         self._retrieval = Retrieval(self._recorder, self._rollouts, router.owners)
         router.publish(NAME, self.cache.statistics)
+        if router.store is not None:
+            router.publish(f"{NAME}_archive", self._archive.statistics)
         for kind, channel in router.rows.items():
             channel.bring_rid = self._archive.load_rid
             channel.sources["text"] = RowSource(

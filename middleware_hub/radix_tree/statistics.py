@@ -1,4 +1,4 @@
-"""The cache's numbers, for `GET /metrics` and `GET /router/info`."""
+"""The numbers of the cache, and of what of it outlives the process, for `GET /metrics` and `GET /router/info`."""
 
 from __future__ import annotations
 
@@ -25,3 +25,14 @@ class CacheStatistics(Statistics, prefix="miles_router_radix_tree"):
     token_bytes = gauge("Bytes of the tokens held.")
     text_characters = gauge("Characters of text held.")
     passed_through = counter("Requests and answers left alone, by reason.", by="reason")
+
+
+class ArchiveStatistics(Statistics, prefix="miles_router_radix_tree_archive"):
+    """What the disk has of recorded texts; nothing is known before the first text is looked for. Commits count where
+    those of all layers do."""
+
+    families = gauge("Families of generations on the disk, one for each first prompt.")
+    tokens = gauge("Tokens of these, and 16 for each generation; what families share is counted in each.")
+    row_bytes = gauge("Bytes of rows of these.")
+    loaded = counter("Generations read from the disk.")
+    failed = counter("Reads that failed, by error.", by="error")

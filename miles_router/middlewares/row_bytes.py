@@ -29,7 +29,7 @@ def key_of_rows(kind: RowKind, number: int) -> str:
 
 def can_be_written(rows: AlignedRows, parent: int | None) -> bool:
     """Whether rows can be read as far as `written_rows` has to."""
-    return rows.complete() if _whole(rows, parent) else rows.held
+    return rows.complete() if _whole(rows, parent) else rows.held or len(rows) == rows.start
 
 
 def written_rows(rows: AlignedRows, parent: int | None) -> bytes:

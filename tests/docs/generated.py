@@ -14,7 +14,7 @@ from functools import partial
 import middleware_hub.openai_session.errors  # noqa: F401
 import miles_router.app  # noqa: F401
 from middleware_hub.openai_session.statistics import SessionStatistics
-from middleware_hub.radix_tree.statistics import CacheStatistics
+from middleware_hub.radix_tree.statistics import ArchiveStatistics, CacheStatistics
 from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  # so that it is in the table
 from middleware_hub.routed_experts.statistics import ExpertStatistics, PositionStatistics
 from middleware_hub.tokenizing.async_encoder import EncodingStatistics
@@ -160,6 +160,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "gpu_errors": gpu_errors,
     "gpu_step_errors": gpu_step_errors,
     "text_cache": partial(metrics, CacheStatistics),
+    "text_archive": partial(metrics, ArchiveStatistics),
     "sessions": partial(metrics, SessionStatistics),
     "encoding": partial(metrics, EncodingStatistics),
     "routed_experts": partial(metrics, ExpertStatistics),

@@ -49,6 +49,10 @@ def bytes_of_rows(restarts: Restarts) -> int:
         return sum(each.nbytes for each in holdings(copy) if each.kind == "rows")
 
 
+def numbers(trial: Trial) -> dict[str, Any]:
+    return dict(trial.router.app.router.statistics["radix_tree_archive"]())
+
+
 def deleted() -> bool:
     return not any(task.get_name() == "delete texts" for task in asyncio.all_tasks())
 
@@ -70,8 +74,13 @@ async def test_rows_of_texts_after_a_kill_are_byte_for_byte_those_before(restart
         for each in answers:
             tokens = (await before.retrieve(rid=each["meta_info"]["id"]))["tokens"]
             assert np.array_equal(array_of(await rows(before, {"rid": each["meta_info"]["id"]})), truth(tokens))
+        written = numbers(before)
+        assert written["row_bytes"] > 0
         async with restarts.started(keeper(), state_rows=True) as after:
             assert await all_rows(after, asked) == known
+            assert numbers(after)["loaded"] == len(answers) + 1
+            for name in ("families", "tokens"):
+                assert numbers(after)[name] == written[name] > 0
         async with restarts.started(keeper(), state_rows=False) as again:  # what is held is read, whatever is written
             assert await all_rows(again, asked[::-1]) == known[::-1]
 

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 
-from middleware_hub.radix_tree.archive.archive import TextArchive
+from middleware_hub.radix_tree.archive.archive import ENTRY, TextArchive
 from middleware_hub.radix_tree.archive.text_rows import TextRows
 from middleware_hub.radix_tree.cache import PrefixMatch, RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry, TextRecord
 from middleware_hub.radix_tree.recording import TokenizedText
-from miles_router.middlewares import Owners
+from miles_router.errors import StateDamaged
+from miles_router.middlewares import Change, Owners
 from miles_router.state.store import StateStore
 from miles_router.trajectory import Piece
 from tests.support.waiting import until
@@ -88,4 +90,16 @@ async def test_a_text_is_held_though_what_it_was_written_behind_was_evicted(tmp_
     await until(lambda: then.archive._sweeping is not None and then.archive._sweeping.done(), "the disk knows")
     await last.archive.load_rid("second")
     assert last.cache.by_rid("second") is not None
+    await store.close()
+
+
+async def test_a_family_that_cannot_be_read_is_refused_by_name_and_counted(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    running, then = Process.on(store), Process.on(store)
+    entry = await running.record("ask", await running.look_up("ask"), "first")
+    assert entry.family is not None
+    await store.commit(entry.family.owner, [Change(ENTRY, entry.serial, b"nonsense")], slot=entry.family.slot)
+    with pytest.raises(StateDamaged):
+        await then.look_up("ask")
+    assert then.archive.statistics.numbers()["failed"] == {"state_damaged": 1}
     await store.close()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from hashlib import blake2b
 from typing import Any
 
@@ -24,6 +24,7 @@ from middleware_hub.radix_tree.archive.families import OWNERS, Family, RootIndex
 from middleware_hub.radix_tree.archive.text_rows import ROWS, RowName, RowsRead, TextRows
 from middleware_hub.radix_tree.cache import RadixTreeCache, RestoredEntry
 from middleware_hub.radix_tree.entry import Entry
+from middleware_hub.radix_tree.statistics import ArchiveStatistics
 from miles_router.errors import StateDamaged, StateError
 from miles_router.middlewares import SLOTS, Change, Owners, Pace, StateStore, spawn
 from miles_router.trajectory.rows import AlignedRows
@@ -59,6 +60,9 @@ class TextArchive:
         self._began = 0  # the last serial of what was recorded before this process
         self._dirty: dict[tuple[int, str], Family] = {}  # of which the disk has too much
         self._sweeping: asyncio.Task[None] | None = None
+        self.statistics = ArchiveStatistics(
+            families=lambda: len(self._families), tokens=lambda: self.tokens, row_bytes=lambda: rows.nbytes
+        )
         if store is not None:
             cache.when_evicted.append(self._evicted)
             rows.listen(self._evicted_rows)
@@ -71,14 +75,27 @@ class TextArchive:
         Raises:
             StateError: nobody can tell what there is.
         """
-        if not self._opened:
-            await self._open()
-        if self._index:
-            for family in self._index.within(text):
-                await self._bring(family)
+        with self._counting_failures():
+            if not self._opened:
+                await self._open()
+            if self._index:
+                for family in self._index.within(text):
+                    await self._bring(family)
 
     async def load_rid(self, rid: str) -> None:
         """Bring the generation with this id into memory, the newest of several. Raises as `load`."""
+        with self._counting_failures():
+            await self._load_rid(rid)
+
+    @contextmanager
+    def _counting_failures(self) -> Iterator[None]:
+        try:
+            yield
+        except StateError as error:
+            self.statistics.failed[error.type] += 1
+            raise
+
+    async def _load_rid(self, rid: str) -> None:
         if not self._opened:
             await self._open()
         known = self._cache.find_rid(rid)
@@ -144,6 +161,7 @@ class TextArchive:
                     if parent is not None and entry.parent is not parent:  # it does not keep that from being evicted
                         family.unsaved[entry.serial] = entry
                 self._rows.restore(family, rows, restored)
+            self.statistics.loaded += len(restored)
             if family.rows.gone:
                 self._sweep_later(family)
 

@@ -184,7 +184,7 @@ class TextRows:
     def evicted(self, rows: AlignedRows) -> Family | None:
         """Memory has let go of rows. Gives the family whose record is gone with them."""
         place = self._places.get(rows)
-        if place is None:
+        if place is None or len(rows) == rows.start:  # it has none of its own: all can be read as before
             return None
         with self.changing(place.family):
             place.family.rows.let_go(place.name)
@@ -227,5 +227,5 @@ class TextRows:
                 if rows is not None:
                     self._places[rows] = _FamilyRecord(family, name)
             for name, ((rows, _), _, _) in read.items():
-                if name.serial not in serials or (rows is not None and not rows.held):
+                if name.serial not in serials or (rows is not None and not rows.held and len(rows) > rows.start):
                     family.rows.let_go(name)
