@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_command import run
@@ -170,7 +171,7 @@ async def test_sigterm_lets_requests_of_all_processes_finish_and_exits_0(stage: 
     async with processes([worker]) as router:
         under_way = router.generating(MANY)
         await until(lambda: generations(worker) == MANY, "all generations are at the worker")
-        router.router.process.terminate()
+        router.router.process.send_signal(signal.SIGTERM)
         await until(lambda: refuses(router.url), "new connections are refused")
         gate.set()
         assert {each.status for each in await asyncio.gather(*under_way)} == {200}
