@@ -16,9 +16,9 @@ from starlette.routing import Router as Routes
 from miles_router.asgi.doors import Doors
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, request_id
 from miles_router.asgi.headers import GROUP, first
-from miles_router.asgi.moving import Elsewhere
+from miles_router.asgi.moving import ASKED, Elsewhere
 from miles_router.asgi.origin import refuse_foreign
-from miles_router.asgi.outlet import Outlet
+from miles_router.asgi.outlet import HANDED, Outlet
 from miles_router.asgi.path import decoded
 from miles_router.errors import ClientDisconnected, RouterError, UpstreamBroken
 from miles_router.metrics import ClientStatistics
@@ -85,7 +85,7 @@ class RouterApp:
         try:
             scope["path"] = decoded(scope["raw_path"])  # here, and nowhere else
             # A session's own key is known once it is read.
-            if self._restoring and not self.doors.is_shut(scope["path"], scope["headers"]):
+            if self._restoring and (_asked(scope) or not self.doors.is_shut(scope["path"], scope["headers"])):
                 for layer in self._restoring:
                     await layer.restore(scope)
             await self._enter(scope)(scope, receive, outlet)
@@ -115,8 +115,9 @@ class RouterApp:
             BodyTooLarge: the request announces more than anybody here takes.
         """
         door = self.doors.of(scope["path"])
-        scope["headers"] = self.doors.enter(door, scope["path"], scope["headers"])
-        if door.foreign is not None and not door.key.required:
+        if not _asked(scope):
+            scope["headers"] = self.doors.enter(door, scope["path"], scope["headers"])
+        if door.foreign is not None and not door.key.required and not _asked(scope):
             refuse_foreign(scope, door.foreign, self._public_url)
         scope[SCOPE_KEY].flight.group = first(scope["headers"], GROUP)
         scope[SCOPE_KEY].check_announced_size(scope)
@@ -141,6 +142,12 @@ class RouterApp:
         if self._access_log:
             fields = {**_fields(exchange, scope), "status": status, "seconds": round(seconds, 4)}
             access_logger.info("request", extra={"fields": fields})
+
+
+def _asked(scope: Scope) -> bool:
+    """Whether another process of this router asks, for a client that has entered there."""
+    note: bytes | None = scope.get("extensions", {}).get(HANDED)
+    return note == ASKED
 
 
 def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:

@@ -144,11 +144,6 @@ async def test_workers_that_were_tried_before_a_pause_are_not_tried_after_it(sta
     await post(router, CONTINUED)
     answer = await waiting
     assert (answer.status, answer.error_type) == (502, "upstream_unreachable")
-    print(
-        [[(r.method, r.target, r.values("x-request-id")) for r in worker.requests] for worker in workers],
-        answer,
-        router._log(),
-    )
     assert sum(len(worker.requests) for worker in workers) <= 3, "a kept connection may have been replaced once"
     assert len([worker for worker in workers if worker.requests]) == 2
 

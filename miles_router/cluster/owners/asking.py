@@ -7,13 +7,12 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from miles_router.asgi.exchange import Scope
+from miles_router.asgi.moving import ASKED
 from miles_router.cluster.owners.handover import ConnectionCarrier
 from miles_router.errors import OwnerUnavailable, RouterError
 
-#: The note about such a request: it is answered wherever it lands.
-ASKED = b"asked"
-#: Headers that go along: who asks, and what they may.
-KEPT = frozenset({b"host", b"authorization", b"x-api-key", b"x-request-id", b"accept", b"content-type"})
+#: Headers that go along.
+KEPT = frozenset({b"host", b"x-request-id", b"accept", b"content-type"})
 READ = 1 << 18
 
 

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from miles_router.asgi.exchange import Scope
-from miles_router.asgi.moving import Elsewhere
+from miles_router.asgi.moving import ASKED, Elsewhere
 from miles_router.asgi.outlet import HANDED
-from miles_router.cluster.owners.asking import ASKED, ask
+from miles_router.cluster.owners.asking import ask
 from miles_router.cluster.owners.handover import FILED, INLINE, ConnectionCarrier
 from miles_router.cluster.owners.held_names import KeptNames
 from miles_router.cluster.owners.links import Links
