@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, ExpertsTrial, tokens_of, truth
+from tests.support.forks import fork_router
 from tests.support.http import Client, ask
 from tests.support.layers import JSON, layered, listed, ports, post, written
 from tests.support.owned import name_of
@@ -101,7 +103,8 @@ async def test_no_turn_of_any_process_is_sent_behind_an_answered_pause(tmp_path:
 
 async def test_what_one_process_asks_of_the_others_needs_no_key_and_is_refused_in_their_words(tmp_path: Path) -> None:
     config = written(tmp_path, LAYERS, hf_checkpoint=checkpoint(), api_key="ours", max_text_chars=200, processes=2)
-    async with simulated() as worker, router_process("--config", str(config), "--worker-urls", worker.url) as router:
+    given, start = ("--config", str(config)), partial(fork_router, tokenizer=checkpoint())
+    async with simulated() as worker, router_process(*given, "--worker-urls", worker.url, start=start) as router:
         key = ("Authorization", "Bearer ours")
         for index in range(2):
             assert (await post(router.url, "/sessions", {"session_id": name_of(index, 2, "s")}, key)).status == 200

@@ -65,6 +65,7 @@ async def test_its_numbers_stand_in_the_routers_info(stage: Stage) -> None:
     assert info["statistics"]["tagging"] == {"tags": {"one": 1}, "length": 3}
 
 
+@pytest.mark.alone("it looks inside")
 async def test_a_starlette_base_middleware_of_another_router_runs_unchanged(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, middlewares=stack("Legacy"), hf_checkpoint="/models/some")

@@ -11,6 +11,7 @@ from tests.faults.test_layers_of_lost_processes import Agent, answers_of, config
 from tests.support.layers import layered, ports, post
 from tests.support.owned import name_of
 from tests.support.processes import HI, Processes
+from tests.support.running_router import AS_USERS_DO
 from tests.support.session_trial import CHAT, user
 from tests.support.waiting import until
 
@@ -33,7 +34,7 @@ async def _generates(router: Processes, over: asyncio.Event) -> int:
 
 async def test_a_new_version_takes_over_under_load_and_nobody_is_refused(tmp_path: Path) -> None:
     config = configured(tmp_path, state_dir=str(tmp_path / "state"))
-    async with simulated(token_latency_s=0.01) as worker, layered(config) as router:
+    async with simulated(token_latency_s=0.01) as worker, layered(config, start=AS_USERS_DO) as router:
         assert (await post(router.url, "/add_worker", {"url": worker.url})).status == 200
         before, own = router.children, [each.url for each in await ports(router)]
         agents, over = [Agent(name_of(index % 2, 2, f"agent{index}")) for index in range(COUNT)], asyncio.Event()
@@ -61,7 +62,7 @@ async def test_a_new_version_takes_over_under_load_and_nobody_is_refused(tmp_pat
 
 async def test_a_version_that_would_not_start_takes_no_place(tmp_path: Path) -> None:
     config = configured(tmp_path)
-    async with SimulatedWorker() as worker, layered(config, worker) as router:
+    async with SimulatedWorker() as worker, layered(config, worker, start=AS_USERS_DO) as router:
         before = router.children
         config.write_text("what_is_this: 1\n")
         router.router.process.send_signal(signal.SIGUSR2)
@@ -72,7 +73,10 @@ async def test_a_version_that_would_not_start_takes_no_place(tmp_path: Path) -> 
 
 
 async def test_a_stop_is_stronger_than_a_new_version(tmp_path: Path) -> None:
-    async with simulated(token_latency_s=0.05) as worker, layered(configured(tmp_path), worker) as router:
+    async with (
+        simulated(token_latency_s=0.05) as worker,
+        layered(configured(tmp_path), worker, start=AS_USERS_DO) as router,
+    ):
         turn = asyncio.ensure_future(post(router.url, CHAT, {"model": "m", "max_tokens": 20, "messages": [user("Hi")]}))
         await until(lambda: worker.running == 1, "it is under way")
         router.router.process.send_signal(signal.SIGUSR2)

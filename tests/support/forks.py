@@ -79,7 +79,7 @@ class ForkedRouter:
 
 
 def fork_router(
-    arguments: Sequence[str], log: str, environment: Mapping[str, str], tokenizer: str | None
+    arguments: Sequence[str], log: str, environment: Mapping[str, str], tokenizer: str | None = None
 ) -> ForkedRouter:
     """Start `miles-router` with these arguments; `tokenizer` is one that it will load."""
     status = Path(f"{log}.status")
