@@ -81,18 +81,17 @@ def _supervised(config: RouterConfig, args: Namespace | None, sockets: Sockets, 
 def _listeners(config: RouterConfig, left: Sockets) -> Sockets:
     """A socket for each process, on one port, which nobody has beside them; those that the supervisor before this one
     has `left` where the port is still the one that is wanted."""
-    port = left.shared[0].getsockname()[1] if left.shared else config.port
-    if config.port not in (0, port):
-        left, port = Sockets([], []), config.port
-    if not left.shared:
-        with listen(config.host, port) as alone:  # a shared one would be shared with another router, too
+    port = left.shared[0].getsockname()[1] if left.shared else 0
+    if not port or config.port not in (0, port):
+        left.close()
+        left = Sockets([], [])
+        with listen(config.host, config.port) as alone:  # a shared one would be shared with another router, too
             port = alone.getsockname()[1]
-    missing = range(len(left.shared), config.processes)
-    shared = [*left.shared, *(listen(config.host, port, shared=True) for _ in missing)]
-    for each in shared[config.processes :]:
-        each.close()
-    own = [*left.own, *(listen(config.host, 0) for _ in missing)] if config.public_url is None else []
-    return Sockets(shared[: config.processes], own[: config.processes])
+    count, own_count = config.processes, config.processes if config.public_url is None else 0
+    Sockets(left.shared[count:], left.own[own_count:]).close()
+    shared = [listen(config.host, port, shared=True) for _ in range(len(left.shared), count)]
+    own = [listen(config.host, 0) for _ in range(len(left.own), own_count)]
+    return Sockets([*left.shared[:count], *shared], [*left.own[:own_count], *own])
 
 
 class Child:
