@@ -25,6 +25,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # How many processes run tests: `auto` is one for each core and one for those that wait for SGLang.
 JOBS ?= auto
 PYTEST := $(BIN)/python -m pytest -n $(JOBS)
+# What each change is tried with on routers of several processes; `make processes` has all.
+CHOSEN := tests/e2e/test_forwarding.py tests/faults/test_membership.py -k "hop_by_hop or expects or trickles or drain"
 
 .PHONY: help demo test processes nightly heavy fuzz soak unit coverage install lint types imports sglang tokenizers agents clients bench placement npm
 
@@ -38,13 +40,13 @@ test: install sglang tokenizers agents nginx chromium strace ## what a change mu
 	@$(call say,tests and checks of the source)
 	@$(PYTEST)
 	@$(call say,some of them on routers of two processes)
-	@$(PYTEST) --processes 2 tests/e2e/test_forwarding.py -k "hop_by_hop or expects or trickles or declined"
+	@$(PYTEST) --processes 2 $(CHOSEN)
 
 processes: install tokenizers agents ## tests that look at a router from outside, on routers of two processes
 	@$(call say,tests on routers of two processes)
-	@$(PYTEST) --processes 2 -m "not sglang and not static" tests/e2e tests/faults
+	@$(PYTEST) --processes 2 -m "not sglang and not static and not clients" tests/e2e tests/faults tests/property
 
-nightly: install tokenizers agents chromium ## the tests without SGLang with many more and always other random cases
+nightly: processes chromium ## the tests without SGLang with many more and always other random cases, and `make processes`
 	@$(call say,tests with many random cases)
 	@$(PYTEST) --tier nightly -m "not sglang and not static"
 

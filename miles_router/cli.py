@@ -134,7 +134,7 @@ def _run(options: argparse.Namespace) -> None:
     loaded = _load(options)
     from miles_router.compat import run
 
-    run(loaded.config)
+    run(loaded.config, replaceable=True)
 
 
 def _show_config(options: argparse.Namespace) -> None:

@@ -85,7 +85,7 @@ class RouterApp:
         try:
             scope["path"] = decoded(scope["raw_path"])  # here, and nowhere else
             # A session's own key is known once it is read.
-            if self._restoring and not self.doors.is_shut(scope["path"], scope["headers"]):
+            if self._restoring and (note_of(scope) == ASKED or not self.doors.is_shut(scope["path"], scope["headers"])):
                 for layer in self._restoring:
                     await layer.restore(scope)
             await self._enter(scope)(scope, receive, outlet)

@@ -49,10 +49,17 @@ def pytest_xdist_auto_num_workers() -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first."""
     for item in items:
-        if item.get_closest_marker("alone") is not None and item.config.getoption("processes") > 1:
-            item.add_marker(pytest.mark.skip(reason="of a router of one process alone"))
+        if item.config.getoption("processes") > 1 and (reason := _alone(item)) is not None:
+            item.add_marker(pytest.mark.skip(reason=f"of a router of one process alone: {reason}"))
         assert (item.get_closest_marker("sglang") is not None) == needs_sglang(item.nodeid), item.nodeid
     items.sort(key=lambda item: next((place for place, mark in enumerate(FIRST) if mark in item.keywords), len(FIRST)))
+
+
+def _alone(item: pytest.Item) -> str | None:
+    if "caplog" in getattr(item, "fixturenames", ()):
+        return "it reads the log of the test's process"
+    mark = item.get_closest_marker("alone")
+    return None if mark is None else str(mark.args[0])
 
 
 def needs_sglang(nodeid: str) -> bool:
@@ -128,6 +135,23 @@ async def stage() -> AsyncIterator[Stage]:
     """Workers and a router for one test."""
     async with staged() as made:
         yield made
+
+
+@pytest.fixture
+def monkeypatch(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:
+    """pytest's own; of a router of several processes it changes nothing."""
+    made = pytest.MonkeyPatch()
+    if request.config.getoption("processes") > 1:
+        made.setattr = functools.partial(_set_from_outside, made.setattr)  # type: ignore[method-assign]
+    yield made
+    made.undo()
+
+
+def _set_from_outside(set_it: Callable[..., None], target: Any, *given: Any, **more: Any) -> None:
+    name = target if isinstance(target, str) else getattr(target, "__module__", getattr(target, "__name__", ""))
+    if name.startswith(("miles_router.", "middleware_hub.")):
+        pytest.skip(f"it changes a router from inside: {name}")
+    set_it(target, *given, **more)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -108,10 +108,12 @@ class Retrieval:
         status, _, answer = await self._owners.ask(owner, scope, body, accept=BINARY)
         if status == 200:
             return read_safetensors_list(answer) if many else [read_safetensors(answer)]
-        message = orjson.loads(answer)["error"]["message"]
+        error = orjson.loads(answer)["error"]
         if status >= 500:
-            raise OwnerUnavailable(message)
-        raise NotFound(message) if status == 404 else BadRequest(message)
+            raise OwnerUnavailable(error["message"])
+        refused = NotFound(error["message"]) if status == 404 else BadRequest(error["message"])
+        refused.status, refused.type = status, error["type"]
+        raise refused
 
     async def _one_of_many(self, text: str, pace: Pace, *, strict: bool) -> Retrieved:
         await pace.step()

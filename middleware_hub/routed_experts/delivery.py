@@ -95,7 +95,7 @@ class Delivery:
         """What another process gives that knows it."""
         for other in self._owners.others(scope):
             status, headers, found = await self._owners.ask(other, scope, body)
-            if status != NotFound.status:
+            if status != NotFound.status or orjson.loads(found)["error"]["type"] != NotFound.type:
                 shown = {name: value for name, value in headers.items() if name in SHOWN}
                 return Response(found, status, headers=shown)
         return None

@@ -11,7 +11,8 @@ from miles_router.errors import RouterError
 
 #: In place of the index of a process: this one answers, or nobody knows before the request's body was read.
 HERE, BY_BODY = -1, -2
-#: The note about a request that another process asks: it let the client in, and the answer is this process's own.
+#: The note about what one process asks of another for a client: it is answered wherever it lands, and no key is asked
+#: for. The process where the client's request came in has seen to that.
 ASKED = b"asked"
 #: Goes on with a connection: its socket, the note about its request, and the bytes that were read.
 Adopt = Callable[[socket.socket, bytes, bytes], Awaitable[None]]

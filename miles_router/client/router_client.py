@@ -13,7 +13,7 @@ from miles_router.client.answers import Generation
 from miles_router.client.control import FleetControl
 from miles_router.client.errors import ConnectionLost, InvalidReply, read_error, reading
 from miles_router.client.session import Session, SessionInfo
-from miles_router.client.transport import DEFAULT_RETRIES, Pool, Request, Retries, Transport
+from miles_router.client.transport import DEFAULT_RETRIES, OwnerTransport, Pool, Request, Retries, Transport
 from miles_router.engines.events import DATA, DONE, EventReader
 from miles_router.trajectory import Malformed, Retrieved
 from miles_router.trajectory.retrieved import read_safetensors
@@ -222,9 +222,10 @@ class RouterClient(FleetControl):
         answer = await self._transport.json(Request("POST", "/sessions", body))
         if not isinstance(answer, dict) or not isinstance(answer.get("session_id"), str):
             raise InvalidReply("POST /sessions was answered without a session_id")
-        return Session(
-            self._transport, self.base_url, answer["session_id"], self._api_key, own_key=answer.get("api_key")
-        )
+        transport, owner_url = self._transport, answer.get("owner_url")
+        if isinstance(owner_url, str) and urlsplit(owner_url).hostname == urlsplit(self.base_url).hostname:
+            transport = OwnerTransport(transport, owner_url)
+        return Session(transport, self.base_url, answer["session_id"], self._api_key, own_key=answer.get("api_key"))
 
     def session(self, session_id: str) -> Session:
         """A session that is there already; nothing is asked."""

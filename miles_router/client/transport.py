@@ -93,6 +93,8 @@ class Transport:
         self._retries = retries
         self._http: aiohttp.ClientSession | None = None
         self._closed = False
+        #: Where processes of the router said they listen alone, and nobody could be reached.
+        self.unreachable: set[str] = set()
 
     async def close(self) -> None:
         """Close every connection; requests under way break off."""
@@ -150,13 +152,13 @@ class Transport:
             failures += 1
             await asyncio.sleep(delay)
 
-    async def _attempt(self, request: Request) -> aiohttp.ClientResponse:
+    async def _attempt(self, request: Request, base_url: str | None = None) -> aiohttp.ClientResponse:
         headers = dict(request.headers)
         data = None
         if request.body is not None:
             data = orjson.dumps(request.body, option=orjson.OPT_SERIALIZE_NUMPY)
             headers["Content-Type"] = "application/json"
-        url = URL(self._pool.base_url + request.path, encoded=True)
+        url = URL((base_url or self._pool.base_url) + request.path, encoded=True)
         with _client_errors(request):
             http = self._session()
             response = await http.request(request.method, url, data=data, headers=headers, allow_redirects=False)
@@ -180,6 +182,26 @@ class Transport:
                 read_bufsize=READ_BUFFER,
             )
         return self._http
+
+
+class OwnerTransport(Transport):
+    """The same pool of connections, to the process of the router that has a session, at `owner_url`. Where that cannot
+    be reached from here, it is logged once, and the router is asked."""
+
+    def __init__(self, transport: Transport, owner_url: str) -> None:
+        super().__init__(transport._pool, transport._retries)
+        self._transport = transport
+        self._owner_url = owner_url
+
+    async def _attempt(self, request: Request, base_url: str | None = None) -> aiohttp.ClientResponse:
+        unreachable = self._transport.unreachable
+        if self._owner_url not in unreachable:
+            try:
+                return await self._transport._attempt(request, self._owner_url)
+            except NotConnected as error:
+                unreachable.add(self._owner_url)
+                logger.warning("%s; its sessions are asked for at %s from now on", error, self._pool.base_url)
+        return await self._transport._attempt(request)
 
 
 def _is_repeatable(request: Request, error: RouterClientError) -> bool:

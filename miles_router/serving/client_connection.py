@@ -329,11 +329,14 @@ class ClientConnection(asyncio.Protocol):
     # What uvicorn calls
 
     def shutdown(self) -> None:
-        """A graceful stop: finish what is being answered, and nothing else."""
-        if self._current is None:
+        """A graceful stop: finish what is being answered, or has just begun to come, and nothing else."""
+        if self._current is None and self._deadline is not self._shared.arriving:
             self.close()
             return
         self.closing = True
+        if self._current is None:  # who has connected for a request would not know whether it was begun
+            self._wait(self._shared.lingering)
+            return
         if (task := self._current.task) is not None:  # uvicorn waits for these, and cancels them when the time is up
             self._server_state.tasks.add(task)
             task.add_done_callback(self._server_state.tasks.discard)

@@ -14,7 +14,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,10 +21,11 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from miles_router import log
+from miles_router import log, tasks
 from miles_router.cluster.control.table import Counts, make_table
 from miles_router.errors import ConfigError
 from miles_router.serving.process import READY, START, Assignment
+from miles_router.serving.replacing import Sockets, become_the_next, kept, refusal
 from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
 
@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds before what dies at once is started again: the first time, and at most.
 SOON, LATEST = 0.1, 5.0
-#: Seconds that a process must have run to have died by chance; as often it may die sooner before that is an error.
+#: Seconds that a process must have done its part to have died by chance; as often it may die sooner before that is an
+#: error.
 LASTING, CHANCES = 10.0, 3
 #: Seconds beside `shutdown_timeout` in which all must have ended.
 SPARE = 10.0
@@ -42,8 +43,11 @@ STATUS_BYTES = 4096
 MEMORY = Path("/dev/shm")
 
 
-def supervise(config: RouterConfig, args: Namespace | None = None) -> None:
+def supervise(config: RouterConfig, args: Namespace | None = None, *, replaceable: bool = False) -> None:
     """Serve with several processes until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds.
+
+    Args:
+        replaceable: this process is the command, and may become it again (SIGUSR2).
 
     Raises:
         ConfigError: a setting that cannot be used.
@@ -51,25 +55,43 @@ def supervise(config: RouterConfig, args: Namespace | None = None) -> None:
     """
     raise_file_limit()
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(each) for each in _listeners(config)]
-        own = [] if config.public_url else [held.enter_context(listen(config.host, 0)) for _ in sockets]
+        sockets = _listeners(config, kept())
+        held.callback(sockets.close)
+        supervisor = _supervised(config, args, sockets, replaceable)
+        if supervisor.replaced:
+            become_the_next(sockets)
+    if supervisor.refusal is not None:
+        raise ConfigError(supervisor.refusal)
+    if supervisor.failed:
+        sys.exit(1)
+
+
+def _supervised(config: RouterConfig, args: Namespace | None, sockets: Sockets, replaceable: bool) -> Supervisor:
+    with contextlib.ExitStack() as held:
         table = make_table(config.processes)
         held.callback(os.close, table)
         directory = Path(tempfile.mkdtemp(prefix="miles-router-", dir=MEMORY if MEMORY.is_dir() else None))
         held.callback(shutil.rmtree, directory, ignore_errors=True)
-        supervisor = Supervisor(config, args, sockets, own, table, directory)
+        supervisor = Supervisor(config, args, sockets, table, directory, replaceable)
         asyncio.run(supervisor.run())
-        if supervisor.refusal is not None:
-            raise ConfigError(supervisor.refusal)
-        if supervisor.failed:
-            sys.exit(1)
+        log.flush()
+        return supervisor
 
 
-def _listeners(config: RouterConfig) -> list[socket.socket]:
-    """A socket for each process, on one port, which nobody has beside them."""
-    with listen(config.host, config.port) as alone:  # a shared one would be shared with another router, too
-        port = alone.getsockname()[1]
-    return [listen(config.host, port, shared=True) for _ in range(config.processes)]
+def _listeners(config: RouterConfig, left: Sockets) -> Sockets:
+    """A socket for each process, on one port, which nobody has beside them; those that the supervisor before this one
+    has `left` where the port is still the one that is wanted."""
+    port = left.shared[0].getsockname()[1] if left.shared else 0
+    if not port or config.port not in (0, port):
+        left.close()
+        left = Sockets([], [])
+        with listen(config.host, config.port) as alone:  # a shared one would be shared with another router, too
+            port = alone.getsockname()[1]
+    count, own_count = config.processes, config.processes if config.public_url is None else 0
+    Sockets(left.shared[count:], left.own[own_count:]).close()
+    shared = [listen(config.host, port, shared=True) for _ in range(len(left.shared), count)]
+    own = [listen(config.host, 0) for _ in range(len(left.own), own_count)]
+    return Sockets([*left.shared[:count], *shared], [*left.own[:own_count], *own])
 
 
 def _pipe(reading: contextlib.ExitStack, writing: contextlib.ExitStack) -> tuple[int, int]:
@@ -94,10 +116,15 @@ class Child:
         self.running: subprocess.Popen[bytes] | None = None
         self.watched: list[int] = []
         self.told = b""
-        self.began = 0.0
-        self.ready = False
+        #: When it was ready to do its part.
+        self.ready_at: float | None = None
         #: How often in a row it has died soon.
         self.deaths = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether it does its part."""
+        return self.ready_at is not None
 
 
 class Supervisor:
@@ -107,19 +134,22 @@ class Supervisor:
         self,
         config: RouterConfig,
         args: Namespace | None,
-        sockets: list[socket.socket],
-        own: list[socket.socket],
+        sockets: Sockets,
         table: int,
         directory: Path,
+        replaceable: bool = False,
     ) -> None:
         #: Why the router cannot start, where that is for the user to change.
         self.refusal: str | None = None
         #: Whether something went otherwise than it should.
         self.failed = False
+        #: Whether the next version takes its place.
+        self.replaced = False
         self._config = config
         self._args = args
         self._sockets = sockets
-        self._own = own
+        self._replaceable = replaceable
+        self._replacing: asyncio.Task[None] | None = None
         self._table = table
         self._counts = Counts(table, config.processes)
         self._directory = directory
@@ -137,6 +167,8 @@ class Supervisor:
         self._over = asyncio.Event()
         for each in (signal.SIGTERM, signal.SIGINT):
             self._loop.add_signal_handler(each, self._stop)
+        if self._replaceable:
+            self._loop.add_signal_handler(signal.SIGUSR2, self._replace)
         try:
             for child in self._children:
                 self._start(child)
@@ -166,7 +198,7 @@ class Supervisor:
             kept.pop_all()
         with os.fdopen(write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
             pipe.write(text)
-        child.running, child.began, child.ready, child.told = running, time.monotonic(), False, b""
+        child.running, child.ready_at, child.told = running, None, b""
         child.watched = [ended, read]
         self._loop.add_reader(read, self._hear, child, read)
         self._loop.add_reader(ended, self._ended, child)
@@ -174,8 +206,9 @@ class Supervisor:
     def _assigned(self, child: Child, status: int) -> tuple[bytes, list[int]]:
         """What it reads, and the descriptors that it inherits."""
         self._generation += 1
-        listener = None if child.index is None else self._sockets[child.index].fileno()
-        own = self._own[child.index].fileno() if child.index is not None and self._own else None
+        shared, own_ones = self._sockets
+        listener = None if child.index is None else shared[child.index].fileno()
+        own = own_ones[child.index].fileno() if child.index is not None and own_ones else None
         assigned = Assignment(
             config=self._config,
             args=self._args,
@@ -199,10 +232,11 @@ class Supervisor:
         if not text:
             self._loop.remove_reader(status)
         child.told += text
-        child.ready = child.told == READY
+        if child.told == READY:
+            child.ready_at = time.monotonic()
         if child.ready and not self._shown and all(each.ready for each in self._children):
             self._shown = True
-            log.show(banner(self._config, self._sockets[0].getsockname()))
+            log.show(banner(self._config, self._sockets.shared[0].getsockname()))
 
     # Ending
 
@@ -240,7 +274,7 @@ class Supervisor:
         self._over.set()
 
     def _start_again(self, child: Child, status: int) -> None:
-        lasted = time.monotonic() - child.began >= LASTING
+        lasted = child.ready_at is not None and time.monotonic() - child.ready_at >= LASTING
         child.deaths = 1 if lasted else child.deaths + 1
         wait = 0.0 if child.deaths == 1 else min(LATEST, SOON * 2 ** (child.deaths - 2))
         again = child.deaths > CHANCES
@@ -259,12 +293,29 @@ class Supervisor:
             logger.error("process_not_started", extra={"fields": fields})
             self._timers.add(self._loop.call_later(LATEST, self._start_unless_ending, child))
 
+    def _replace(self) -> None:
+        if self._shown and not self._ending and self._replacing is None:
+            self._replacing = tasks.spawn(self._replace_if_possible(), name="replace")
+
+    async def _replace_if_possible(self) -> None:
+        reason = await refusal()
+        self._replacing = None
+        if reason is not None:
+            logger.error("replacement_refused", extra={"fields": {"reason": reason}})
+        elif not self._ending:
+            logger.info("replacement_begins")
+            self.replaced = True
+            self._drain()
+
     def _stop(self) -> None:
-        """Drain all; a second signal does not wait."""
+        self.replaced = False
+        self._sockets.close()  # or clients would still connect
+        self._drain()
+
+    def _drain(self) -> None:
+        """End all; a second signal does not wait."""
         first, self._ending = not self._ending, True
         if first:
-            for sock in (*self._sockets, *self._own):
-                sock.close()  # or clients would still connect
             patience = self._config.shutdown_timeout + SPARE
             self._timers.add(self._loop.call_later(patience, self._kill_all))
         for child in self._data:

@@ -18,6 +18,7 @@ KEYS: dict[str, tuple[str, Pairs]] = {
     "session in the path": ("/sessions/{}/v1/models", []),
     "session in the path, encoded": ("/sessions/%7B{}%7D/x", []),
 }
+in_turn = pytest.mark.alone("idle workers take turns in each process")
 keyed = pytest.mark.parametrize(("path", "headers"), [*KEYS.values()], ids=[*KEYS])
 
 
@@ -44,7 +45,7 @@ async def hold(stage: Stage, router: RunningRouter, worker: ScriptedWorker) -> C
     return client
 
 
-@pytest.mark.alone
+@in_turn
 async def test_idle_workers_take_turns_and_the_first_is_not_favoured(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(3)]
     router = await stage.router(*workers)
@@ -53,7 +54,7 @@ async def test_idle_workers_take_turns_and_the_first_is_not_favoured(stage: Stag
     assert turns[3:6] == turns[:3] == turns[6:]
 
 
-@pytest.mark.alone
+@in_turn
 async def test_the_least_loaded_worker_is_chosen(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(2)]
     router = await stage.router(*workers)
@@ -96,7 +97,7 @@ async def test_a_worker_that_joins_idle_takes_what_comes_until_it_is_level(stage
         client.abort()
 
 
-@pytest.mark.alone
+@in_turn
 @keyed
 async def test_the_same_key_goes_to_the_same_worker(stage: Stage, path: str, headers: Pairs) -> None:
     workers = [await stage.worker() for _ in range(3)]
@@ -143,7 +144,7 @@ async def test_a_key_keeps_its_worker_through_one_lost_connection(stage: Stage) 
     assert await took_key(router, workers, path, headers, "a") is home
 
 
-@pytest.mark.alone
+@in_turn
 async def test_a_routing_key_counts_before_a_session_header_and_both_before_the_path(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(2)]
     router = await stage.router(*workers)
@@ -168,7 +169,7 @@ async def test_a_key_is_followed_even_to_a_busier_worker(stage: Stage) -> None:
     client.abort()
 
 
-@pytest.mark.alone
+@in_turn
 async def test_a_session_stays_at_home_when_a_request_of_it_is_lost_there(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(2)]
     router = await stage.router(*workers)

@@ -113,6 +113,26 @@ async def test_a_session_is_made_used_collected_and_deleted(server: ScriptedWork
     ]
 
 
+async def test_a_session_is_asked_for_where_its_process_listens_alone_and_at_the_router_where_that_is_not_reached(
+    server: ScriptedWorker, stage: Stage, caplog: pytest.LogCaptureFixture
+) -> None:
+    owner = await stage.worker()
+    told = {"session_id": "made", "base_url": "/sessions/made/v1", "owner_url": owner.url}
+    server.next(script(reply(json.dumps(told).encode(), 201)), *[script(reply(b'{"records": []}'))] * 2)
+    owner.next(script(reply(b'{"records": []}')))
+    async with RouterClient(server.url, retries=AT_ONCE) as client:
+        session = await client.create_session()
+        await session.records()
+        assert ([each.path for each in owner.requests], len(server.requests)) == (["/sessions/made"], 1)
+        owner.kill()
+        for _ in range(2):
+            await session.records()
+        assert [each.path for each in server.requests] == ["/sessions", "/sessions/made", "/sessions/made"]
+        (said,) = [each for each in caplog.messages if "from now on" in each]
+        assert server.url in said
+        assert session.base_url == f"{server.url}/sessions/made/v1", "what agents are given is the router's"
+
+
 async def test_samples_come_as_json_too(server: ScriptedWorker) -> None:
     server.always(script(reply(json.dumps({"samples": [{**ARRAYS, **FACTS}], "metadata": {}}).encode())))
     async with connected(server) as client:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -207,7 +208,7 @@ async def test_sigterm_lets_requests_in_flight_finish_and_exits_0(stage: Stage) 
             await client.send(request("GET", "/stream"))
             await client.read_head()
             assert await client.read_part() == b"one "
-            router.process.terminate()
+            router.process.send_signal(signal.SIGTERM)
             await until(lambda: refuses(router.url), "new connections are refused")
             gate.set()
             assert await client.read_part() == b"two"

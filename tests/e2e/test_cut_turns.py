@@ -330,6 +330,7 @@ async def lose(trial: SessionTrial, brake: Brake) -> None:
     await trial.worker.restart()
 
 
+@pytest.mark.alone("its worker comes back within a step of the test's loop")
 @pytest.mark.parametrize("root", [True, False])
 @pytest.mark.parametrize("tokens", [[0], [1], [9], [22, 3], [9, 0, 0]])
 async def test_a_stream_whose_worker_was_lost_goes_on(stage: Stage, tokens: list[int], root: bool) -> None:
@@ -357,6 +358,7 @@ async def test_a_stream_whose_worker_was_lost_goes_on(stage: Stage, tokens: list
         assert len(set(names)) == len(names), "a worker that still had one would refuse it, or abort it"
 
 
+@pytest.mark.alone("its worker comes back within a step of the test's loop")
 async def test_a_whole_answer_whose_worker_was_lost_is_asked_for_again(stage: Stage) -> None:
     async with cuttable(stage, settings={**LOSABLE, "partial_rollout": "return"}) as (trial, brake):
         session = await trial.create()

@@ -172,6 +172,7 @@ async def test_a_worker_that_registers_with_other_weights_is_kept_out_from_the_f
         assert (busy_with(old), busy_with(late)) == (3, 0)
 
 
+@pytest.mark.alone("idle workers take turns in each process")
 async def test_with_readmit_healthy_the_fleet_may_be_mixed_and_it_shows(stage: Stage) -> None:
     async with SimulatedWorker(weight_version="2") as old, SimulatedWorker(weight_version="1") as late:
         router = await stage.router(old.url, readmit="healthy")

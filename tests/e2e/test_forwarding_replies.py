@@ -231,6 +231,7 @@ async def test_a_worker_that_sends_its_head_byte_by_byte_is_understood(stage: St
 # Connections
 
 
+@pytest.mark.alone("each process keeps connections of its own")
 async def test_both_sides_keep_their_connections(stage: Stage) -> None:
     worker, client = await pair(stage)
     before = worker.connections  # the first probe's, which is kept as well
@@ -240,6 +241,7 @@ async def test_both_sides_keep_their_connections(stage: Stage) -> None:
     assert worker.connections == max(before, 1)
 
 
+@pytest.mark.alone("each process keeps connections of its own")
 async def test_many_clients_one_after_the_other_share_one_connection_to_the_worker(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, ExpertsTrial, tokens_of, truth
-from tests.support.http import Client
+from tests.support.forks import fork_router
+from tests.support.http import Client, ask
 from tests.support.layers import JSON, layered, listed, ports, post, written
 from tests.support.owned import name_of
+from tests.support.running_router import router_process
 from tests.support.session_trial import CHAT, SESSIONS, exactly, message_of, user
 from tests.support.waiting import STEP, until
 
@@ -96,3 +99,23 @@ async def test_no_turn_of_any_process_is_sent_behind_an_answered_pause(tmp_path:
         assert {each.status for each in await asyncio.gather(*turns)} == {200}
         await until(lambda: len(worker.door.at(CHAT)) == 4, "all turns have come")
         await router.becomes_idle()
+
+
+async def test_what_one_process_asks_of_the_others_needs_no_key_and_is_refused_in_their_words(tmp_path: Path) -> None:
+    config = written(tmp_path, LAYERS, hf_checkpoint=checkpoint(), api_key="ours", max_text_chars=200, processes=2)
+    given, start = ("--config", str(config)), partial(fork_router, tokenizer=checkpoint())
+    async with simulated() as worker, router_process(*given, "--worker-urls", worker.url, start=start) as router:
+        key = ("Authorization", "Bearer ours")
+        for index in range(2):
+            assert (await post(router.url, "/sessions", {"session_id": name_of(index, 2, "s")}, key)).status == 200
+        texts = [f"{number}: Hi" for number in range(4)]
+        for text in texts:
+            assert (await post(router.url, "/generate", {"text": text, "rid": text[0]}, key)).status == 200
+        for _ in range(4):  # so that each process is asked
+            found = await ask(router.url, "GET", "/sessions", [key])
+            assert len(found.json()["sessions"]) == 2
+            for text in texts:
+                assert (await post(router.url, "/retrieve_from_text", {"rid": text[0]}, key)).status == 200
+            found = await post(router.url, "/retrieve_from_text", {"texts": [*texts, texts[0] + "a" * 200]}, key)
+            assert (found.status, found.error_type) == (413, "text_too_long")
+        assert (await ask(router.url, "GET", "/sessions")).status == 401

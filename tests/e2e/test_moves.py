@@ -18,6 +18,8 @@ from tests.support.moving import BUDGET, HELD, MOE, SOON, moving, of_one_go
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
+pytestmark = pytest.mark.alone("generations do not move to idler workers")
+
 REQUESTS: dict[str, dict[str, Any]] = {
     "ids": {},
     "text": {"text": "Tell me of 世界"},

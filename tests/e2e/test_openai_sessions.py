@@ -207,6 +207,7 @@ async def test_a_session_takes_no_more_turns_than_it_may_have(stage: Stage, work
     assert len(await trial.records(session)) == 2
 
 
+@pytest.mark.alone("what is in memory is bounded in each process")
 @pytest.mark.parametrize(
     ("option", "error"), [("max_session_bytes", (400, "session_full")), ("max_bytes", (503, "too_many_sessions"))]
 )

@@ -229,6 +229,7 @@ async def test_a_key_keeps_its_decode_half_and_its_prefill_half(stage: Stage) ->
         assert sorted(len(worker.door.at("/generate")) for worker in pair.decodes) == [0, 4]
 
 
+@pytest.mark.alone("idle workers take turns in each process")
 async def test_a_mixed_fleet_serves_with_what_it_has(stage: Stage) -> None:
     async with halves(stage) as pair, SimulatedWorker() as regular:
         await pair.router.ask("POST", f"/add_worker?url={regular.url}")

@@ -83,6 +83,7 @@ async def test_a_prompt_whose_length_nobody_told_is_the_tokenizers(stage: Stage)
 # The cut fell on the end
 
 
+@pytest.mark.alone("each process asks engines for itself")
 async def test_a_cut_at_the_token_that_the_model_ends_with_is_its_end(stage: Stage) -> None:
     one = await engine(stage)
     router = await stage.router(one.worker, partial_rollout="resume")

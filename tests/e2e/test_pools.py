@@ -202,6 +202,7 @@ async def test_a_model_whose_workers_have_left_is_not_answered_by_another() -> N
 # Workers
 
 
+@pytest.mark.alone("idle workers take turns in each process")
 async def test_a_worker_stays_in_its_pool_until_it_is_removed() -> None:
     async with scene("actor", "judge") as made:
         router, worker = made.router, made["actor"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_command import run
@@ -10,7 +11,7 @@ from tests.support.door import Door
 from tests.support.fleet import JSON, asked, by_path
 from tests.support.http import Client, ask, request
 from tests.support.processes import processes
-from tests.support.running_router import refuses, router_process
+from tests.support.running_router import AS_USERS_DO, refuses, router_process
 from tests.support.scripted_worker import BODY, ScriptedWorker, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
@@ -31,7 +32,7 @@ def generations(*workers: ScriptedWorker) -> int:
 
 
 async def test_the_banner_comes_once_and_says_how_many_there_are(stage: Stage) -> None:
-    async with processes([await stage.worker()]) as router:
+    async with processes([await stage.worker()], start=AS_USERS_DO) as router:
         shown = router.router.stderr()
     assert shown.count("listening") == 1
     assert "processes    2, and one that decides" in shown
@@ -170,7 +171,7 @@ async def test_sigterm_lets_requests_of_all_processes_finish_and_exits_0(stage: 
     async with processes([worker]) as router:
         under_way = router.generating(MANY)
         await until(lambda: generations(worker) == MANY, "all generations are at the worker")
-        router.router.process.terminate()
+        router.router.process.send_signal(signal.SIGTERM)
         await until(lambda: refuses(router.url), "new connections are refused")
         gate.set()
         assert {each.status for each in await asyncio.gather(*under_way)} == {200}

@@ -234,6 +234,7 @@ async def test_numbers_are_shown_in_both_places(trial: Trial) -> None:
         assert f"miles_router_radix_tree_{name}{ending} {float(expected[name])}" in metrics
 
 
+@pytest.mark.alone("what is in memory is bounded in each process")
 async def test_a_small_budget_is_kept_and_evictions_are_counted(stage: Stage) -> None:
     async with simulated_trial(stage) as plenty:
         assert plenty.worker is not None
@@ -247,6 +248,7 @@ async def test_a_small_budget_is_kept_and_evictions_are_counted(stage: Stage) ->
         assert (await trial.retrieve(text="0"))["matched_tokens"] == 0
 
 
+@pytest.mark.alone("what is in memory is bounded in each process")
 async def test_old_versions_are_evicted_first(stage: Stage) -> None:
     async with simulated_trial(stage) as plenty:
         assert plenty.worker is not None

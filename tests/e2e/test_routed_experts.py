@@ -164,6 +164,7 @@ async def test_a_prompt_that_goes_on_is_asked_for_its_new_rows_alone(cached: Exp
     assert cached.held["reused_rows"] == sum(cached.starts("/generate"))
 
 
+@pytest.mark.alone("a list goes on in one process")
 async def test_prompts_that_hold_different_prefixes_are_asked_for_the_least(cached: ExpertsTrial) -> None:
     texts = []
     for prompt, count in (("Question: one?", 6), ("What is 17 plus 25? Think again, step by step", 9)):

@@ -247,6 +247,7 @@ async def test_what_no_layer_holds_cannot_be_named(stage: Stage) -> None:
 # How long rows are held
 
 
+@pytest.mark.alone("what is in memory is bounded in each process")
 async def test_rows_that_found_no_room_are_said_to_be_missing(stage: Stage) -> None:
     room = 100 * WIDTH
     options = {"moe_shape": SHAPE, "max_bytes": room}
@@ -273,6 +274,7 @@ async def test_rows_that_found_no_room_are_said_to_be_missing(stage: Stage) -> N
         assert trial.held["bytes"] <= room
 
 
+@pytest.mark.alone("what is in memory is bounded in each process")
 async def test_generations_go_in_the_order_of_their_last_use(stage: Stage) -> None:
     async with simulated_experts(stage, options={"moe_shape": SHAPE, "max_bytes": 40 * WIDTH}) as trial:
         for rid in ("one", "two", "three"):
@@ -339,6 +341,7 @@ async def test_what_the_cache_lets_go_gives_its_bytes_back(stage: Stage) -> None
         assert np.array_equal(await trial.rows(rid=last.rid), truth(tokens_of(last)))
 
 
+@pytest.mark.alone("numbers are summed")
 async def test_the_numbers_are_those_of_what_came(cached: ExpertsTrial) -> None:
     first = await cached.generate(text="Question: one?")
     await cached.generate(text=f"Question: one?{first['text']} and two?")

@@ -112,6 +112,7 @@ TOLD: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.alone("numbers are summed")
 @pytest.mark.parametrize("config", TOLD, ids=[str(number) for number in range(len(TOLD))])
 async def test_the_checkpoint_tells_the_shape(stage: Stage, tmp_path: Path, config: dict[str, Any]) -> None:
     build(tmp_path)

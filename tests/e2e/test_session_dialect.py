@@ -333,6 +333,7 @@ async def read(trial: SessionTrial, **want: Any) -> list[str]:
     return [each["trajectory_id"] for each in (await post(trial, "/trajectory/read", want))["data"]]
 
 
+@pytest.mark.alone("it reads trajectories without naming a session")
 async def test_all_finalized_sessions_are_read_in_groups(scripted: SessionTrial) -> None:
     await finalized(scripted, ("a1", "a"), ("b1", "b"), ("a2", "a"), ("c", None))
     await turn(scripted, named("unfinished", "a"))
@@ -344,6 +345,7 @@ async def test_all_finalized_sessions_are_read_in_groups(scripted: SessionTrial)
     assert (told["trajectories"], told["groups"], told["active_sessions"]) == (4, 3, 1)
 
 
+@pytest.mark.alone("it reads trajectories without naming a session")
 async def test_what_is_drained_is_forgotten_and_nothing_else(scripted: SessionTrial) -> None:
     await finalized(scripted, ("a1", "a"), ("b1", "b"))
     await turn(scripted, named("unfinished", "a"))
@@ -357,6 +359,7 @@ async def test_what_is_drained_is_forgotten_and_nothing_else(scripted: SessionTr
     assert (await stats(scripted))["active_sessions"] == 1
 
 
+@pytest.mark.alone("it reads trajectories without naming a session")
 async def test_what_several_drain_at_once_is_given_to_one_of_them(scripted: SessionTrial) -> None:
     await finalized(scripted, *((f"s{number}", f"g{number // 2}") for number in range(12)))
     answers = await asyncio.gather(*(read(scripted, drain=True, max_groups=2) for _ in range(4)))
@@ -446,6 +449,7 @@ async def test_rollouts_are_paused_with_the_key_of_administration(stage: Stage, 
         assert (await trial.ask("POST", path, {}, [data])).status in (200, 400)
 
 
+@pytest.mark.alone("it reads trajectories without naming a session")
 async def test_many_sessions_at_once_do_not_mix(trial: SessionTrial) -> None:
     async def one(session: str) -> None:
         history = [user(f"I am {session}.")]
@@ -474,6 +478,7 @@ def text_before(trial: SessionTrial, segment: Any) -> str:
 # Odd requests, and what a restart leaves
 
 
+@pytest.mark.alone("it reads trajectories without naming a session")
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -499,6 +504,7 @@ async def test_odd_fields_are_refused_and_change_nothing(trial: SessionTrial, pa
     assert len((await post(trial, "/trajectory/read"))["data"]) == 1
 
 
+@pytest.mark.alone("it reads trajectories without naming a session")
 async def test_metadata_that_names_no_instance_breaks_no_batch(trial: SessionTrial) -> None:
     session = await trial.create("odd", metadata={"instance_id": ["of", "several"]})
     await good(await turn(trial, named(session)))

@@ -49,6 +49,7 @@ async def test_while_the_head_is_awaited_at_once(stage: Stage, leave: Leave) -> 
     await assert_given_up(stage, router)
 
 
+@pytest.mark.alone("it looks at the tasks of the test's process")
 @leaves
 async def test_while_the_head_is_awaited_later(stage: Stage, leave: Leave) -> None:
     router, client = await asked(stage)
@@ -138,6 +139,7 @@ async def test_while_a_worker_is_cut_that_a_slow_client_was_still_to_read(stage:
     await stage.nothing_under_way()
 
 
+@pytest.mark.alone("it looks at the tasks of the test's process")
 async def test_before_its_request_is_complete_nothing_is_leased_or_sent(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)

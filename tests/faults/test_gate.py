@@ -25,6 +25,7 @@ leaves = pytest.mark.parametrize("leave", [Client.abort, Client.reset], ids=["cl
 # How many, and for how long
 
 
+@pytest.mark.alone("gate_max_held is shared out among processes")
 @pytest.mark.parametrize("path", [*sorted(GENERATION), "/sessions/7/generate", "/sessions/7/v1/chat/completions"])
 async def test_the_one_over_the_bound_is_refused_at_once_with_the_reason(stage: Stage, path: str) -> None:
     worker = await stage.worker()
@@ -64,6 +65,7 @@ async def test_the_time_that_a_worker_may_take_begins_behind_the_gate(stage: Sta
     assert (await waiting).status == 200
 
 
+@pytest.mark.alone("who has waited longest goes first in its process")
 async def test_on_continue_they_reach_the_worker_in_the_order_in_which_they_came(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker, max_connections=1)  # one after the other, so that there is an order to see

@@ -30,6 +30,7 @@ def numbers(worker: ScriptedWorker) -> list[int]:
 # A slot
 
 
+@pytest.mark.alone("max_connections is shared out among processes")
 async def test_one_that_waited_for_a_connection_goes_before_those_who_came_later(stage: Stage) -> None:
     worker, done = await stage.worker(), asyncio.Event()
     router = await stage.router(worker, max_connections=1)
@@ -126,6 +127,7 @@ async def test_one_that_is_lost_in_a_pause_is_not_sent_again_behind_it(stage: St
     assert times in ([[1, 1], [0, 2]] if kept else [[1, 1]])
 
 
+@pytest.mark.alone("each process keeps connections of its own")
 async def test_workers_that_were_tried_before_a_pause_are_not_tried_after_it(stage: Stage) -> None:
     """A request that ends workers takes no more of them with it because a pause came between."""
     workers, lost = [await stage.worker() for _ in range(4)], asyncio.Event()
@@ -167,6 +169,7 @@ async def refused_at_the_write(stage: Stage, **body: Any) -> AsyncIterator[tuple
     yield router, worker, client
 
 
+@pytest.mark.alone("max_connections is shared out among processes")
 async def test_an_abort_ends_it_as_it_ends_one_that_no_worker_ever_had(stage: Stage) -> None:
     async with refused_at_the_write(stage, text="Hi", rid="me") as (router, worker, client):
         await post(router, "/abort_request", rid="me")
@@ -176,6 +179,7 @@ async def test_an_abort_ends_it_as_it_ends_one_that_no_worker_ever_had(stage: St
         assert asked(worker).count("/generate") == 1
 
 
+@pytest.mark.alone("max_connections is shared out among processes")
 async def test_a_client_that_leaves_ends_it(stage: Stage) -> None:
     async with refused_at_the_write(stage, text="Hi") as (router, worker, client):
         client.abort()
@@ -184,6 +188,7 @@ async def test_a_client_that_leaves_ends_it(stage: Stage) -> None:
         assert asked(worker).count("/generate") == 1
 
 
+@pytest.mark.alone("max_connections is shared out among processes")
 async def test_the_time_that_a_worker_may_take_does_not_run_there(stage: Stage) -> None:
     async with refused_at_the_write(stage, text="Hi", request_timeout=0.3) as (router, _, client):
         started = asyncio.get_running_loop().time()
@@ -201,6 +206,7 @@ async def forwarded(router: RunningRouter, path: str, flight: Flight | None = No
         return made.reply.status
 
 
+@pytest.mark.alone("max_connections is shared out among processes")
 async def test_what_a_layer_has_generated_waits_too_and_what_does_not_generate_passes(stage: Stage) -> None:
     worker, done = await stage.worker(), asyncio.Event()
     router = await stage.router(worker, max_connections=1)
@@ -221,6 +227,7 @@ async def test_what_a_layer_has_generated_waits_too_and_what_does_not_generate_p
     assert (await before, await after) == (200, 200)
 
 
+@pytest.mark.alone("max_connections is shared out among processes")
 async def test_an_abort_of_the_request_that_a_layer_works_for_ends_its_wait(stage: Stage) -> None:
     worker = await stage.worker()
     router = await stage.router(worker)

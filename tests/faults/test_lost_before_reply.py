@@ -199,6 +199,7 @@ async def _busy_one(workers: list[ScriptedWorker]) -> ScriptedWorker:
     return next(worker for worker in workers if worker.busy)
 
 
+@pytest.mark.alone("it takes descriptors from the test's process")
 async def test_a_router_without_descriptors_left_does_not_blame_its_workers(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(2)]
     router = await stage.router(*workers, health_check_failure_threshold=1)

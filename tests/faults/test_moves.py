@@ -22,6 +22,8 @@ from tests.support.scripted_worker import RESET, Behaviour, Step, Visit, chunk, 
 from tests.support.stage import Stage
 from tests.support.waiting import soon, until
 
+pytestmark = pytest.mark.alone("generations do not move to idler workers")
+
 MODEL = script(reply(orjson.dumps({"weight_version": "1", "model_path": "m", "preferred_sampling_params": None})))
 SERVER = script(reply(orjson.dumps({"context_length": 4096, "incremental_streaming_output": False})))
 ABORT_PATH = "/abort_request"

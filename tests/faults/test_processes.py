@@ -9,6 +9,7 @@ import signal
 
 import psutil
 
+from miles_router.serving.supervisor import CHANCES
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_processes import MANY, generations, holding
 from tests.support.http import CutReply
@@ -124,8 +125,8 @@ async def test_all_processes_end_with_their_supervisor(stage: Stage) -> None:
 
 async def test_a_process_that_dies_again_and_again_is_named(stage: Stage) -> None:
     async with processes([await stage.worker()]) as router:
-        for _ in range(5):
-            await router.shows(lambda info: len(router.children) == 3)
+        for _ in range(CHANCES + 1):
+            await router.whole()
             await router.kill(await router.control())
         await until(lambda: "process_dies_again_and_again process=control" in router.router.stderr(), "it is said")
         await router.whole()

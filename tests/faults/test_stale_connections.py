@@ -12,6 +12,8 @@ from tests.support.scripted_worker import CLOSE, HANG, RESET, Action, ScriptedWo
 from tests.support.stage import Stage
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.alone("each process keeps connections of its own")
+
 
 async def warmed(stage: Stage, connections: int) -> tuple[ScriptedWorker, RunningRouter]:
     """A worker and a router that keeps `connections` idle connections to it."""

@@ -308,6 +308,7 @@ async def test_what_somebody_else_paused_is_not_stalled(stage: Stage, busy: bool
         await becomes(router, worker, READY)
 
 
+@pytest.mark.alone("it stops the test's process")
 async def test_a_router_that_stood_still_itself_blames_nobody(stage: Stage) -> None:
     async with SimulatedWorker(token_latency_s=0.02, stop_probability=0) as worker:
         router = await stage.router(worker.url, **WATCHING)
@@ -320,6 +321,7 @@ async def test_a_router_that_stood_still_itself_blames_nobody(stage: Stage) -> N
         assert await stalls(router) == 0
 
 
+@pytest.mark.alone("it takes descriptors from the test's process")
 async def test_a_router_without_descriptors_blames_nobody(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     """It cannot ask, so it learns nothing: neither its checks nor the watch find a fault."""
     async with SimulatedWorker(token_latency_s=LONG) as worker:

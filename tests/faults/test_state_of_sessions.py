@@ -19,7 +19,7 @@ from miles_router.slots import slot_of
 from miles_router.testing import SimulatedWorker
 from tests.support.apart import MOUNTS, STRACE, mounted, traced
 from tests.support.http import CutReply, RawReply, ask
-from tests.support.running_router import RouterProcess, router_process
+from tests.support.running_router import RouterProcess, command, router_process
 from tests.support.session_trial import CHAT, SESSIONS, message_of, qwen3, user
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import until
@@ -132,7 +132,7 @@ async def test_a_second_router_on_one_directory_does_not_start(tmp_path: Path) -
 async def test_a_turn_without_room_is_refused_by_name_and_goes_on_with_room(worker: SimulatedWorker) -> None:
     fill = "mount -t tmpfs -o size=3m none /mnt && head -c 2500000 /dev/zero > /mnt/ballast"
     under = (*MOUNTS, "sh", "-c", f'{fill} && exec "$0" "$@"')
-    async with router(Path("/mnt/state"), "--worker-urls", worker.url, under=under) as running:
+    async with router(Path("/mnt/state"), "--worker-urls", worker.url, start=command(*under)) as running:
         assert (await post(running, "/sessions", {"session_id": "s"})).status == 200
         body: dict[str, Any] = {"model": "m", "max_tokens": 4, "messages": [user("x" * 30_000)]}
         answered = 0
@@ -160,7 +160,7 @@ async def test_the_disk_has_a_turn_before_its_agent_sees_the_end(tmp_path: Path,
     calls = "trace=fdatasync,fsync,write,writev,sendto,sendmsg,pwrite64"
     under = (*STRACE, "-s", "100000", "-o", str(trace), "-e", calls)
     sync = ("--worker-urls", worker.url, "--state-sync", "machine")
-    async with router(tmp_path / "state", *sync, under=under) as running:
+    async with router(tmp_path / "state", *sync, start=command(*under)) as running:
         assert (await post(running, "/sessions", {"session_id": "s"})).status == 200
         body = {"model": "m", "max_tokens": 4, "messages": [user("Hi")]}
         whole = await post(running, f"/sessions/s{CHAT}", body)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +13,8 @@ from tests.support.moving import BUDGET, moving, of_one_go
 from tests.support.stage import Stage, staged
 from tests.support.tiers import examples
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.alone("generations do not move to idler workers")
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # a case is short as it is
 

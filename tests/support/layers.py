@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,10 +13,11 @@ from urllib.parse import urlsplit
 import psutil
 
 from miles_router.testing import SimulatedWorker
+from tests.support.forks import fork_router
 from tests.support.http import RawReply, ask
 from tests.support.owned import name_of
 from tests.support.processes import Processes, processes
-from tests.support.running_router import RouterOfProcesses
+from tests.support.running_router import RouterOfProcesses, Start
 
 JSON = [("Content-Type", "application/json")]
 
@@ -30,12 +32,18 @@ def written(directory: Path, layers: Sequence[tuple[str, dict[str, Any]]], **set
 
 @contextlib.asynccontextmanager
 async def layered(
-    config: Path, *workers: SimulatedWorker, count: int = 2, expect_status: int = 0
+    config: Path, *workers: SimulatedWorker, count: int = 2, expect_status: int = 0, start: Start | None = None
 ) -> AsyncIterator[Processes]:
     """A router of so many processes by this configuration."""
-    urls = [each.url for each in workers]
-    async with processes(urls, "--config", str(config), count=count, expect_status=expect_status) as router:
+    urls, given = [each.url for each in workers], ("--config", str(config))
+    start = start or partial(fork_router, tokenizer=_checkpoint(config))
+    async with processes(urls, *given, count=count, expect_status=expect_status, start=start) as router:
         yield router
+
+
+def _checkpoint(config: Path) -> str | None:
+    found: str | None = json.loads(config.read_text(encoding="utf-8")).get("hf_checkpoint")
+    return found
 
 
 async def ports(router: Processes) -> list[RouterOfProcesses]:

@@ -12,8 +12,9 @@ from typing import Any
 import orjson
 import psutil
 
+from tests.support.forks import fork_router
 from tests.support.http import RawReply, ask
-from tests.support.running_router import RouterProcess, router_process
+from tests.support.running_router import RouterProcess, Start, router_process
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.waiting import STEP, until
 
@@ -107,12 +108,16 @@ class Processes:
 
 @contextlib.asynccontextmanager
 async def processes(
-    workers: Sequence[ScriptedWorker | str], *arguments: str, count: int = 2, expect_status: int = 0
+    workers: Sequence[ScriptedWorker | str],
+    *arguments: str,
+    count: int = 2,
+    expect_status: int = 0,
+    start: Start = fork_router,
 ) -> AsyncIterator[Processes]:
     """A router of several processes, all of which take requests; SIGTERM must end it with `expect_status`."""
     urls = [each if isinstance(each, str) else each.url for each in workers]
-    given = ("--worker-urls", *urls) if urls else ()
-    async with router_process(*given, "--processes", str(count), *arguments, expect_status=expect_status) as router:
+    given = (*(("--worker-urls", *urls) if urls else ()), "--processes", str(count), *arguments)
+    async with router_process(*given, expect_status=expect_status, start=start) as router:
         running = Processes(router, count)
         await running.whole()
         yield running

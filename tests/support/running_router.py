@@ -14,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, NoReturn, Protocol, cast
 from urllib.parse import urlsplit
 
 import psutil
@@ -28,13 +28,16 @@ import uvicorn
 from miles_router.app import create_app
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.edge import RouterApp
+from miles_router.errors import ConfigError
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.workers import Transition, Worker
 from miles_router.serving.leaving import Carrier
 from miles_router.serving.server import Server, listen, uvicorn_config
 from miles_router.settings.config import RouterConfig
 from miles_router.tasks import spawn
+from tests.support.forks import fork_router
 from tests.support.http import Pairs, RawReply, ask
+from tests.support.outside import Outside
 from tests.support.scripted_worker import ScriptedWorker
 from tests.support.waiting import PATIENCE, STEP, until
 
@@ -86,13 +89,19 @@ class _Server(uvicorn.Server):
 class RunningRouter:
     """A router in this process."""
 
+    given_up = False
+
     def __init__(self, app: RouterApp, server: _Server, url: str) -> None:
-        self.app = app
+        self._app = app
         self.url = url
         #: Every worker that was ever registered, removed ones included.
         self.ever: set[Worker] = set(app.router.pool)
         self._server = server
         app.router.pool.listeners.append(self._note)
+
+    @property
+    def app(self) -> RouterApp:
+        return self._app
 
     @property
     def pool(self) -> WorkerPool:
@@ -119,6 +128,10 @@ class RunningRouter:
     def _note(self, transition: Transition) -> None:
         self.ever.add(transition.worker)
 
+    def errors(self) -> list[str]:
+        """What it has logged as errors, where the test's own process does not see them."""
+        return []
+
     def leftovers(self) -> list[str]:
         """What a router without requests must not have: leases, request tasks, client connections in a request."""
         left = [f"{worker!r}" for worker in self.ever if worker.in_flight]
@@ -127,23 +140,43 @@ class RunningRouter:
         return left
 
 
+class _GivenUpError(Exception):
+    """A router is no longer of use."""
+
+
 class RouterOfProcesses(RunningRouter):
     """A router of several processes, beside this one. What looks inside of a router is no test of such a one."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None = None, log: Callable[[], str] = str) -> None:
         self.url = url
         self.ever = set()
+        #: A test has looked inside, and stopped there: what it has begun has no end.
+        self.given_up = False
+        self._key = key
+        self._log = log
 
-    def __getattr__(self, name: str) -> Any:
-        pytest.skip(f"it looks inside of a router's one process: {name}")
+    @property
+    def app(self) -> Any:
+        """What is shown of it."""
+        return Outside(self.url, self._key, self._hidden).app
 
     @property
     def pool(self) -> WorkerPool:
-        pytest.skip("it looks inside of a router's one process: its pool")
+        return cast(WorkerPool, self.app.router.pool)
+
+    def errors(self) -> list[str]:
+        return re.findall(r"^\S+ \S+ ERROR .*(?:\n    .*)*", self._log(), re.MULTILINE)
+
+    def _hidden(self, name: str) -> NoReturn:
+        self.given_up = True
+        pytest.skip(f"it looks inside of a router's one process: {name}")
+
+    def __getattr__(self, name: str) -> Any:
+        self._hidden(name)
 
     @property
     def connections(self) -> tuple[Any, ...]:
-        pytest.skip("it looks inside of a router's one process: its connections")
+        self._hidden("connections")
 
     async def probed(self) -> None:
         """Until every worker has told its weight version."""
@@ -171,7 +204,7 @@ async def running_router(*workers: str | ScriptedWorker, **settings: Any) -> Asy
     urls = tuple(worker if isinstance(worker, str) else worker.url for worker in workers)
     owners: ClusterOwners | None = settings.pop("owners", None)  # of one of several
     config = RouterConfig(worker_urls=urls, **{**QUIETLY, **settings})
-    if _processes > 1:
+    if _processes > 1 and owners is None:
         async with _on_processes(config) as router:
             yield router
         return
@@ -189,11 +222,31 @@ async def _on_processes(config: RouterConfig) -> AsyncIterator[RouterOfProcesses
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         json.dump({**given, "processes": _processes}, file)
         file.flush()
-        async with router_process("--config", file.name, "--host", config.host) as running:
-            router = RouterOfProcesses(running.url)
-            if config.api_key is None and config.admin_api_key is None and config.api_key_file is None:
-                await router.settled()
-            yield router
+        start = partial(fork_router, tokenizer=config.hf_checkpoint)
+        interval = str(config.health_check_interval)
+        process = router_process(
+            "--config", file.name, "--host", config.host, "--health-check-interval", interval, start=start
+        )
+        with contextlib.suppress(_GivenUpError), _refusals():
+            async with process as running:
+                key = config.admin_api_key or config.api_key
+                router = RouterOfProcesses(running.url, key, running.stderr)
+                if key is None and config.api_key_file is None:
+                    await router.settled()
+                yield router
+                if router.given_up:
+                    raise _GivenUpError
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What a command says that does not start, as the error that it is inside."""
+    try:
+        yield
+    except NoBannerError as end:
+        if (refused := re.search(r"^miles-router: (.*)", str(end), re.MULTILINE)) is None:
+            raise
+        raise ConfigError(refused[1]) from None
 
 
 @contextlib.asynccontextmanager
@@ -214,17 +267,37 @@ async def serving(
         sock.close()
 
 
+class _Command(Protocol):
+    """A running process, as `subprocess.Popen` shows it."""
+
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def send_signal(self, sent: signal.Signals) -> None: ...
+    def kill(self) -> None: ...
+    def wait(self) -> object: ...
+
+
+class NoBannerError(AssertionError):
+    """A command has ended before it began to listen; with what it has written."""
+
+
 @dataclass
 class RouterProcess:
     """The command `miles-router`, running."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: _Command
     log: IO[bytes]
 
     def stderr(self) -> str:
         """What it has written so far."""
-        return Path(self.log.name).read_text(encoding="utf-8")
+        if not self.log.closed:
+            self.log.seek(0)
+            self._written = self.log.read().decode()
+        return self._written
 
     @property
     def memory(self) -> int:
@@ -236,25 +309,47 @@ class RouterProcess:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         await until(lambda: self.process.poll() is not None, "the router has ended")
-        return int(self.process.returncode)
+        assert self.process.returncode is not None
+        return self.process.returncode
+
+
+#: Starts a router with these arguments, this log and this environment.
+Start = Callable[[Sequence[str], str, Mapping[str, str]], _Command]
+
+
+def command(*before: str) -> Start:
+    """The command `miles-router` as users start it, or as what stands before it does."""
+
+    def start(arguments: Sequence[str], log: str, environment: Mapping[str, str]) -> _Command:
+        with open(log, "ab") as output:
+            return subprocess.Popen([*before, str(COMMAND), *arguments], stderr=output, stdout=output, env=environment)
+
+    return start
+
+
+AS_USERS_DO = command()
 
 
 @contextlib.asynccontextmanager
 async def router_process(
-    *arguments: str, expect_status: int = 0, open_files: int | None = None, under: Sequence[str] = ()
+    *arguments: str,
+    expect_status: int = 0,
+    open_files: int | None = None,
+    start: Start = AS_USERS_DO,
 ) -> AsyncIterator[RouterProcess]:
     """Start the real command on a free port; at the end SIGTERM must end it with `expect_status`. The system lets it
-    have `open_files` descriptors. `under`: a command that runs it."""
+    have `open_files` descriptors."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MILES_ROUTER_")}
     with tempfile.NamedTemporaryFile(prefix="miles-router-", suffix=".log") as log:
-        command = [*under, str(COMMAND), "--port", "0", "--health-check-interval", str(QUIET), *arguments]
-        process = subprocess.Popen(command, stderr=log, stdout=log, env=environment)  # noqa: ASYNC220 (forks, no wait)
+        given = ["--port", "0", "--health-check-interval", str(QUIET), *arguments]
+        process = start(given, log.name, environment)
         if open_files is not None:  # before it looks: an interpreter takes long to start
             resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (open_files, open_files))
         running = RouterProcess("", process, log)
         try:
             await until(lambda: _listening(running) or process.poll() is not None, "a banner")
-            assert process.poll() is None, running.stderr()
+            if process.poll() is not None:
+                raise NoBannerError(running.stderr())
             running.url = _listening(running) or ""
             await _answers(running)
             yield running
@@ -262,6 +357,7 @@ async def router_process(
         finally:
             process.kill()
             process.wait()
+            running.stderr()
 
 
 def refuses(url: str) -> bool:

@@ -36,7 +36,7 @@ from miles_router.control.requests import OwnRequests
 from miles_router.engines.facts import Facts
 from miles_router.errors import ControlUnavailable
 from miles_router.fleet.fleet import Fleet, RankFault
-from miles_router.fleet.workers import Transition, Unit, Worker
+from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
@@ -288,7 +288,10 @@ class FollowingFleet(Fleet):
     """A data process's. What becomes of workers was logged where it was decided."""
 
     def _changed(self, transition: Transition) -> None:
-        """The gate is followed like all else."""
+        """The gate is followed like all else. What an engine has, each process asks it for itself: nobody checks it
+        here, and who waits for room would not know whether there is some."""
+        if transition.after is WorkerState.READY:
+            self.ask_for_facts(transition.worker)
 
     def _count_on_ranks(self, worker: Worker, facts: Facts) -> None:
         if worker.rank_fault is not None:  # another process has seen it

@@ -138,8 +138,8 @@ class DecidingPool(SharedPool):
         for worker in workers:
             if worker.in_flight:
                 continue
-            if worker.state is WorkerState.DRAINING and self._workers.get(worker.url) is worker:
-                self._drained(worker)
+            if worker.state is WorkerState.DRAINING and worker in self.ending:
+                self._drained(worker)  # also where it was removed meanwhile: who drains it waits for that
             elif self._leaving.get(worker.url) is worker:
                 del self._leaving[worker.url]
             if self.find(worker.url) is not worker and worker in self.blocks:

@@ -100,8 +100,8 @@ class SharedPool(WorkerPool):
 
     @property
     def in_flight(self) -> int:
-        """Leases that all processes hold."""
-        return self.counts.in_flight()
+        """Leases that all processes hold on workers of this pool."""
+        return self.counts.in_flight(self.blocks.values())
 
     def follow(self, records: Iterable[Record], own_number: Callable[[], int]) -> None:
         """Have these workers in these states, and no others. No decision is made here."""

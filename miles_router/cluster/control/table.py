@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 from hashlib import blake2b
 
 import numpy as np
@@ -258,7 +259,7 @@ class Counts:
         first = _HEADER + _WIDTH * column
         return not self._cells[:, first : first + _WIDTH * width].any()
 
-    def in_flight(self) -> int:
-        """The requests of all processes on units that this one knows."""
-        first = slice(_HEADER, _HEADER + len(self._elsewhere), _WIDTH)
-        return int(self._cells[:, first].sum())
+    def in_flight(self, blocks: Iterable[tuple[int, int]]) -> int:
+        """The requests of all processes in these columns, each a first one and how many they are."""
+        starts = [(_HEADER + _WIDTH * column, _HEADER + _WIDTH * (column + width)) for column, width in blocks]
+        return sum(int(self._cells[:, start:stop:_WIDTH].sum()) for start, stop in starts)

@@ -6,13 +6,13 @@ import asyncio
 import socket
 from collections.abc import Mapping, Sequence
 
-from miles_router.asgi.exchange import Scope
+from miles_router.asgi.exchange import Exchange, Scope
 from miles_router.asgi.moving import ASKED
 from miles_router.cluster.owners.handover import ConnectionCarrier
 from miles_router.errors import OwnerUnavailable, RouterError
 
-#: Headers that go along. No keys: they were asked for where the client's request came in.
-KEPT = frozenset({b"host", b"x-request-id", b"accept", b"content-type"})
+#: Headers that go along.
+KEPT = frozenset({b"host", b"accept", b"content-type"})
 READ = 1 << 18
 
 
@@ -38,7 +38,8 @@ def _request(scope: Scope, body: bytes, headers: Mapping[str, str]) -> bytes:
     """HTTP/1.0, so that the reply ends with the connection and is in one piece."""
     own = {name.lower().encode(): value.encode("latin-1") for name, value in headers.items()}
     pairs = [(name, value) for name, value in scope["headers"] if name in KEPT and name not in own]
-    pairs += [*own.items(), (b"content-length", b"%d" % len(body))]
+    named = Exchange.of(scope).request_id.encode("ascii")
+    pairs += [*own.items(), (b"x-request-id", named), (b"content-length", b"%d" % len(body))]
     query = scope["query_string"]
     target = scope["raw_path"] + (b"?" + query if query else b"")
     lines = b"".join(b"%b: %b\r\n" % pair for pair in pairs)

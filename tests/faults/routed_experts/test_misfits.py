@@ -159,6 +159,7 @@ async def test_without_a_shape_that_is_known_each_worker_is_judged_by_its_own_ro
         assert await trial.missing() == {}
 
 
+@pytest.mark.alone("each process learns by itself what rows look like")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_worker_started_anew_is_judged_by_its_own_rows(
     stage: Stage, worker: ScriptedWorker, stream: bool
@@ -220,6 +221,7 @@ async def test_what_was_held_before_stays_whatever_comes_behind_it(
     assert sessions.held["bytes"] == held
 
 
+@pytest.mark.alone("rows in memory are bounded in each process")
 async def test_what_an_answer_will_continue_is_not_evicted_for_others(stage: Stage, worker: ScriptedWorker) -> None:
     trial = await experts_trial(
         stage, worker, around=(SESSIONS,), options={"moe_shape": SHAPE, "max_bytes": 60 * WIDTH}
