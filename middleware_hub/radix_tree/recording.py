@@ -74,6 +74,7 @@ class TextRecorder:
     async def text_of(self, prompt: Prompt) -> str:
         """A prompt as text. Raises as `tokenize`."""
         if prompt.text is not None:
+            self._encoder.check(len(prompt.text))
             return prompt.text
         assert prompt.ids is not None
         self._encoder.check(len(prompt.ids))

@@ -94,6 +94,7 @@ class Retrieval:
         found: dict[int, Retrieved] = {}
         places: dict[int | None, list[int]] = {}
         for place, text in enumerate(texts):
+            await pace.step()
             places.setdefault(await self._owners.owner_of_text(scope, text), []).append(place)
         for owner, theirs in places.items():
             if owner is None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
-#: Bytes of UTF-8. A look-up hashes each block of a text, up to the longest root, and of those that end in one block as
-#: many beginnings as roots of different lengths do.
+#: Bytes of UTF-8. A look-up hashes a text once, up to the longest root, with a stop at each block behind which a root
+#: ends; and there as many beginnings as roots of different lengths end in that block.
 BLOCK = 64
 DIGEST = 16
 

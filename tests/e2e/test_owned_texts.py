@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -108,6 +109,22 @@ async def test_many_texts_and_ids_are_gathered_from_all_processes(stage: Stage, 
             assert (await trial.post("/retrieve_from_text", {"rid": "nobody's"})).status == 404
             strict = {"texts": [texts[0], texts[1] + "?"], "strict": True}
             assert (await trial.post("/retrieve_from_text", strict)).error_type == "not_found"
+
+
+async def test_a_text_that_is_too_long_is_refused_before_anybody_looks_whose_it_is(
+    stage: Stage, tmp_path: Path
+) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
+        bound: Any = {"middlewares": LAYER, "hf_checkpoint": checkpoint(), "max_text_chars": 1000}
+        routers = await several(stage, tmp_path, 2, worker.url, **bound)
+        trials = [Trial(router, worker) for router in routers]
+        for text in ("x" * 1001, ["Hi", "y" * 1001]):
+            for trial in trials:
+                refused = await trial.post("/generate", {"text": text, "sampling_params": {}})
+                assert (refused.status, refused.error_type) == (413, "text_too_long")
+        for router in routers:
+            owners: Any = router.app.router.owners
+            assert not len(owners._texts.roots), "a root that nobody will ever have"
 
 
 async def test_a_batch_has_one_owner_and_goes_on_there(stage: Stage, tmp_path: Path) -> None:

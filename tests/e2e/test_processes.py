@@ -145,13 +145,16 @@ async def test_a_key_s_requests_go_to_one_worker_whichever_process_sends_them(st
 
 async def test_keys_are_asked_for_where_requests_come_in(stage: Stage) -> None:
     worker = await stage.worker()
-    keys = ("--api-key", "theirs", "--admin-api-key", "ours")
+    keys = ("--api-key", "theirs", "--admin-api-key", "ours", "--middleware-paths", "tests.support.owned.Owned")
     async with router_process("--worker-urls", worker.url, "--processes", "2", *keys) as router:
         for target in ("/workers", "/metrics", "/router/info"):
             assert (await ask(router.url, "GET", target)).status == 401
             assert (await ask(router.url, "GET", target, [("Authorization", "Bearer theirs")])).status == 401
             assert (await ask(router.url, "GET", target, [("Authorization", "Bearer ours")])).status == 200
         assert (await ask(router.url, "GET", "/health")).json()["workers_total"] == 1
+        info = (await ask(router.url, "GET", "/router/info", [("Authorization", "Bearer ours")])).json()
+        assert {info["config"][name] for name in ("api_key", "admin_api_key")} == {"set (hidden)"}
+        assert info["config"]["middlewares"] == "tests.support.owned.Owned"
 
 
 async def test_errors_of_the_whole_fleet_have_the_words_that_they_have_in_one_process(stage: Stage) -> None:

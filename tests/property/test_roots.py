@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.entry import TextRecord
 from miles_router.asgi.moving import Elsewhere
+from miles_router.cluster.owners import roots as directory
 from miles_router.cluster.owners.links import Hear, Links, Parcel
 from miles_router.cluster.owners.roots import RootChange, Roots, pack, unpack
 from miles_router.cluster.owners.texts import ROOTS, TextOwners
 from miles_router.cluster.peers import Peers
-from miles_router.middlewares.roots import BLOCK, Root
+from miles_router.middlewares.roots import BLOCK, Root, hash_of
 from miles_router.trajectory import Piece
 from tests.support.tiers import examples
 from tests.support.waiting import at_once
@@ -53,6 +55,30 @@ def test_the_longest_root_with_which_a_text_begins_is_found(
     assert found == (None if known is None else (Root.of(known), plain[known]))
     roots.lose(1)
     assert len(roots) == sum(owner != 1 for owner in plain.values())
+
+
+def test_a_text_is_hashed_in_as_many_steps_as_roots_end_in_different_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it is, and however long the longest of them: the event loop waits for that."""
+    roots, steps = Roots(2, 0, 100), list[int]()
+    for root in ("a" * 10, "b" * 20, "a" * 1_000_000):
+        roots.apply(RootChange(Root.of(root), 0, True))
+
+    class Hasher:
+        def __init__(self, hasher: Any) -> None:
+            self.copy, self.digest = hasher.copy, hasher.digest
+            self._hasher = hasher
+
+        def update(self, data: memoryview) -> None:
+            steps.append(len(data))
+            self._hasher.update(data)
+
+    monkeypatch.setattr(directory, "hash_of", lambda data: Hasher(hash_of(data)))
+    assert roots.find("a" * 1_000_001) == (Root.of("a" * 1_000_000), 0)
+    assert sum(steps) <= 1_000_000
+    assert len(steps) == 2
+    roots.lose(0)
+    assert roots.find("a" * 1_000_001) is None
+    assert len(steps) == 2
 
 
 def test_a_process_forgets_the_roots_that_it_has_not_used_for_the_longest_time() -> None:

@@ -16,6 +16,7 @@ import pytest
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control.followers import AllRequests, Follower, Followers
 from miles_router.cluster.control.table import Counts, make_table
+from miles_router.errors import RouterError
 from miles_router.tasks import cancelled, spawn
 from tests.support.waiting import PATIENCE, soon, until
 
@@ -170,6 +171,17 @@ async def test_an_abort_is_everybody_s_and_a_process_that_is_lost_has_nothing_to
         requests = AllRequests("a", scene.followers)
         assert [each.urls for each in await soon(requests.abort("r"))] == [["http://a"]] * 2
         channel.close()
+        assert len(await soon(requests.abort("r"))) == 1
+
+
+async def test_who_asks_one_that_fails_over_it_is_told_and_the_others_go_on(table: int) -> None:
+    """A layer of one's own may fail while its process is asked."""
+    scene, one = Scene(table), Data()
+    one.may.set()
+    async with scene.connected(11, one):
+        requests = AllRequests("a", scene.followers)
+        with pytest.raises(RouterError):
+            await soon(requests.end_group("g"))  # which this one does not know
         assert len(await soon(requests.abort("r"))) == 1
 
 

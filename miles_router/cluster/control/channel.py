@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from miles_router import tasks
+from miles_router.errors import RouterError
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ _LENGTHS = struct.Struct("!II")
 MAX_PART = 1 << 30
 #: Bytes that may wait for the other side before what is only told is dropped.
 MAX_WAITING = 1 << 20
+#: In place of an answer: what was asked, and this process has failed over.
+FAILED = "failed"
 
 Fields = Mapping[str, Any]
 
@@ -97,11 +100,13 @@ class Channel:
         return Message(fields, await self._reader.readexactly(blob) if blob else b"")
 
     async def _answer(self, message: Message) -> None:
-        number = message.fields.pop("number", None)
-        answer = await self._handlers[message.fields.pop("what")](message)
-        if number is not None and not self.lost:
-            fields, blob = answer or Message({})
-            self._write({**fields, "answers": number}, blob)
+        number, what = message.fields.pop("number", None), message.fields.pop("what")
+        fields, blob = Message({FAILED: what})
+        try:
+            fields, blob = await self._handlers[what](message) or Message({})
+        finally:  # whoever asked must not wait for what this process has failed over, and logs
+            if number is not None and not self.lost:
+                self._write({**fields, "answers": number}, blob)
 
     def _write(self, fields: Fields, blob: bytes) -> None:
         text = json.dumps(fields).encode()
@@ -119,6 +124,7 @@ class Channel:
 
         Raises:
             ChannelLost: none will come.
+            RouterError: the other process has failed over it; its log says why.
         """
         if self.lost:
             raise ChannelLost(f"{what}: the channel is lost")
@@ -127,6 +133,8 @@ class Channel:
         try:
             self._write({**fields, "what": what, "number": number}, blob)
             answer: Message = await waiting
+            if FAILED in answer.fields:
+                raise RouterError(f"another process of the router failed: {what}")
             return answer
         finally:
             del self._asked[number]

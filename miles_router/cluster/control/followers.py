@@ -19,7 +19,7 @@ from miles_router.cluster.control.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control.table import Counts
 from miles_router.control.requests import Aborted, GroupEnd
 from miles_router.control.row import GroupListener
-from miles_router.errors import StateError
+from miles_router.errors import RouterError, StateError
 from miles_router.metrics.plain import PlainFamily, lasting, merged
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Followers:
                     await follower.behind.wait()
                     continue
                 await self._lead(follower)
-        except ChannelLost:
+        except (ChannelLost, RouterError):  # whoever fails over it ends its channel, and connects anew
             pass
         finally:
             if self._followers.get(follower.process) is follower:

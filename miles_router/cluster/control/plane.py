@@ -38,7 +38,7 @@ from miles_router.fleet.workers import Transition
 from miles_router.metrics.plain import merged, rendered
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
-from miles_router.settings.config import RouterConfig
+from miles_router.settings.config import FIELDS, RouterConfig, shown
 from miles_router.state.writer import CONTROL
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class ControlDuty(Duty):
         self._counts = counts
         self._columns = Columns(counts)
         self._serials = itertools.count(1)
-        self._worker_urls: Sequence[str] = ()
+        self._config: RouterConfig  # as it was given: what this process leaves out, others do
         self._pools: Pools
         self._channels: set[Channel] = set()
         self._states: dict[int, tuple[int, dict[str, Any]]] = {}
@@ -90,7 +90,7 @@ class ControlDuty(Duty):
 
     def config(self, config: RouterConfig) -> RouterConfig:
         """See `Duty`."""
-        self._worker_urls = config.worker_urls
+        self._config = config
         return without_keys(config)
 
     def first_workers(self, config: RouterConfig) -> Sequence[str]:
@@ -114,7 +114,7 @@ class ControlDuty(Duty):
 
     def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
         """See `Duty`."""
-        self._admin = WholeAdmin(pools, registrations, self.followers)
+        self._admin = WholeAdmin(pools, registrations, self.followers, self._config)
         return self._admin
 
     async def restore(self, registrations: Registrations) -> None:
@@ -157,7 +157,7 @@ class ControlDuty(Duty):
                 _deciding(pool).restore()
             logger.warning("control_plane_took_over", extra={"fields": {"workers": len(self._pools.workers)}})
         else:
-            for url in self._worker_urls:
+            for url in self._config.worker_urls:
                 self._pools.default.fleet.pool.add(parse_worker_url(url))
         await self._registrations.restore(of_this_run=bool(sections))
         self.followers.number = number
@@ -314,10 +314,11 @@ async def answered(app: RouterApp, message: Message) -> Message:
 class WholeAdmin(Admin):
     """Shows all processes as one router."""
 
-    def __init__(self, pools: Pools, registrations: Registrations, followers: Followers) -> None:
+    def __init__(self, pools: Pools, registrations: Registrations, followers: Followers, config: RouterConfig) -> None:
         self.stack: list[dict[str, object]] = []
         super().__init__(pools, registrations, self.stack)
         self._followers = followers
+        self._config = config
 
     async def metrics(self, request: Request) -> Response:
         """Those of all processes, and of all that have ended."""
@@ -330,6 +331,7 @@ class WholeAdmin(Admin):
         await self._followers.look()
         described = self.described()
         described["middlewares"] = self.stack
+        described["config"] = {name: shown(self._config, name) for name in FIELDS}
         for info in self._followers.infos():
             described["statistics"] = added(described["statistics"], info["statistics"])
             for name, held in info["held"].items():

@@ -47,11 +47,11 @@ def _request(scope: Scope, body: bytes, headers: Mapping[str, str]) -> bytes:
 
 
 def _reply(read: bytes) -> tuple[int, Mapping[str, str], bytes]:
-    head, _, body = read.partition(b"\r\n\r\n")
+    head, blank, body = read.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     length = headers.get("content-length")
-    if not first or (length is not None and int(length) != len(body)):
+    if not blank or (length is not None and int(length) != len(body)):
         raise OwnerUnavailable("the process that has this ended before it had answered; ask again")
     return int(first.split(" ", 2)[1]), headers, body
 

@@ -7,6 +7,7 @@ finds its process without a key, and prompts that share a long beginning still h
 from __future__ import annotations
 
 import struct
+from bisect import insort
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -41,6 +42,8 @@ class Roots:
         self.limit = limit
         self._owners: dict[bytes, tuple[Root, int]] = {}
         self._lengths: dict[bytes, Counter[int]] = {}  # of the roots with the same whole blocks
+        self._ends: list[int] = []  # of whole blocks of all roots, in order,
+        self._ending: Counter[int] = Counter()  # and how many roots have each
         self._own: OrderedDict[bytes, None] = OrderedDict()  # least recently used first
         self._share = [0.0] * count
         self._longest = 0
@@ -54,16 +57,16 @@ class Roots:
         """The longest root with which a text begins, and its owner."""
         data = memoryview(encoded(text[: self._longest]))
         hasher, at, best = hash_of(b""), 0, None
-        while self._owners:
+        for end in self._ends:
+            if end > len(data):
+                break
+            hasher.update(data[at:end])
+            at = end
             for length in self._lengths.get(hasher.digest(), ()):
                 if length <= len(data) and (best is None or length > best[0].length):
                     whole = hasher.copy()
                     whole.update(data[at:length])
                     best = self._owners.get(whole.digest(), best)
-            if at + BLOCK > len(data):
-                break
-            hasher.update(data[at : at + BLOCK])
-            at += BLOCK
         return best
 
     def owner(self, root: Root) -> int | None:
@@ -103,6 +106,10 @@ class Roots:
             self._remove(root)
         self._owners[root.digest] = root, owner
         self._lengths.setdefault(root.blocks, Counter())[root.length] += 1
+        end = _end_of(root)
+        if end not in self._ending:
+            insort(self._ends, end)
+        self._ending[end] += 1
         self._longest = max(self._longest, root.length)
         self._share = [share * (1 - FORGOTTEN) for share in self._share]
         self._share[owner] += 1
@@ -148,6 +155,16 @@ class Roots:
             del lengths[root.length]
         if not lengths:
             del self._lengths[root.blocks]
+        end = _end_of(root)
+        self._ending[end] -= 1
+        if not self._ending[end]:
+            del self._ending[end]
+            self._ends.remove(end)
+
+
+def _end_of(root: Root) -> int:
+    """Where its last whole block ends."""
+    return root.length // BLOCK * BLOCK
 
 
 def pack(changes: Iterable[RootChange]) -> bytes:
