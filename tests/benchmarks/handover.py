@@ -14,22 +14,15 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
+from tests.benchmarks.procstat import scheduled_seconds
 from tests.support.cluster import Cluster, Member, cluster
 from tests.support.http import request
 from tests.support.owned import name_of
 
 LAYER = ["tests.support.owned.Owned"]
 END = b"0\r\n\r\n"
-NANOSECOND = 1e-9
 MB = 1 << 20
-
-
-def cpu_seconds(member: Member) -> float:
-    """Of all its threads (/proc/PID/task/*/schedstat, nanoseconds)."""
-    tasks = Path(f"/proc/{member.process.pid}/task")
-    return sum(int((each / "schedstat").read_text().split()[0]) for each in tasks.iterdir()) * NANOSECOND
 
 
 def connections(member: Member, targets: Sequence[str], each: int, count: int, body: bytes | None = None) -> None:
@@ -74,6 +67,11 @@ def loads() -> dict[str, Callable[[Member, bool], int]]:
     }
 
 
+def spent_by(made: Cluster) -> float:
+    """Seconds of CPU of all processes."""
+    return sum(scheduled_seconds(each.process.pid) for each in made.members)
+
+
 async def measure(made: Cluster, rounds: int) -> None:
     """Print a line for each load."""
     member = made.members[0]
@@ -82,10 +80,10 @@ async def measure(made: Cluster, rounds: int) -> None:
         spent: dict[bool, list[float]] = {True: [], False: []}
         for number in range(rounds + 1):
             for own in (True, False) if number % 2 else (False, True):
-                before = sum(map(cpu_seconds, made.members))
+                before = spent_by(made)
                 done = await asyncio.to_thread(load, member, own)
                 if number:  # the first one warms up
-                    spent[own].append((sum(map(cpu_seconds, made.members)) - before) / done * 1e6)
+                    spent[own].append((spent_by(made) - before) / done * 1e6)
         own_us, handed_us = statistics.median(spent[True]), statistics.median(spent[False])
         print(f"{title:<34} {own_us:>10.1f} {handed_us:>10.1f} {handed_us / own_us:>7.2f}", flush=True)
 

@@ -46,9 +46,10 @@ class Storm:
 
     async def run(self) -> int:
         """Until all is checked; how many tokens were compared."""
+        everybody: list[Agent | Rollout] = [*self.agents, *self.rollouts]
         clients = [
             (each, Persistence(self.router.url, kept=number % 2 == 0, broken=self.broken))
-            for number, each in enumerate([*self.agents, *self.rollouts])
+            for number, each in enumerate(everybody)
         ]
         trainer = Persistence(self.router.url, kept=False, broken=Counter())
         try:
