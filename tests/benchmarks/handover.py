@@ -14,6 +14,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from tests.benchmarks.procstat import scheduled_seconds
 from tests.support.cluster import Cluster, Member, cluster
@@ -51,15 +52,22 @@ def loads() -> dict[str, Callable[[Member, bool], int]]:
     def names(member: Member, own: bool) -> str:
         return name_of(member.index if own else 1 - member.index, 2)
 
-    def asking(each: int, count: int, query: str = "", body: bytes | None = None) -> Callable[[Member, bool], int]:
+    def asking(
+        each: int, count: int, query: str = "", body: bytes | None = None, clients: int = 1
+    ) -> Callable[[Member, bool], int]:
         def ask(member: Member, own: bool) -> int:
-            connections(member, [f"/owned/{names(member, own)}{query}"], each, count, body)
-            return each * count
+            targets = [f"/owned/{names(member, own)}{query}"]
+            with ThreadPoolExecutor(clients) as threads:
+                asked = [threads.submit(connections, member, targets, each, count, body) for _ in range(clients)]
+                for client in asked:
+                    client.result()
+            return each * count * clients
 
         return ask
 
     return {
         "one small request a connection": asking(1, 1500),
+        "the same by 16 clients at once": asking(1, 200, clients=16),
         "50 small requests a connection": asking(50, 40),
         "a reply of 1,600 parts": asking(1, 4, f"?bytes={100 * MB}"),
         "a body of 16 MB": asking(1, 12, body=b"x" * 16 * MB),
@@ -90,7 +98,9 @@ async def measure(made: Cluster, rounds: int) -> None:
 
 async def _main(rounds: int) -> None:
     started = time.monotonic()
-    async with cluster(2, middlewares=LAYER) as made:
+    async with cluster(
+        2, middlewares=LAYER, processes=2
+    ) as made:  # as processes of one router, though each has its port
         await measure(made, rounds)
     print(f"{time.monotonic() - started:.0f} s")
 

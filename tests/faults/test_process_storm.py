@@ -26,7 +26,7 @@ from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.storm
 
-CLIENTS, KILLS, EVERY = size(heavy=(64, 30, 2.0), otherwise=(6, 3, 0.0))  # of each kind; every so many seconds
+CLIENTS, KILLS, EVERY = size(heavy=(64, 30, 2.0), otherwise=(6, 2, 0.0))  # of each kind; every so many seconds
 #: Answers between two kills, at least.
 ANSWERS = CLIENTS
 
