@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
 #: The event loop takes one connection from a listening socket in each step, and a busy step takes tens of milliseconds:
-#: of hundreds that connect at once, some would wait for seconds. So it listens on the same socket this many times.
+#: of hundreds that connect at once, some would wait for seconds. So it listens on the same socket this many times, all
+#: processes together: each looks in vain for most connections, which takes as long as a quarter of a short request.
 ACCEPTS_PER_STEP = 16
 GC_THRESHOLDS = (10_000, 10, 10)
 #: Seconds an idle client connection is kept: longer than clients' own pools keep theirs, so that they close first.
@@ -118,7 +119,8 @@ def serve_at(
     """
     collect_garbage_less()
     server = Server(uvicorn_config(app, handover), started)
-    sockets = [sock, *(sock.dup() for _ in range(ACCEPTS_PER_STEP - 1))]
+    at_once = max(1, ACCEPTS_PER_STEP // app.router.config.processes)
+    sockets = [sock, *(sock.dup() for _ in range(at_once - 1))]
     if handover is not None:
         handover.adopt = server.adopt
         if own is not None:

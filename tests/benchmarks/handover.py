@@ -14,22 +14,16 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 
+from tests.benchmarks.procstat import scheduled_seconds
 from tests.support.cluster import Cluster, Member, cluster
 from tests.support.http import request
 from tests.support.owned import name_of
 
 LAYER = ["tests.support.owned.Owned"]
 END = b"0\r\n\r\n"
-NANOSECOND = 1e-9
 MB = 1 << 20
-
-
-def cpu_seconds(member: Member) -> float:
-    """Of all its threads (/proc/PID/task/*/schedstat, nanoseconds)."""
-    tasks = Path(f"/proc/{member.process.pid}/task")
-    return sum(int((each / "schedstat").read_text().split()[0]) for each in tasks.iterdir()) * NANOSECOND
 
 
 def connections(member: Member, targets: Sequence[str], each: int, count: int, body: bytes | None = None) -> None:
@@ -58,20 +52,32 @@ def loads() -> dict[str, Callable[[Member, bool], int]]:
     def names(member: Member, own: bool) -> str:
         return name_of(member.index if own else 1 - member.index, 2)
 
-    def asking(each: int, count: int, query: str = "", body: bytes | None = None) -> Callable[[Member, bool], int]:
+    def asking(
+        each: int, count: int, query: str = "", body: bytes | None = None, clients: int = 1
+    ) -> Callable[[Member, bool], int]:
         def ask(member: Member, own: bool) -> int:
-            connections(member, [f"/owned/{names(member, own)}{query}"], each, count, body)
-            return each * count
+            targets = [f"/owned/{names(member, own)}{query}"]
+            with ThreadPoolExecutor(clients) as threads:
+                asked = [threads.submit(connections, member, targets, each, count, body) for _ in range(clients)]
+                for client in asked:
+                    client.result()
+            return each * count * clients
 
         return ask
 
     return {
         "one small request a connection": asking(1, 1500),
+        "the same by 16 clients at once": asking(1, 200, clients=16),
         "50 small requests a connection": asking(50, 40),
         "a reply of 1,600 parts": asking(1, 4, f"?bytes={100 * MB}"),
         "a body of 16 MB": asking(1, 12, body=b"x" * 16 * MB),
         "a reply of 16 MB": asking(1, 30, f"?bytes={16 * MB}"),
     }
+
+
+def spent_by(made: Cluster) -> float:
+    """Seconds of CPU of all processes."""
+    return sum(scheduled_seconds(each.process.pid) for each in made.members)
 
 
 async def measure(made: Cluster, rounds: int) -> None:
@@ -82,17 +88,19 @@ async def measure(made: Cluster, rounds: int) -> None:
         spent: dict[bool, list[float]] = {True: [], False: []}
         for number in range(rounds + 1):
             for own in (True, False) if number % 2 else (False, True):
-                before = sum(map(cpu_seconds, made.members))
+                before = spent_by(made)
                 done = await asyncio.to_thread(load, member, own)
                 if number:  # the first one warms up
-                    spent[own].append((sum(map(cpu_seconds, made.members)) - before) / done * 1e6)
+                    spent[own].append((spent_by(made) - before) / done * 1e6)
         own_us, handed_us = statistics.median(spent[True]), statistics.median(spent[False])
         print(f"{title:<34} {own_us:>10.1f} {handed_us:>10.1f} {handed_us / own_us:>7.2f}", flush=True)
 
 
 async def _main(rounds: int) -> None:
     started = time.monotonic()
-    async with cluster(2, middlewares=LAYER) as made:
+    async with cluster(
+        2, middlewares=LAYER, processes=2
+    ) as made:  # as processes of one router, though each has its port
         await measure(made, rounds)
     print(f"{time.monotonic() - started:.0f} s")
 

@@ -111,7 +111,7 @@ class Meter:
         return replace(sample, cpu_us=spent / max(done, 1) * 1e6, cores=spent / seconds, rss_mb=peak_rss_mb(self.pid))
 
 
-def _wrk(port: int, load: Load, seconds: float, script: Path) -> dict[str, float]:
+def wrk(port: int, load: Load, seconds: float, script: Path) -> dict[str, float]:
     command = [
         "wrk", "-t1", f"-c{load.connections}", f"-d{max(1, round(seconds))}s", "--timeout", "30s",
         "-s", str(script), f"http://{HOST}:{port}",
@@ -127,10 +127,10 @@ def _wrk(port: int, load: Load, seconds: float, script: Path) -> dict[str, float
 def measure_requests(running: Running, load: Load, seconds: float, warmup: float, root: Path) -> Sample:
     script = root / "load.lua"
     script.write_text(WRK_SCRIPT % request_body(False).decode())
-    _wrk(running.port, load, warmup, script)
+    wrk(running.port, load, warmup, script)
     meter = Meter(running.pid)
     meter.edge()
-    result = _wrk(running.port, load, seconds, script)
+    result = wrk(running.port, load, seconds, script)
     meter.edge()
     done, elapsed = int(result["requests"]), result["seconds"]
     failure = f"{result['bad']:.0f} failed requests" if result["bad"] else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -33,6 +34,16 @@ def cpu_seconds(root: int) -> float:
     # Ended threads are included by the kernel; ended children are not, and no peer here replaces its workers.
     ticks = sum(int(fields[11]) + int(fields[12]) for pid in tree(root) if (fields := _fields(pid)) is not None)
     return ticks / TICK
+
+
+def scheduled_seconds(root: int) -> float:
+    """The same of living threads alone, and to the nanosecond (`schedstat`)."""
+    nanoseconds = 0
+    for pid in tree(root):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                nanoseconds += int((task / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 def machine_busy_seconds() -> float:

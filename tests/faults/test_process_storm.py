@@ -26,7 +26,7 @@ from tests.support.waiting import PATIENCE, until
 
 pytestmark = pytest.mark.storm
 
-CLIENTS, KILLS, EVERY = size(heavy=(64, 30, 2.0), otherwise=(6, 3, 0.0))  # of each kind; every so many seconds
+CLIENTS, KILLS, EVERY = size(heavy=(64, 30, 2.0), otherwise=(6, 2, 0.0))  # of each kind; every so many seconds
 #: Answers between two kills, at least.
 ANSWERS = CLIENTS
 
@@ -46,9 +46,10 @@ class Storm:
 
     async def run(self) -> int:
         """Until all is checked; how many tokens were compared."""
+        everybody: list[Agent | Rollout] = [*self.agents, *self.rollouts]
         clients = [
             (each, Persistence(self.router.url, kept=number % 2 == 0, broken=self.broken))
-            for number, each in enumerate([*self.agents, *self.rollouts])
+            for number, each in enumerate(everybody)
         ]
         trainer = Persistence(self.router.url, kept=False, broken=Counter())
         try:

@@ -32,8 +32,9 @@ MAX_WAITING = 4096
 PATIENCE = 10.0
 #: Seconds between two attempts to reach a process, and until the system may have room again.
 RETRY = 0.05
-#: Packets that are taken before they are answered, where all are wanted that have arrived.
-AT_ONCE = 64
+#: Packets that are taken before they are answered, and where all are wanted that have arrived: an answer for many costs
+#: no more than one for each.
+IN_A_STEP, AT_ONCE = 8, 64
 BACKLOG = 128
 TAKEN, REFUSED = b"\1", b"\0"
 # As numbers: Python's own cost microseconds each time they are joined
@@ -171,7 +172,7 @@ class Links:
                 sock.setblocking(False)
                 incoming = LinkFrom(sock, self.takers, self.hearers, self._reached_by, self._end)
                 self._in.add(incoming)
-                asyncio.get_running_loop().add_reader(sock, incoming.read)
+                asyncio.get_running_loop().add_reader(sock, incoming.read, IN_A_STEP)
 
     def _reached_by(self, index: int) -> None:
         """A process that has reached this one is there."""

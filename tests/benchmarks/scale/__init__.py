@@ -1,0 +1,1 @@
+"""What several processes cost and give, measured on this machine and computed beyond it."""

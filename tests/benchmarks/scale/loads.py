@@ -1,0 +1,211 @@
+"""The loads: each asks one router for some seconds, as fast as it answers, and counts what that took.
+
+Workers have fixed answers, so that they take little of the machine; what they and the clients do take is counted too,
+for on few cores it bounds what is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tests.benchmarks.backend import STATUS, STATUS_PATHS, nginx_head, reply
+from tests.benchmarks.load import LOADS, WRK_SCRIPT, request_body, wrk
+from tests.benchmarks.peers import REPO
+from tests.benchmarks.process import HOST, fetch, free_port, started
+from tests.benchmarks.procstat import own_seconds, scheduled_seconds
+from tests.benchmarks.routed_experts import EXPERTS, make_answer
+from tests.benchmarks.session_turns import CHAT, LAYER
+from tests.support.tokenizers import tokenizer_directory
+
+TURNS, SAMPLED = 20, 100
+#: A rollout's routed experts: 8,192 tokens through 60 layers, 8 experts each.
+R3 = argparse.Namespace(tokens=8192, layers=60, top_k=8, experts=256)
+
+
+@dataclass(frozen=True)
+class Router:
+    """A running one."""
+
+    port: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Round:
+    """What some seconds of a load have taken."""
+
+    requests: int
+    seconds: float
+    router: float  # seconds of CPU, of all its processes
+    harness: float  # of clients and workers
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return self.requests / self.seconds
+
+    @property
+    def cost(self) -> float:
+        """Seconds of the router's CPU for a request."""
+        return self.router / self.requests
+
+    @property
+    def beside(self) -> float:
+        """Seconds of CPU that clients and workers take for one."""
+        return self.harness / self.requests
+
+
+@dataclass(frozen=True)
+class Load:
+    """`drive(port, seconds, clients)` asks a router, each client as soon as it has its last answer, and gives how many
+    answers came."""
+
+    title: str
+    unit: str
+    arguments: tuple[str, ...]
+    answers: Mapping[str, bytes]  # of the worker, by path; none: it is an engine that answers turns
+    clients: int
+    drive: Callable[[int, float, int], int]
+
+
+def measured(load: Load, router: Router, seconds: float, clients: int) -> Round:
+    """One round."""
+    spent, all_spent, begun = scheduled_seconds(router.pid), own_seconds(), time.perf_counter()
+    done = load.drive(router.port, seconds, clients)
+    took = time.perf_counter() - begun
+    spent, all_spent = scheduled_seconds(router.pid) - spent, own_seconds() - all_spent
+    return Round(done, took, spent, all_spent - spent)
+
+
+@contextlib.contextmanager
+def running_worker(root: Path, answers: Mapping[str, bytes]) -> Iterator[int]:
+    """nginx that answers these paths, whatever it is asked; or the engine."""
+    port = free_port()
+    if not answers:
+        engine = [sys.executable, "-m", "tests.benchmarks.scale.engine", str(port), str(SAMPLED)]
+        with started(engine, port, "/health", root / "worker.log", directory=REPO):
+            yield port
+        return
+    locations = [f"location = {path} {{ return 200 '{STATUS}'; }}" for path in STATUS_PATHS]
+    for number, (path, body) in enumerate(answers.items()):
+        (root / f"{number}.json").write_bytes(body)
+        locations.append(f"location = {path} {{ error_page 405 =200 /{number}.json; return 405; }}")
+    server = f"server {{ listen {HOST}:{port} backlog=4096; root {root}; sendfile on; open_file_cache max=10;\n"
+    (root / "worker.conf").write_text("\n".join([nginx_head(root), server, *locations, "}}"]))
+    command = ["nginx", "-p", str(root), "-c", str(root / "worker.conf")]
+    with started(command, port, "/health", root / "worker.log"):
+        yield port
+
+
+@contextlib.contextmanager
+def running(source: Path, processes: int, worker: int, log: Path, *arguments: str) -> Iterator[Router]:
+    """A router of a checkout in front of the worker."""
+    port = free_port()
+    script = Path(sys.executable).with_name("miles-router")
+    command = [str(script), "--port", str(port), "--log-level", "warning", "--worker-urls", f"http://{HOST}:{worker}"]
+    command += [*(("--processes", str(processes)) if processes > 1 else ()), *arguments]
+    env = {**os.environ, "PYTHONPATH": str(source)}
+    with started(command, port, "/readiness", log, env, source) as pid:
+        while processes > 1 and len(orjson.loads(fetch(port, "GET", "/router/info")[1])["processes"]) < processes:
+            time.sleep(0.05)
+        yield Router(port, pid)
+
+
+def loads(root: Path) -> list[Load]:
+    """All of them."""
+    model = ("--hf-checkpoint", tokenizer_directory("qwen3"), "--middleware-paths")
+    rows = make_answer(R3)
+    return [
+        Load("small requests, 64 kept connections", "request", (), {"/generate": reply(133)}, 64, _passthrough(root)),
+        Load("traced turns, 8 kept connections", "turn", (*model, LAYER), {}, 8, _turns(kept=True)),
+        Load("traced turns, a connection each", "turn", (*model, LAYER), {}, 8, _turns(kept=False)),
+        Load(
+            f"R3 answers of {len(rows.body) / 1e6:.0f} MB", "answer", ("--middleware-paths", EXPERTS),
+            {"/generate": rows.body}, 4, _rollouts(len(rows.stripped)),
+        ),
+    ]  # fmt: skip
+
+
+def _passthrough(root: Path) -> Callable[[int, float, int], int]:
+    script = root / "load.lua"
+    script.write_text(WRK_SCRIPT % request_body(False).decode())
+
+    def drive(port: int, seconds: float, clients: int) -> int:
+        result = wrk(port, replace(LOADS["small-64"], connections=clients), seconds, script)
+        if result["bad"]:
+            raise RuntimeError(f"{result['bad']} requests failed")
+        return int(result["requests"])
+
+    return drive
+
+
+def _together(clients: int, seconds: float, client: Callable[[Callable[[], bool]], int]) -> int:
+    """What all clients count, each in a thread, until the time is over."""
+    over = threading.Event()
+    with ThreadPoolExecutor(clients) as threads:
+        counting = [threads.submit(client, lambda: not over.is_set()) for _ in range(clients)]
+        over.wait(seconds)
+        over.set()
+        return sum(each.result() for each in counting)
+
+
+def _turns(*, kept: bool) -> Callable[[int, float, int], int]:
+    """Agents with one session after the other, each turn with its whole history."""
+
+    def agent(port: int, going: Callable[[], bool]) -> int:
+        done = 0
+        client = http.client.HTTPConnection(HOST, port, timeout=60)
+        said = {"role": "user", "content": "the sum of item 42 " * (SAMPLED // 5)}
+
+        def post(path: str, body: Any) -> Any:
+            headers = {"content-type": "application/json", **({} if kept else {"connection": "close"})}
+            client.request("POST", path, orjson.dumps(body), headers)
+            if client.sock is not None:
+                client.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            answer = client.getresponse()
+            data = answer.read()
+            if answer.status != 200:
+                raise RuntimeError(f"{answer.status} {data[:300]!r}")
+            return orjson.loads(data)
+
+        while going():
+            path = f"/sessions/{post('/sessions', {})['session_id']}{CHAT}"
+            messages = [said]
+            while going() and len(messages) < 2 * TURNS:
+                answer = post(path, {"model": "m", "messages": messages, "max_tokens": 500})
+                messages += [answer["choices"][0]["message"], said]
+                done += 1
+        client.close()
+        return done
+
+    return lambda port, seconds, clients: _together(clients, seconds, partial(agent, port))
+
+
+def _rollouts(expected: int) -> Callable[[int, float, int], int]:
+    """Rollouts whose rows are taken out of their answers."""
+
+    def client(port: int, going: Callable[[], bool]) -> int:
+        done = 0
+        while going():
+            status, body = fetch(port, "POST", "/generate", b'{"input_ids":[1],"sampling_params":{}}')
+            if status != 200 or len(body) != expected:
+                raise RuntimeError(f"{status}, {len(body)} bytes")
+            done += 1
+        return done
+
+    return lambda port, seconds, clients: _together(clients, seconds, partial(client, port))
