@@ -178,7 +178,8 @@ class TextRollouts:
         sampled: Counter[str | None] = Counter()
         for span in turn.spans():
             sampled[span["version"]] += span["end"] - span["start"]
-        self._router.run.record(sampled, given=turn.prompt - kept, reused=kept, reason=turn.reason)
+        cached = facts["cached_tokens"]
+        self._router.run.record(sampled, given=turn.prompt - kept, reused=kept, cached=cached, reason=turn.reason)
 
     def read(self, entry: Entry, tokens: int) -> None:
         """Somebody reads the first `tokens` tokens of a generation: a turn counts the first time that it is in them."""

@@ -17,10 +17,17 @@ from transformers import AutoTokenizer
 from miles_router.testing import tiny_tokenizer
 from miles_router.view.command import token_bytes
 from tests.docs.pages import ROOT
-from tests.support.browser import Browser
+from tests.support.browser import Browser, Page
+from tests.support.dashboards import SYSTEM, a_run, dashboard, running_fleet
+from tests.support.fleet import held
+from tests.support.session_trial import user
+from tests.support.stage import staged
 from tests.support.token_pages import episode, page_of
+from tests.support.under_way import under_way
+from tests.support.waiting import until
 
 SIZE = (1280, 1150)
+Shot = Callable[[Browser, Path], Awaitable[bytes]]
 
 
 async def token_view(browser: Browser, directory: Path) -> bytes:
@@ -39,9 +46,50 @@ async def token_view(browser: Browser, directory: Path) -> bytes:
         return await page.screenshot()
 
 
-Shot = Callable[[Browser, Path], Awaitable[bytes]]
+async def _fleet(page: Page) -> None:
+    """Once the chart has some points."""
+    await until(lambda: sum(url.endswith("/router/info") for url in page.asked) > 8, "it has looked several times")
+
+
+async def _episode(page: Page) -> None:
+    await page.choose("#colour", "version")
+    await page.click(".token.sampled.hue-1")
+    await page.value("scrollTo(0, 0)")
+    await page.hover(".name")
+
+
+async def _as_it_is(page: Page) -> None:
+    """Nothing is done to it."""
+
+
+def view_of(address: str, prepare: Callable[[Page], Awaitable[None]] = _as_it_is, height: int = SIZE[1]) -> Shot:
+    """A view of the dashboard: a run in which a generation waits at a pause, and one worker is out."""
+
+    async def taken(browser: Browser, directory: Path) -> bytes:
+        async with staged() as stage, running_fleet(stage) as trial:
+            await a_run(trial)
+            trial.router.pool.record_stall(trial.router.pool.get(trial.workers[1].url), "stalled: no sign of life")
+            await trial.ask("POST", "/pause_generation", {"mode": "retract"})
+            async with under_way(trial.turn("sum-18-2", [SYSTEM, user("Are you there?")])) as turn:
+                await held(trial.router, 1)
+                async with dashboard(browser, trial.router.url, address, width=SIZE[0], height=height) as page:
+                    await prepare(page)
+                    picture = await page.screenshot()
+                await trial.ask("POST", "/continue_generation", {})
+                await turn
+        return picture
+
+    return taken
+
+
 #: By the names of their files in `docs/`.
-SHOTS: dict[str, Shot] = {"view.png": token_view}
+SHOTS: dict[str, Shot] = {
+    "view.png": token_view,
+    "dashboard-fleet.png": view_of("#/fleet", _fleet),
+    "dashboard-episodes.png": view_of("#/episodes?group=prompt-18"),
+    "dashboard-episode.png": view_of("#/episodes/sum-18-0?turn=3", _episode, 1500),
+    "dashboard-run.png": view_of("#/run"),
+}
 
 
 async def main() -> None:

@@ -55,11 +55,13 @@ async def count_is(page: Page, text: str) -> None:
 
 
 async def test_the_fleet_view_has_the_numbers_of_the_router(browser: Browser, run: ExpertsTrial) -> None:
-    info = await got(run, "info")
+    info, versions = await got(run, "info"), (await got(run, "run"))["versions"]
+    cached, prompt = (sum(each[name] for each in versions) for name in ("cached", "prompt"))
     async with dashboard(browser, run.router.url) as page:
         assert await page.text("#workers") == "2 of 2"
         assert await page.text("#in-flight") == str(info["in_flight"]) == "0"
         assert await page.text("#tokens") == f"{sum(each['tokens'] for each in info['workers']):,}"
+        assert await page.text("#hit-rate") == f"{100 * cached / prompt:.1f} %"
         assert await page.text("#weights") == info["weight_version"] == "7"
         rows = await table(page, "workers-table")
         assert [row[:6] for row in rows] == [
@@ -323,10 +325,12 @@ async def test_the_run_view_adds_up_to_what_the_router_says(browser: Browser, ru
         assert await page.text("#sampled") == f"{sampled:,}"
         assert await page.text("#trained") == f"{trained:,} ({100 * trained / sampled:.1f} %)"
         assert await page.text("#reused") == f"{reused:,} ({100 * reused / (reused + given):.1f} %)"
+        cached, prompt = (sum(each[name] for each in versions) for name in ("cached", "prompt"))
+        assert await page.text("#cached") == f"{100 * cached / prompt:.1f} %"
         assert await page.text("#forks-total") == "2"
         assert await page.text("#waited") == "0 s, 0 waits"
         rows = await table(page, "versions")
-        assert [(row[0], row[2], row[3], row[7], row[8]) for row in rows] == [
+        assert [(row[0], row[2], row[3], row[8], row[9]) for row in rows] == [
             *(
                 (each["weight_version"], f"{each['sampled']:,}", f"{each['trained']:,}", str(each["turns"]), forks)
                 for each, forks in zip(reversed(versions), ["2", "0"], strict=True)
