@@ -81,7 +81,7 @@ async def a_run(trial: ExpertsTrial) -> None:
     await trial.create("sum-18-2", metadata={"group": "prompt-18"})
 
 
-async def got(trial: ExpertsTrial, path: str) -> Any:
+async def got(trial: Any, path: str) -> Any:
     """What the router says at a path."""
     answer = await trial.router.ask("GET", f"/router/{path}")
     assert answer.status == 200, answer.body
