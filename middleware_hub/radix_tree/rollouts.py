@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.entry import Entry
@@ -45,14 +45,28 @@ NAMED = "text@"
 BRANCH = "branch"
 
 
+class RequestFacts(NamedTuple):
+    """Of a generation's request, as `TurnRow` names them."""
+
+    cached_tokens: int | None = None
+    worker: str | None = None
+    request_id: str | None = None
+    asked_at: float | None = None
+    answered_at: float | None = None
+    waited_s: float = 0.0
+
+
+NOTHING_KNOWN = RequestFacts()
+
+
 class TextTurn:
     """One generation. `kept`: how many tokens of the one before it its prompt begins with; `prompt`: tokens of all of
-    its prompt; `facts`: of its request, as `TurnRow` names them."""
+    its prompt."""
 
     __slots__ = ("before", "entry", "facts", "kept", "number", "prompt", "read", "reason", "rollout")
 
     def __init__(
-        self, rollout: TextRollout, entry: Entry, before: TextTurn | None, kept: int, prompt: int, facts: dict[str, Any]
+        self, rollout: TextRollout, entry: Entry, before: TextTurn | None, kept: int, prompt: int, facts: RequestFacts
     ) -> None:
         self.rollout = rollout
         self.entry = entry
@@ -75,14 +89,28 @@ class TextTurn:
         """What it sampled, by the weights that did."""
         spans: list[dict[str, Any]] = []
         end = self.prompt
-        for piece in self.entry.trajectory()[self.prompt :].pieces:
+        for piece in self.entry.behind(self.prompt)[0].pieces:
             begin, end = end, end + len(piece)
             if spans and spans[-1]["version"] == piece.version:
                 spans[-1]["end"] = end
             else:
-                worker = self.facts.get("worker")
-                spans.append({"start": begin, "end": end, "version": piece.version, "worker": worker})
+                span = {"start": begin, "end": end, "version": piece.version, "worker": self.facts.worker}
+                spans.append(span)
         return spans
+
+    def sampled(self) -> Counter[str | None]:
+        """How many tokens each version sampled in it."""
+        tokens: Counter[str | None] = Counter()
+        if self.prompt < self.entry.reused:  # some of them are those of another
+            for span in self.spans():
+                tokens[span["version"]] += span["end"] - span["start"]
+            return tokens
+        begin = self.prompt - self.entry.reused
+        for end, is_sampled, version in self.entry.runs:
+            if is_sampled and end > begin:
+                tokens[version] += end - begin
+            begin = max(begin, end)
+        return tokens
 
     def row(self) -> TurnRow:
         """As it is shown."""
@@ -98,7 +126,7 @@ class TextTurn:
             spans=self.spans(),
             finish_reason=self.entry.finish,
             rid=self.entry.rid,
-            **self.facts,
+            **self.facts._asdict(),
         )
 
 
@@ -168,18 +196,15 @@ class TextRollouts:
                 rollout.used_at = self._now()
                 self._end(rollout)
 
-    def recorded(self, rollout: TextRollout, prompt: TokenizedText, entry: Entry, facts: dict[str, Any]) -> None:
+    def recorded(self, rollout: TextRollout, prompt: TokenizedText, entry: Entry, facts: RequestFacts) -> None:
         """One more generation of it is held."""
         if entry.node is None:  # no longer
             return
         before = self._turn_before(prompt)
         kept = len(prompt.match.trajectory) if before is not None else 0
         turn = self._add(rollout, entry, before, kept, len(prompt.trajectory), facts)
-        sampled: Counter[str | None] = Counter()
-        for span in turn.spans():
-            sampled[span["version"]] += span["end"] - span["start"]
-        cached = facts["cached_tokens"]
-        self._router.run.record(sampled, given=turn.prompt - kept, reused=kept, cached=cached, reason=turn.reason)
+        given, cached = turn.prompt - kept, facts["cached_tokens"]
+        self._router.run.record(turn.sampled(), given=given, reused=kept, cached=cached, reason=turn.reason)
 
     def read(self, entry: Entry, tokens: int) -> None:
         """Somebody reads the first `tokens` tokens of a generation: a turn counts the first time that it is in them."""
@@ -204,7 +229,9 @@ class TextRollouts:
         before = self._turns.get(entry.parent) if entry.parent is not None and sampled else None
         rollout = before.rollout if before is not None else TextRollout(self._now())
         self._begin(rollout)
-        self._add(rollout, entry, before, entry.reused if before is not None else 0, entry.first_sampled(), {})
+        self._add(
+            rollout, entry, before, entry.reused if before is not None else 0, entry.first_sampled(), NOTHING_KNOWN
+        )
 
     def _begin(self, rollout: TextRollout) -> None:
         if rollout.id not in self._by_id:
@@ -218,7 +245,7 @@ class TextRollouts:
         before: TextTurn | None,
         kept: int,
         prompt: int,
-        facts: dict[str, Any],
+        facts: RequestFacts,
     ) -> TextTurn:
         turn = self._turns[entry] = TextTurn(rollout, entry, before, kept, prompt, facts)
         rollout.turns[turn.number] = turn
@@ -265,14 +292,14 @@ class RunningRollouts:
     def recorded(self, generation: int, prompt: TokenizedText, entry: Entry, meta: Mapping[str, Any]) -> None:
         """A generation is held; `meta`: what the engine says of it."""
         flight, cached = self._exchange.flight, meta.get("cached_tokens")
-        facts = {
-            "cached_tokens": cached if type(cached) is int else None,
-            "worker": flight.worker_url,
-            "request_id": self._exchange.request_id,
-            "asked_at": self._asked_at,
-            "answered_at": time.time(),
-            "waited_s": round(flight.waited, 6),
-        }
+        facts = RequestFacts(
+            cached_tokens=cached if type(cached) is int else None,
+            worker=flight.worker_url,
+            request_id=self._exchange.request_id,
+            asked_at=self._asked_at,
+            answered_at=time.time(),
+            waited_s=round(flight.waited, 6),
+        )
         self._rollouts.recorded(self._each[generation], prompt, entry, facts)
 
 
@@ -323,7 +350,7 @@ class RolloutView:
             workers=self._workers(),
             started_at=rollout.started_at,
             last_used_at=rollout.used_at,
-            waited_s=round(sum(turn.facts.get("waited_s", 0.0) for turn in turns), 6),
+            waited_s=round(sum(turn.facts.waited_s for turn in turns), 6),
         )
 
     def about(self) -> Mapping[str, Any]:
@@ -337,8 +364,7 @@ class RolloutView:
     def line(self, leaf: int | None) -> EpisodeLine:
         """The tokens up to a turn. As of `EpisodeView`."""
         turns = self._rollout.turns
-        if leaf is None:
-            leaf = next((number for number in reversed(turns) if number not in self._continued()), None)
+        leaf = next(reversed(turns), None) if leaf is None else leaf  # nothing goes on from the newest turn
         if leaf is None or leaf not in turns:
             raise BadRequest(f"leaf must be the number of a turn that is held; there are {len(turns)}")
         last = turns[leaf]
@@ -369,7 +395,7 @@ class RolloutView:
         return ends
 
     def _workers(self) -> list[str]:
-        workers = (turn.facts.get("worker") for turn in self._rollout.turns.values())
+        workers = (turn.facts.worker for turn in self._rollout.turns.values())
         return [*dict.fromkeys(worker for worker in workers if worker is not None)]
 
     def _state(self) -> str:
@@ -380,7 +406,7 @@ class RolloutView:
 
 
 def _turn_span(turn: TextTurn, end: int) -> dict[str, Any]:
-    names = ("cached_tokens", "asked_at", "first_token_at", "answered_at", "worker")
+    facts = turn.facts
     return {
         "turn": turn.number,
         "start": turn.prompt,
@@ -388,7 +414,11 @@ def _turn_span(turn: TextTurn, end: int) -> dict[str, Any]:
         "finish_reason": turn.entry.finish,
         "reason": turn.reason,
         "edit": None,
-        **{name: turn.facts.get(name) for name in names},
+        "cached_tokens": facts.cached_tokens,
+        "asked_at": facts.asked_at,
+        "first_token_at": None,
+        "answered_at": facts.answered_at,
+        "worker": facts.worker,
         "rid": turn.entry.rid,
     }
 

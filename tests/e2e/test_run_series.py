@@ -141,3 +141,19 @@ async def test_texts_are_counted_too(stage: Stage) -> None:
         await trial.retrieve(rid=second["meta_info"]["id"])
         await trial.retrieve(text=f"one{first['text']}")
         assert total(await run(trial), "trained") == {"default": 12}
+
+
+async def test_of_a_text_that_goes_on_before_an_answer_s_end_counts_what_is_read(stage: Stage) -> None:
+    async with simulated_trial(stage) as trial:
+        first = await trial.generate(text="one", sampling_params={"max_new_tokens": 40, "ignore_eos": True})
+        cut = first["text"][: len(first["text"]) // 2]
+        text = f"one{cut} and"
+        second = await trial.generate(text=text)
+        found = await trial.retrieve(text=text + second["text"])
+        (row,) = (await got(trial, "episodes"))["episodes"]
+        assert sum(found["loss_mask"]) < row["tokens"]["sampled"]
+        assert total(await run(trial), "trained") == {"default": sum(found["loss_mask"])}
+        turns = (await got(trial, f"episodes/{row['id']}"))["turns"]
+        assert turns[1]["dropped_tokens"] == row["tokens"]["sampled"] - sum(found["loss_mask"])
+        told = await got(trial, f"episodes/{row['id']}/tokens")
+        assert (told["tokens"], told["loss_mask"]) == (found["tokens"], found["loss_mask"])

@@ -126,9 +126,9 @@ async def table(page: Page, name: str) -> list[list[str]]:
     return found
 
 
-async def tell(page: Page, *positions: int) -> list[dict[str, str]]:
+async def tell(page: Page, *positions: int) -> list[dict[str, Any]]:
     """The details of positions, each made the current one, and the id that its element tells."""
-    found: list[dict[str, str]] = await page.value(f"{DETAILS}({json.dumps(positions)})")
+    found: list[dict[str, Any]] = await page.value(f"{DETAILS}({json.dumps(positions)})")
     return found
 
 

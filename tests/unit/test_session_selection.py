@@ -7,8 +7,14 @@ from collections.abc import Sequence
 import pytest
 
 from middleware_hub.openai_session.errors import UnusableSample
-from middleware_hub.openai_session.export.selection import Selection, side_calls, trained_elsewhere
-from middleware_hub.openai_session.sessions.tree import Session, Turn
+from middleware_hub.openai_session.export.selection import (
+    Selection,
+    side_calls,
+    trained_before,
+    trained_elsewhere,
+    trained_tokens,
+)
+from middleware_hub.openai_session.sessions.tree import Session, Turn, line_trajectory
 from miles_router.errors import BadRequest, ConfigError
 from tests.support.sessions import SYSTEM, Scene, system, user
 
@@ -217,3 +223,17 @@ def test_a_leaf_selected_twice_is_trained_once() -> None:
     scene = Scene()
     leaf = scene.turn(START, sampled=3)
     assert [plan[leaf] for plan in trained_elsewhere([leaf, leaf])] == [0, 3]
+
+
+def test_what_is_trained_in_all_is_what_each_sample_trains_together() -> None:
+    scene = Scene()
+    first = scene.turn(START, sampled=3)
+    leaves = [scene.follow(first, user(f"{number}"), dropped=drop) for number, drop in enumerate((1, 0, 1, 0))]
+    for some in (leaves, leaves[:1], leaves[::-1], [*leaves, first], [first], [], [leaves[0], leaves[0]]):
+        plans = trained_elsewhere(some)
+        for leaf, plan in zip(some, plans, strict=True):
+            if some.count(leaf) == 1:
+                assert trained_before(some, leaf) == plan
+        masks = [line_trajectory(leaf.line(), elsewhere=plan).loss_mask for leaf, plan in zip(some, plans, strict=True)]
+        assert trained_tokens(some) == sum(int(mask.sum()) for mask in masks)
+    assert trained_before(leaves[:2], leaves[3])[first] == 3

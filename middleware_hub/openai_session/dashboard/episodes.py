@@ -118,9 +118,8 @@ class SessionView:
     def line(self, leaf: int | None) -> EpisodeLine:
         """The tokens up to a turn. As of `EpisodeView`."""
         session, turns = self._session, self._session.turns
-        if leaf is None:
-            leaf = next((turn.number for turn in reversed(turns) if not turn.children), None)
-        if leaf is None or leaf >= len(turns):
+        leaf = len(turns) - 1 if leaf is None else leaf  # nothing goes on from the newest turn
+        if not 0 <= leaf < len(turns):
             raise BadRequest(f"leaf must be the number of a turn; the session has {len(turns)}")
         last = turns[leaf]
         line = last.line()
