@@ -98,7 +98,7 @@ export class EpisodeView {
 
   open(id, parameters) {
     const turn = parameters.get("turn");
-    if (id === this._id) return;
+    if (id === this._id && turn === null) return;
     this._id = id;
     this.title = id;
     this._leaf = this._episode = null;

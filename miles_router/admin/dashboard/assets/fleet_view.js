@@ -76,7 +76,7 @@ export class FleetView {
       {class: "cards"},
       numberCard("workers", "Routable workers"),
       numberCard("in-flight", "Requests in flight"),
-      numberCard("tokens", "Tokens in flight"),
+      numberCard("tokens", "Load in tokens"),
       numberCard("hit-rate", "Prompt tokens found cached"),
       numberCard("weights", "Fleet weight version"),
       numberCard("uptime", "Uptime"),
