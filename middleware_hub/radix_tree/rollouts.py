@@ -203,7 +203,8 @@ class TextRollouts:
         before = self._turn_before(prompt)
         kept = len(prompt.match.trajectory) if before is not None else 0
         turn = self._add(rollout, entry, before, kept, len(prompt.trajectory), facts)
-        self._router.run.record(turn.sampled(), given=turn.prompt - kept, reused=kept, reason=turn.reason)
+        given, cached = turn.prompt - kept, facts.cached_tokens
+        self._router.run.record(turn.sampled(), given=given, reused=kept, cached=cached, reason=turn.reason)
 
     def read(self, entry: Entry, tokens: int) -> None:
         """Somebody reads the first `tokens` tokens of a generation: a turn counts the first time that it is in them."""

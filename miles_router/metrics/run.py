@@ -31,6 +31,8 @@ class RunCounts:
     sampled: Counter[str] = field(default_factory=Counter)
     given: int = 0
     reused: int = 0
+    prompt: int = 0
+    cached: int = 0
     trained: Counter[str] = field(default_factory=Counter)
     staleness: Counter[str] = field(default_factory=Counter)
     turns: int = 0
@@ -63,14 +65,26 @@ class RunSeries:
         self._intervals: deque[RunCounts] = deque(maxlen=INTERVALS)
         self._totals: OrderedDict[str | None, RunCounts] = OrderedDict()
 
-    def record(self, sampled: ByVersion, *, given: int, reused: int, reason: str | None = None) -> None:
-        """A turn is recorded, of which so many tokens were sampled, were given for the first time, and were given again
-        as they were recorded. `reason`: why it is a fork, if it is one."""
+    def record(
+        self, sampled: ByVersion, *, given: int, reused: int, cached: object = None, reason: str | None = None
+    ) -> None:
+        """A turn is recorded.
+
+        Args:
+            sampled: how many tokens were.
+            given: tokens of its prompt that are new.
+            reused: those that were given again as they were recorded.
+            cached: of both, what the engine found in its prefix cache, as it says; whatever is no number says nothing.
+            reason: why it is a fork, if it is one.
+        """
         with self._lock:
             for counts in self._current():
                 counts.turns += 1
                 counts.given += given
                 counts.reused += reused
+                if type(cached) is int:
+                    counts.prompt += given + reused
+                    counts.cached += cached
                 for version, tokens in sampled.items():
                     _add(counts.sampled, UNKNOWN if version is None else version, tokens)
                 if reason is not None:

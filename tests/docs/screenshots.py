@@ -17,18 +17,25 @@ from transformers import AutoTokenizer
 from miles_router.testing import tiny_tokenizer
 from miles_router.view.command import token_bytes
 from tests.docs.pages import ROOT
-from tests.support.browser import Browser
+from tests.support.browser import Browser, Page
+from tests.support.dashboards import SYSTEM, a_run, dashboard, running_fleet
+from tests.support.fleet import held
+from tests.support.session_trial import user
+from tests.support.stage import staged
 from tests.support.token_pages import episode, page_of
+from tests.support.under_way import under_way
+from tests.support.waiting import until
 
-SIZE = (1280, 1150)
+WIDTH, HEIGHT = 1280, 1150
+Shot = Callable[[Browser, Path], Awaitable[list[bytes]]]
 
 
-async def token_view(browser: Browser, directory: Path) -> bytes:
+async def token_view(browser: Browser, directory: Path) -> list[bytes]:
     """A branch that begins with an edit, a token of it chosen, coloured by logprob."""
     tiny_tokenizer.build(directory / "model")
     tokenizer = AutoTokenizer.from_pretrained(str(directory / "model"))
     file = page_of(directory, episode(tokenizer), token_bytes(tokenizer))
-    async with browser.page(width=SIZE[0], height=SIZE[1]) as page:
+    async with browser.page(width=WIDTH, height=HEIGHT) as page:
         await page.open(file.as_uri())
         await page.until("document.querySelector('#sample-line-1')")
         await page.click("#sample-line-1")
@@ -36,22 +43,65 @@ async def token_view(browser: Browser, directory: Path) -> bytes:
         await page.choose("#colour", "logprob")
         await page.click(".token.sampled.step-2")
         await page.value("scrollTo(0, 0)")
-        return await page.screenshot()
+        return [await page.screenshot()]
 
 
-Shot = Callable[[Browser, Path], Awaitable[bytes]]
+async def _fleet(page: Page) -> None:
+    """Once the chart has some points."""
+    await until(lambda: sum(url.endswith("/router/info") for url in page.asked) > 8, "it has looked several times")
+
+
+async def _episode(page: Page) -> None:
+    await page.choose("#colour", "version")
+    await page.click(".token.sampled.hue-1")
+    await page.value("scrollTo(0, 0)")
+    await page.hover(".name")
+
+
+async def _as_it_is(page: Page) -> None:
+    """Nothing is done to it."""
+
+
+#: Of the dashboard: the address, what is done before a picture is taken, and its height.
+VIEWS: dict[str, tuple[str, Callable[[Page], Awaitable[None]], int]] = {
+    "dashboard-fleet.png": ("#/fleet", _fleet, 1150),
+    "dashboard-episodes.png": ("#/episodes?group=prompt-18", _as_it_is, 1000),
+    "dashboard-episode.png": ("#/episodes/sum-18-0?turn=3", _episode, 1500),
+    "dashboard-run.png": ("#/run", _as_it_is, 1050),
+}
+
+
+async def dashboard_views(browser: Browser, directory: Path) -> list[bytes]:
+    """A run in which a generation waits at a pause, and one worker is out."""
+    pictures = []
+    async with staged() as stage, running_fleet(stage) as trial:
+        await a_run(trial)
+        trial.router.pool.record_stall(trial.router.pool.get(trial.workers[1].url), "stalled: no sign of life")
+        await trial.ask("POST", "/pause_generation", {"mode": "retract"})
+        async with under_way(trial.turn("sum-18-2", [SYSTEM, user("Are you there?")])) as turn:
+            await held(trial.router, 1)
+            for address, prepare, height in VIEWS.values():
+                async with dashboard(browser, trial.router.url, address, width=WIDTH, height=height) as page:
+                    await prepare(page)
+                    pictures.append(await page.screenshot())
+            await trial.ask("POST", "/continue_generation", {})
+            await turn
+    return pictures
+
+
 #: By the names of their files in `docs/`.
-SHOTS: dict[str, Shot] = {"view.png": token_view}
+SHOTS: dict[tuple[str, ...], Shot] = {("view.png",): token_view, tuple(VIEWS): dashboard_views}
 
 
 async def main() -> None:
     """Take every picture again."""
     async with Browser.started() as browser:
-        for name, shot in SHOTS.items():
+        for names, shot in SHOTS.items():
             with tempfile.TemporaryDirectory() as directory:
-                picture = await shot(browser, Path(directory))
-            (ROOT / "docs" / name).write_bytes(picture)
-            print(f"docs/{name} taken", file=sys.stderr)
+                pictures = await shot(browser, Path(directory))
+            for name, picture in zip(names, pictures, strict=True):
+                (ROOT / "docs" / name).write_bytes(picture)
+                print(f"docs/{name} taken", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from middleware_hub.radix_tree.retrieval import FIELDS as FIELDS_OF_RETRIEVAL
 from middleware_hub.radix_tree_middleware import RadixTreeMiddleware
 from middleware_hub.routed_experts_middleware import RoutedExpertsMiddleware
 from miles_router import cli
+from miles_router.admin.dashboard import PAGE
 from miles_router.admin.routes import Admin
 from miles_router.app import create_app
 from miles_router.dialects import MIDDLEWARE_PATHS, NAMES
@@ -102,6 +103,8 @@ def own_routes() -> Iterator[str]:
     admin = Admin(pools, Registrations(None, pools), [])
     for route in [*admin.open_routes(), *admin.guarded_routes()]:
         assert isinstance(route, Route)
+        if route.path.startswith(f"{PAGE}/"):  # what the page is made of
+            continue
         yield from (
             f"{method} {route.path.replace(':path', '')}" for method in sorted((route.methods or set()) - {"HEAD"})
         )

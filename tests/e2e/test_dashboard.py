@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from miles_router.admin.dashboard import HEADERS
+from tests.support import tiers
 from tests.support.browser import CONTRASTS, Browser, Page, PageFailed
+from tests.support.cache_trial import simulated_trial
 from tests.support.dashboards import (
     LIVE,
     SCRIPT,
@@ -55,11 +57,13 @@ async def count_is(page: Page, text: str) -> None:
 
 
 async def test_the_fleet_view_has_the_numbers_of_the_router(browser: Browser, run: ExpertsTrial) -> None:
-    info = await got(run, "info")
+    info, versions = await got(run, "info"), (await got(run, "run"))["versions"]
+    cached, prompt = (sum(each[name] for each in versions) for name in ("cached", "prompt"))
     async with dashboard(browser, run.router.url) as page:
         assert await page.text("#workers") == "2 of 2"
         assert await page.text("#in-flight") == str(info["in_flight"]) == "0"
         assert await page.text("#tokens") == f"{sum(each['tokens'] for each in info['workers']):,}"
+        assert await page.text("#hit-rate") == f"{100 * cached / prompt:.1f} %"
         assert await page.text("#weights") == info["weight_version"] == "7"
         rows = await table(page, "workers-table")
         assert [row[:6] for row in rows] == [
@@ -188,21 +192,21 @@ async def test_episodes_are_gone_through_by_keys_and_opened(browser: Browser, ru
         assert await page.text("nav [aria-current]") == "Episodes"
 
 
-async def test_of_ten_thousand_episodes_those_are_drawn_that_are_seen(browser: Browser, stage: Stage) -> None:
+async def test_of_thousands_of_episodes_those_are_drawn_that_are_seen(browser: Browser, stage: Stage) -> None:
+    many = 10_000 if tiers.nightly() else 2_000
     async with simulated_sessions(stage) as trial:
         store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
-        for number in range(10_000):
+        for number in range(many):
             store.create(f"many-{number}", {"group": number % 10})
         async with dashboard(browser, trial.router.url, "#/episodes") as page:
             assert await page.value(COUNT) == "200 episodes read, more behind"
             assert await page.value(NODES) < 1500
-            await page.choose("#search", "many-7777")
-            await count_is(page, "1 of 10,000 episodes")
-            assert [row[0] for row in await cells(page, "episodes")] == ["many-7777"]
+            await page.choose("#search", "many-777")
+            await count_is(page, f"{11 if many > 2_000 else 1} of {many:,} episodes")
             await page.choose("#search", "")
-            await count_is(page, "10,000 episodes")
-            await page.value("document.querySelector('#episodes .rows').scrollTop = 40 * 5000")
-            await page.until("document.querySelector('[data-key=many-4999]')")
+            await count_is(page, f"{many:,} episodes")
+            await page.value("document.querySelector('#episodes .rows').scrollTop = 40 * 1000")
+            await page.until(f"document.querySelector('[data-key=many-{many - 1001}]')")
             await page.value("document.getElementById('episodes').focus()")
             await page.press("End")
             assert await page.value("document.querySelector('#episodes [aria-selected=true]').dataset.key") == "many-0"
@@ -210,7 +214,7 @@ async def test_of_ten_thousand_episodes_those_are_drawn_that_are_seen(browser: B
             store.create("newest", {"group": "other"})
             top = "document.querySelector('#episodes [data-key=many-3]').getBoundingClientRect().top"
             before = await page.value(top)
-            await count_is(page, "10,001 episodes")
+            await count_is(page, f"{many + 1:,} episodes")
             assert await page.value(top) == before, "what is seen stays where it is"
             await page.choose("#group", "other")
             await count_is(page, "1 episode")
@@ -250,6 +254,22 @@ async def test_every_token_of_an_episode_is_shown_as_the_router_says_it(browser:
         ]
         assert await page.text("[data-fact=trained]") == str(detail["tokens"]["trained"])
         assert await page.text("[data-fact=turns]") == "5"
+
+
+async def test_a_line_that_comes_in_slices_is_put_together(
+    browser: Browser, run: ExpertsTrial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = await got(run, "episodes/sum-18-0/tokens")
+    monkeypatch.setattr("miles_router.admin.episodes.MOST_TOKENS", 60)
+    assert (await got(run, "episodes/sum-18-0/tokens"))["stop"] == 60 < told["length"]
+    async with dashboard(browser, run.router.url, FORKED) as page:
+        found = await tell(page, *range(told["length"]))
+        assert [each["id"] for each in found] == [*map(str, told["tokens"])]
+        assert [each["bytes"].replace(" ", "").lower() for each in found] == [
+            told["spelling"][str(token)] for token in told["tokens"]
+        ]
+        assert [each["mask"][0] for each in found] == [*map(str, told["loss_mask"])]
+        assert [each["entropy"] for each in found[:-1]] == [f"{bits:.3f} bits" for bits in told["expert_entropy"]]
 
 
 async def test_an_episodes_tokens_take_every_colour_a_pointer_keys_and_tell_why_they_branch(
@@ -302,6 +322,22 @@ async def test_what_goes_on_is_shown_without_loading_anew(browser: Browser, stag
         assert await page.value("window.same") is True
 
 
+async def test_a_text_rollout_is_an_episode_like_a_session(browser: Browser, stage: Stage) -> None:
+    async with simulated_trial(stage) as trial:
+        first = await trial.generate(text="one")
+        await trial.generate(text=f"one{first['text']} and")
+        async with dashboard(browser, trial.router.url, "#/episodes?kind=text") as page:
+            ((name, state, _, turns, *_),) = await cells(page, "episodes")
+            assert (name[:5], state, turns) == ("text@", "idle", "2")
+            await page.value("document.querySelector('#episodes [role=gridcell] a').click()")
+            await page.until(f"{LEAF} === '1'")
+            (row,) = (await got(trial, "episodes"))["episodes"]
+            told = await got(trial, f"episodes/{row['id']}/tokens")
+            found = await tell(page, *range(told["length"]))
+            assert [each["id"] for each in found] == [*map(str, told["tokens"])]
+            assert [each["mask"][0] for each in found] == [*map(str, told["loss_mask"])]
+
+
 async def test_an_episode_that_is_not_held_is_named(browser: Browser, run: ExpertsTrial) -> None:
     async with browser.page() as page:
         await page.open(f"{run.router.url}/dashboard#/episodes/gone%2F..%2Finfo")
@@ -323,10 +359,12 @@ async def test_the_run_view_adds_up_to_what_the_router_says(browser: Browser, ru
         assert await page.text("#sampled") == f"{sampled:,}"
         assert await page.text("#trained") == f"{trained:,} ({100 * trained / sampled:.1f} %)"
         assert await page.text("#reused") == f"{reused:,} ({100 * reused / (reused + given):.1f} %)"
+        cached, prompt = (sum(each[name] for each in versions) for name in ("cached", "prompt"))
+        assert await page.text("#cached") == f"{100 * cached / prompt:.1f} %"
         assert await page.text("#forks-total") == "2"
         assert await page.text("#waited") == "0 s, 0 waits"
         rows = await table(page, "versions")
-        assert [(row[0], row[2], row[3], row[7], row[8]) for row in rows] == [
+        assert [(row[0], row[2], row[3], row[8], row[9]) for row in rows] == [
             *(
                 (each["weight_version"], f"{each['sampled']:,}", f"{each['trained']:,}", str(each["turns"]), forks)
                 for each, forks in zip(reversed(versions), ["2", "0"], strict=True)
@@ -432,7 +470,7 @@ async def test_hostile_text_is_text_in_every_view(browser: Browser, stage: Stage
                 )
                 assert await page.text(".sent .message") == f"{text}!"
                 await page.choose("#colour", "version")
-                await page.click("[data-fact=group] a")
+                await page.value("document.querySelector('[data-fact=group] a').click()")
                 await page.until("document.getElementById('side-by-side')")
                 assert await page.value("document.getElementById('group').value") == text
                 await go(page, "#/episodes")

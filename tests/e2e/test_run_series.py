@@ -15,7 +15,7 @@ from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
 
-COUNTED = {"sampled", "given", "reused", "trained", "turns", "forks", "waited_s", "waits"}
+COUNTED = {"sampled", "given", "reused", "prompt", "cached", "trained", "turns", "forks", "waited_s", "waits"}
 INTERVAL = COUNTED | {"start", "weight_version", "staleness"}
 VERSION = COUNTED | {"weight_version", "since"}
 
@@ -53,6 +53,8 @@ async def test_turns_are_counted_as_they_are_recorded(trial: SessionTrial) -> No
     assert total(told, "sampled") == {"1": sampled}
     assert total(told, "given") == sum(record["given_tokens"] for record in records)
     assert total(told, "reused") == sum(record["prompt_tokens"] - record["given_tokens"] for record in records)
+    assert total(told, "prompt") == sum(record["prompt_tokens"] for record in records)
+    assert total(told, "cached") == sum(record["cached_tokens"] for record in records) > 0
     assert (total(told, "turns"), total(told, "trained")) == (len(records), {})
     reasons = Counter(record["reason"] for record in records if record["reason"] is not None)
     assert total(told, "forks") == reasons
@@ -131,6 +133,8 @@ async def test_texts_are_counted_too(stage: Stage) -> None:
         kept = given[0] + 6
         assert (total(told, "turns"), total(told, "sampled")) == (2, {"default": 12})
         assert (total(told, "given"), total(told, "reused")) == (given[0] + given[1] - kept, kept)
+        cached = [answer["meta_info"]["cached_tokens"] for answer in (first, second)]
+        assert (total(told, "prompt"), total(told, "cached")) == (sum(given), sum(cached))
         found = await trial.retrieve(text=text + second["text"])
         assert total(await run(trial), "trained") == {"default": sum(found["loss_mask"])} == {"default": 12}
         assert total(await run(trial), "staleness") == {"unknown": 12}

@@ -10,16 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import web
 
 from middleware_hub.openai_session.dialects.miles import samples_file
 from miles_router.testing import tiny_tokenizer
 from miles_router.trajectory import Sample, VersionRun
 from miles_router.view.command import token_bytes
 from miles_router.view.entropy import expert_entropy
-from miles_router.view.page import asset
 from miles_router.view.sheets import sheet_of
 from tests.support.browser import CONTRASTS, Browser, Page, PageFailed
+from tests.support.stage import Stage
 from tests.support.token_pages import episode, page_of, page_of_file
 
 GOLDEN = Path(__file__).resolve().parents[1] / "compat" / "miles_samples" / "v2_reward.safetensors"
@@ -527,58 +526,16 @@ async def test_a_reader_that_does_not_see_has_names_for_everything(browser: Brow
     assert {("combobox", "Colours by"), ("spinbutton", "Position"), ("listbox", "Tokens")} <= {*found}
 
 
-@asynccontextmanager
-async def served() -> AsyncIterator[str]:
-    """The view's files as a server gives them, under a policy that takes scripts and styles from it alone."""
-    headers = {"Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'"}
-
-    async def give(request: web.Request) -> web.Response:
-        name = request.match_info["name"]
-        if name == "favicon.ico":
-            return web.Response(status=204)
-        kind = {"js": "text/javascript", "css": "text/css", "html": "text/html"}[name.rpartition(".")[2]]
-        text = "<!doctype html><body>" if name == "empty.html" else asset(name)
-        return web.Response(text=text, content_type=kind, headers=headers)
-
-    app = web.Application()
-    app.router.add_get("/{name}", give)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-async def test_the_same_modules_are_a_component_of_other_pages(browser: Browser, samples: list[Sample]) -> None:
-    packed = [*sheet_of(samples[0]).packed()]
-    async with served() as url, browser.page() as page:
-        await page.open(f"{url}/empty.html")
-        await page.value(
-            f"""(async () => {{
-              const load = (name) => import(`/${{name}}.js`);
-              const [{{SampleView}}, {{Sheet}}, {{Pieces}}, {{readTensors}}] =
-                await Promise.all(["sample_view", "sheet", "pieces", "tensors"].map(load));
-              const view = new SampleView(() => {{}});
-              document.body.append(view.element);
-              view.show(new Sheet(readTensors(Uint8Array.from({packed}).buffer)), new Pieces(null));
-            }})()"""
-        )
-        assert await page.until("document.querySelector('#token-0')?.dataset.tokenId") == str(samples[0].tokens[0])
-        assert page.problems == []
-        assert await page.value("violations") == []
-
-
-async def test_the_runs_of_a_difference_make_up_both_texts(browser: Browser) -> None:
+async def test_the_runs_of_a_difference_make_up_both_texts(browser: Browser, stage: Stage) -> None:
     random = np.random.default_rng(1)
     texts = ["", "a", "🙂é", *("".join(random.choice([*"ab 🙂"], size)) for size in (3, 8, 20, 20, 30))]
     pairs = [[held, sent] for held in texts for sent in texts] + [["x" * 500, "y" * 500 + "x"]]
-    async with served() as url, browser.page() as page:
-        await page.open(f"{url}/empty.html")
+    router = await stage.router()
+    async with browser.page() as page:
+        await page.open(f"{router.url}/dashboard")
+        load = "import('/dashboard/view/difference.js')"
         found = await page.value(
-            f"import('/difference.js').then(({{difference}}) => {json.dumps(pairs)}.map((pair) => difference(...pair)))"
+            f"{load}.then(({{difference}}) => {json.dumps(pairs)}.map((pair) => difference(...pair)))"
         )
     for (held, sent), runs in zip(pairs, found, strict=True):
         assert "".join(text for kind, text in runs if kind != "sent") == held

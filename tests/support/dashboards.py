@@ -81,7 +81,7 @@ async def a_run(trial: ExpertsTrial) -> None:
     await trial.create("sum-18-2", metadata={"group": "prompt-18"})
 
 
-async def got(trial: ExpertsTrial, path: str) -> Any:
+async def got(trial: Any, path: str) -> Any:
     """What the router says at a path."""
     answer = await trial.router.ask("GET", f"/router/{path}")
     assert answer.status == 200, answer.body
@@ -126,9 +126,9 @@ async def table(page: Page, name: str) -> list[list[str]]:
     return found
 
 
-async def tell(page: Page, *positions: int) -> list[dict[str, str]]:
+async def tell(page: Page, *positions: int) -> list[dict[str, Any]]:
     """The details of positions, each made the current one, and the id that its element tells."""
-    found: list[dict[str, str]] = await page.value(f"{DETAILS}({json.dumps(positions)})")
+    found: list[dict[str, Any]] = await page.value(f"{DETAILS}({json.dumps(positions)})")
     return found
 
 

@@ -100,7 +100,8 @@ class TurnRecorder:
         self.statistics.given_tokens += new
         self.statistics.reused_tokens += reused
         for turn in session.turns[len(session.turns) - len(choices) :]:
-            self._run.record(_by_version(turn.sampled), given=new, reused=reused, reason=reason_name(turn.reason))
+            cached, reason = turn.facts.get("cached_tokens") if new or reused else None, reason_name(turn.reason)
+            self._run.record(_by_version(turn.sampled), given=new, reused=reused, cached=cached, reason=reason)
             new = reused = 0  # once for all choices
 
     def _turn(

@@ -33,12 +33,7 @@ export class VirtualRows {
     this.update();
   }
 
-  /** Whether a row is drawn now. */
-  has(index) {
-    return this._drawn.has(index);
-  }
-
-  /** One row, drawn anew. */
+  /** One row that is drawn, drawn anew. */
   renew(index) {
     this._drawn.get(index).remove();
     this._drawn.delete(index);

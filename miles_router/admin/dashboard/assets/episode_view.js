@@ -7,7 +7,7 @@ import {Sheet} from "../view/sheet.js";
 import {STATES, groupAddress, reasonsOf} from "./episodes_view.js";
 import {readLine} from "./line.js";
 import {pathOf, readJson} from "./router_client.js";
-import {section, stateChip} from "./tables.js";
+import {putInto, section, stateChip} from "./tables.js";
 import {WindowedTable} from "./windowed_table.js";
 import {ago, clock, duration, hostOf} from "./words.js";
 
@@ -98,7 +98,7 @@ export class EpisodeView {
 
   open(id, parameters) {
     const turn = parameters.get("turn");
-    if (id === this._id) return;
+    if (id === this._id && turn === null) return;
     this._id = id;
     this.title = id;
     this._leaf = this._episode = null;
@@ -133,8 +133,12 @@ export class EpisodeView {
 
   _describe(episode) {
     this._hidden.hidden = episode.text;
-    this._facts.replaceChildren(...pairsOf(episode).map(([title, value]) =>
-      element("div", {}, element("dt", {}, title), element("dd", {"data-fact": title}, value))));
+    const pairs = pairsOf(episode);
+    if (!this._facts.children.length) {
+      this._facts.append(...pairs.map(([title]) =>
+        element("div", {}, element("dt", {}, title), element("dd", {"data-fact": title}))));
+    }
+    pairs.forEach(([, value], place) => putInto(this._facts.children[place].lastChild, value));
     const about = JSON.stringify({metadata: episode.metadata, contract: episode.contract}, null, 2);
     if (this._about.textContent !== about) this._about.textContent = about;
   }

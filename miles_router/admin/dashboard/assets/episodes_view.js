@@ -109,7 +109,6 @@ export class EpisodesView {
     if (JSON.stringify(filters) === JSON.stringify(this._pages.filters)) return;
     this._pages = new EpisodePages(filters);
     this._table.rewind();
-    this._group.replaceChildren();
     this._count.textContent = "";
   }
 
@@ -161,8 +160,16 @@ export class EpisodesView {
     const said = words.length ? `${counted(this._shown.length)} of ${read}` : read;
     if (this._count.textContent !== said) this._count.textContent = said;
     this._table.show(this._shown);
-    this._group.replaceChildren(...(this._pages.filters.group ? [groupTable(this._shown)] : []));
+    this._showGroup();
     if (words.length && !whole) this._readOn();
+  }
+
+  /** Side by side, drawn anew where one of them has changed. */
+  _showGroup() {
+    const rows = this._pages.filters.group ? this._shown : null, state = JSON.stringify(rows);
+    if (state === this._grouped) return;
+    this._grouped = state;
+    this._group.replaceChildren(...(rows === null ? [] : [groupTable(rows)]));
   }
 
   _nameWorkers(workers) {

@@ -2,6 +2,7 @@
 
 import {counted, element, several} from "../view/elements.js";
 import {TimeChart, colourOf} from "./chart.js";
+import {readJson} from "./router_client.js";
 import {bar, numberCard, section, stateChip, table} from "./tables.js";
 import {ago, clock, duration, percent} from "./words.js";
 
@@ -75,7 +76,7 @@ export class FleetView {
       {class: "cards"},
       numberCard("workers", "Routable workers"),
       numberCard("in-flight", "Requests in flight"),
-      numberCard("tokens", "Tokens in flight"),
+      numberCard("tokens", "Load in tokens"),
       numberCard("hit-rate", "Prompt tokens found cached"),
       numberCard("weights", "Fleet weight version"),
       numberCard("uptime", "Uptime"),
@@ -93,8 +94,9 @@ export class FleetView {
     );
   }
 
-  async refresh({info}) {
-    this._cards(info);
+  async refresh({info, signal}) {
+    const {versions} = await readJson("router/run", signal);
+    this._cards(info, versions);
     const {workers} = info, most = Math.max(0, ...workers.map((worker) => worker.in_flight));
     this._workers.replaceChildren(workers.length
       ? table(TITLES, workers.map((worker) => rowOf(worker, most)), {id: "workers-table"})
@@ -106,7 +108,8 @@ export class FleetView {
     this._draw();
   }
 
-  _cards(info) {
+  _cards(info, versions) {
+    const sum = (name) => versions.reduce((so, each) => so + each[name], 0);
     const set = (id, text) => {
       this._numbers.querySelector(`#${id}`).textContent = text;
     };
@@ -114,6 +117,7 @@ export class FleetView {
     this._numbers.querySelector("#workers").classList.toggle("bad", info.workers_routable === 0);
     set("in-flight", counted(info.in_flight));
     set("tokens", counted(info.workers.reduce((sum, {tokens}) => sum + tokens, 0)));
+    set("hit-rate", percent(sum("cached"), sum("prompt")));
     set("weights", info.weight_version ?? "unknown");
     set("uptime", duration(Math.floor(info.uptime_seconds)));
   }

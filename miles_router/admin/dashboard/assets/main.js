@@ -6,7 +6,7 @@ import {FleetMemory} from "./fleet_memory.js";
 import {FleetView} from "./fleet_view.js";
 import {KeyNeeded, keepKey, readJson} from "./router_client.js";
 import {RunView} from "./run_view.js";
-import {ago} from "./words.js";
+import {ago, clock} from "./words.js";
 
 const BEAT_MS = 2000;
 const $ = (id) => document.getElementById(id);
@@ -80,13 +80,13 @@ function live(hash) {
   $("view").hidden = false;
   $("view").dataset.shown = hash;
   $("live").dataset.live = "yes";
-  $("live").textContent = "live";
+  say("live", "live");
 }
 
 function showState({version, gate}) {
   $("version").textContent = version;
   const text = gateText(gate);
-  if ($("gate").textContent !== text) $("gate").textContent = text;
+  say("gate", text);
   $("gate").hidden = !text;
 }
 
@@ -94,16 +94,21 @@ function showState({version, gate}) {
 function gateText(gate) {
   if (!gate.closed) return "";
   const reasons = [];
-  if (gate.paused_since !== null) reasons.push(`The fleet was paused (${gate.mode}) ${ago(gate.paused_since)}`);
-  if (gate.asleep_since !== null) reasons.push(`The fleet fell asleep ${ago(gate.asleep_since)}`);
+  if (gate.paused_since !== null) reasons.push(`The fleet was paused (${gate.mode}) at ${clock(gate.paused_since)}`);
+  if (gate.asleep_since !== null) reasons.push(`The fleet fell asleep at ${clock(gate.asleep_since)}`);
   if (gate.workers_paused_since !== null) {
-    reasons.push(`Every worker was paused by somebody else, seen ${ago(gate.workers_paused_since)}`);
+    reasons.push(`Every worker was paused by somebody else, seen at ${clock(gate.workers_paused_since)}`);
   }
   return `${reasons.join(". ")}. ${gate.held} ${gate.held === 1 ? "request waits" : "requests wait"}.`;
 }
 
+/** A text that is read out where it is another one. */
+function say(id, text) {
+  if ($(id).textContent !== text) $(id).textContent = text;
+}
+
 function problem(text) {
-  if ($("problem").textContent !== text) $("problem").textContent = text;
+  say("problem", text);
   $("problem").hidden = !text;
   $("view").classList.toggle("old", Boolean(text));
 }

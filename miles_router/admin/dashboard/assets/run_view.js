@@ -9,7 +9,7 @@ import {ago, duration, percent} from "./words.js";
 
 const SPANS = [[600, "10 minutes"], [3600, "hour"], [21600, "6 hours"], [86400, "day"]];
 const RATE_S = 60;
-const TITLES = ["Version", "Since", "Sampled", "Trained", "Share", "Given", "Reused", "Turns", "Forks", "Waited"];
+const TITLES = ["Version", "Since", "Sampled", "Trained", "Share", "Given", "Reused", "Cached", "Turns", "Forks", "Waited"];
 
 function rowOf(version, most) {
   return [
@@ -20,6 +20,7 @@ function rowOf(version, most) {
     percent(version.trained, version.sampled),
     counted(version.given),
     counted(version.reused),
+    percent(version.cached, version.prompt),
     counted(version.turns),
     counted(total(version.forks)),
     duration(version.waited_s),
@@ -62,6 +63,7 @@ export class RunView {
       numberCard("sampled", "Tokens sampled"),
       numberCard("trained", "Of these, trained"),
       numberCard("reused", "Given again as recorded: no drift"),
+      numberCard("cached", "Prompt tokens found cached"),
       numberCard("forks-total", "Forks"),
       numberCard("waited", "Time lost to waits"),
     );
@@ -98,6 +100,7 @@ export class RunView {
     set("sampled", counted(sum("sampled")));
     set("trained", `${counted(sum("trained"))} (${percent(sum("trained"), sum("sampled"))})`);
     set("reused", `${counted(sum("reused"))} (${percent(sum("reused"), sum("reused") + sum("given"))})`);
+    set("cached", percent(sum("cached"), sum("prompt")));
     set("forks-total", counted([...added(versions, "forks").values()].reduce((so, count) => so + count, 0)));
     set("waited", `${duration(sum("waited_s"))}, ${counted(sum("waits"))} waits`);
   }

@@ -28,6 +28,12 @@ export function bar(value, most, text, colour = null) {
   return element("span", {class: "load"}, element("b", {}, text), track);
 }
 
+/** Content in the place of another, unless it reads the same: what a finger is on stays there. */
+export function putInto(place, content) {
+  const made = content instanceof Element ? content : document.createTextNode(content);
+  if (place.textContent !== made.textContent) place.replaceChildren(made);
+}
+
 /** A state as a word with a colour; what is no known state is a word alone. */
 export function stateChip(state, known) {
   return element("span", {class: known.includes(state) ? `state ${state}` : "state"}, state);

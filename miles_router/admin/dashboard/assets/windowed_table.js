@@ -2,6 +2,7 @@
 
 import {element} from "../view/elements.js";
 import {VirtualRows} from "../view/virtual_rows.js";
+import {putInto} from "./tables.js";
 
 /** Columns are `{title, kind, cell}`: `cell(row)` gives an element or a text, `kind` is a class of the style sheet.
  * `keyOf(row)` names a row for good, `choose(row)` opens one. */
@@ -14,7 +15,6 @@ export class WindowedTable {
     this._keyOf = keyOf;
     this._choose = choose;
     this._data = [];
-    this._drawn = new Map(); // what each place shows, as text
     this._current = null;
     const head = element("div", {role: "row", class: "head", "aria-rowindex": 1}, ...columns.map(({title, kind}) =>
       element("span", {role: "columnheader", class: kind}, title)));
@@ -56,7 +56,6 @@ export class WindowedTable {
     this._box.style.height = `${Math.max(1, Math.min(data.length, this._mostRows)) * this._height + 2}px`;
     const moved = this._box.scrollTop > 0 && key !== null ? data.findIndex((row) => this._keyOf(row) === key) - top : 0;
     if (count !== data.length || moved !== 0) {
-      this._drawn.clear();
       this._rows.reset(data.length);
       if (moved > 0) {
         this._box.scrollTop += moved * this._height;
@@ -66,25 +65,21 @@ export class WindowedTable {
     this._mark();
   }
 
-  /** Draws anew what looks otherwise. */
+  /** Draws anew what reads otherwise, cell by cell: what is clicked on meanwhile stays there. */
   _renew() {
-    for (const [index, text] of this._drawn) {
-      if (!this._rows.has(index)) this._drawn.delete(index);
-      else if (this._data[index] === undefined || textOf(this._cells(index)) !== text) this._rows.renew(index);
+    for (const row of [...this._box.querySelectorAll("[data-place]")]) {
+      const index = Number(row.dataset.place), data = this._data[index];
+      if (row.dataset.key !== String(this._keyOf(data))) this._rows.renew(index);
+      else this._columns.forEach(({cell}, place) => fill(row.children[place], cell(data)));
     }
   }
 
-  _cells(index) {
-    return this._columns.map(({kind, cell}) => {
-      const made = element("span", {role: "gridcell", class: kind}, cell(this._data[index]));
-      made.title = made.textContent; // what is cut off
+  _row(index) {
+    const data = this._data[index], key = this._keyOf(data), cells = this._columns.map(({kind, cell}) => {
+      const made = element("span", {role: "gridcell", class: kind});
+      fill(made, cell(data));
       return made;
     });
-  }
-
-  _row(index) {
-    const cells = this._cells(index), key = this._keyOf(this._data[index]);
-    this._drawn.set(index, textOf(cells));
     const row = element("div", {
       role: "row", id: `${this._id}-${index}`, "data-key": key, "data-place": index, "aria-rowindex": index + 2,
       "aria-selected": key === this._current ? "true" : "false",
@@ -135,6 +130,7 @@ export class WindowedTable {
   }
 }
 
-function textOf(cells) {
-  return cells.map((cell) => cell.textContent).join("\u0000");
+function fill(cell, content) {
+  putInto(cell, content);
+  cell.title = cell.textContent; // what is cut off
 }
