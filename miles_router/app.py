@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.routing import BaseRoute, Route
 from starlette.types import Lifespan
@@ -56,6 +56,9 @@ from miles_router.settings.config import RouterConfig, nearest, paths_problem
 from miles_router.settings.keys import admin_keys, data_keys
 from miles_router.state.store import StateStore
 
+if TYPE_CHECKING:
+    from miles_router.traces.traces import Traces
+
 
 def create_app(
     config: RouterConfig | None = None, *, args: Namespace | None = None, tokenizer: Any = None
@@ -68,7 +71,7 @@ def create_app(
         tokenizer: the one that middlewares get as `router.tokenizer`, in place of the checkpoint's.
 
     Raises:
-        ConfigError: a middleware that cannot be loaded, or a worker URL that is none.
+        ConfigError: a middleware that cannot be loaded, a worker URL that is none, or `otel` without its extra.
     """
     config = config or RouterConfig()
     loaded = load_middlewares(config.middlewares)
@@ -83,21 +86,26 @@ def create_app(
     store = StateStore(Path(config.state_dir), config.state_sync) if config.state_dir else None
     if store is not None:
         metrics.register(StateStatistics(store))
+    traces = open_traces() if config.otel else None
+    if traces is not None:
+        metrics.register(traces.statistics)
     dispatch = Dispatch()
     pools = dispatch.pools = Pools(
         config.model_id or "",
-        lambda name: _pool(name, config, upstream, probes, fan_out, metrics, store, args, tokenizer),
+        lambda name: _pool(name, config, upstream, probes, fan_out, metrics, store, traces, args, tokenizer),
     )
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
-    stack = Reception(outermost, pools)
+    stack: ASGIApp = Reception(outermost, pools)
+    if traces is not None:
+        stack = traces.around(stack)
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
     for url in config.worker_urls:
         pools.default.fleet.pool.add(parse_worker_url(url))
     registrations = Registrations(store, pools)
     admin = Admin(pools, registrations, _described(loaded))
     routes, doors = _own_routes(config, admin, ControlRoutes(pools), layers, stack)
-    routes.lifespan_context = _lifespan(layers, pools, upstream, store, registrations, loop_delay)
+    routes.lifespan_context = _lifespan(layers, pools, upstream, store, registrations, loop_delay, traces)
     _register_metrics(router, layers)
     return RouterApp(
         config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients
@@ -112,6 +120,7 @@ def _pool(
     fan_out: FanOut,
     metrics: Metrics,
     store: StateStore | None,
+    traces: Traces | None,
     args: Namespace | None,
     tokenizer: Any,
 ) -> ModelPool:
@@ -130,7 +139,7 @@ def _pool(
     )
     metrics.count(fleet)
     in_flight = InFlight()
-    forwarder = Forwarder(
+    forwarder = (Forwarder if traces is None else traces.forwarder)(
         fleet=fleet,
         upstream=upstream,
         metrics=metrics,
@@ -159,10 +168,12 @@ def _pool(
         metrics=metrics,
         control=control,
         store=store,
+        traces=traces,
         args=args,
         tokenizer=tokenizer,
     )
-    innermost: ASGIApp = Proxy(forwarder, metrics, in_flight=in_flight, request_timeout=config.request_timeout)
+    proxy = Proxy if traces is None else traces.proxy
+    innermost: ASGIApp = proxy(forwarder, metrics, in_flight=in_flight, request_timeout=config.request_timeout)
     mover = Mover(
         ResumeContext(innermost, router, in_flight, health.is_paused, resume_cut=False, resume_lost=False),
         fan_out,
@@ -179,6 +190,19 @@ def _pool(
             resume_lost=config.resume_on_worker_loss,
         )
     return ModelPool(name, router, innermost, probes, lambda: _looking_after(fleet, health, stalls, mover))
+
+
+def open_traces() -> Traces | None:
+    """Turns are traced as the environment says; None where that switches traces off.
+
+    Raises:
+        ConfigError: the extra `otel` is not installed, or the environment asks for something that is not there.
+    """
+    try:
+        from miles_router.traces.exporting import open_traces  # nothing of it is loaded unless it is asked for
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"otel: needs the module {error.name!r}; pip install 'miles-router[otel]'") from None
+    return open_traces()
 
 
 def policy_named(name: str) -> Policy:
@@ -280,6 +304,7 @@ def _lifespan(
     store: StateStore | None,
     registrations: Registrations,
     loop_delay: LoopDelay,
+    traces: Traces | None,
 ) -> Lifespan[Any]:
     """Health checks and middlewares, entered outermost first, left in reverse; connections are closed last, and then
     what outlives us."""
@@ -288,6 +313,8 @@ def _lifespan(
     async def lifespan(app: object) -> AsyncIterator[None]:
         async with AsyncExitStack() as running:
             await running.enter_async_context(loop_delay.running())
+            if traces is not None:
+                await running.enter_async_context(traces.running())
             if store is not None:
                 running.push_async_callback(store.close)
             await registrations.restore()

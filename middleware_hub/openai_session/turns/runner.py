@@ -202,6 +202,10 @@ class TurnRunner:
             **self._of_the_request(turn, exchange.flight.worker_url),
         }
         self._recorder.record(turn, choices, facts)
+        if (traces := self._router.traces) is not None:
+            traces.prompt("session", _prompt_tokens(turn, choices))
+            for each in choices:
+                traces.answer(len(each.ids), each.finish, each.versions[-1].version if each.versions else None)
 
     def _of_the_request(self, turn: PendingTurn, url: str | None) -> dict[str, Any]:
         """What an audit must know of it, where there is something to know."""
@@ -221,6 +225,14 @@ async def give_events(send: Send, body: bytes) -> None:
     """Give a stream whose events are there."""
     await send(with_length({"type": "http.response.start", "status": OK, "headers": EVENT_STREAM}, body))
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _prompt_tokens(turn: PendingTurn, choices: Sequence[Choice]) -> int:
+    """Tokens of its prompts, each of which has as many choices."""
+    if turn.prompt is not None:
+        return turn.prompt.length
+    one_each = choices[:: max(1, len(choices) // len(turn.places))]
+    return sum(len(each.prompt or ()) for each in one_each)
 
 
 def _inner(face: Face, scope: Scope, body: bytes) -> Scope:
