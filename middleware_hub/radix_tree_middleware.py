@@ -108,7 +108,8 @@ class RadixTreeMiddleware:
             exchange.flight.goes_on = _kept_cache(prompts)
             if self.router.traces is not None:
                 before = next((each.goes_on_from for each in prompts if each.goes_on_from is not None), None)
-                self.router.traces.prompt("text", sum(map(len, ids)), goes_on=None if before is None else before.rid)
+                self.router.traces.reads(exchange.flight, "text", goes_on=None if before is None else before.rid)
+                self.router.traces.prompt(exchange.flight, sum(map(len, ids)))
             until_answered.enter_context(handovers.left_on(exchange))
             tap = AnswerTap(send, self.router, self._recorder, exchange, request, prompts, handovers)
             await tap.call(self.app, with_body(scope, changed), replay(changed, receive))

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
 from miles_router.control.stalls import StallWatch
-from miles_router.edge import RouterApp
+from miles_router.edge import RouterApp, TracedRouterApp
 from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import (
     ConfigError,
@@ -96,9 +97,7 @@ def create_app(
     )
     router = pools.default.router
     outermost, layers = build_stack(dispatch, loaded, router)
-    stack: ASGIApp = Reception(outermost, pools)
-    if traces is not None:
-        stack = traces.around(stack)
+    stack = Reception(outermost, pools)
     pools.layered = any(getattr(layer, "one_model", False) for layer in layers)
     for url in config.worker_urls:
         pools.default.fleet.pool.add(parse_worker_url(url))
@@ -107,9 +106,8 @@ def create_app(
     routes, doors = _own_routes(config, admin, ControlRoutes(pools), layers, stack)
     routes.lifespan_context = _lifespan(layers, pools, upstream, store, registrations, loop_delay, traces)
     _register_metrics(router, layers)
-    return RouterApp(
-        config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients
-    )
+    made = RouterApp if traces is None else partial(TracedRouterApp, traces)
+    return made(config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients)
 
 
 def _pool(
@@ -132,14 +130,16 @@ def _pool(
     )
     fleet = Fleet(
         pool=workers,
-        gate=Gate(workers.admission, max_held=config.gate_max_held, timeout=config.gate_timeout),
+        gate=(Gate if traces is None else traces.gate)(
+            workers.admission, max_held=config.gate_max_held, timeout=config.gate_timeout
+        ),
         policy=policy_named(config.policy),
         questions=probes,
         orders=fan_out,
     )
     metrics.count(fleet)
     in_flight = InFlight()
-    forwarder = (Forwarder if traces is None else traces.forwarder)(
+    forwarder = Forwarder(
         fleet=fleet,
         upstream=upstream,
         metrics=metrics,
@@ -172,7 +172,7 @@ def _pool(
         args=args,
         tokenizer=tokenizer,
     )
-    proxy = Proxy if traces is None else traces.proxy
+    proxy = Proxy if traces is None else traces.proxy(workers)
     innermost: ASGIApp = proxy(forwarder, metrics, in_flight=in_flight, request_timeout=config.request_timeout)
     mover = Mover(
         ResumeContext(innermost, router, in_flight, health.is_paused, resume_cut=False, resume_lost=False),

@@ -153,7 +153,7 @@ class AnswerTap(Tap):
             params, flight = self._request.prompts[prompt].params, self._exchange.flight
             if self._traces is not None:
                 version = read.versions[-1].version if read.versions else None
-                self._traces.answer(len(read.ids), read.finish, version, name=read.rid)
+                self._traces.answer(self._exchange.flight, len(read.ids), read.finish, version, name=read.rid)
             nothing_found = len(flight.caches) == 1 and answer["meta_info"].get("cached_tokens") == 0
             return await self._recorder.record(
                 self._prompts[prompt],

@@ -297,24 +297,16 @@ class Forwarder:
         Raises:
             FleetPaused: it has waited for too long, or was one too many.
         """
-        came_at = asyncio.get_running_loop().time()
+        gate, came_at = self._fleet.gate, asyncio.get_running_loop().time()
         while True:
-            await self.wait_at_gate(waiting, came_at)
+            await gate.wait(waiting, came_at)
             if request.key is not None and self._is_barred(request, waiting):
-                await self.wait_for_room(request, request.key, waiting, came_at)
+                await gate.queue.wait(waiting, request.key, prompt_tokens(request.body), came_at)
             if waiting.aborted or not self._in_flight.orders:
                 return  # and takes its room, before anybody else looks
             await self._in_flight.past_orders(request.body)
             if not self._is_barred(request, waiting):
                 return
-
-    async def wait_at_gate(self, waiting: Flight, came_at: float) -> None:
-        """The part of `wait` at a closed gate."""
-        await self._fleet.gate.wait(waiting, came_at)
-
-    async def wait_for_room(self, request: Outgoing, key: str, waiting: Flight, came_at: float) -> None:
-        """The part of `wait` for room for the session of this key."""
-        await self._fleet.gate.queue.wait(waiting, key, prompt_tokens(request.body), came_at)
 
     async def open_when_admitted(self, request: Outgoing, waiting: Flight) -> Forwarded:
         """`open`, and before it a wait at the gate where that is closed. An abort of `waiting` ends the wait.

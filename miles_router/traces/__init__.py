@@ -3,9 +3,9 @@
 context      W3C Trace Context, as headers carry it
 encoding     spans as OTLP's protobuf spells them
 turn         one turn on its way, and its moments
-layer        the outermost layer, which makes a trace of each turn
-forwarding   the innermost app and what sends for it, which take the moments down
 episodes     which turns are one trace
+waiting      the gate and the queue for room, which take down who waits
+sending      the innermost app, which tells engines whose span they are part of
 traces       all of them, and what layers tell
 queue        spans on their way to whoever collects them
 exporting    OpenTelemetry's SDK: its settings, its sampler, its exporter

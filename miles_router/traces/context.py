@@ -9,8 +9,6 @@ import re
 import secrets
 from typing import NamedTuple
 
-from miles_router.asgi.headers import RawHeaders
-
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
 TRACE_BYTES, SPAN_BYTES = 16, 8
 _FORM = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
@@ -41,16 +39,9 @@ class TraceContext(NamedTuple):
 
     def traceparent(self) -> bytes:
         """The header that names it."""
-        return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-0{self.sampled:d}".encode("ascii")
-
-    def written(self, headers: RawHeaders, *, follows: bool) -> RawHeaders:
-        """Headers with this span in place of the client's. Unless it `follows` the client's own, the client's
-        `tracestate` says nothing of it, and goes too."""
-        kept = [pair for pair in headers if pair[0] != TRACEPARENT and (follows or pair[0] != TRACESTATE)]
-        kept.append((TRACEPARENT, self.traceparent()))
-        return kept
+        return b"00-%b-%b-0%c" % (self.trace_id.hex().encode(), self.span_id.hex().encode(), 48 + self.sampled)
 
 
 def new_id(nbytes: int) -> bytes:
     """A random one, and not all zeros."""
-    return (_random.getrandbits(8 * nbytes) or 1).to_bytes(nbytes, "big")
+    return (_random.getrandbits(8 * nbytes) | 1).to_bytes(nbytes, "big")

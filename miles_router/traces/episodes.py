@@ -13,7 +13,8 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Protocol
 
-from miles_router.traces.context import SPAN_BYTES, TRACE_BYTES, TraceContext, new_id
+from miles_router.asgi.headers import RawHeaders
+from miles_router.traces.context import SPAN_BYTES, TRACE_BYTES, TRACEPARENT, TraceContext, new_id
 from miles_router.traces.encoding import attribute, span
 from miles_router.traces.turn import TurnTrace
 
@@ -40,10 +41,10 @@ class EpisodeSpan:
 
     __slots__ = ("began_ns", "context", "ended_ns", "over", "running", "session", "turns")
 
-    def __init__(self, session: str, context: TraceContext, began_ns: int) -> None:
+    def __init__(self, session: str, context: TraceContext) -> None:
         self.session = session
         self.context = context
-        self.began_ns = self.ended_ns = began_ns
+        self.began_ns = self.ended_ns = time.time_ns()
         self.turns = 0
         self.running = 0
         #: Nobody adds to it any more but those that run.
@@ -70,13 +71,22 @@ class EpisodeTraces:
         self._open: OrderedDict[str, EpisodeSpan] = OrderedDict()
         self._texts: OrderedDict[str, TraceContext] = OrderedDict()
 
-    def place(self, turn: TurnTrace) -> None:
+    def place(self, turn: TurnTrace, headers: RawHeaders | None = None, key: str | None = None) -> None:
         """Find out which trace a turn belongs to: its client's, its session's, that of the text that it goes on from,
-        or its own."""
-        if turn.parent is not None:
-            self._put(turn, turn.parent, sampled=self._sampling.follows(turn.parent))
+        or its own.
+
+        Args:
+            headers: of the request, which may name its client's span.
+            key: what ties it to earlier ones: its session, where no layer has said which that is.
+        """
+        turn.session = turn.session or key
+        parents = [value for name, value in headers or () if name == TRACEPARENT]
+        parent = TraceContext.read(parents[0]) if len(parents) == 1 else None
+        if parent is not None:
+            turn.has_parent = True
+            self._put(turn, parent, sampled=self._sampling.follows(parent))
         elif turn.session is not None:
-            turn.episode = self._enter(turn.session, turn.began_ns)
+            turn.episode = self._enter(turn.session)
             self._put(turn, turn.episode.context)
         elif turn.earlier is not None:
             self._put(turn, turn.earlier)
@@ -89,7 +99,7 @@ class EpisodeTraces:
         turn.context = TraceContext(parent.trace_id, new_id(SPAN_BYTES), kept)
         turn.parent_id = parent.span_id
 
-    def _enter(self, session: str, began_ns: int) -> EpisodeSpan:
+    def _enter(self, session: str) -> EpisodeSpan:
         episode = self._open.get(session)
         if episode is None:
             digest = blake2b(
@@ -97,7 +107,7 @@ class EpisodeTraces:
             ).digest()
             trace_id, span_id = digest[:TRACE_BYTES], digest[TRACE_BYTES:]
             context = TraceContext(trace_id, span_id, self._sampling.begins(trace_id))
-            episode = self._open[session] = EpisodeSpan(session, context, began_ns)
+            episode = self._open[session] = EpisodeSpan(session, context)
             if len(self._open) > MAX_EPISODES:
                 self._end(next(iter(self._open)))
         else:
@@ -105,14 +115,12 @@ class EpisodeTraces:
         episode.running += 1
         return episode
 
-    def leave(self, turn: TurnTrace) -> None:
-        """A turn is over."""
-        episode = turn.episode
-        if episode is None:
-            return
+    def leave(self, episode: EpisodeSpan, began_ns: int) -> None:
+        """A turn of it is over, which began then."""
         episode.running -= 1
         episode.turns += 1
         episode.ended_ns = time.time_ns()
+        episode.began_ns = min(episode.began_ns, began_ns)
         if episode.over and not episode.running:
             self._tell(episode)
 
@@ -139,7 +147,8 @@ class EpisodeTraces:
 
     def generated(self, turn: TurnTrace, name: str) -> None:
         """A text may go on from the generation of this name, which belongs to a turn."""
-        self._texts[name] = turn.placed() if turn.earlier is None or turn.parent is not None else turn.earlier
+        assert turn.context is not None
+        self._texts[name] = turn.context if turn.earlier is None or turn.has_parent else turn.earlier
         if len(self._texts) > MAX_TEXTS:
             self._texts.popitem(last=False)
 

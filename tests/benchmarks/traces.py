@@ -76,7 +76,8 @@ def load(port: int, seconds: float, script: Path) -> int:
         [*command, f"http://{HOST}:{port}"], capture_output=True, text=True, timeout=seconds + 60, check=True
     ).stdout
     found = output.partition('RESULT {"requests": ')[2].partition(",")[0]
-    assert found and '"bad": 0' in output, output
+    assert found, output
+    assert '"bad": 0' in output, output
     return int(found)
 
 

@@ -28,6 +28,7 @@ class CollectedSpan:
     kind: int
     failed: bool
     flags: int
+    first_byte: int
     attributes: dict[str, Any]
 
 
@@ -75,6 +76,7 @@ def _read(span: Any) -> CollectedSpan:
         span.kind,
         span.status.code == 2,
         span.flags,
+        next((each.time_unix_nano for each in span.events if each.name == "first_byte"), 0),
         {each.key: _value(each.value) for each in span.attributes},
     )
 

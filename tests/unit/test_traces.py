@@ -13,7 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from miles_router.traces import episodes, queue
 from miles_router.traces.context import TraceContext
-from miles_router.traces.encoding import MAX_VALUE, Envelope, attribute, span, varint
+from miles_router.traces.encoding import MAX_VALUE, Envelope, attribute, event, request_id, span, varint
 from miles_router.traces.episodes import EpisodeTraces
 from miles_router.traces.queue import QueueBounds, SpanQueue
 from miles_router.traces.turn import TurnTrace
@@ -51,6 +51,13 @@ def test_a_span_is_read_as_it_was_given(parent: bytes | None, start: int, end: i
     assert (found.trace_id, found.span_id, found.parent_span_id) == (b"t" * 16, b"s" * 8, parent or b"")
     assert (found.name, found.kind, found.flags) == ("first_byte", 2, 0x301 if remote else 0x101)
     assert (found.start_time_unix_nano, found.end_time_unix_nano) == (start, end)
+
+
+@given(st.text("ab-", min_size=1, max_size=128), st.integers(0, 2**64 - 1))
+def test_a_turns_own_values_are_read_as_they_were_given(text: str, moment: int) -> None:
+    found = read(span(CONTEXT, None, b"turn", 1, 2, request_id(text) + event(b"first_byte", moment)))
+    assert {each.key: each.value.string_value for each in found.attributes} == {"miles_router.request_id": text}
+    assert [(each.name, each.time_unix_nano) for each in found.events] == [("first_byte", moment)]
 
 
 @given(st.integers(0, 2**64 - 1))
@@ -108,9 +115,14 @@ class Everything:
 
 
 def turn_in(traces: EpisodeTraces, session: str | None) -> TurnTrace:
-    turn = TurnTrace("/generate", "r", session, None, traces.place)
-    turn.placed()
+    turn = TurnTrace()
+    traces.place(turn, key=session)
     return turn
+
+
+def leave(traces: EpisodeTraces, turn: TurnTrace) -> None:
+    assert turn.episode is not None
+    traces.leave(turn.episode, 1)
 
 
 def test_an_episode_that_ends_while_a_turn_runs_is_told_behind_it() -> None:
@@ -119,7 +131,7 @@ def test_an_episode_that_ends_while_a_turn_runs_is_told_behind_it() -> None:
     turn = turn_in(traces, "s")
     traces.end("s")
     assert told == []
-    traces.leave(turn)
+    leave(traces, turn)
     traces.end("s")
     (episode,) = told
     assert episode.span_id == turn.parent_id
@@ -132,7 +144,7 @@ def test_the_oldest_sessions_and_texts_are_let_go(monkeypatch: pytest.MonkeyPatc
     told: list[Span] = []
     traces = EpisodeTraces(Everything(), lambda data, count: told.append(read(data)))
     for session in ("a", "b", "a", "c"):
-        traces.leave(turn_in(traces, session))
+        leave(traces, turn_in(traces, session))
     assert [each.attributes[0].value.string_value for each in told] == ["b"]
     for name in ("x", "y", "z"):
         traces.generated(turn_in(traces, None), name)

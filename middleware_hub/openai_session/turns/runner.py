@@ -79,6 +79,8 @@ class TurnRunner:
         Raises:
             UnusableAnswer: the worker's answer cannot be recorded, or not read; the agent gets none.
         """
+        if self._router.traces is not None:
+            self._router.traces.reads(Exchange.of(scope).flight, "session", session=turn.session.id)
         parent = turn.places[0].parent
         if turn.prompt is not None and parent is not None:
             Exchange.of(scope).flight.goes_on = parent.cache
@@ -203,9 +205,10 @@ class TurnRunner:
         }
         self._recorder.record(turn, choices, facts)
         if (traces := self._router.traces) is not None:
-            traces.prompt("session", _prompt_tokens(turn, choices))
+            traces.prompt(exchange.flight, _prompt_tokens(turn, choices))
             for each in choices:
-                traces.answer(len(each.ids), each.finish, each.versions[-1].version if each.versions else None)
+                version = each.versions[-1].version if each.versions else None
+                traces.answer(exchange.flight, len(each.ids), each.finish, version)
 
     def _of_the_request(self, turn: PendingTurn, url: str | None) -> dict[str, Any]:
         """What an audit must know of it, where there is something to know."""
