@@ -113,7 +113,7 @@ def span(
     return _part(b"\x12", data)
 
 
-class Envelope:
+class SpanEnvelope:
     """Around the spans of one request: who sends them. `resource`: what is known of this process."""
 
     def __init__(self, resource: Mapping[str, object], name: str, version: str) -> None:

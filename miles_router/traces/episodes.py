@@ -24,7 +24,7 @@ MAX_EPISODES, MAX_TEXTS = 65_536, 262_144
 _ABOUT_THE_RUN = ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES")
 
 
-class Sampling(Protocol):
+class TraceSampling(Protocol):
     """Decides what is kept: OpenTelemetry's sampler."""
 
     def begins(self, trace_id: bytes) -> bool:
@@ -63,7 +63,7 @@ class EpisodeTraces:
         take: is given each span of an episode that is over.
     """
 
-    def __init__(self, sampling: Sampling, take: Callable[[bytes, int], None]) -> None:
+    def __init__(self, sampling: TraceSampling, take: Callable[[bytes, int], None]) -> None:
         self._sampling = sampling
         self._take = take
         run = "\n".join(os.environ.get(name, "") for name in _ABOUT_THE_RUN)

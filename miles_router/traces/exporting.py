@@ -19,7 +19,7 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 
 from miles_router.errors import ConfigError
 from miles_router.traces.context import TraceContext
-from miles_router.traces.encoding import Envelope
+from miles_router.traces.encoding import SpanEnvelope
 from miles_router.traces.queue import QueueBounds, SpanQueue
 from miles_router.traces.traces import Traces
 from miles_router.version import __version__
@@ -51,7 +51,7 @@ def open_traces() -> Traces | None:
     # It says itself what fails, at each try: we say it once, and count.
     logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
     provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
-    sender = _Sender(Envelope(dict(provider.resource.attributes), NAME, __version__))
+    sender = _Sender(SpanEnvelope(dict(provider.resource.attributes), NAME, __version__))
     return Traces(_SdkSampling(provider.sampler), SpanQueue(sender.send, _bounds()), sender.close)
 
 
@@ -102,7 +102,7 @@ class _SdkSampling:
 class _Sender:
     """Sends spans by the SDK's exporter, which knows where to, with which headers, certificates and patience."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: SpanEnvelope) -> None:
         self._envelope = envelope
         self._session = _Session()
         try:

@@ -15,7 +15,7 @@ from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import NotAdmitted
 from miles_router.traces.context import TRACEPARENT, TRACESTATE
 from miles_router.traces.episodes import EpisodeTraces
-from miles_router.traces.turn import Leg, TurnTrace
+from miles_router.traces.turn import LegTimes, TurnTrace
 
 
 class TracedProxy(Proxy):
@@ -51,7 +51,7 @@ class TracedProxy(Proxy):
     async def _forward_leg(
         self, turn: TurnTrace, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
     ) -> Relief | None:
-        leg = Leg()
+        leg = LegTimes()
         turn.legs.append(leg)
         try:
             return await super()._forward(request, flight, scope, receive, _LegSend(send, leg))
@@ -75,7 +75,7 @@ def _write(turn: TurnTrace, request: Outgoing) -> None:
     assert turn.context is not None
     headers = request.headers
     for name, _ in headers:
-        if name == TRACEPARENT or name == TRACESTATE:
+        if name in (TRACEPARENT, TRACESTATE):
             dropped = (TRACEPARENT,) if turn.has_parent else (TRACEPARENT, TRACESTATE)
             headers[:] = [pair for pair in headers if pair[0] not in dropped]
             break
@@ -88,7 +88,7 @@ class _LegSend:
 
     __slots__ = ("_send", "leg")
 
-    def __init__(self, send: Send, leg: Leg) -> None:
+    def __init__(self, send: Send, leg: LegTimes) -> None:
         self._send = send
         self.leg = leg
 

@@ -11,7 +11,7 @@ from functools import partial
 from miles_router.asgi.exchange import Exchange
 from miles_router.asgi.flight import Flight
 from miles_router.fleet.pool import WorkerPool
-from miles_router.traces.episodes import EpisodeTraces, Sampling
+from miles_router.traces.episodes import EpisodeTraces, TraceSampling
 from miles_router.traces.queue import SpanQueue
 from miles_router.traces.sending import TracedProxy
 from miles_router.traces.turn import Lifetime, TurnTrace
@@ -28,7 +28,7 @@ class Traces:
     #: What a router is made of that traces its turns.
     gate = TracedGate
 
-    def __init__(self, sampling: Sampling, queue: SpanQueue, close: Callable[[], None]) -> None:
+    def __init__(self, sampling: TraceSampling, queue: SpanQueue, close: Callable[[], None]) -> None:
         self._queue = queue
         self._close = close
         self._episodes = EpisodeTraces(sampling, queue.put)

@@ -76,7 +76,7 @@ class TurnTrace:
         #: Workers that could not be reached, without those of `request`.
         self.lost = 0
         self.waits: list[Part] = []
-        self.legs: list[Leg] = []
+        self.legs: list[LegTimes] = []
 
     def sent(self, request: Outgoing, workers: WorkerPool) -> None:
         """The innermost app has it, and asks one of these workers."""
@@ -124,12 +124,12 @@ class TurnTrace:
         if is_read and self.legs:
             yield b"parsing", max(leg.ended_at for leg in self.legs), life.ended_at, b""
 
-    def _only_leg(self, exchange: Exchange, now: float) -> list[Leg]:
+    def _only_leg(self, exchange: Exchange, now: float) -> list[LegTimes]:
         """That of a turn which no layer has read."""
         flight = exchange.flight
         if self.request is None or flight.worker_url is None:
             return []
-        leg = Leg(max([self.reached_at, *(wait[2] for wait in self.waits)]))
+        leg = LegTimes(max([self.reached_at, *(wait[2] for wait in self.waits)]))
         leg.worker, leg.version = flight.worker_url, self._version(exchange)
         leg.head_at, leg.ended_at = flight.first_byte_at, now
         return [leg]
@@ -186,7 +186,7 @@ class TurnTrace:
                 yield ERROR
 
 
-class Leg:
+class LegTimes:
     """One asking of a worker, after those that could not be reached."""
 
     __slots__ = ("began_at", "ended_at", "head_at", "version", "worker")

@@ -1,5 +1,5 @@
-"""What traces cost the router: CPU time of a small request with `--otel` and without it, the process whole, its exporter's
-thread included.
+"""What traces cost the router: CPU time of a small request with `--otel` and without it, of the whole process, the
+exporter's thread included.
 
     python -m tests.benchmarks.traces [--quick] [--repeat 15] [--against CHECKOUT]
 

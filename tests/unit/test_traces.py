@@ -13,7 +13,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from miles_router.traces import episodes, queue
 from miles_router.traces.context import TraceContext
-from miles_router.traces.encoding import MAX_VALUE, Envelope, attribute, event, request_id, span, varint
+from miles_router.traces.encoding import MAX_VALUE, SpanEnvelope, attribute, event, request_id, span, varint
 from miles_router.traces.episodes import EpisodeTraces
 from miles_router.traces.queue import QueueBounds, SpanQueue
 from miles_router.traces.turn import TurnTrace
@@ -25,7 +25,7 @@ IDS = st.binary(min_size=8, max_size=8)
 
 def read(data: bytes) -> Span:
     """A span as the protocol's own messages read it."""
-    message = ExportTraceServiceRequest.FromString(Envelope({"service.name": "me"}, "n", "1").around([data]))
+    message = ExportTraceServiceRequest.FromString(SpanEnvelope({"service.name": "me"}, "n", "1").around([data]))
     (scope,) = message.resource_spans[0].scope_spans
     assert (scope.scope.name, scope.scope.version) == ("n", "1")
     (only,) = scope.spans
