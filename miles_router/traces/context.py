@@ -16,6 +16,8 @@ _SAMPLED = 1
 _FIRST_VERSION, _NO_VERSION = b"00", b"ff"
 _MAX_LENGTH = 512
 
+#: The last bits of a span's id and of the trace's before it.
+_NO_ZEROS = 1 << 8 * SPAN_BYTES | 1
 _random = random.Random(secrets.randbits(256))
 
 
@@ -43,5 +45,5 @@ class TraceContext(NamedTuple):
 
 
 def new_id(nbytes: int) -> bytes:
-    """A random one, and not all zeros."""
-    return (_random.getrandbits(8 * nbytes) | 1).to_bytes(nbytes, "big")
+    """Random ones: of a trace, of a span, or of both in a row. None is all zeros."""
+    return (_random.getrandbits(8 * nbytes) | _NO_ZEROS & (1 << 8 * nbytes) - 1).to_bytes(nbytes, "big")

@@ -27,6 +27,8 @@ def varint(number: int) -> bytes:
     """A number as protobuf writes it, seven bits a byte; a negative one as 64 bits."""
     if 0 <= number < 0x80:
         return number.to_bytes(1, "little")
+    if 0 <= number < 0x4000:  # the length of a span
+        return (number << 1 & 0x7F00 | number & 0x7F | 0x80).to_bytes(2, "little")
     number &= (1 << 64) - 1
     out = bytearray()
     while number >= 0x80:

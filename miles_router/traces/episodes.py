@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from miles_router.asgi.headers import RawHeaders
-from miles_router.traces.context import SPAN_BYTES, TRACE_BYTES, TRACEPARENT, TraceContext, new_id
+from miles_router.traces.context import SPAN_BYTES, TRACE_BYTES, TRACEPARENT, TRACESTATE, TraceContext, new_id
 from miles_router.traces.encoding import attribute, span
 from miles_router.traces.turn import TurnTrace
 
@@ -80,8 +80,7 @@ class EpisodeTraces:
             key: what ties it to earlier ones: its session, where no layer has said which that is.
         """
         turn.session = turn.session or key
-        parents = [value for name, value in headers or () if name == TRACEPARENT]
-        parent = TraceContext.read(parents[0]) if len(parents) == 1 else None
+        parent = None if headers is None else _parent(turn, headers)
         if parent is not None:
             turn.has_parent = True
             self._put(turn, parent, sampled=self._sampling.follows(parent))
@@ -91,8 +90,9 @@ class EpisodeTraces:
         elif turn.earlier is not None:
             self._put(turn, turn.earlier)
         else:
-            trace_id = new_id(TRACE_BYTES)
-            turn.context = TraceContext(trace_id, new_id(SPAN_BYTES), self._sampling.begins(trace_id))
+            ids = new_id(TRACE_BYTES + SPAN_BYTES)
+            trace_id, span_id = ids[:TRACE_BYTES], ids[TRACE_BYTES:]
+            turn.context = TraceContext(trace_id, span_id, self._sampling.begins(trace_id))
 
     def _put(self, turn: TurnTrace, parent: TraceContext, *, sampled: bool | None = None) -> None:
         kept = parent.sampled if sampled is None else sampled
@@ -155,3 +155,15 @@ class EpisodeTraces:
     def first_turn(self, name: str) -> TraceContext | None:
         """The first turn of the text that this generation belongs to."""
         return self._texts.get(name)
+
+
+def _parent(turn: TurnTrace, headers: RawHeaders) -> TraceContext | None:
+    """The client's span. One that is named twice is none."""
+    parents: list[bytes] = []
+    for name, value in headers:
+        if name == TRACEPARENT:
+            parents.append(value)
+        elif name != TRACESTATE:
+            continue
+        turn.has_headers = True
+    return TraceContext.read(parents[0]) if len(parents) == 1 else None

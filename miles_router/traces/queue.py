@@ -56,12 +56,13 @@ class SpanQueue:
 
     def put(self, spans: bytes, count: int) -> None:
         """Have some spans sent."""
-        if self._waiting + count > self._bounds.waiting:
+        waiting = self._taken - self._gone + count
+        if waiting > self._bounds.waiting:
             self.statistics.spans[DROPPED] += count
             return
         self._taken += count
         self._chunks.append((spans, count))
-        if self._waiting >= self._bounds.batch and not self._wake.is_set():
+        if waiting >= self._bounds.batch and not self._wake.is_set():
             self._wake.set()
 
     def start(self) -> None:

@@ -52,11 +52,11 @@ class TracedProxy(Proxy):
         self, turn: TurnTrace, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
     ) -> Relief | None:
         leg = LegTimes()
-        turn.legs.append(leg)
+        turn.legs = [*turn.legs, leg]
         try:
             return await super()._forward(request, flight, scope, receive, _LegSend(send, leg))
         except NotAdmitted:  # nobody was asked
-            turn.legs.remove(leg)
+            turn.legs = [each for each in turn.legs if each is not leg]
             raise
         finally:
             leg.over()
@@ -73,13 +73,10 @@ def _write(turn: TurnTrace, request: Outgoing) -> None:
     """Put the turn's own span in place of the client's. Unless it follows that one, the client's `tracestate` says
     nothing of it, and goes too."""
     assert turn.context is not None
-    headers = request.headers
-    for name, _ in headers:
-        if name in (TRACEPARENT, TRACESTATE):
-            dropped = (TRACEPARENT,) if turn.has_parent else (TRACEPARENT, TRACESTATE)
-            headers[:] = [pair for pair in headers if pair[0] not in dropped]
-            break
-    headers.append((TRACEPARENT, turn.context.traceparent()))
+    if turn.has_headers:
+        dropped = (TRACEPARENT,) if turn.has_parent else (TRACEPARENT, TRACESTATE)
+        request.headers = [pair for pair in request.headers if pair[0] not in dropped]
+    request.headers.append((TRACEPARENT, turn.context.traceparent()))
 
 
 class _LegSend:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -14,7 +13,7 @@ from miles_router.fleet.pool import WorkerPool
 from miles_router.traces.episodes import EpisodeTraces, TraceSampling
 from miles_router.traces.queue import SpanQueue
 from miles_router.traces.sending import TracedProxy
-from miles_router.traces.turn import Lifetime, TurnTrace
+from miles_router.traces.turn import TurnTrace
 from miles_router.traces.waiting import TracedGate
 
 
@@ -61,12 +60,11 @@ class Traces:
         if turn.context is None:  # refused before anybody was asked
             self._episodes.place(turn)
         assert turn.context is not None
-        ended_at = time.perf_counter()
-        began_ns = time.time_ns() - int((ended_at - began_at) * 1e9)
+        turn.ends(began_at)
         if turn.context.sampled:
-            self._queue.put(*turn.spans(exchange, path, status, Lifetime(began_at, ended_at, began_ns)))
+            self._queue.put(*turn.spans(exchange, path, status))
         if turn.episode is not None:
-            self._episodes.leave(turn.episode, began_ns)
+            self._episodes.leave(turn.episode, turn.began_ns)
 
     # What layers tell
 
@@ -101,7 +99,7 @@ class Traces:
         if turn is None or turn.context is None:
             return
         turn.sampled = max(turn.sampled, 0) + tokens
-        turn.answers = [*(turn.answers or ()), finish]
+        turn.answers = [*turn.answers, finish]
         turn.version = version or turn.version
         if name is not None:
             self._episodes.generated(turn, name)

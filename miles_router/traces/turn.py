@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from miles_router.asgi.exchange import Exchange
 from miles_router.fleet.gate import endpoint
@@ -28,55 +28,52 @@ _known: dict[tuple[str, str | None, str | None, int], bytes] = {}
 MAX_KNOWN = 4096
 
 
-class Lifetime(NamedTuple):
-    """When a turn began and ended by `time.perf_counter()`, and when it began in Unix nanoseconds."""
-
-    began_at: float
-    ended_at: float
-    began_ns: int
-
-    def ns(self, moment: float) -> int:
-        """A moment in Unix nanoseconds."""
-        return self.began_ns + int((moment - self.began_at) * 1e9)
-
-
 class TurnTrace:
-    """What is known of one turn beside its flight."""
+    """What is known of one turn beside its flight. Most of it is never set: a request has one, and no list in it."""
 
-    __slots__ = (
-        *("answers", "context", "earlier", "episode", "error", "given", "has_parent", "legs", "lost", "mode"),
-        *("parent_id", "reached_at", "request", "sampled", "session", "version", "waits", "workers"),
-    )
+    #: Its own span, once it is decided which trace that belongs to,
+    context: TraceContext | None = None
+    #: the one that it is part of, and whether that is its client's.
+    parent_id: bytes | None = None
+    has_parent = False
+    #: Whether its client has sent headers of traces.
+    has_headers = False
+    episode: EpisodeSpan | None = None
+    #: What names its session.
+    session: str | None = None
+    #: The first turn of the text that it goes on from.
+    earlier: TraceContext | None = None
+    #: Which layer reads it.
+    mode = PASSTHROUGH
+    #: Tokens; -1 where nobody has counted them.
+    given = -1
+    sampled = -1
+    #: Why each answer has ended.
+    answers: Sequence[str] = ()
+    #: The weights that sampled the last token, where an answer says so.
+    version: str | None = None
+    #: The type of what has failed.
+    error: str | None = None
+    #: What was sent last, and to workers of which pool; when the first of it was.
+    request: Outgoing | None = None
+    workers: WorkerPool | None = None
+    reached_at = 0.0
+    #: Workers that could not be reached, without those of `request`.
+    lost = 0
+    waits: Sequence[Part] = ()
+    legs: Sequence[LegTimes] = ()
+    #: When it began and ended by `time.perf_counter()`, and when it began in Unix nanoseconds.
+    began_at = 0.0
+    ended_at = 0.0
+    began_ns = 0
 
-    def __init__(self) -> None:
-        #: Its own span, once it is decided which trace that belongs to,
-        self.context: TraceContext | None = None
-        #: the one that it is part of, and whether that is its client's.
-        self.parent_id: bytes | None = None
-        self.has_parent = False
-        self.episode: EpisodeSpan | None = None
-        #: What names its session.
-        self.session: str | None = None
-        #: The first turn of the text that it goes on from.
-        self.earlier: TraceContext | None = None
-        #: Which layer reads it.
-        self.mode = PASSTHROUGH
-        #: Tokens; -1 where nobody has counted them.
-        self.given = self.sampled = -1
-        #: Why each answer has ended.
-        self.answers: list[str] | None = None
-        #: The weights that sampled the last token, where an answer says so.
-        self.version: str | None = None
-        #: The type of what has failed.
-        self.error: str | None = None
-        #: What was sent last, and to workers of which pool; when the first of it was.
-        self.request: Outgoing | None = None
-        self.workers: WorkerPool | None = None
-        self.reached_at = 0.0
-        #: Workers that could not be reached, without those of `request`.
-        self.lost = 0
-        self.waits: list[Part] = []
-        self.legs: list[LegTimes] = []
+    def ends(self, began_at: float) -> None:
+        """It is over, and began at that moment."""
+        self.began_at, self.ended_at = began_at, time.perf_counter()
+        self.began_ns = time.time_ns() - int((self.ended_at - began_at) * 1e9)
+
+    def _ns(self, moment: float) -> int:
+        return self.began_ns + int((moment - self.began_at) * 1e9)
 
     def sent(self, request: Outgoing, workers: WorkerPool) -> None:
         """The innermost app has it, and asks one of these workers."""
@@ -86,7 +83,7 @@ class TurnTrace:
             self.lost += len(self.request.tried)
         self.request, self.workers = request, workers
 
-    def spans(self, exchange: Exchange, path: str, status: int, life: Lifetime) -> tuple[bytes, int]:
+    def spans(self, exchange: Exchange, path: str, status: int) -> tuple[bytes, int]:
         """Its span and those of its parts, and how many they are.
 
         Args:
@@ -95,43 +92,43 @@ class TurnTrace:
         """
         context, remote = self.context, self.has_parent
         assert context is not None
-        begin, end = life.began_ns, life.ns(life.ended_at)
+        begin, end = self.began_ns, self._ns(self.ended_at)
         if self.mode is PASSTHROUGH and not self.waits and not self.legs and self.error is None:
             rest = self._about_nobody(exchange, path, status)
             head_at = exchange.flight.first_byte_at
             if head_at is not None:
-                rest += event(b"first_byte", life.ns(head_at))
+                rest += event(b"first_byte", self._ns(head_at))
             return span(context, self.parent_id, b"turn", begin, end, rest, kind=SERVER, remote=remote), 1
         rest = b"".join(self._about(exchange, path, status))
         written = [span(context, self.parent_id, b"turn", begin, end, rest, kind=SERVER, remote=remote)]
         number = int.from_bytes(context.span_id, "big")
-        for name, part_began, part_ended, about in self._parts(exchange, life):
+        for name, part_began, part_ended, about in self._parts(exchange):
             number = number + 1 & _LAST_ID or 1
             own = TraceContext(context.trace_id, number.to_bytes(SPAN_BYTES, "big"), True)
-            written.append(span(own, context.span_id, name, life.ns(part_began), life.ns(part_ended), about))
+            written.append(span(own, context.span_id, name, self._ns(part_began), self._ns(part_ended), about))
         return b"".join(written), len(written)
 
-    def _parts(self, exchange: Exchange, life: Lifetime) -> Iterator[Part]:
+    def _parts(self, exchange: Exchange) -> Iterator[Part]:
         is_read = self.mode is not PASSTHROUGH  # else nothing is done before the innermost app, and nothing after it
         if is_read and self.request is not None:
-            yield b"prepare", life.began_at, self.reached_at, b""
+            yield b"prepare", self.began_at, self.reached_at, b""
         yield from self.waits
-        for leg in self.legs or self._only_leg(exchange, life.ended_at):
+        for leg in self.legs or self._only_leg(exchange):
             about = leg.about()
             yield b"first_byte", leg.began_at, leg.ended_at if leg.head_at is None else leg.head_at, about
             if leg.head_at is not None:
                 yield b"generation", leg.head_at, leg.ended_at, about
         if is_read and self.legs:
-            yield b"parsing", max(leg.ended_at for leg in self.legs), life.ended_at, b""
+            yield b"parsing", max(leg.ended_at for leg in self.legs), self.ended_at, b""
 
-    def _only_leg(self, exchange: Exchange, now: float) -> list[LegTimes]:
+    def _only_leg(self, exchange: Exchange) -> list[LegTimes]:
         """That of a turn which no layer has read."""
         flight = exchange.flight
         if self.request is None or flight.worker_url is None:
             return []
         leg = LegTimes(max([self.reached_at, *(wait[2] for wait in self.waits)]))
         leg.worker, leg.version = flight.worker_url, self._version(exchange)
-        leg.head_at, leg.ended_at = flight.first_byte_at, now
+        leg.head_at, leg.ended_at = flight.first_byte_at, self.ended_at
         return [leg]
 
     def _version(self, exchange: Exchange) -> str | None:

@@ -21,7 +21,7 @@ def _timed(who: Waiting, name: bytes) -> Iterator[None]:
         yield
     finally:
         if turn is not None:
-            turn.waits.append((name, begin, time.perf_counter(), b""))
+            turn.waits = [*turn.waits, (name, begin, time.perf_counter(), b"")]
 
 
 class TracedQueue(AdmissionQueue):

@@ -28,7 +28,8 @@ def read(data: bytes) -> Span:
     message = ExportTraceServiceRequest.FromString(SpanEnvelope({"service.name": "me"}, "n", "1").around([data]))
     (scope,) = message.resource_spans[0].scope_spans
     assert (scope.scope.name, scope.scope.version) == ("n", "1")
-    (only,) = scope.spans
+    only: Span = scope.spans[0]
+    assert len(scope.spans) == 1
     return only
 
 
