@@ -50,8 +50,8 @@ class EpisodeSpan:
         #: Nobody adds to it any more but those that run.
         self.over = False
 
-    def span(self) -> bytes:
-        """As bytes."""
+    def spans(self) -> bytes:
+        """It, written."""
         about = attribute("session.id", self.session) + attribute("miles_router.turns", self.turns)
         return span(self.context, None, b"episode", self.began_ns, self.ended_ns, about)
 
@@ -60,10 +60,10 @@ class EpisodeTraces:
     """Places turns.
 
     Args:
-        take: is given each span of an episode that is over.
+        take: is given each episode that is over.
     """
 
-    def __init__(self, sampling: TraceSampling, take: Callable[[bytes, int], None]) -> None:
+    def __init__(self, sampling: TraceSampling, take: Callable[[EpisodeSpan], None]) -> None:
         self._sampling = sampling
         self._take = take
         run = "\n".join(os.environ.get(name, "") for name in _ABOUT_THE_RUN)
@@ -138,7 +138,7 @@ class EpisodeTraces:
 
     def _tell(self, episode: EpisodeSpan) -> None:
         if episode.context.sampled:
-            self._take(episode.span(), 1)
+            self._take(episode)
 
     def end_all(self) -> None:
         """The router ends."""

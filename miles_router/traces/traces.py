@@ -60,9 +60,9 @@ class Traces:
         if turn.context is None:  # refused before anybody was asked
             self._episodes.place(turn)
         assert turn.context is not None
-        turn.ends(began_at)
+        turn.ends(exchange, path, status, began_at)
         if turn.context.sampled:
-            self._queue.put(*turn.spans(exchange, path, status))
+            self._queue.put(turn)
         if turn.episode is not None:
             self._episodes.leave(turn.episode, turn.began_ns)
 

@@ -62,15 +62,36 @@ class TurnTrace:
     lost = 0
     waits: Sequence[Part] = ()
     legs: Sequence[LegTimes] = ()
+    #: Of its flight, once it is over: when a reply began, who answered last, and with which weights by our knowledge.
+    head_at: float | None = None
+    worker: str | None = None
+    known_version: str | None = None
+    #: What its client asked and was sent.
+    request_id = ""
+    path = ""
+    status = 0
     #: When it began and ended by `time.perf_counter()`, and when it began in Unix nanoseconds.
     began_at = 0.0
     ended_at = 0.0
     began_ns = 0
 
-    def ends(self, began_at: float) -> None:
-        """It is over, and began at that moment."""
+    def ends(self, exchange: Exchange, path: str, status: int, began_at: float) -> None:
+        """It is over. From here on it holds nothing of the request itself.
+
+        Args:
+            path: that its client asked.
+            status: that its client was sent; 0 for none.
+            began_at: by `time.perf_counter()`.
+        """
         self.began_at, self.ended_at = began_at, time.perf_counter()
         self.began_ns = time.time_ns() - int((self.ended_at - began_at) * 1e9)
+        self.request_id, self.path, self.status = exchange.request_id, path, status
+        flight = exchange.flight
+        self.head_at, self.worker = flight.first_byte_at, flight.worker_url
+        if self.request is not None and self.workers is not None:
+            self.lost += len(self.request.tried)
+            self.known_version = self.workers.version_of(flight.worker_url)
+            self.request = self.workers = None
 
     def _ns(self, moment: float) -> int:
         return self.began_ns + int((moment - self.began_at) * 1e9)
@@ -83,37 +104,31 @@ class TurnTrace:
             self.lost += len(self.request.tried)
         self.request, self.workers = request, workers
 
-    def spans(self, exchange: Exchange, path: str, status: int) -> tuple[bytes, int]:
-        """Its span and those of its parts, and how many they are.
-
-        Args:
-            path: that its client asked.
-            status: that its client was sent; 0 for none.
-        """
+    def spans(self) -> bytes:
+        """Its span and those of its parts."""
         context, remote = self.context, self.has_parent
         assert context is not None
         begin, end = self.began_ns, self._ns(self.ended_at)
         if self.mode is PASSTHROUGH and not self.waits and not self.legs and self.error is None:
-            rest = self._about_nobody(exchange, path, status)
-            head_at = exchange.flight.first_byte_at
-            if head_at is not None:
-                rest += event(b"first_byte", self._ns(head_at))
-            return span(context, self.parent_id, b"turn", begin, end, rest, kind=SERVER, remote=remote), 1
-        rest = b"".join(self._about(exchange, path, status))
+            rest = self._about_nobody()
+            if self.head_at is not None:
+                rest += event(b"first_byte", self._ns(self.head_at))
+            return span(context, self.parent_id, b"turn", begin, end, rest, kind=SERVER, remote=remote)
+        rest = b"".join(self._about())
         written = [span(context, self.parent_id, b"turn", begin, end, rest, kind=SERVER, remote=remote)]
         number = int.from_bytes(context.span_id, "big")
-        for name, part_began, part_ended, about in self._parts(exchange):
+        for name, part_began, part_ended, about in self._parts():
             number = number + 1 & _LAST_ID or 1
             own = TraceContext(context.trace_id, number.to_bytes(SPAN_BYTES, "big"), True)
             written.append(span(own, context.span_id, name, self._ns(part_began), self._ns(part_ended), about))
-        return b"".join(written), len(written)
+        return b"".join(written)
 
-    def _parts(self, exchange: Exchange) -> Iterator[Part]:
+    def _parts(self) -> Iterator[Part]:
         is_read = self.mode is not PASSTHROUGH  # else nothing is done before the innermost app, and nothing after it
-        if is_read and self.request is not None:
+        if is_read and self.reached_at:
             yield b"prepare", self.began_at, self.reached_at, b""
         yield from self.waits
-        for leg in self.legs or self._only_leg(exchange):
+        for leg in self.legs or self._only_leg():
             about = leg.about()
             yield b"first_byte", leg.began_at, leg.ended_at if leg.head_at is None else leg.head_at, about
             if leg.head_at is not None:
@@ -121,56 +136,49 @@ class TurnTrace:
         if is_read and self.legs:
             yield b"parsing", max(leg.ended_at for leg in self.legs), self.ended_at, b""
 
-    def _only_leg(self, exchange: Exchange) -> list[LegTimes]:
+    def _only_leg(self) -> list[LegTimes]:
         """That of a turn which no layer has read."""
-        flight = exchange.flight
-        if self.request is None or flight.worker_url is None:
+        if self.worker is None:
             return []
         leg = LegTimes(max([self.reached_at, *(wait[2] for wait in self.waits)]))
-        leg.worker, leg.version = flight.worker_url, self._version(exchange)
-        leg.head_at, leg.ended_at = flight.first_byte_at, self.ended_at
+        leg.worker, leg.version = self.worker, self.known_version
+        leg.head_at, leg.ended_at = self.head_at, self.ended_at
         return [leg]
 
-    def _version(self, exchange: Exchange) -> str | None:
-        return None if self.workers is None else self.workers.version_of(exchange.flight.worker_url)
-
-    def _about_nobody(self, exchange: Exchange, path: str, status: int) -> bytes:
+    def _about_nobody(self) -> bytes:
         """The attributes of a turn that no layer has read."""
-        worker, version = exchange.flight.worker_url, self._version(exchange)
-        known = _known.get((path, worker, version, status))
+        key = self.path, self.worker, self.known_version, self.status
+        known = _known.get(key)
         if known is None:
             if len(_known) >= MAX_KNOWN:
                 _known.clear()
-            known = _known[path, worker, version, status] = b"".join(self._common(path, worker, version, status))
-        known += request_id(exchange.request_id)
-        if self.session is not None:
-            known += attribute("session.id", self.session)
-        if self.request is not None and (self.request.tried or self.lost):
-            known += attribute("miles_router.lost_workers", self.lost + len(self.request.tried))
-        return known
+            known = _known[key] = b"".join(self._common(self.worker, self.known_version))
+        return known + self._own()
 
-    def _common(self, path: str, worker: str | None, version: str | None, status: int) -> Iterator[bytes]:
-        yield attribute("miles_router.route", route_class(endpoint(path)))
+    def _own(self) -> bytes:
+        """The attributes that hardly two turns share."""
+        own = request_id(self.request_id)
+        if self.session is not None:
+            own += attribute("session.id", self.session)
+        return own + attribute("miles_router.lost_workers", self.lost) if self.lost else own
+
+    def _common(self, worker: str | None, version: str | None) -> Iterator[bytes]:
+        yield attribute("miles_router.route", route_class(endpoint(self.path)))
         yield attribute("miles_router.mode", self.mode)
         if worker is not None:
             yield repeated_attribute("miles_router.worker", worker)
         if version is not None:
             yield repeated_attribute("miles_router.weight_version", version)
-        if status:
-            yield attribute("http.response.status_code", status)
-        if status >= 500:
+        if self.status:
+            yield attribute("http.response.status_code", self.status)
+        if self.status >= 500:
             yield ERROR
 
-    def _about(self, exchange: Exchange, path: str, status: int) -> Iterator[bytes]:
+    def _about(self) -> Iterator[bytes]:
         last = self.legs[-1] if self.legs else None
-        worker = exchange.flight.worker_url if last is None else last.worker
-        version = self.version or (self._version(exchange) if last is None else last.version)
-        yield from self._common(path, worker, version, status)
-        yield request_id(exchange.request_id)
-        if self.session is not None:
-            yield attribute("session.id", self.session)
-        if self.request is not None and (self.request.tried or self.lost):
-            yield attribute("miles_router.lost_workers", self.lost + len(self.request.tried))
+        worker = self.worker if last is None else last.worker
+        yield from self._common(worker, self.version or (self.known_version if last is None else last.version))
+        yield self._own()
         if self.given >= 0:
             yield attribute("gen_ai.usage.input_tokens", self.given)
         if self.sampled >= 0:
@@ -179,7 +187,7 @@ class TurnTrace:
             yield attribute("gen_ai.response.finish_reasons", self.answers)
         if self.error is not None:
             yield repeated_attribute("error.type", self.error)
-            if status < 500:  # else it is there
+            if self.status < 500:  # else it is there
                 yield ERROR
 
 

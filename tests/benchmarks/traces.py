@@ -84,7 +84,7 @@ def load(port: int, seconds: float, script: Path) -> int:
 def spans_sent(port: int) -> dict[str, float]:
     """What has become of a router's spans."""
     done = subprocess.run(["curl", "-s", f"http://{HOST}:{port}/metrics"], capture_output=True, text=True, check=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("miles_router_trace_spans_total{")]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("miles_router_trace_records_total{")]
     return {line.partition('"')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 

@@ -355,7 +355,9 @@ async def counted(router: RunningRouter) -> dict[str, int]:
     text = (await router.ask("GET", "/metrics")).body.decode()
     return {
         name: int(float(count))
-        for name, count in re.findall(r'^miles_router_trace_spans_total\{outcome="(\w+)"\} (\S+)$', text, re.MULTILINE)
+        for name, count in re.findall(
+            r'^miles_router_trace_records_total\{outcome="(\w+)"\} (\S+)$', text, re.MULTILINE
+        )
     }
 
 
@@ -364,7 +366,7 @@ async def test_what_is_sent_is_counted(stage: Stage, collector: Collector) -> No
     await generate(router)
     sent = router.app.router.traces
     assert sent is not None
-    await until(lambda: sent.statistics.spans["sent"] == 1, "a span")
+    await until(lambda: sent.statistics.records["sent"] == 1, "a span")
     assert await counted(router) == {"sent": 1, "failed": 0, "dropped": 0}
 
 
@@ -374,10 +376,10 @@ async def test_a_collector_that_refuses_is_in_nobodys_way(stage: Stage, collecto
     assert (await generate(router)).status == 200
     traces = router.app.router.traces
     assert traces is not None
-    await until(lambda: traces.statistics.spans["failed"] == 1, "a span")
+    await until(lambda: traces.statistics.records["failed"] == 1, "a span")
     collector.server.always(script(reply()))
     assert (await generate(router)).status == 200
-    await until(lambda: traces.statistics.spans["sent"] == 1, "another")
+    await until(lambda: traces.statistics.records["sent"] == 1, "another")
     assert await counted(router) == {"sent": 1, "failed": 1, "dropped": 0}
 
 
@@ -385,11 +387,16 @@ async def test_what_finds_no_room_is_dropped_and_counted(
     stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
-    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+    release = asyncio.Event()
+    collector.server.always(script(release, reply()))
     router = await stage.router(await stage.worker(), **ON)
+    traces = router.app.router.traces
+    assert traces is not None
     for _ in range(3):
         assert (await generate(router)).status == 200
+    await until(lambda: traces.statistics.records["dropped"] == 1, "one is dropped")
     assert await counted(router) == {"sent": 0, "failed": 0, "dropped": 1}
+    release.set()
 
 
 async def test_the_end_of_the_router_sends_what_waits(

@@ -78,6 +78,13 @@ def test_a_later_version_is_read_as_the_first() -> None:
     assert TraceContext.read(b"01" + first[2:] + b"-more") == CONTEXT
 
 
+class Nothing:
+    """A record without spans."""
+
+    def spans(self) -> bytes:
+        return b""
+
+
 def test_the_end_does_not_wait_for_a_collector_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "LAST_SECONDS", 0.01)
     silent, asked = threading.Event(), threading.Event()
@@ -88,7 +95,7 @@ def test_the_end_does_not_wait_for_a_collector_that_says_nothing(monkeypatch: py
 
     spans = SpanQueue(send, QueueBounds(10, 1, 3600.0))
     spans.start()
-    spans.put(b"", 1)
+    spans.put(Nothing())
     assert asked.wait(120)
     spans.close()
     silent.set()
@@ -98,11 +105,11 @@ def test_batches_are_no_larger_than_they_may_be() -> None:
     sizes: list[int] = []
     spans = SpanQueue(lambda batch: sizes.append(len(batch)), QueueBounds(10, 4, 3600.0))
     for _ in range(10):
-        spans.put(b"", 1)
-    spans.put(b"", 1)
+        spans.put(Nothing())
+    spans.put(Nothing())
     spans.start()
     spans.close()
-    assert (sizes, dict(spans.statistics.spans)) == ([4, 4, 2], {"sent": 10, "failed": 0, "dropped": 1})
+    assert (sizes, dict(spans.statistics.records)) == ([4, 4, 2], {"sent": 10, "failed": 0, "dropped": 1})
 
 
 class Everything:
@@ -128,7 +135,7 @@ def leave(traces: EpisodeTraces, turn: TurnTrace) -> None:
 
 def test_an_episode_that_ends_while_a_turn_runs_is_told_behind_it() -> None:
     told: list[Span] = []
-    traces = EpisodeTraces(Everything(), lambda data, count: told.append(read(data)))
+    traces = EpisodeTraces(Everything(), lambda episode: told.append(read(episode.spans())))
     turn = turn_in(traces, "s")
     traces.end("s")
     assert told == []
@@ -143,7 +150,7 @@ def test_the_oldest_sessions_and_texts_are_let_go(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(episodes, "MAX_EPISODES", 2)
     monkeypatch.setattr(episodes, "MAX_TEXTS", 2)
     told: list[Span] = []
-    traces = EpisodeTraces(Everything(), lambda data, count: told.append(read(data)))
+    traces = EpisodeTraces(Everything(), lambda episode: told.append(read(episode.spans())))
     for session in ("a", "b", "a", "c"):
         leave(traces, turn_in(traces, session))
     assert [each.attributes[0].value.string_value for each in told] == ["b"]
