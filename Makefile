@@ -9,7 +9,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check --progress-bar off
 PIP := $(BIN)/python $(INSTALL)
 # What the benchmark compares with has an environment of its own: its requirements are no business of ours.
 PEERS := $(VENV)-peers
-DEMO := $(BIN)/python -m miles_router.testing.demo
+DEMO := $(BIN)/python -m miles_router.testing.demo $(if $(KEEP),--keep)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -33,7 +33,7 @@ CHOSEN := tests/e2e/test_forwarding.py tests/faults/test_membership.py -k "hop_b
 help: ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | awk -F '\t' '{printf "  make %-9s %s\n", $$1, $$2}'
 
-demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=sglang takes two real SGLang workers
+demo: $(VENV)/.installed ## rollouts with exact tokens over two workers; WORKER=sglang takes two real SGLang workers, KEEP=1 stays up
 	@$(MAKE) --no-print-directory demo-$(WORKER)
 
 test: install sglang tokenizers agents nginx chromium strace ## what a change must pass, in minutes; CI runs it: the source, the tests, short proofs on real SGLang

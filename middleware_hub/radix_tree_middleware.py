@@ -131,6 +131,10 @@ class RadixTreeMiddleware:
         with ExitStack() as until_answered:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
             exchange.flight.goes_on = _kept_cache(prompts)
+            if self.router.traces is not None:
+                before = next((each.goes_on_from for each in prompts if each.goes_on_from is not None), None)
+                self.router.traces.reads(exchange.flight, "text", goes_on=None if before is None else before.rid)
+                self.router.traces.prompt(exchange.flight, sum(map(len, ids)))
             until_answered.enter_context(handovers.left_on(exchange))
             rollouts = until_answered.enter_context(self._rollouts.under_way(exchange, request, prompts))
             tap = AnswerTap(send, self.router, self._recorder, exchange, request, prompts, handovers, rollouts)

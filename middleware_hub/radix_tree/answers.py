@@ -31,7 +31,7 @@ class AnswerTap(Tap):
 
     Args:
         send: the client's side.
-        router: counts replies that cannot be read.
+        router: counts replies that cannot be read, and traces turns.
         recorder: where the answers go.
         exchange: the request's record, for the log.
         request: as the client sent it.
@@ -55,6 +55,7 @@ class AnswerTap(Tap):
     ) -> None:
         super().__init__(send, router.metrics)
         self._recorder = recorder
+        self._traces = router.traces
         self._exchange = exchange
         self._request = request
         self._prompts = prompts
@@ -154,6 +155,9 @@ class AnswerTap(Tap):
         try:
             read = GenerateAnswer.read(answer)
             params, flight = self._request.prompts[prompt].params, self._exchange.flight
+            if self._traces is not None:
+                version = read.versions[-1].version if read.versions else None
+                self._traces.answer(self._exchange.flight, len(read.ids), read.finish, version, name=read.rid)
             nothing_found = len(flight.caches) == 1 and answer["meta_info"].get("cached_tokens") == 0
             entry = await self._recorder.record(
                 self._prompts[prompt],

@@ -10,6 +10,7 @@ from miles_router.errors import RouterError
 
 if TYPE_CHECKING:
     from miles_router.asgi.exchange import Message, Receive, Scope, Send
+    from miles_router.traces.turn import TurnTrace
 
 _count = itertools.count(1)
 
@@ -47,7 +48,7 @@ class Flight:
 
     __slots__ = (
         *("aborted", "caches", "first_byte_at", "goes_on", "group", "inward", "movable", "move", "number"),
-        *("preferred", "prefill_url", "rank", "rids", "stop", "waited", "waits", "worker_url"),
+        *("preferred", "prefill_url", "rank", "rids", "stop", "trace", "waited", "waits", "worker_url"),
     )
 
     def __init__(self) -> None:
@@ -85,6 +86,8 @@ class Flight:
         self.rids: set[str] = set()
         #: What generations are called further in, by the name they have further out: the client's, or that of a leg.
         self.inward: dict[str, str] = {}
+        #: What is known of its turn, where turns are traced.
+        self.trace: TurnTrace | None = None
 
     @property
     def urls(self) -> set[str]:

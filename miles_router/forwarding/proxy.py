@@ -47,7 +47,7 @@ class Proxy:
         exchange = Exchange.of(scope)
         body = await exchange.read(receive)
         self._metrics.bytes_in += len(body)
-        request = outgoing(scope, exchange.request_id, body)
+        request = self._outgoing(scope, exchange, body)
         flight = exchange.flight
         request.preferred = flight.preferred
         flight.movable = request.key is None and request.path == GENERATE and flight.goes_on is None
@@ -76,6 +76,10 @@ class Proxy:
             self._in_flight.leave(exchange)
         if relief is not None:
             await relief.finish()
+
+    def _outgoing(self, scope: Scope, exchange: Exchange, body: bytes) -> Outgoing:
+        """What a worker is sent."""
+        return outgoing(scope, exchange.request_id, body)
 
     async def _answer_aborted(self, scope: Scope, exchange: Exchange, body: bytes, send: Send) -> None:
         """An abort ends a request that waits at the gate, as it ends one in a worker's queue: no worker hears of it.

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prometheus_client.registry import Collector
 
@@ -32,6 +32,9 @@ from miles_router.settings.config import RouterConfig
 from miles_router.state.store import StateStore
 from miles_router.trajectory.rows import KINDS
 
+if TYPE_CHECKING:
+    from miles_router.traces.traces import Traces
+
 Numbers = TypeVar("Numbers", bound=Statistics)
 
 
@@ -51,6 +54,7 @@ class Router:
         control: Control,
         args: Namespace | None,
         store: StateStore | None = None,
+        traces: Traces | None = None,
         tokenizer: Any = None,
         owners: Owners | None = None,
     ) -> None:
@@ -70,6 +74,8 @@ class Router:
         self.control = control
         #: What outlives the process (`--state-dir`); None where nothing does.
         self.store = store
+        #: Where a layer tells what it has read of a turn (`--otel`); None where nobody wants to know.
+        self.traces = traces
         #: Free for middlewares to leave each other things that last longer than a request.
         self.state = SimpleNamespace()
         #: The argparse Namespace of the framework that embeds us, or one with the names such frameworks use.
@@ -150,6 +156,8 @@ class Router:
         """The session whose requests have this key is over: what it holds on its worker weighs no more on who takes the
         next ones. Harmless for one that nobody knows."""
         self.fleet.end_session(key)
+        if self.traces is not None:
+            self.traces.end_session(key)
 
     def base_url(self, scope: Scope) -> str:
         """The router's address as the client of this request knows it, without a slash at its end.

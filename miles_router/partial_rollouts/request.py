@@ -111,6 +111,7 @@ class ResumableRequest(ABC):
                 exchange.flight.group = self.exchange.flight.group
                 exchange.flight.worker_url = self.exchange.flight.worker_url
                 exchange.flight.caches = self.exchange.flight.caches  # of all parts
+                exchange.flight.trace = self.exchange.flight.trace
                 exchange.flight.rids.update(generation.rids)
                 stack.enter_context(self.in_flight(exchange, b""))
                 questions = EngineQuestions(self.context.router, exchange, self.scope["headers"])

@@ -183,6 +183,7 @@ class RouterConfig:
     log_level: Literal["debug", "info", "warning", "error"] = setting("info", "least severe log line shown")
     log_format: LogFormat = setting("text", "text for people, json for machines")
     access_log: bool = setting(False, "one log line for every request")
+    otel: bool = setting(False, "trace turns by OpenTelemetry (extra otel), as the variables OTEL_* say")
 
     def __post_init__(self) -> None:
         for spec in FIELDS.values():

@@ -28,6 +28,7 @@ from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Me
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from miles_router.testing import QWEN3_30B_A3B_H100
 from miles_router.testing.worker.costs.gpu import GPUS
+from miles_router.traces.queue import TraceStatistics
 from tests.clients.table import CLIENTS
 from tests.docs.pages import PAGES, name_of
 from tests.gpu.fit import ERRORS, REPORT, step_errors
@@ -162,6 +163,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "text_cache": partial(metrics, CacheStatistics),
     "text_archive": partial(metrics, ArchiveStatistics),
     "sessions": partial(metrics, SessionStatistics),
+    "traces": partial(metrics, TraceStatistics),
     "encoding": partial(metrics, EncodingStatistics),
     "routed_experts": partial(metrics, ExpertStatistics),
     "indexer_topk": partial(metrics, PositionStatistics),

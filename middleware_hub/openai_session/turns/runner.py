@@ -79,6 +79,8 @@ class TurnRunner:
         Raises:
             UnusableAnswer: the worker's answer cannot be recorded, or not read; the agent gets none.
         """
+        if self._router.traces is not None:
+            self._router.traces.reads(Exchange.of(scope).flight, "session", session=turn.session.id)
         parent = turn.places[0].parent
         if turn.prompt is not None and parent is not None:
             Exchange.of(scope).flight.goes_on = parent.cache
@@ -203,6 +205,11 @@ class TurnRunner:
             **self._of_the_request(turn, exchange.flight.worker_url),
         }
         self._recorder.record(turn, choices, facts)
+        if (traces := self._router.traces) is not None:
+            traces.prompt(exchange.flight, _prompt_tokens(turn, choices))
+            for each in choices:
+                version = each.versions[-1].version if each.versions else None
+                traces.answer(exchange.flight, len(each.ids), each.finish, version)
 
     def _of_the_request(self, turn: PendingTurn, url: str | None) -> dict[str, Any]:
         """What an audit must know of it, where there is something to know."""
@@ -222,6 +229,14 @@ async def give_events(send: Send, body: bytes) -> None:
     """Give a stream whose events are there."""
     await send(with_length({"type": "http.response.start", "status": OK, "headers": EVENT_STREAM}, body))
     await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _prompt_tokens(turn: PendingTurn, choices: Sequence[Choice]) -> int:
+    """Tokens of its prompts, each of which has as many choices."""
+    if turn.prompt is not None:
+        return turn.prompt.length
+    one_each = choices[:: max(1, len(choices) // len(turn.places))]
+    return sum(len(each.prompt or ()) for each in one_each)
 
 
 def _inner(face: Face, scope: Scope, body: bytes) -> Scope:

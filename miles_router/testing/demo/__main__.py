@@ -2,13 +2,14 @@
 
 Starts a router and two workers as processes of their own, registers the workers over HTTP, runs a GRPO-style rollout
 client of two turns against the router, retrieves the exact tokens of every rollout and prints what came of it. Exit
-status 0: every sample is whole and exact, and both workers served.
+status 0: every sample is whole and exact, and both workers served. With `--keep` rollouts go on until Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import re
 import shlex
 import signal
@@ -303,7 +304,36 @@ async def demo(options: argparse.Namespace, fleet: DemoFleet) -> int:
     cache = cache_lines(exactness, await get_json(f"{router}/router/info"))
     for lines in (worker_lines(served), sample_lines(options, tally, seconds), cache):
         print_block(lines)
-    return verdict(tally, served, exactness)
+    status = verdict(tally, served, exactness)
+    print_block(where_lines(router, keeps=options.keep))
+    if options.keep:
+        with contextlib.suppress(asyncio.CancelledError):  # Ctrl-C, which is how it ends
+            await go_on(router, options)
+    return status
+
+
+def where_lines(router: str, *, keeps: bool) -> Iterator[str]:
+    """Where there is something to look at."""
+    if not keeps:
+        yield "all of it ends now; make demo KEEP=1 stays up, with rollouts to look at:"
+    yield f"dashboard  {router}/dashboard"
+    yield f"metrics    {router}/metrics  (configs/grafana-dashboard.json shows them in Grafana)"
+    yield f"state      {router}/router/info"
+    yield "key        none is set: whoever reaches 127.0.0.1 may look"
+    if keeps:
+        yield "rollouts go on until Ctrl-C"
+
+
+async def go_on(router: str, options: argparse.Namespace) -> None:
+    """Rollouts without an end, and what goes wrong with them."""
+    sys.stdout.flush()
+    while True:
+        tally = Tally(options.prompts * options.samples)
+        await rollouts(router, options, tally)
+        for reason in dict.fromkeys(tally.failures):
+            print(f"  failed: {reason}", file=sys.stderr, flush=True)
+        if tally.failures:
+            await asyncio.sleep(LINE_INTERVAL)
 
 
 def verdict(tally: Tally, served: dict[str, int], exactness: Exactness | None) -> int:
@@ -356,6 +386,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--max-new-tokens", type=_positive, default=64, help="longest sample (default: %(default)s)")
     add("--concurrency", type=_positive, default=16, help="requests at once (default: %(default)s)")
     add("--token-latency-ms", type=float, default=8.0, help="of simulated workers (default: %(default)s)")
+    add("--keep", action="store_true", help="stay up with live traffic until Ctrl-C")
     return parser
 
 

@@ -1,0 +1,169 @@
+"""Which turns are one trace: those of a session, and those of a text that goes on.
+
+A session's trace is named by its session, so that every process and every start of a router gives it the same one. Its
+first span has the whole episode, and is told when that is over.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from hashlib import blake2b
+from typing import Protocol
+
+from miles_router.asgi.headers import RawHeaders
+from miles_router.traces.context import SPAN_BYTES, TRACE_BYTES, TRACEPARENT, TRACESTATE, TraceContext, new_id
+from miles_router.traces.encoding import attribute, span
+from miles_router.traces.turn import TurnTrace
+
+#: Sessions whose episode is not over, and generations that a text may go on from. The oldest are let go.
+MAX_EPISODES, MAX_TEXTS = 65_536, 262_144
+#: What tells runs apart that name their sessions alike.
+_ABOUT_THE_RUN = ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES")
+
+
+class TraceSampling(Protocol):
+    """Decides what is kept: OpenTelemetry's sampler."""
+
+    def begins(self, trace_id: bytes) -> bool:
+        """Whether a trace is."""
+        ...
+
+    def follows(self, parent: TraceContext) -> bool:
+        """Whether what is part of another process's span is."""
+        ...
+
+
+class EpisodeSpan:
+    """The span of a session."""
+
+    __slots__ = ("began_ns", "context", "ended_ns", "over", "running", "session", "turns")
+
+    def __init__(self, session: str, context: TraceContext) -> None:
+        self.session = session
+        self.context = context
+        self.began_ns = self.ended_ns = time.time_ns()
+        self.turns = 0
+        self.running = 0
+        #: Nobody adds to it any more but those that run.
+        self.over = False
+
+    def spans(self) -> bytes:
+        """It, written."""
+        about = attribute("session.id", self.session) + attribute("miles_router.turns", self.turns)
+        return span(self.context, None, b"episode", self.began_ns, self.ended_ns, about)
+
+
+class EpisodeTraces:
+    """Places turns.
+
+    Args:
+        take: is given each episode that is over.
+    """
+
+    def __init__(self, sampling: TraceSampling, take: Callable[[EpisodeSpan], None]) -> None:
+        self._sampling = sampling
+        self._take = take
+        run = "\n".join(os.environ.get(name, "") for name in _ABOUT_THE_RUN)
+        self._run = blake2b(run.encode("utf-8", "surrogateescape"), digest_size=32).digest()
+        self._open: OrderedDict[str, EpisodeSpan] = OrderedDict()
+        self._texts: OrderedDict[str, TraceContext] = OrderedDict()
+
+    def place(self, turn: TurnTrace, headers: RawHeaders | None = None, key: str | None = None) -> None:
+        """Find out which trace a turn belongs to: its client's, its session's, that of the text that it goes on from,
+        or its own.
+
+        Args:
+            headers: of the request, which may name its client's span.
+            key: what ties it to earlier ones: its session, where no layer has said which that is.
+        """
+        turn.session = turn.session or key
+        parent = None if headers is None else _parent(turn, headers)
+        if parent is not None:
+            turn.has_parent = True
+            self._put(turn, parent, sampled=self._sampling.follows(parent))
+        elif turn.session is not None:
+            turn.episode = self._enter(turn.session)
+            self._put(turn, turn.episode.context)
+        elif turn.earlier is not None:
+            self._put(turn, turn.earlier)
+        else:
+            ids = new_id(TRACE_BYTES + SPAN_BYTES)
+            trace_id, span_id = ids[:TRACE_BYTES], ids[TRACE_BYTES:]
+            turn.context = TraceContext(trace_id, span_id, self._sampling.begins(trace_id))
+
+    def _put(self, turn: TurnTrace, parent: TraceContext, *, sampled: bool | None = None) -> None:
+        kept = parent.sampled if sampled is None else sampled
+        turn.context = TraceContext(parent.trace_id, new_id(SPAN_BYTES), kept)
+        turn.parent_id = parent.span_id
+
+    def _enter(self, session: str) -> EpisodeSpan:
+        episode = self._open.get(session)
+        if episode is None:
+            digest = blake2b(
+                session.encode("utf-8", "surrogatepass"), digest_size=TRACE_BYTES + SPAN_BYTES, key=self._run
+            ).digest()
+            trace_id, span_id = digest[:TRACE_BYTES], digest[TRACE_BYTES:]
+            context = TraceContext(trace_id, span_id, self._sampling.begins(trace_id))
+            episode = self._open[session] = EpisodeSpan(session, context)
+            if len(self._open) > MAX_EPISODES:
+                self._end(next(iter(self._open)))
+        else:
+            self._open.move_to_end(session)
+        episode.running += 1
+        return episode
+
+    def leave(self, episode: EpisodeSpan, began_ns: int) -> None:
+        """A turn of it is over, which began then."""
+        episode.running -= 1
+        episode.turns += 1
+        episode.ended_ns = time.time_ns()
+        episode.began_ns = min(episode.began_ns, began_ns)
+        if episode.over and not episode.running:
+            self._tell(episode)
+
+    def end(self, session: str) -> None:
+        """A session's episode is over; harmless for one that nobody knows."""
+        if session in self._open:
+            self._open[session].ended_ns = time.time_ns()
+            self._end(session)
+
+    def _end(self, session: str) -> None:
+        episode = self._open.pop(session)
+        episode.over = True
+        if not episode.running:
+            self._tell(episode)
+
+    def _tell(self, episode: EpisodeSpan) -> None:
+        if episode.context.sampled:
+            self._take(episode)
+
+    def end_all(self) -> None:
+        """The router ends."""
+        for session in list(self._open):
+            self._end(session)
+
+    def generated(self, turn: TurnTrace, name: str) -> None:
+        """A text may go on from the generation of this name, which belongs to a turn."""
+        assert turn.context is not None
+        self._texts[name] = turn.context if turn.earlier is None or turn.has_parent else turn.earlier
+        if len(self._texts) > MAX_TEXTS:
+            self._texts.popitem(last=False)
+
+    def first_turn(self, name: str) -> TraceContext | None:
+        """The first turn of the text that this generation belongs to."""
+        return self._texts.get(name)
+
+
+def _parent(turn: TurnTrace, headers: RawHeaders) -> TraceContext | None:
+    """The client's span. One that is named twice is none."""
+    parents: list[bytes] = []
+    for name, value in headers:
+        if name == TRACEPARENT:
+            parents.append(value)
+        elif name != TRACESTATE:
+            continue
+        turn.has_headers = True
+    return TraceContext.read(parents[0]) if len(parents) == 1 else None

@@ -1,0 +1,95 @@
+"""The innermost app: it tells engines whose span they are part of, and takes down what layers cannot see."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Coroutine
+from typing import Any
+
+from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send
+from miles_router.asgi.flight import Flight, Relief
+from miles_router.asgi.outlet import Outlet
+from miles_router.fleet.pool import WorkerPool
+from miles_router.forwarding.forwarder import Forwarded
+from miles_router.forwarding.outgoing import Outgoing
+from miles_router.forwarding.proxy import Proxy
+from miles_router.forwarding.upstream import NotAdmitted
+from miles_router.traces.context import TRACEPARENT, TRACESTATE
+from miles_router.traces.episodes import EpisodeTraces
+from miles_router.traces.turn import LegTimes, TurnTrace
+
+
+class TracedProxy(Proxy):
+    """The innermost app of a pool.
+
+    Where no layer has wrapped `send`, what a turn needs to know stands in its flight anyway, and nothing is taken down.
+    """
+
+    def __init__(self, episodes: EpisodeTraces, workers: WorkerPool, *parts: Any, **options: Any) -> None:
+        super().__init__(*parts, **options)
+        self._episodes = episodes
+        self._workers = workers
+
+    def _outgoing(self, scope: Scope, exchange: Exchange, body: bytes) -> Outgoing:
+        request = super()._outgoing(scope, exchange, body)
+        if request.generates:
+            turn = exchange.flight.trace
+            if turn is None:
+                turn = exchange.flight.trace = TurnTrace()
+            turn.sent(request, self._workers)
+            if turn.context is None:
+                self._episodes.place(turn, request.headers, request.key)
+            _write(turn, request)
+        return request
+
+    def _forward(
+        self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, Relief | None]:
+        if flight.trace is None or isinstance(send, Outlet):
+            return super()._forward(request, flight, scope, receive, send)
+        return self._forward_leg(flight.trace, request, flight, scope, receive, send)
+
+    async def _forward_leg(
+        self, turn: TurnTrace, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
+    ) -> Relief | None:
+        leg = LegTimes()
+        turn.legs = [*turn.legs, leg]
+        try:
+            return await super()._forward(request, flight, scope, receive, _LegSend(send, leg))
+        except NotAdmitted:  # nobody was asked
+            turn.legs = [each for each in turn.legs if each is not leg]
+            raise
+        finally:
+            leg.over()
+            if leg.head_at is None:
+                leg.worker = flight.worker_url
+
+    async def _relay(self, forwarded: Forwarded, send: Send) -> None:
+        if isinstance(send, _LegSend):
+            send.leg.begins(forwarded.worker)
+        await super()._relay(forwarded, send)
+
+
+def _write(turn: TurnTrace, request: Outgoing) -> None:
+    """Put the turn's own span in place of the client's. Unless it follows that one, the client's `tracestate` says
+    nothing of it, and goes too."""
+    assert turn.context is not None
+    if turn.has_headers:
+        dropped = (TRACEPARENT,) if turn.has_parent else (TRACEPARENT, TRACESTATE)
+        request.headers = [pair for pair in request.headers if pair[0] not in dropped]
+    request.headers.append((TRACEPARENT, turn.context.traceparent()))
+
+
+class _LegSend:
+    """The `send` of one leg: told of the last message after the leg is over. What a layer does with the whole answer
+    is no part of the generation."""
+
+    __slots__ = ("_send", "leg")
+
+    def __init__(self, send: Send, leg: LegTimes) -> None:
+        self._send = send
+        self.leg = leg
+
+    def __call__(self, message: Message) -> Awaitable[None]:
+        if not message.get("more_body", True):
+            self.leg.over()
+        return self._send(message)

@@ -1,0 +1,109 @@
+"""All traces of one router: turns that are over, and what layers tell of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+from miles_router.asgi.exchange import Exchange
+from miles_router.asgi.flight import Flight
+from miles_router.fleet.pool import WorkerPool
+from miles_router.traces.episodes import EpisodeTraces, TraceSampling
+from miles_router.traces.queue import SpanQueue
+from miles_router.traces.sending import TracedProxy
+from miles_router.traces.turn import TurnTrace
+from miles_router.traces.waiting import TracedGate
+
+
+class Traces:
+    """The traces of a router.
+
+    Args:
+        close: ends the sending of spans.
+    """
+
+    #: What a router is made of that traces its turns.
+    gate = TracedGate
+
+    def __init__(self, sampling: TraceSampling, queue: SpanQueue, close: Callable[[], None]) -> None:
+        self._queue = queue
+        self._close = close
+        self._episodes = EpisodeTraces(sampling, queue.put)
+        #: What `GET /metrics` shows.
+        self.statistics = queue.statistics
+
+    def proxy(self, workers: WorkerPool) -> Callable[..., TracedProxy]:
+        """What makes the innermost app of the pool with these workers."""
+        return partial(TracedProxy, self._episodes, workers)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """While it is entered, spans are sent; at its end the last ones."""
+        self._queue.start()
+        try:
+            yield
+        finally:
+            self._episodes.end_all()
+            await asyncio.to_thread(self._queue.close)
+            self._close()
+
+    def finish(self, exchange: Exchange, turn: TurnTrace, path: str, status: int, began_at: float) -> None:
+        """A turn is over.
+
+        Args:
+            path: that its client asked.
+            status: that its client was sent; 0 for none.
+            began_at: by `time.perf_counter()`.
+        """
+        if turn.context is None:  # refused before anybody was asked
+            self._episodes.place(turn)
+        assert turn.context is not None
+        turn.ends(exchange, path, status, began_at)
+        if turn.context.sampled:
+            self._queue.put(turn)
+        if turn.episode is not None:
+            self._episodes.leave(turn.episode, turn.began_ns)
+
+    # What layers tell
+
+    def reads(self, flight: Flight, mode: str, *, session: str | None = None, goes_on: str | None = None) -> None:
+        """A layer reads a request, before anybody is asked.
+
+        Args:
+            mode: what it makes of it: `session` or `text`.
+            session: the session that it belongs to.
+            goes_on: the engine's name of the generation that the text goes on from.
+        """
+        turn = flight.trace = flight.trace or TurnTrace()
+        turn.mode, turn.session = mode, session
+        if goes_on is not None:
+            turn.earlier = self._episodes.first_turn(goes_on)
+
+    def prompt(self, flight: Flight, tokens: int) -> None:
+        """The prompts of a request have so many tokens."""
+        if flight.trace is not None:
+            flight.trace.given = tokens
+
+    def answer(self, flight: Flight, tokens: int, finish: str, version: str | None, *, name: str | None = None) -> None:
+        """A layer has read one answer.
+
+        Args:
+            tokens: that were sampled.
+            finish: why it ended.
+            version: of the weights that sampled its last token.
+            name: the engine's of the generation, where a text may go on from it.
+        """
+        turn = flight.trace
+        if turn is None or turn.context is None:
+            return
+        turn.sampled = max(turn.sampled, 0) + tokens
+        turn.answers = [*turn.answers, finish]
+        turn.version = version or turn.version
+        if name is not None:
+            self._episodes.generated(turn, name)
+
+    def end_session(self, session: str) -> None:
+        """A session's episode is over."""
+        self._episodes.end(session)

@@ -1,0 +1,432 @@
+"""Traces over real sockets: what a collector that speaks OTLP/HTTP is told of turns, and what engines are told."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from miles_router.app import create_app
+from miles_router.errors import ConfigError
+from miles_router.settings.config import MiddlewareSpec, RouterConfig
+from miles_router.testing import SimulatedWorker
+from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint
+from tests.support.collector import CollectedSpan, Collector
+from tests.support.fleet import gate, held, posting
+from tests.support.http import RawReply, ask
+from tests.support.running_router import RunningRouter, router_process
+from tests.support.scripted_worker import RESET, ScriptedWorker, reply, script
+from tests.support.session_trial import SessionTrial, simulated_sessions, user
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+#: The example of W3C Trace Context.
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SECRET = "a prompt that nobody else may see"
+BODY = json.dumps({"text": SECRET, "sampling_params": {"max_new_tokens": 4}}).encode()
+ON: dict[str, Any] = {"otel": True}
+
+
+@pytest.fixture
+async def collector(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Collector:
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+    return Collector(await stage.worker(), monkeypatch)
+
+
+async def generate(router: RunningRouter, *headers: tuple[str, str], path: str = "/generate") -> RawReply:
+    return await router.ask("POST", path, [*JSON, *headers], BODY)
+
+
+def within(part: CollectedSpan, whole: CollectedSpan) -> bool:
+    return whole.start <= part.start <= part.end <= whole.end
+
+
+def told(worker: ScriptedWorker, name: str) -> list[bytes]:
+    """The values of a header that the engine was told."""
+    return [value for each in worker.requests for value in each.values(name)]
+
+
+# One turn
+
+
+async def test_a_request_without_a_session_is_a_trace_of_its_own(stage: Stage, collector: Collector) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, **ON)
+    for _ in range(2):
+        assert (await generate(router, ("X-Request-Id", "mine"))).status == 200
+    first, second = await collector.come("turn", 2)
+    assert (first.parent, first.trace == second.trace, first.kind) == ("", False, 2)
+    assert first.attributes == {
+        "miles_router.route": "generate",
+        "miles_router.mode": "passthrough",
+        "miles_router.request_id": "mine",
+        "miles_router.worker": worker.url,
+        "miles_router.weight_version": "1",
+        "http.response.status_code": 200,
+    }
+    assert not first.failed
+    assert first.start <= first.first_byte <= first.end
+    assert collector.parts(first) == [], "what comes behind the first byte is the generation"
+
+
+async def test_the_turns_span_is_what_the_engines_are_part_of(stage: Stage, collector: Collector) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, **ON)
+    await generate(router)
+    (turn,) = await collector.come("turn", 1)
+    assert told(worker, "traceparent") == [f"00-{turn.trace}-{turn.id}-01".encode()]
+
+
+async def test_a_clients_own_span_is_what_the_turn_is_part_of(stage: Stage, collector: Collector) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, **ON)
+    await generate(router, ("traceparent", f"00-{TRACE}-{SPAN}-01"), ("tracestate", "a=1"), ("X-Session-Id", "s"))
+    (turn,) = await collector.come("turn", 1)
+    assert (turn.trace, turn.parent, turn.flags) == (TRACE, SPAN, 0x301)
+    assert told(worker, "traceparent") == [f"00-{TRACE}-{turn.id}-01".encode()]
+    assert told(worker, "tracestate") == [b"a=1"]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [f"00-{TRACE}-{SPAN}"],
+        [f"ff-{TRACE}-{SPAN}-01"],
+        [f"00-{TRACE}-{SPAN}-01-more"],
+        [f"00-{'0' * 32}-{SPAN}-01"],
+        [f"00-{TRACE.upper()}-{SPAN}-01"],
+        [f"00-{TRACE}-{SPAN}-01"] * 2,
+        ["x" * 4000],
+    ],
+    ids=["short", "version", "long", "zeros", "upper", "twice", "huge"],
+)
+async def test_a_span_that_is_none_is_no_parent(stage: Stage, collector: Collector, headers: list[str]) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, **ON)
+    await generate(router, *(("traceparent", each) for each in headers), ("tracestate", "a=1"))
+    (turn,) = await collector.come("turn", 1)
+    assert (turn.parent, turn.trace == TRACE, turn.flags) == ("", False, 0x101)
+    assert told(worker, "traceparent") == [f"00-{turn.trace}-{turn.id}-01".encode()]
+    assert told(worker, "tracestate") == []
+
+
+async def test_what_fails_says_why(stage: Stage, collector: Collector) -> None:
+    worker = (await stage.worker()).always(script(RESET))
+    router = await stage.router(worker, **ON)
+    assert (await generate(router)).status == 502
+    (turn,) = await collector.come("turn", 1)
+    assert turn.failed
+    assert (turn.attributes["error.type"], turn.attributes["http.response.status_code"]) == (
+        "upstream_unreachable",
+        502,
+    )
+    (head,) = collector.parts(turn)
+    assert (head.name, head.attributes["miles_router.worker"]) == ("first_byte", worker.url)
+
+
+async def test_other_workers_that_were_tried_are_counted(stage: Stage, collector: Collector) -> None:
+    workers = [await stage.worker(), await stage.worker()]
+    router = await stage.router(*workers, **ON)
+    workers[0].always(script(RESET))
+    for _ in range(2):
+        assert (await generate(router)).status == 200
+    turns = await collector.come("turn", 2)
+    assert max(turn.attributes.get("miles_router.lost_workers", 0) for turn in turns) == 1
+    assert {turn.attributes["miles_router.worker"] for turn in turns} == {workers[1].url}
+
+
+async def test_only_what_generates_is_traced(stage: Stage, collector: Collector) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, **ON)
+    await router.ask("GET", "/v1/models", [("traceparent", f"00-{TRACE}-{SPAN}-01")])
+    await generate(router)
+    await collector.come("turn", 1)
+    assert len(collector.spans("turn")) == 1
+    assert told(worker, "traceparent")[0] == f"00-{TRACE}-{SPAN}-01".encode(), "as it came"
+
+
+# Waits
+
+
+async def test_a_wait_at_the_gate_is_a_span(stage: Stage, collector: Collector) -> None:
+    router = await stage.router(await stage.worker(), **ON)
+    gate(router).pause("retract")
+    waiting = posting(router)
+    await held(router, 1)
+    gate(router).resume()
+    assert (await waiting).status == 200
+    (turn,) = await collector.come("turn", 1)
+    assert [part.name for part in collector.parts(turn)] == ["gate", "first_byte", "generation"]
+
+
+async def test_a_wait_for_room_is_a_span(stage: Stage, collector: Collector) -> None:
+    async with SimulatedWorker(context_len=4_000) as worker:
+        router = await stage.router(worker.url, admission=0.5, **ON)
+        await until(lambda: all(each.facts is not None for each in router.pool), "its memory is known")
+        body = json.dumps({"input_ids": [300] * 1_500, "sampling_params": {"max_new_tokens": 2}}).encode()
+        assert (await router.ask("POST", "/generate", [*JSON, ("X-Session-Id", "a")], body)).status == 200
+        second = asyncio.ensure_future(router.ask("POST", "/generate", [*JSON, ("X-Session-Id", "b")], body))
+        await held(router, 1)
+        router.app.router.end_session("a")
+        assert (await second).status == 200
+        turns = await collector.come("turn", 2)
+        assert [part.name for part in collector.parts(turns[1])] == ["queue", "first_byte", "generation"]
+        (episode,) = await collector.come("episode", 1)
+        assert (episode.trace, episode.attributes["session.id"]) == (turns[0].trace, "a")
+
+
+# Episodes
+
+
+async def test_a_session_is_one_trace(stage: Stage, collector: Collector) -> None:
+    async with simulated_sessions(stage, settings=ON) as trial:
+        session = await trial.create()
+        first = await trial.chat(session, [user(SECRET)])
+        messages = [user(SECRET), first["choices"][0]["message"], user("And now?")]
+        await trial.chat(session, messages)
+        turns = await collector.come("turn", 2)
+        assert collector.spans("episode") == [], "it is not over"
+        assert (await trial.ask("DELETE", f"/sessions/{session}")).status == 204
+        (episode,) = await collector.come("episode", 1)
+        check_turns(trial, session, turns, collector)
+    assert {turn.trace for turn in turns} == {episode.trace}
+    assert {turn.parent for turn in turns} == {episode.id}
+    assert (episode.parent, episode.attributes) == ("", {"session.id": session, "miles_router.turns": 2})
+    assert episode.start <= turns[0].start <= turns[1].end <= episode.end
+    assert len(collector.spans("episode")) == 1
+
+
+def check_turns(trial: SessionTrial, session: str, turns: list[CollectedSpan], collector: Collector) -> None:
+    """What turns say is what the worker was given and has sampled."""
+    for turn, visit in zip(turns, trial.door, strict=True):
+        (generation,) = visit.generations
+        assert turn.attributes == {
+            **turn.attributes,
+            "session.id": session,
+            "miles_router.mode": "session",
+            "miles_router.route": "chat_completions",
+            "miles_router.weight_version": "1",
+            "gen_ai.usage.input_tokens": len(generation.input_ids),
+            "gen_ai.usage.output_tokens": len(generation.output_ids),
+            "gen_ai.response.finish_reasons": ["length"],
+        }
+        parts = collector.parts(turn)
+        assert [part.name for part in parts] == ["prepare", "first_byte", "generation", "parsing"]
+        assert all(within(part, turn) for part in parts)
+        assert [part.end for part in parts[:-1]] <= [part.start for part in parts[1:]], "one behind the other"
+
+
+async def test_a_streamed_turn_of_several_choices_says_as_much(stage: Stage, collector: Collector) -> None:
+    async with simulated_sessions(stage, settings=ON) as trial:
+        await trial.stream(await trial.create(), [user("Hi")], n=2)
+        (turn,) = await collector.come("turn", 1)
+        generations = trial.door[0].generations
+    assert turn.attributes["gen_ai.response.finish_reasons"] == ["length"] * 2
+    assert turn.attributes["gen_ai.usage.output_tokens"] == sum(len(each.output_ids) for each in generations)
+    assert turn.attributes["gen_ai.usage.input_tokens"] == len(generations[0].input_ids)
+
+
+async def test_a_text_that_goes_on_stays_in_its_trace(stage: Stage, collector: Collector) -> None:
+    async with SimulatedWorker(tokenizer=checkpoint()) as worker:
+        layers = (MiddlewareSpec(CACHE),)
+        trial = Trial(await stage.router(worker.url, middlewares=layers, hf_checkpoint=checkpoint(), **ON), worker)
+        text = SECRET
+        for _ in range(3):
+            text += (await trial.generate(text=text))["text"] + "\nAnd?"
+        await trial.generate(text=SECRET)  # another rollout of the same prompt
+        turns = await collector.come("turn", 4)
+        given = [each.generations[0].input_ids for each in trial.door]
+    assert [turn.trace == turns[0].trace for turn in turns] == [True, True, True, False]
+    assert [turn.parent for turn in turns] == ["", turns[0].id, turns[0].id, ""]
+    assert [turn.attributes["gen_ai.usage.input_tokens"] for turn in turns] == [len(ids) for ids in given]
+    assert {turn.attributes["miles_router.mode"] for turn in turns} == {"text"}
+    assert {turn.attributes["gen_ai.usage.output_tokens"] for turn in turns} == {SHORT["max_new_tokens"]}
+
+
+async def test_a_session_has_the_same_trace_after_a_restart(stage: Stage, collector: Collector) -> None:
+    worker = await stage.worker()
+    for _ in range(2):
+        await generate(await stage.router(worker, **ON), ("X-SMG-Routing-Key", "run 7"))
+    first, second = await collector.come("turn", 2)
+    assert first.trace == second.trace
+
+
+async def test_runs_that_are_told_apart_have_traces_of_their_own(
+    stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await stage.worker()
+    await generate(await stage.router(worker, **ON), ("X-Session-Id", "s"))
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "run=8")
+    await generate(await stage.router(worker, **ON), ("X-Session-Id", "s"))
+    first, second = await collector.come("turn", 2)
+    assert first.trace != second.trace
+    resource = collector.messages()[-1].resource_spans[0].resource
+    about = {each.key: each.value.string_value for each in resource.attributes}
+    assert (about["run"], about["service.name"]) == ("8", "miles-router")
+
+
+# Settings of OpenTelemetry
+
+
+@pytest.mark.parametrize(("flag", "kept"), [("01", 1), ("00", 0)])
+async def test_a_client_that_keeps_no_trace_has_none_kept_here(
+    stage: Stage, collector: Collector, flag: str, kept: int
+) -> None:
+    worker = await stage.worker()
+    router = await stage.router(worker, **ON)
+    await generate(router, ("traceparent", f"00-{TRACE}-{SPAN}-{flag}"))
+    await generate(router)
+    await collector.come("turn", 1 + kept)
+    assert len([turn for turn in collector.spans("turn") if turn.trace == TRACE]) == kept
+    assert told(worker, "traceparent")[0].endswith(f"-{flag}".encode())
+
+
+async def test_the_sampler_keeps_whole_sessions(
+    stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_traceidratio")
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0.5")
+    worker = await stage.worker()
+    router = await stage.router(worker, **ON)
+    for number in range(64):
+        for _ in range(2):
+            await generate(router, ("X-Session-Id", f"s{number}"))
+    flags = [value[-2:] for value in told(worker, "traceparent")]
+    assert flags[::2] == flags[1::2]
+    await collector.come("turn", flags.count(b"01"))
+    assert len(collector.spans("turn")) == flags.count(b"01")
+    assert 0 < flags.count(b"01") < 128, "of 64 sessions, whose names are always the same"
+
+
+async def test_the_exporters_settings_are_obeyed(
+    stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "gzip")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
+    await generate(await stage.router(await stage.worker(), **ON))
+    await until(lambda: collector.requests, "a request")
+    request = collector.requests[0]
+    assert request.values("x-tenant") == [b"me"]
+    assert request.values("content-type") == [b"application/x-protobuf"]
+    assert request.values("content-encoding") == [b"gzip"]
+    assert b"miles_router.worker" in gzip.decompress(request.body)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc"),
+        ("OTEL_TRACES_EXPORTER", "zipkin"),
+        ("OTEL_BSP_MAX_QUEUE_SIZE", "many"),
+    ],
+)
+async def test_what_is_not_there_stops_the_start_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=re.escape(value)):
+        create_app(RouterConfig(otel=True))
+
+
+@pytest.mark.parametrize(("name", "value"), [("OTEL_SDK_DISABLED", "true"), ("OTEL_TRACES_EXPORTER", "none")])
+async def test_the_environment_can_switch_traces_off(
+    stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    worker = await stage.worker()
+    router = await stage.router(worker, **ON)
+    await generate(router, ("traceparent", f"00-{TRACE}-{SPAN}-01"))
+    assert router.app.router.traces is None
+    assert told(worker, "traceparent") == [f"00-{TRACE}-{SPAN}-01".encode()]
+
+
+# In nobody's way
+
+
+async def counted(router: RunningRouter) -> dict[str, int]:
+    text = (await router.ask("GET", "/metrics")).body.decode()
+    return {
+        name: int(float(count))
+        for name, count in re.findall(
+            r'^miles_router_trace_records_total\{outcome="(\w+)"\} (\S+)$', text, re.MULTILINE
+        )
+    }
+
+
+async def test_what_is_sent_is_counted(stage: Stage, collector: Collector) -> None:
+    router = await stage.router(await stage.worker(), **ON)
+    await generate(router)
+    sent = router.app.router.traces
+    assert sent is not None
+    await until(lambda: sent.statistics.records["sent"] == 1, "a span")
+    assert await counted(router) == {"sent": 1, "failed": 0, "dropped": 0}
+
+
+async def test_a_collector_that_refuses_is_in_nobodys_way(stage: Stage, collector: Collector) -> None:
+    collector.server.always(script(reply(status=400)))
+    router = await stage.router(await stage.worker(), **ON)
+    assert (await generate(router)).status == 200
+    traces = router.app.router.traces
+    assert traces is not None
+    await until(lambda: traces.statistics.records["failed"] == 1, "a span")
+    collector.server.always(script(reply()))
+    assert (await generate(router)).status == 200
+    await until(lambda: traces.statistics.records["sent"] == 1, "another")
+    assert await counted(router) == {"sent": 1, "failed": 1, "dropped": 0}
+
+
+async def test_what_finds_no_room_is_dropped_and_counted(
+    stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
+    release = asyncio.Event()
+    collector.server.always(script(release, reply()))
+    router = await stage.router(await stage.worker(), **ON)
+    traces = router.app.router.traces
+    assert traces is not None
+    for _ in range(3):
+        assert (await generate(router)).status == 200
+    await until(lambda: traces.statistics.records["dropped"] == 1, "one is dropped")
+    assert await counted(router) == {"sent": 0, "failed": 0, "dropped": 1}
+    release.set()
+
+
+async def test_the_end_of_the_router_sends_what_waits(
+    collector: Collector, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+    worker = await stage.worker()
+    async with router_process("--otel", "true", "--worker-urls", worker.url) as running:
+        assert (await ask(running.url, "POST", "/generate", [*JSON, ("X-Session-Id", "s")], BODY)).status == 200
+        assert collector.requests == []
+    assert [span.name for span in collector.spans()] == ["turn", "episode"]
+
+
+async def test_no_text_and_no_key_is_told(stage: Stage, collector: Collector) -> None:
+    router = await stage.router(await stage.worker(), api_key="the-secret-key", **ON)
+    answer = await generate(router, ("Authorization", "Bearer the-secret-key"))
+    assert answer.status == 200
+    await collector.come("turn", 1)
+    for request in collector.requests:
+        assert SECRET.encode() not in request.body
+        assert b"the-secret-key" not in request.body
+
+
+async def test_without_the_setting_nothing_of_it_is_loaded() -> None:
+    code = (
+        "import sys; from miles_router import create_app; from miles_router.forwarding.proxy import Proxy; "
+        "from miles_router.edge import RouterApp; from miles_router.fleet.gate import Gate; "
+        "app = create_app(); assert type(app.pools.default.app) is Proxy; "
+        "assert not [name for name in sys.modules if name.startswith(('opentelemetry', 'miles_router.traces'))]; "
+        "assert type(app) is RouterApp and type(app.router.gate) is Gate"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: ASYNC221
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,159 @@
+"""Traces without sockets: what spans say on the wire, and a queue that nobody waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from miles_router.traces import episodes, queue
+from miles_router.traces.context import TraceContext
+from miles_router.traces.encoding import MAX_VALUE, SpanEnvelope, attribute, event, request_id, span, varint
+from miles_router.traces.episodes import EpisodeTraces
+from miles_router.traces.queue import QueueBounds, SpanQueue
+from miles_router.traces.turn import TurnTrace
+
+CONTEXT = TraceContext(b"t" * 16, b"s" * 8, True)
+VALUES = st.text() | st.integers(-(2**63), 2**63 - 1) | st.booleans() | st.floats(allow_nan=False)
+IDS = st.binary(min_size=8, max_size=8)
+
+
+def read(data: bytes) -> Span:
+    """A span as the protocol's own messages read it."""
+    message = ExportTraceServiceRequest.FromString(SpanEnvelope({"service.name": "me"}, "n", "1").around([data]))
+    (scope,) = message.resource_spans[0].scope_spans
+    assert (scope.scope.name, scope.scope.version) == ("n", "1")
+    only: Span = scope.spans[0]
+    assert len(scope.spans) == 1
+    return only
+
+
+@given(st.dictionaries(st.text(max_size=200), VALUES | st.lists(st.text(), max_size=5), max_size=8))
+def test_attributes_are_read_as_they_were_given(attributes: dict[str, str | int | bool | float | list[str]]) -> None:
+    rest = b"".join(attribute(key, value) for key, value in attributes.items())
+    found = read(span(CONTEXT, None, b"turn", 1, 2, rest))
+    for pair, (key, value) in zip(found.attributes, attributes.items(), strict=True):
+        kind = str(pair.value.WhichOneof("value"))
+        if isinstance(value, list):
+            assert [each.string_value for each in pair.value.array_value.values] == [each[:MAX_VALUE] for each in value]
+        else:
+            wanted = value[:MAX_VALUE] if isinstance(value, str) else value
+            assert (pair.key, type(wanted), getattr(pair.value, kind)) == (key, type(value), wanted)
+
+
+@given(st.none() | IDS, st.integers(0, 2**63), st.integers(0, 2**63), st.booleans())
+def test_a_span_is_read_as_it_was_given(parent: bytes | None, start: int, end: int, remote: bool) -> None:
+    found = read(span(CONTEXT, parent, b"first_byte", start, end, kind=2, remote=remote))
+    assert (found.trace_id, found.span_id, found.parent_span_id) == (b"t" * 16, b"s" * 8, parent or b"")
+    assert (found.name, found.kind, found.flags) == ("first_byte", 2, 0x301 if remote else 0x101)
+    assert (found.start_time_unix_nano, found.end_time_unix_nano) == (start, end)
+
+
+@given(st.text("ab-", min_size=1, max_size=128), st.integers(0, 2**64 - 1))
+def test_a_turns_own_values_are_read_as_they_were_given(text: str, moment: int) -> None:
+    found = read(span(CONTEXT, None, b"turn", 1, 2, request_id(text) + event(b"first_byte", moment)))
+    assert {each.key: each.value.string_value for each in found.attributes} == {"miles_router.request_id": text}
+    assert [(each.name, each.time_unix_nano) for each in found.events] == [("first_byte", moment)]
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_numbers_are_as_short_as_protobuf_has_them(number: int) -> None:
+    assert len(varint(number)) == max(1, -(-number.bit_length() // 7))
+
+
+@given(IDS, st.binary(min_size=16, max_size=16), st.booleans())
+def test_a_span_is_read_from_the_header_that_names_it(span_id: bytes, trace_id: bytes, sampled: bool) -> None:
+    context = TraceContext(trace_id, span_id, sampled)
+    zeros = not any(trace_id) or not any(span_id)
+    assert TraceContext.read(context.traceparent()) == (None if zeros else context)
+
+
+def test_a_later_version_is_read_as_the_first() -> None:
+    first = CONTEXT.traceparent()
+    assert TraceContext.read(b"01" + first[2:] + b"-more") == CONTEXT
+
+
+class Nothing:
+    """A record without spans."""
+
+    def spans(self) -> bytes:
+        return b""
+
+
+def test_the_end_does_not_wait_for_a_collector_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "LAST_SECONDS", 0.01)
+    silent, asked = threading.Event(), threading.Event()
+
+    def send(spans: Sequence[bytes]) -> None:
+        asked.set()
+        silent.wait()
+
+    spans = SpanQueue(send, QueueBounds(10, 1, 3600.0))
+    spans.start()
+    spans.put(Nothing())
+    assert asked.wait(120)
+    spans.close()
+    silent.set()
+
+
+def test_batches_are_no_larger_than_they_may_be() -> None:
+    sizes: list[int] = []
+    spans = SpanQueue(lambda batch: sizes.append(len(batch)), QueueBounds(10, 4, 3600.0))
+    for _ in range(10):
+        spans.put(Nothing())
+    spans.put(Nothing())
+    spans.start()
+    spans.close()
+    assert (sizes, dict(spans.statistics.records)) == ([4, 4, 2], {"sent": 10, "failed": 0, "dropped": 1})
+
+
+class Everything:
+    """Keeps all traces."""
+
+    def begins(self, trace_id: bytes) -> bool:
+        return True
+
+    def follows(self, parent: TraceContext) -> bool:
+        return True
+
+
+def turn_in(traces: EpisodeTraces, session: str | None) -> TurnTrace:
+    turn = TurnTrace()
+    traces.place(turn, key=session)
+    return turn
+
+
+def leave(traces: EpisodeTraces, turn: TurnTrace) -> None:
+    assert turn.episode is not None
+    traces.leave(turn.episode, 1)
+
+
+def test_an_episode_that_ends_while_a_turn_runs_is_told_behind_it() -> None:
+    told: list[Span] = []
+    traces = EpisodeTraces(Everything(), lambda episode: told.append(read(episode.spans())))
+    turn = turn_in(traces, "s")
+    traces.end("s")
+    assert told == []
+    leave(traces, turn)
+    traces.end("s")
+    (episode,) = told
+    assert episode.span_id == turn.parent_id
+    assert {each.key: each.value.int_value for each in episode.attributes}["miles_router.turns"] == 1
+
+
+def test_the_oldest_sessions_and_texts_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(episodes, "MAX_EPISODES", 2)
+    monkeypatch.setattr(episodes, "MAX_TEXTS", 2)
+    told: list[Span] = []
+    traces = EpisodeTraces(Everything(), lambda episode: told.append(read(episode.spans())))
+    for session in ("a", "b", "a", "c"):
+        leave(traces, turn_in(traces, session))
+    assert [each.attributes[0].value.string_value for each in told] == ["b"]
+    for name in ("x", "y", "z"):
+        traces.generated(turn_in(traces, None), name)
+    assert [traces.first_turn(name) is None for name in ("x", "y", "z")] == [True, False, False]
