@@ -17,10 +17,10 @@ from starlette.routing import BaseRoute, Route
 from middleware_hub.radix_tree.answers import AnswerTap
 from middleware_hub.radix_tree.archive.archive import TextArchive
 from middleware_hub.radix_tree.cache import RadixTreeCache
+from middleware_hub.radix_tree.dashboard.rollouts import KIND, TextRollouts
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
 from middleware_hub.radix_tree.retrieval import Retrieval
-from middleware_hub.radix_tree.rollouts import KIND, TextRollouts
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import (

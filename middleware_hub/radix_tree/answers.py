@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import orjson
 
+from middleware_hub.radix_tree.dashboard.rollouts import RunningRollouts
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import wants_logprobs
-from middleware_hub.radix_tree.rollouts import RunningRollouts
 from miles_router.engines.answers import GenerateAnswer, Unreadable, UnreadableAnswer, without_logprobs
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.middlewares import Event, Exchange, GenerateRequest, Handovers, Router, Send, Tap, write_event

@@ -11,9 +11,9 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from middleware_hub.radix_tree.dashboard.rollouts import TextRollouts
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder
-from middleware_hub.radix_tree.rollouts import TextRollouts
 from miles_router.errors import BadRequest, NotFound
 from miles_router.middlewares import Exchange, Pace, RowMatch, TrajectoryRows, Watch
 from miles_router.trajectory import Retrieved, Trajectory

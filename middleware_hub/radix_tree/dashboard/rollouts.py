@@ -1,0 +1,184 @@
+"""All text rollouts, as episodes of the dashboard. A generation is a turn of one as long as its entry is in the cache;
+a rollout is there as long as it has turns, or requests under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from middleware_hub.radix_tree.cache import RadixTreeCache
+from middleware_hub.radix_tree.dashboard.turns import BRANCH, NOTHING_KNOWN, RequestFacts, TextRollout, TextTurn
+from middleware_hub.radix_tree.dashboard.views import RolloutView
+from middleware_hub.radix_tree.entry import Entry
+from middleware_hub.radix_tree.recording import TokenizedText
+from miles_router.middlewares import (
+    EpisodePlace,
+    EpisodeShelf,
+    EpisodeSource,
+    EpisodeView,
+    Exchange,
+    GenerateRequest,
+    Router,
+)
+
+KIND = "text"
+
+
+class TextRollouts:
+    """All that are in memory."""
+
+    reasons: Collection[str] = (BRANCH,)
+
+    def __init__(self, router: Router, cache: RadixTreeCache, now: Callable[[], float] = time.time) -> None:
+        self._router = router
+        self._cache = cache
+        self._now = now
+        self._shelf = EpisodeShelf[TextRollout]()
+        self._by_id: dict[str, TextRollout] = {}
+        self._turns: dict[Entry, TextTurn] = {}
+        cache.when_evicted.append(self._evicted)
+        cache.when_restored = self._restored
+
+    # What happens to them
+
+    @contextmanager
+    def under_way(
+        self, exchange: Exchange, request: GenerateRequest, prompts: Sequence[TokenizedText]
+    ) -> Iterator[RunningRollouts]:
+        """While this is entered, a request with these prompts is."""
+        group, model = exchange.flight.group, request.body.get("lora_path")
+        rollouts = []
+        for generation in range(request.generations):
+            before = self._turn_before(prompts[request.prompt_of(generation)])
+            rollout = (
+                before.rollout
+                if before is not None
+                else TextRollout(
+                    self._now(),
+                    None if group is None else group.decode("latin-1"),
+                    model if isinstance(model, str) else None,
+                )
+            )
+            self._begin(rollout)
+            rollout.flights.append(exchange.flight)
+            rollouts.append(rollout)
+        try:
+            yield RunningRollouts(self, rollouts, exchange, self._now())
+        finally:
+            for rollout in rollouts:
+                rollout.flights.remove(exchange.flight)
+                rollout.used_at = self._now()
+                self._end(rollout)
+
+    def recorded(self, rollout: TextRollout, prompt: TokenizedText, entry: Entry, facts: RequestFacts) -> None:
+        """One more generation of it is held."""
+        if entry.node is None:  # no longer
+            return
+        before = self._turn_before(prompt)
+        kept = len(prompt.match.trajectory) if before is not None else 0
+        turn = self._add(rollout, entry, before, kept, len(prompt.trajectory), facts)
+        given, cached = turn.prompt - kept, facts.cached_tokens
+        self._router.run.record(turn.sampled(), given=given, reused=kept, cached=cached, reason=turn.reason)
+
+    def read(self, entry: Entry, tokens: int) -> None:
+        """Somebody reads the first `tokens` tokens of a generation: a turn counts the first time that it is in them."""
+        turn = self._turns.get(entry.part_at(tokens))
+        trained: Counter[str | None] = Counter()
+        while turn is not None:
+            if not turn.read and tokens > turn.prompt:
+                turn.read = True
+                for span in turn.spans():
+                    trained[span["version"]] += max(min(span["end"], tokens) - span["start"], 0)
+            tokens, turn = min(tokens, turn.kept), turn.before
+        if trained.total():
+            self._router.run.train(trained)
+
+    def _turn_before(self, prompt: TokenizedText) -> TextTurn | None:
+        before = prompt.goes_on_from
+        return None if before is None else self._turns.get(before)
+
+    def _restored(self, entry: Entry) -> None:
+        """One is in memory again. What it shares with another tells what it goes on from."""
+        sampled = entry.sampled_before(entry.reused)
+        before = self._turns.get(entry.parent) if entry.parent is not None and sampled else None
+        rollout = before.rollout if before is not None else TextRollout(self._now())
+        self._begin(rollout)
+        self._add(
+            rollout, entry, before, entry.reused if before is not None else 0, entry.first_sampled(), NOTHING_KNOWN
+        )
+
+    def _begin(self, rollout: TextRollout) -> None:
+        if rollout.id not in self._by_id:
+            self._by_id[rollout.id] = rollout
+            self._shelf.add(rollout.place, rollout)
+
+    def _add(
+        self,
+        rollout: TextRollout,
+        entry: Entry,
+        before: TextTurn | None,
+        kept: int,
+        prompt: int,
+        facts: RequestFacts,
+    ) -> TextTurn:
+        turn = self._turns[entry] = TextTurn(rollout, entry, before, kept, prompt, facts)
+        rollout.turns[turn.number] = turn
+        rollout.count += 1
+        return turn
+
+    def _evicted(self, entry: Entry) -> None:
+        turn = self._turns.pop(entry, None)
+        if turn is not None:
+            del turn.rollout.turns[turn.number]
+            for each in turn.rollout.turns.values():
+                if each.before is turn:  # it would keep what was evicted
+                    each.before = None
+            self._end(turn.rollout)
+
+    def _end(self, rollout: TextRollout) -> None:
+        """It goes with its last turn and request."""
+        if not rollout.turns and not rollout.flights and self._by_id.pop(rollout.id, None) is not None:
+            self._shelf.remove(rollout.place)
+
+    # As a source of episodes
+
+    def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
+        """As of `EpisodeSource`."""
+        return [RolloutView(rollout, self._router) for rollout in self._shelf.newest(before, most)]
+
+    async def find(self, episode_id: str) -> EpisodeView | None:
+        """As of `EpisodeSource`."""
+        rollout = self._by_id.get(episode_id)
+        return None if rollout is None else RolloutView(rollout, self._router)
+
+
+class RunningRollouts:
+    """Those of one request, by its generations."""
+
+    def __init__(
+        self, rollouts: TextRollouts, each: Sequence[TextRollout], exchange: Exchange, asked_at: float
+    ) -> None:
+        self._rollouts = rollouts
+        self._each = each
+        self._exchange = exchange
+        self._asked_at = asked_at
+
+    def recorded(self, generation: int, prompt: TokenizedText, entry: Entry, meta: Mapping[str, Any]) -> None:
+        """A generation is held; `meta`: what the engine says of it."""
+        flight, cached = self._exchange.flight, meta.get("cached_tokens")
+        facts = RequestFacts(
+            cached_tokens=cached if type(cached) is int else None,
+            worker=flight.worker_url,
+            request_id=self._exchange.request_id,
+            asked_at=self._asked_at,
+            answered_at=time.time(),
+            waited_s=round(flight.waited, 6),
+        )
+        self._rollouts.recorded(self._each[generation], prompt, entry, facts)
+
+
+_source: type[EpisodeSource] = TextRollouts
