@@ -113,7 +113,7 @@ async def test_a_session_is_made_used_collected_and_deleted(server: ScriptedWork
     ]
 
 
-async def test_a_session_is_asked_for_where_its_process_listens_alone_and_at_the_router_where_that_is_not_reached(
+async def test_a_session_is_asked_of_its_owner_and_of_the_router_where_that_is_not_there(
     server: ScriptedWorker, stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = await stage.worker()

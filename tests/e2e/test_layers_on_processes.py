@@ -101,7 +101,7 @@ async def test_no_turn_of_any_process_is_sent_behind_an_answered_pause(tmp_path:
         await router.becomes_idle()
 
 
-async def test_what_one_process_asks_of_the_others_needs_no_key_and_is_refused_in_their_words(tmp_path: Path) -> None:
+async def test_what_processes_ask_of_each_other_needs_no_key_and_keeps_its_refusals(tmp_path: Path) -> None:
     config = written(tmp_path, LAYERS, hf_checkpoint=checkpoint(), api_key="ours", max_text_chars=200, processes=2)
     given, start = ("--config", str(config)), partial(fork_router, tokenizer=checkpoint())
     async with simulated() as worker, router_process(*given, "--worker-urls", worker.url, start=start) as router:

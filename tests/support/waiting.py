@@ -7,14 +7,12 @@ things at once.
 from __future__ import annotations
 
 import asyncio
-
-#: Seconds.
-import os
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-PATIENCE = float(os.environ.get("PATIENCE", "120"))
+#: Seconds.
+PATIENCE = 120.0
 STEP = 0.005
 
 Result = TypeVar("Result")
