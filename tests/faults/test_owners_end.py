@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from miles_router.middlewares.roots import Root
-from miles_router.slots import SLOTS
+from miles_router.middlewares import SLOTS, Root
 from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, JSON, checkpoint
 from tests.support.cluster import Member, cluster
@@ -124,7 +123,7 @@ async def test_sessions_of_a_process_that_was_killed_are_lost_by_name() -> None:
             assert (await member.ask("GET", f"/sessions/{other}")).error_type == "session_not_found"
 
 
-async def test_texts_that_are_new_while_their_process_is_started_again_are_found_by_those_that_go_on() -> None:
+async def test_a_text_that_is_new_while_its_process_is_started_again_has_one_owner() -> None:
     async with SimulatedWorker(tokenizer=checkpoint()) as worker:
         settings = {"middlewares": [CACHE], "hf_checkpoint": checkpoint()}
         async with cluster(2, worker.url, **settings) as made:
