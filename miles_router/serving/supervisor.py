@@ -20,10 +20,13 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from miles_router import log
 from miles_router.cluster.control.table import Counts, make_table
+from miles_router.cluster.nodes.node import Machines, Node
+from miles_router.cluster.nodes.plane import rows_for
 from miles_router.errors import ConfigError
 from miles_router.serving.process import READY, START, Assignment
 from miles_router.serving.server import banner, listen, raise_file_limit
@@ -42,8 +45,12 @@ STATUS_BYTES = 4096
 MEMORY = Path("/dev/shm")
 
 
-def supervise(config: RouterConfig, args: Namespace | None = None) -> None:
+def supervise(config: RouterConfig, args: Namespace | None = None, part: Node | Machines | None = None) -> None:
     """Serve with several processes until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds.
+
+    Args:
+        part: where the router has several machines, what is done here: the requests of one of them, or the control
+            plane of all.
 
     Raises:
         ConfigError: a setting that cannot be used.
@@ -52,17 +59,25 @@ def supervise(config: RouterConfig, args: Namespace | None = None) -> None:
     raise_file_limit()
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(each) for each in _listeners(config)]
-        own = [] if config.public_url else [held.enter_context(listen(config.host, 0)) for _ in sockets]
-        table = make_table(config.processes)
+        if isinstance(part, Node):
+            part = replace(part, url=f"http://{part.host}:{sockets[0].getsockname()[1]}")
+        alone = part is not None or bool(config.public_url)
+        own = [] if alone else [held.enter_context(listen(config.host, 0)) for _ in sockets]
+        table = make_table(rows_of(config, part))
         held.callback(os.close, table)
         directory = Path(tempfile.mkdtemp(prefix="miles-router-", dir=MEMORY if MEMORY.is_dir() else None))
         held.callback(shutil.rmtree, directory, ignore_errors=True)
-        supervisor = Supervisor(config, args, sockets, own, table, directory)
+        supervisor = Supervisor(config, args, sockets, own, table, directory, part)
         asyncio.run(supervisor.run())
         if supervisor.refusal is not None:
             raise ConfigError(supervisor.refusal)
         if supervisor.failed:
             sys.exit(1)
+
+
+def rows_of(config: RouterConfig, part: Node | Machines | None) -> int:
+    """How many rows the table of requests in flight has."""
+    return rows_for(part) if isinstance(part, Machines) else config.processes
 
 
 def _listeners(config: RouterConfig) -> list[socket.socket]:
@@ -98,6 +113,7 @@ class Supervisor:
         own: list[socket.socket],
         table: int,
         directory: Path,
+        part: Node | Machines | None = None,
     ) -> None:
         #: Why the router cannot start, where that is for the user to change.
         self.refusal: str | None = None
@@ -108,12 +124,17 @@ class Supervisor:
         self._sockets = sockets
         self._own = own
         self._table = table
-        self._counts = Counts(table, config.processes)
+        self._counts = Counts(table, rows_of(config, part))
+        self._part = part
+        #: Only the control plane of several machines is run here.
+        self._decides = isinstance(part, Machines)
         self._directory = directory
         self._generation = 0
         self._control = Child(None)
         self._data = [Child(index) for index in range(config.processes)]
-        self._children = [self._control, *self._data]
+        if self._decides:
+            self._data.clear()
+        self._children = [*([] if isinstance(part, Node) else [self._control]), *self._data]
         self._shown = False
         self._ending = False
         self._timers: set[asyncio.TimerHandle] = set()
@@ -142,7 +163,9 @@ class Supervisor:
         self._generation += 1
         given, write = os.pipe()
         read, status = os.pipe()
-        listener = None if child.index is None else self._sockets[child.index].fileno()
+        listener = None
+        if child.index is not None or self._decides:
+            listener = self._sockets[child.index or 0].fileno()
         own = self._own[child.index].fileno() if child.index is not None and self._own else None
         assigned = Assignment(
             config=self._config,
@@ -155,6 +178,7 @@ class Supervisor:
             status=status,
             listener=listener,
             own=own,
+            node=self._part,
         )
         try:
             text = pickle.dumps(sys.path) + pickle.dumps(assigned)
@@ -185,7 +209,8 @@ class Supervisor:
         child.ready = child.told == READY
         if child.ready and not self._shown and all(each.ready for each in self._children):
             self._shown = True
-            log.show(banner(self._config, self._sockets[0].getsockname()))
+            address = self._sockets[0].getsockname()
+            log.show(f"control plane {address[1]}" if self._decides else banner(self._config, address))
 
     # Ending
 

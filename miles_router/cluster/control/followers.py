@@ -137,7 +137,7 @@ class Followers:
             await self._end(process)
 
     async def _until_followed(self, process: int, number: int | None) -> None:
-        while process in self._counts.senders:
+        while process in self.senders:
             follower = self._followers.get(process)
             if follower is not None and (number is None or follower.at >= number):
                 return

@@ -63,12 +63,12 @@ class ClusterOwners(Owners):
     def require(self, scope: Scope, name: str) -> None:
         """As `Owners.require`."""
         owner = self.elsewhere(name)
-        if owner is not None and _note(scope) != ASKED:
+        if owner is not None and note_about(scope) != ASKED:
             raise Elsewhere(owner)
 
     async def require_text(self, scope: Scope, texts: Sequence[str], continues: Callable[[str], bool]) -> None:
         """As `Owners.require_text`."""
-        note = _note(scope)
+        note = note_about(scope)
         if note != ASKED:
             await self._texts.require(note, texts, continues)
 
@@ -78,11 +78,11 @@ class ClusterOwners(Owners):
 
     async def owner_of_text(self, scope: Scope, text: str) -> int | None:
         """As `Owners.owner_of_text`."""
-        return None if _note(scope) == ASKED else await self._texts.owner(text)
+        return None if note_about(scope) == ASKED else await self._texts.owner(text)
 
     def others(self, scope: Scope) -> Sequence[int]:
         """As `Owners.others`."""
-        return () if _note(scope) == ASKED else self._peers.others
+        return () if note_about(scope) == ASKED else self._peers.others
 
     async def ask(self, owner: int, scope: Scope, body: bytes, **headers: str) -> tuple[int, Mapping[str, str], bytes]:
         """As `Owners.ask`."""
@@ -99,6 +99,7 @@ class ClusterOwners(Owners):
         return KeptNames(self._peers.directory / f"{kind}-{self._peers.index}.names", capacity)
 
 
-def _note(scope: Scope) -> bytes:
+def note_about(scope: Scope) -> bytes:
+    """What the process has said that has handed a request over."""
     note: bytes = scope.get("extensions", {}).get(HANDED, b"")
     return note
