@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,12 +46,18 @@ STATUS_BYTES = 4096
 MEMORY = Path("/dev/shm")
 
 
-def supervise(config: RouterConfig, args: Namespace | None = None, part: Node | Machines | None = None) -> None:
+def supervise(
+    config: RouterConfig,
+    args: Namespace | None = None,
+    part: Node | Machines | None = None,
+    listening: Callable[[int], None] = lambda port: None,
+) -> None:
     """Serve with several processes until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds.
 
     Args:
         part: where the router has several machines, what is done here: the requests of one of them, or the control
             plane of all.
+        listening: hears the port, before anything is served.
 
     Raises:
         ConfigError: a setting that cannot be used.
@@ -59,8 +66,10 @@ def supervise(config: RouterConfig, args: Namespace | None = None, part: Node | 
     raise_file_limit()
     with contextlib.ExitStack() as held:
         sockets = [held.enter_context(each) for each in _listeners(config)]
+        port = sockets[0].getsockname()[1]
+        listening(port)
         if isinstance(part, Node):
-            part = replace(part, url=f"http://{part.host}:{sockets[0].getsockname()[1]}")
+            part = replace(part, url=f"http://{part.host}:{port}")
         alone = part is not None or bool(config.public_url)
         own = [] if alone else [held.enter_context(listen(config.host, 0)) for _ in sockets]
         table = make_table(rows_of(config, part))

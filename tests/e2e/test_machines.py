@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import signal
 import time
@@ -16,18 +15,21 @@ from tests.support.session_trial import SESSIONS, qwen3, user
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import until
 
-LEASE = 2.0
+LEASE = 3.0
 HI = {"messages": [user("Hi.")], "max_tokens": 4}
 
 
 @contextlib.asynccontextmanager
 async def running(directory: Path) -> AsyncIterator[tuple[RunningMachines, SimulatedWorker]]:
-    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker, machines(
-        lease=LEASE,
-        middlewares=(MiddlewareSpec(SESSIONS),),
-        hf_checkpoint=tokenizer_directory("qwen3"),
-        state_dir=str(directory),
-    ) as made:
+    async with (
+        SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
+        machines(
+            lease=LEASE,
+            middlewares=(MiddlewareSpec(SESSIONS),),
+            hf_checkpoint=tokenizer_directory("qwen3"),
+            state_dir=str(directory),
+        ) as made,
+    ):
         answer = await made.nodes[0].ask("POST", f"/add_worker?url={worker.url}")
         assert answer.status == 200, made.control.log()
         yield made, worker
@@ -45,7 +47,7 @@ async def turns(node: Part, session: str) -> int:
 
 
 async def test_a_session_is_found_from_any_machine_and_goes_on_where_another_was_stopped(tmp_path: Path) -> None:
-    async with running(tmp_path) as (all_, worker):
+    async with running(tmp_path) as (all_, _):
         one, other = all_.nodes
         sessions = [await made(one), await made(other)]
         began = time.time()
@@ -56,12 +58,12 @@ async def test_a_session_is_found_from_any_machine_and_goes_on_where_another_was
                 assert b"exists" in answer.body, "the owner has said so"
         listed = [(await node.answers("GET", "/sessions")).json()["sessions"] for node in (one, other)]
         assert [{each["session_id"] for each in found} for found in listed] == [set(sessions)] * 2
-        print('A', time.time()-began)
+        print("A", time.time() - began)
         one.send(signal.SIGSTOP)
         await other.answers("POST", f"/sessions/{sessions[0]}/v1/chat/completions", **HI)
-        print('B', time.time()-began)
+        print("B", time.time() - began)
         assert await turns(other, sessions[0]) == 2
         one.send(signal.SIGCONT)
         await until(lambda: one.process.poll() is not None or "node_fenced" in one.log(), "the stopped one ends")
         assert await turns(other, sessions[0]) == 2
-        print('C', time.time()-began, one.log())
+        print("C", time.time() - began, one.log())

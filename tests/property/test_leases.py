@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from miles_router.cluster.nodes.leases import SLACK, Authority, Grant, Holding, Seat
+from miles_router.cluster.nodes.leases import JOINING, SLACK, Authority, Grant, Holding, Seat
 from miles_router.slots import SLOTS
 from tests.support.tiers import examples
 
@@ -81,6 +81,7 @@ class World:
             term=self.term,
             now=clock.at(self.time),
             first=self.term == 1,
+            joining=SECONDS,
         )
         self.planes.append(Plane(made, self.term, clock))
 
@@ -238,3 +239,20 @@ def test_who_is_told_to_end_is_given_nothing_and_what_he_has_runs_out() -> None:
     assert authority.renew(Seat("life 0", 0, 0), 0, {}, 1.0) is None
     assert [each.number for each in authority.alive(10.9)] == [0]
     assert not authority.alive(SECONDS * SLACK)
+
+
+def test_a_machine_that_was_never_there_is_waited_for() -> None:
+    authority = _authority()
+    for now in range(0, int(JOINING), 5):
+        assert len(_ask(authority, 0, float(now)).slots) == SLOTS // 2
+    assert len(_ask(authority, 0, JOINING).slots) == SLOTS
+
+
+def test_a_process_that_hears_that_another_has_what_it_had_does_not_act_any_more() -> None:
+    for grant in (None, Grant({1: 5}, SECONDS, False), Grant({1: 5, 2: 7}, SECONDS, False)):
+        holding = Holding()
+        assert holding.renewed(Grant({1: 5, 2: 6}, SECONDS, False), 0.0)
+        assert holding.is_fresh(SECONDS - 0.1)
+        assert not holding.is_fresh(SECONDS)
+        assert not holding.renewed(grant, 1.0)
+        assert not holding.is_fresh(1.0)

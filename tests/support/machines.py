@@ -100,7 +100,7 @@ class Part:
 
     async def answers(self, method: str, target: str, status: int = 200, **fields: Any) -> RawReply:
         """The first answer with this status; a 503 is asked again."""
-        while (answer := await self.ask(method, target, **fields)).status == 503:
+        while (answer := await self.ask(method, target, **fields)).status == 503:  # noqa: ASYNC110  # each look is a request
             await asyncio.sleep(STEP)
         assert answer.status == status, (answer, self.log())
         return answer

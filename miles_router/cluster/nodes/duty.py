@@ -77,6 +77,7 @@ class MachineDuty(DataDuty):
         self._neighbours = Neighbours(
             node.machines.secret, lambda at: self.membership.urls.get(at), connect_timeout=CONNECT
         )
+        self.membership.lost = self._neighbours.lost
         self.owners = MachinesOwners(peers, self.membership, self._neighbours)
 
     def _link_to(self, peers: Peers, generation: int) -> Link:

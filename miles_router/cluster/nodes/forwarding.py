@@ -13,6 +13,7 @@ from miles_router.asgi.watch import Watch
 from miles_router.cluster.nodes.node import HEADER
 from miles_router.errors import OwnerUnavailable, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
+from miles_router.fleet.workers import Pulse
 from miles_router.forwarding.proxy import relay
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Upstream
@@ -37,6 +38,11 @@ class Neighbours:
         self._secret = secret.encode("ascii")
         self._url_of = url_of
         self._upstream = Upstream(connect_timeout=connect_timeout)
+        self._pulse = Pulse()
+
+    def lost(self, url: str) -> None:
+        """A machine may not act any more: nobody waits for what it would answer."""
+        self._upstream.give_up(parse_worker_url(url), self._pulse, "the machine that had this is lost")
 
     def recognize(self, scope: Scope) -> None:
         """Note whether another machine has forwarded a request; nothing inward sees how that is known."""
@@ -97,7 +103,7 @@ class Neighbours:
         if scope["query_string"]:
             target = b"%b?%b" % (target, scope["query_string"])
         try:
-            return await self._upstream.open(address, scope["method"], target, kept, body)
+            return await self._upstream.open(address, scope["method"], target, kept, body, pulse=self._pulse)
         except UpstreamUnreachable:
             raise OwnerUnavailable(f"machine {node} has this, and cannot be reached; ask again") from None
 

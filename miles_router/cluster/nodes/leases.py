@@ -18,6 +18,8 @@ from miles_router.slots import SLOTS
 
 #: How much longer the control plane counts a lease than the process that has it.
 SLACK = 1.1
+#: Seconds for which a machine is waited for that was not there yet, before others have its part.
+JOINING = 60.0
 #: Epochs that one control plane may give; its term stands before them.
 EPOCHS = 1 << 32
 
@@ -59,17 +61,29 @@ class Authority:
         seconds: of a lease.
         term: greater than that of any control plane before it.
         first: whether there was none before it: nobody can have a lease then.
+        joining: seconds for which a machine is waited for that was not there yet.
     """
 
-    def __init__(self, *, nodes: int, processes: int, seconds: float, term: int, now: float, first: bool) -> None:
+    def __init__(
+        self,
+        *,
+        nodes: int,
+        processes: int,
+        seconds: float,
+        term: int,
+        now: float,
+        first: bool,
+        joining: float = JOINING,
+    ) -> None:
         self._nodes = nodes
         self._processes = processes
         self._seconds = seconds
         self._epoch = term * EPOCHS
         #: Until then somebody may have leases of a control plane before this one, which are prolonged if he says so.
         self.opens = now if first else now + seconds * SLACK
-        #: From then on a machine that is not there is not waited for.
-        self._settled = self.opens + seconds * SLACK
+        self._joined = self.opens + joining
+        #: Places of processes that were there.
+        self._known: set[tuple[int, int]] = set()
         self.members: dict[int, Member] = {}
         #: Whose a slot is; he may be late.
         self._owner: dict[int, Member] = {}
@@ -105,6 +119,7 @@ class Authority:
         past = [each for each in self.members.values() if each.seat == seat or not (each.slots or now < each.until)]
         for each in past:
             self.end(each.number)
+        self._known.add((seat.node, seat.process))
         member = self.members[number] = Member(seat, number, now)
         return member
 
@@ -125,9 +140,8 @@ class Authority:
             if owner is member or (owner is not None and now < owner.until):
                 continue
             home = self.home(slot)
-            if home == seat.node or (
-                now >= self._settled and len(member.slots) < share and not self._is_there(home, seat.process, now)
-            ):
+            due = now >= self._joined or (home, seat.process) in self._known
+            if home == seat.node or (due and len(member.slots) < share and not self._is_there(home, seat.process, now)):
                 self._epoch += 1
                 self._give(member, slot, self._epoch)
 

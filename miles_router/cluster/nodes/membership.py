@@ -54,10 +54,11 @@ class Membership(Link):
         self._surplus = surplus
         self._holding = Holding()
         self._claiming: asyncio.Task[None] | None = None
-        self._over = False
+        self._over = self._gives_back = False
         self._nodes: Mapping[int, int] = {}
-        #: Where other machines that are there are reached.
+        #: Where other machines that are there are reached; and who hears of one that is there no more.
         self.urls: Mapping[int, str] = {}
+        self.lost: Callable[[str], None] = lambda url: None
 
     # What may be done
 
@@ -118,7 +119,8 @@ class Membership(Link):
             return
         if self._claiming is None and self._holding.slots.keys() != self.slots:
             self._claiming = tasks.spawn(self._claim(dict(self._holding.slots)), name="claim slots")
-        if grant is not None and grant.surplus:
+        if grant is not None and grant.surplus and not self._gives_back:
+            self._gives_back = True
             logger.info("node_gives_back")
             self._surplus()
 
@@ -179,6 +181,8 @@ class Membership(Link):
     async def _follow(self, message: Message) -> None:
         told: Any = message.fields["sections"].get(NODES)
         if told is not None:
-            self._nodes = dict(told["slots"])
+            self._nodes, before = dict(told["slots"]), self.urls
             self.urls = {int(node): url for node, url in told["urls"].items() if int(node) != self.node.index}
+            for url in {*before.values()} - {*self.urls.values()}:
+                self.lost(url)
         await super()._follow(message)

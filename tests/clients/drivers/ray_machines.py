@@ -1,0 +1,131 @@
+"""A router on a Ray cluster of two nodes, both on this machine: run by `tests/e2e/test_ray.py` where Ray is.
+
+`python ray_machines.py WORKER_URL STATE_DIR CHECKPOINT`. Each step is printed once it holds.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import ray
+from ray.cluster_utils import Cluster
+
+import miles_router.ray
+from miles_router.settings.config import MiddlewareSpec, RouterConfig
+
+SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
+LEASE = 4.0
+PATIENCE = 120.0
+TURN = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 4}
+
+
+def ask(url, method, path, **fields):
+    """One request: status and what was answered; 0 where nobody did."""
+    body = json.dumps(fields).encode() if method == "POST" else None
+    request = urllib.request.Request(url + path, body, {"content-type": "application/json"}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return answer.status, json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read() or b"null")
+    except (OSError, ValueError):
+        return 0, None
+
+
+def until(what, condition):
+    """Wait for a fact, and say it."""
+    ends = time.monotonic() + PATIENCE
+    while not (found := condition()):
+        assert time.monotonic() < ends, what
+        time.sleep(0.1)
+    print(what, flush=True)
+    return found
+
+
+def answered(url, method, path, **fields):
+    """What is answered with 200, however often that has to be asked."""
+
+    def tried():
+        status, answer = ask(url, method, path, **fields)
+        assert status in (0, 200, 502, 503), (status, answer)
+        return (answer,) if status == 200 else None
+
+    return until(f"{method} {path.partition('/sessions/')[0] or 'session'}", tried)[0]
+
+
+def turns(url, session):
+    return len(answered(url, "GET", f"/sessions/{session}")["records"])
+
+
+def children(pid):
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def main():
+    worker, state, checkpoint = sys.argv[1:]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    second = cluster.add_node(num_cpus=1)
+    ray.init(address=cluster.address, namespace="tests", log_to_driver=True)
+    config = RouterConfig(
+        host="0.0.0.0",
+        port=0,
+        state_dir=state,
+        state_sync="machine",
+        hf_checkpoint=checkpoint,
+        worker_urls=(worker,),
+        middlewares=(MiddlewareSpec(SESSIONS),),
+    )
+    router = miles_router.ray.start(config, nodes=2, lease=LEASE)
+    one, other = router.urls
+    sessions = [answered(url, "POST", "/sessions")["session_id"] for url in (one, other)]
+    for session in sessions:
+        for url in (one, other):
+            answered(url, "POST", f"/sessions/{session}/v1/chat/completions", **TURN)
+    assert [turns(one, session) for session in sessions] == [2, 2]
+    print("both serve, and each finds what the other has", flush=True)
+
+    assert answered(one, "POST", "/pause_generation", mode="in_place")
+    info = answered(other, "GET", "/router/info")
+    assert info["gate"]["closed"], info
+    answered(other, "POST", "/continue_generation")
+    print("a pause at one is a pause at all", flush=True)
+
+    ray.kill(router.control, no_restart=False)
+    assert len(answered(other, "GET", "/router/info")["workers"]) == 1
+    assert [turns(one, session) for session in sessions] == [2, 2]
+    print("the control actor is back with its state", flush=True)
+
+    (data,) = children(ray.get(router.nodes[0].pid.remote()))
+    os.kill(data, signal.SIGSTOP)
+    answered(other, "POST", f"/sessions/{sessions[0]}/v1/chat/completions", **TURN)
+    assert turns(other, sessions[0]) == 3
+    os.kill(data, signal.SIGCONT)
+    until("the stopped one has ended", lambda: not Path(f"/proc/{data}").exists())
+    assert turns(one, sessions[0]) == 3, "and the next one knows what was done meanwhile"
+    print("a stopped machine commits nothing", flush=True)
+
+    nodes = {each["NodeID"] for each in ray.nodes()}
+    assert len(nodes) == 2
+    for index, actor in enumerate(router.nodes):
+        on = ray.get(actor.node.remote())
+        if on == second.node_id:
+            lost, left = index, router.urls[1 - index]
+            os.kill(ray.get(actor.pid.remote()), signal.SIGSTOP)  # or its supervisor would start the next one
+            for each in children(ray.get(actor.pid.remote())):
+                os.kill(each, signal.SIGKILL)
+    cluster.remove_node(second, allow_graceful=False)
+    for session in sessions:
+        answered(left, "POST", f"/sessions/{session}/v1/chat/completions", **TURN)
+    print(f"what machine {lost} had goes on at the other", flush=True)
+    ray.shutdown()
+    cluster.shutdown()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
