@@ -117,6 +117,16 @@ def view_parser() -> argparse.ArgumentParser:
     return made
 
 
+def ray_parser() -> argparse.ArgumentParser:
+    """Of `ray`, which has all settings."""
+    made = parser()
+    made.prog = "miles-router ray"
+    made.description = "One router on several machines of a Ray cluster, until SIGTERM."
+    made.add_argument("--address", metavar="ADDRESS", default="auto", help="the cluster's head [default: auto]")
+    made.add_argument("--nodes", metavar="N", type=int, required=True, help="machines")
+    return made
+
+
 def _add_flag(made: argparse.ArgumentParser, name: str, text: str, *, many: bool) -> None:
     flag = "--" + name.replace("_", "-")
     if name in FIELDS and not many:
@@ -230,14 +240,9 @@ def print_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _ray(arguments: Sequence[str]) -> int:
-    made = parser()
-    made.prog = "miles-router ray"
-    made.description = "One router on several machines of a Ray cluster, until SIGTERM."
-    made.add_argument("--address", metavar="ADDRESS", default="auto", help="the cluster's head [default: auto]")
-    made.add_argument("--nodes", metavar="N", type=int, required=True, help="machines")
-    options = made.parse_args(arguments)
+    options = ray_parser().parse_args(arguments)
     if options.names:
-        made.error(f"unrecognized arguments: {' '.join(options.names)}")
+        ray_parser().error(f"unrecognized arguments: {' '.join(options.names)}")
     loaded = _load(options)
     try:
         from miles_router.ray.command import run

@@ -36,7 +36,7 @@ class RayRouter:
         self.control = control
         self.nodes = nodes
         self._group = group
-        self.urls = self.find_urls()
+        self.urls: list[str] = []
 
     def find_urls(self) -> list[str]:
         """Where the machines are now; one that was started again may be elsewhere.
@@ -46,18 +46,33 @@ class RayRouter:
             TimeoutError: some are not there.
         """
         ends = time.monotonic() + PATIENCE
-        while not all(addresses := ray.get([each.address.remote() for each in self.nodes])):
+        while not all(addresses := self._addresses()):
             if time.monotonic() > ends:
                 raise TimeoutError(f"not all machines listen after {PATIENCE:g} s")
             time.sleep(LOOK)
-        return [f"http://{host}:{port}" for host, port in addresses]
+        return [f"http://{host}:{port}" for host, port in filter(None, addresses)]
+
+    def _addresses(self) -> list[tuple[str, int] | None]:
+        try:
+            found: list[tuple[str, int] | None] = ray.get([each.address.remote() for each in self.nodes])
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, ConfigError):
+                raise ConfigError(str(error.cause)) from None
+            raise
+        except ray.exceptions.ActorUnavailableError:  # it is being started again
+            return [None]
+        return found
 
     def stop(self) -> None:
         """End it: the machines in order, then the control plane."""
         for actors in (self.nodes, [self.control]):
             ray.wait([each.stop.remote() for each in actors], num_returns=len(actors), timeout=PATIENCE)
-            for each in actors:
-                ray.kill(each)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it at once."""
+        for each in (*self.nodes, self.control):
+            ray.kill(each)
         remove_placement_group(self._group)
 
 
@@ -94,7 +109,13 @@ def start(
         place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
         made = ray.remote(NodeActor).options(num_cpus=CORE, scheduling_strategy=place, **options)
         actors.append(made.remote(config, args, machines, index, control))
-    return RayRouter(control, actors, group)
+    router = RayRouter(control, actors, group)
+    try:
+        router.urls = router.find_urls()
+    except BaseException:
+        router.kill()
+        raise
+    return router
 
 
 def _check(config: RouterConfig, nodes: int) -> None:

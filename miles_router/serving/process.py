@@ -33,6 +33,8 @@ from miles_router.settings.config import RouterConfig
 
 #: What the supervisor is told by a process that does its part; whatever else it is told is why it cannot.
 READY = b"ready"
+#: The status of a control plane that another one, elsewhere, has succeeded: it is not started again.
+SUCCEEDED = 3
 PR_SET_PDEATHSIG = 1
 #: Run by a new interpreter, with the descriptor of what it reads: where modules are, then its assignment.
 START = (
@@ -140,7 +142,13 @@ def _control(assigned: Assignment) -> ControlDuty:
     if not isinstance(machines, Machines):
         return ControlDuty(assigned.directory, Counts(assigned.table, assigned.config.processes))
     counts = Counts(assigned.table, rows_for(machines))
-    return MachinesDuty(assigned.directory, counts, machines, socket.socket(fileno=assigned.listener), end_process)
+    return MachinesDuty(assigned.directory, counts, machines, socket.socket(fileno=assigned.listener), _succeeded)
+
+
+def _succeeded() -> None:
+    """End at once: another control plane decides."""
+    log.flush()
+    os._exit(SUCCEEDED)
 
 
 def _kill_this() -> None:

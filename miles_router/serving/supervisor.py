@@ -29,7 +29,7 @@ from miles_router.cluster.control.table import Counts, make_table
 from miles_router.cluster.nodes.node import Machines, Node
 from miles_router.cluster.nodes.plane import rows_for
 from miles_router.errors import ConfigError
-from miles_router.serving.process import READY, START, Assignment
+from miles_router.serving.process import READY, START, SUCCEEDED, Assignment
 from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
 
@@ -240,6 +240,9 @@ class Supervisor:
         if self._ending:
             self.failed |= status != 0 and child.ready  # one that was still starting knows of no order to end
             self._go_on_ending()
+        elif self._decides and status == SUCCEEDED:
+            self.failed = True
+            self._over.set()
         elif not self._shown:
             self._give_up(child, status)
         else:

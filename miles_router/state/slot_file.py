@@ -124,8 +124,6 @@ class SlotFile:
         if new:
             for statement in (*TABLES, f"PRAGMA application_id = {APPLICATION}", f"PRAGMA user_version = {FORMAT}"):
                 execute(statement)
-        elif not self._shared:  # whoever shared it and goes on must not go on here
-            execute("UPDATE slot SET epoch = epoch + 1 WHERE epoch >= ?", (SHARED_EPOCHS,))
         execute("COMMIT")
         if new and sync == "machine":
             _sync_directory(self._path.parent)
@@ -199,6 +197,11 @@ class SlotFile:
             raise StateOutdated(f"{self._path}: epoch {self.epoch} has it, and {epoch} is older")
         self.epoch = epoch
         self.transaction(())
+
+    def succeed(self) -> None:
+        """Whoever has shared it with others, and goes on, must not go on here."""
+        if self.epoch >= SHARED_EPOCHS:
+            self.claim(self.epoch + 1)
 
     def take_over(self) -> int:
         """Take the slot over for the epoch behind its last one, which is returned."""

@@ -130,6 +130,8 @@ class Writer:
             file = self._files.get(slot)
             if file is None:
                 file = self._files[slot] = SlotFile(self.path(slot), self._sync, shared=self._shared)
+                if not self._shared:
+                    file.succeed()
             return work(file), None
         except StateError as error:
             if not isinstance(error, (StateFull, StateHeld)):
