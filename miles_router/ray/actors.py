@@ -16,9 +16,9 @@ from typing import Any
 
 import ray
 
-from miles_router.cluster.nodes.node import Machines, Node
+from miles_router.cluster.nodes.machines import Machine, Machines
 from miles_router.errors import ConfigError
-from miles_router.ray.part import PORT, REFUSAL, Part, run
+from miles_router.ray.part import PORT, REFUSAL, Supervision, run
 from miles_router.settings.config import RouterConfig
 
 #: Seconds between two looks at the part, and at where the control plane is.
@@ -30,12 +30,12 @@ PATIENCE = 10.0
 class Running:
     """A part that runs. When it ends, so does the actor, and Ray starts that again."""
 
-    def __init__(self, config: RouterConfig, args: Namespace | None, what: Node | Machines) -> None:
+    def __init__(self, config: RouterConfig, args: Namespace | None, what: Machine | Machines) -> None:
         self.host: str = ray.util.get_node_ip_address()
         self._directory = Path(tempfile.mkdtemp(prefix="miles-router-ray-"))
-        if isinstance(what, Node):
+        if isinstance(what, Machine):
             what = replace(what, host=_bracketed(self.host), control=self._directory / "control")
-        self._process = run(Part(config, args, what, os.getpid(), self._directory))
+        self._process = run(Supervision(config, args, what, os.getpid(), self._directory))
         self._ends = False
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
@@ -87,7 +87,7 @@ class NodeActor(Running):
     def __init__(
         self, config: RouterConfig, args: Namespace | None, machines: Machines, index: int, control: Any
     ) -> None:
-        super().__init__(config, args, Node(machines, index, secrets.token_hex(8), "", Path()))
+        super().__init__(config, args, Machine(machines, index, secrets.token_hex(8), "", Path()))
         self._control = control
         threading.Thread(target=self._follow, daemon=True).start()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles_router import log
-from miles_router.cluster.nodes.node import Machines, Node
+from miles_router.cluster.nodes.machines import Machine, Machines
 from miles_router.errors import ConfigError
 from miles_router.serving.process import end_with
 from miles_router.serving.supervisor import supervise
@@ -28,7 +28,7 @@ PORT, REFUSAL = "port", "refusal"
 
 
 @dataclass(frozen=True)
-class Part:
+class Supervision:
     """A supervisor's work.
 
     Attributes:
@@ -38,12 +38,12 @@ class Part:
 
     config: RouterConfig
     args: Namespace | None
-    what: Node | Machines
+    what: Machine | Machines
     parent: int
     directory: Path
 
 
-def run(part: Part) -> subprocess.Popen[bytes]:
+def run(part: Supervision) -> subprocess.Popen[bytes]:
     """Start it."""
     process = subprocess.Popen([sys.executable, "-c", START], stdin=subprocess.PIPE, start_new_session=True)
     assert process.stdin is not None
@@ -52,7 +52,7 @@ def run(part: Part) -> subprocess.Popen[bytes]:
     return process
 
 
-def main(part: Part) -> None:
+def main(part: Supervision) -> None:
     """Supervise until SIGTERM."""
     end_with(part.parent)
     log.configure(part.config.log_level, part.config.log_format)

@@ -7,7 +7,7 @@ import time
 from argparse import Namespace
 from typing import Any
 
-from miles_router.cluster.nodes.node import LEASE, Machines
+from miles_router.cluster.nodes.machines import LEASE, Machines
 from miles_router.errors import ConfigError
 from miles_router.middlewares.loading import class_at, load_middlewares
 from miles_router.settings.config import RouterConfig
@@ -23,6 +23,8 @@ from miles_router.ray.actors import ControlActor, NodeActor
 
 #: Seconds for which machines are waited for.
 PATIENCE = 120.0
+#: Seconds beside `shutdown_timeout` in which a machine ends; one that is lost does not.
+SPARE = 15.0
 #: Of a core that Ray is told an actor takes: it places them by this, and limits nothing.
 CORE = 0.01
 LOOK = 0.1
@@ -32,7 +34,8 @@ LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")
 class RayRouter:
     """A router that runs on a Ray cluster. `urls` are those of its machines, any of which may be asked."""
 
-    def __init__(self, control: Any, nodes: list[Any], group: Any) -> None:
+    def __init__(self, control: Any, nodes: list[Any], group: Any, ending: float) -> None:
+        self._ending = ending
         self.control = control
         self.nodes = nodes
         self._group = group
@@ -66,7 +69,8 @@ class RayRouter:
     def stop(self) -> None:
         """End it: the machines in order, then the control plane."""
         for actors in (self.nodes, [self.control]):
-            ray.wait([each.stop.remote() for each in actors], num_returns=len(actors), timeout=PATIENCE)
+            ends = [each.stop.remote() for each in actors]
+            ray.wait(ends, num_returns=len(ends), timeout=self._ending)
         self.kill()
 
     def kill(self) -> None:
@@ -109,7 +113,7 @@ def start(
         place = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
         made = ray.remote(NodeActor).options(num_cpus=CORE, scheduling_strategy=place, **options)
         actors.append(made.remote(config, args, machines, index, control))
-    router = RayRouter(control, actors, group)
+    router = RayRouter(control, actors, group, ending=config.shutdown_timeout + SPARE)
     try:
         router.urls = router.find_urls()
     except BaseException:

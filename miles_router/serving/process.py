@@ -23,7 +23,7 @@ from miles_router.cluster.control.data import DataDuty
 from miles_router.cluster.control.plane import ControlDuty
 from miles_router.cluster.control.table import Counts
 from miles_router.cluster.nodes.duty import MachineDuty
-from miles_router.cluster.nodes.node import Machines, Node
+from miles_router.cluster.nodes.machines import Machine, Machines
 from miles_router.cluster.nodes.plane import MachinesDuty, end_process, rows_for
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
@@ -64,7 +64,7 @@ class Assignment:
     #: And the one on which it alone listens.
     own: int | None = None
     #: Of several machines: this one; for the control plane, all of them.
-    node: Node | Machines | None = None
+    node: Machine | Machines | None = None
 
 
 def main(given: IO[bytes]) -> None:
@@ -107,7 +107,7 @@ def _serve(assigned: Assignment, index: int) -> None:
     peers = Peers(index, assigned.config.processes, assigned.directory)
     counts = Counts(assigned.table, peers.count, index)
     duty: DataDuty
-    if isinstance(assigned.node, Node):
+    if isinstance(assigned.node, Machine):
         duty = MachineDuty(assigned.node, peers, counts, fenced=_kill_this, surplus=end_process)
         owners: ClusterOwners = duty.owners
     else:

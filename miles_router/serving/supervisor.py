@@ -26,7 +26,7 @@ from pathlib import Path
 
 from miles_router import log
 from miles_router.cluster.control.table import Counts, make_table
-from miles_router.cluster.nodes.node import Machines, Node
+from miles_router.cluster.nodes.machines import Machine, Machines
 from miles_router.cluster.nodes.plane import rows_for
 from miles_router.errors import ConfigError
 from miles_router.serving.process import READY, START, SUCCEEDED, Assignment
@@ -49,7 +49,7 @@ MEMORY = Path("/dev/shm")
 def supervise(
     config: RouterConfig,
     args: Namespace | None = None,
-    part: Node | Machines | None = None,
+    part: Machine | Machines | None = None,
     listening: Callable[[int], None] = lambda port: None,
 ) -> None:
     """Serve with several processes until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds.
@@ -68,7 +68,7 @@ def supervise(
         sockets = [held.enter_context(each) for each in _listeners(config)]
         port = sockets[0].getsockname()[1]
         listening(port)
-        if isinstance(part, Node):
+        if isinstance(part, Machine):
             part = replace(part, url=f"http://{part.host}:{port}")
         alone = part is not None or bool(config.public_url)
         own = [] if alone else [held.enter_context(listen(config.host, 0)) for _ in sockets]
@@ -84,7 +84,7 @@ def supervise(
             sys.exit(1)
 
 
-def rows_of(config: RouterConfig, part: Node | Machines | None) -> int:
+def rows_of(config: RouterConfig, part: Machine | Machines | None) -> int:
     """How many rows the table of requests in flight has."""
     return rows_for(part) if isinstance(part, Machines) else config.processes
 
@@ -122,7 +122,7 @@ class Supervisor:
         own: list[socket.socket],
         table: int,
         directory: Path,
-        part: Node | Machines | None = None,
+        part: Machine | Machines | None = None,
     ) -> None:
         #: Why the router cannot start, where that is for the user to change.
         self.refusal: str | None = None
@@ -143,7 +143,7 @@ class Supervisor:
         self._data = [Child(index) for index in range(config.processes)]
         if self._decides:
             self._data.clear()
-        self._children = [*([] if isinstance(part, Node) else [self._control]), *self._data]
+        self._children = [*([] if isinstance(part, Machine) else [self._control]), *self._data]
         self._shown = False
         self._ending = False
         self._timers: set[asyncio.TimerHandle] = set()

@@ -21,7 +21,8 @@ STEPS = (
     "a pause at one is a pause at all",
     "the control actor is back with its state",
     "a stopped machine commits nothing",
-    "at the other",
+    "goes on at the other",
+    "the command serves, and ends in order",
     "done",
 )
 
@@ -31,11 +32,11 @@ STEPS = (
 async def test_a_router_on_a_ray_cluster_loses_nothing_with_a_node(tmp_path: Path) -> None:
     driver = DRIVERS / "ray_machines.py"
     async with SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker:
-        command = [ray_python(), driver, worker.url, tmp_path / "state", tokenizer_directory("qwen3")]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+        command = (ray_python(), driver, worker.url, tmp_path / "state", tokenizer_directory("qwen3"))
+        ours = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
         log = tmp_path / "log"
         with log.open("wb") as file:
-            process = await asyncio.create_subprocess_exec(*command, stdout=file, stderr=file, env=environment)
+            process = await asyncio.create_subprocess_exec(*map(str, command), stdout=file, stderr=file, env=ours)
             try:
                 await asyncio.wait_for(process.wait(), PATIENCE)
             finally:

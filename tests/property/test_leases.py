@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from miles_router.cluster.nodes.leases import JOINING, SLACK, Authority, Grant, Holding, Seat
+from miles_router.cluster.nodes.leases import JOINING, SLACK, Authority, Grant, Seat, Tenancy
 from miles_router.slots import SLOTS
 from tests.support.tiers import examples
 
@@ -43,7 +43,7 @@ class Process:
     number: int
     clock: Clock
     plane: Plane
-    holding: Holding = field(default_factory=Holding)
+    tenancy: Tenancy = field(default_factory=Tenancy)
     #: It runs again then.
     stopped_until: float = 0.0
     #: What it waits for: when the answer comes, and what it is; None: it is lost.
@@ -133,7 +133,7 @@ class World:
             self.ask(process)
 
     def heard(self, process: Process, grant: Grant, sent: float) -> bool:
-        if process.holding.renewed(None if grant.seconds < 0 else grant, sent):
+        if process.tenancy.renewed(None if grant.seconds < 0 else grant, sent):
             return True
         self.replace(process)
         return False
@@ -142,7 +142,7 @@ class World:
         if process.plane.ended or self.random.random() < 0.1:
             process.plane = self.random.choice(self.planes[-2:])
         plane, sent = process.plane, process.clock.at(self.time)
-        claimed = process.holding.claimed(sent)
+        claimed = process.tenancy.claimed(sent)
         arrives = self.random.choice((0.0, 0.1, 1.0, SECONDS))
         # Whatever happens on the way there happens now: the process's own clock alone may have run since it sent
         sent -= arrives * process.clock.rate
@@ -159,9 +159,9 @@ class World:
     def look(self) -> None:
         owners: dict[int, Process] = {}
         for process in self.living():
-            if not process.holding.is_fresh(process.clock.at(self.time)):
+            if not process.tenancy.is_fresh(process.clock.at(self.time)):
                 continue
-            for slot, epoch in process.holding.slots.items():
+            for slot, epoch in process.tenancy.slots.items():
                 assert slot not in owners, f"two act for slot {slot} at {self.time}"
                 owners[slot] = process
                 assert epoch >= self.epochs.get(slot, 0), "an older epoch acts behind a younger one"
@@ -250,9 +250,9 @@ def test_a_machine_that_was_never_there_is_waited_for() -> None:
 
 def test_a_process_that_hears_that_another_has_what_it_had_does_not_act_any_more() -> None:
     for grant in (None, Grant({1: 5}, SECONDS, False), Grant({1: 5, 2: 7}, SECONDS, False)):
-        holding = Holding()
-        assert holding.renewed(Grant({1: 5, 2: 6}, SECONDS, False), 0.0)
-        assert holding.is_fresh(SECONDS - 0.1)
-        assert not holding.is_fresh(SECONDS)
-        assert not holding.renewed(grant, 1.0)
-        assert not holding.is_fresh(1.0)
+        tenancy = Tenancy()
+        assert tenancy.renewed(Grant({1: 5, 2: 6}, SECONDS, False), 0.0)
+        assert tenancy.is_fresh(SECONDS - 0.1)
+        assert not tenancy.is_fresh(SECONDS)
+        assert not tenancy.renewed(grant, 1.0)
+        assert not tenancy.is_fresh(1.0)

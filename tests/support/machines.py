@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from miles_router.cluster.control.table import make_table
-from miles_router.cluster.nodes.node import Machines, Node
+from miles_router.cluster.nodes.machines import Machine, Machines
 from miles_router.cluster.nodes.plane import rows_for
 from miles_router.serving.process import READY, START, Assignment
 from miles_router.serving.server import listen
@@ -114,10 +114,11 @@ class RunningMachines:
         self._machines = Machines(count, 1, secrets.token_hex(16), lease)
         self._config = RouterConfig(**{**QUIETLY, "host": HOST, **config})
         self._stack = stack
-        self.control = self._part("control")
-        self.nodes = [self._part(f"node-{index}") for index in range(count)]
+        self.control = self.part("control")
+        self.nodes = [self.part(f"node-{index}") for index in range(count)]
 
-    def _part(self, name: str) -> Part:
+    def part(self, name: str) -> Part:
+        """A place for a process."""
         part = Part(self._directory / f"{name}.log", listen(HOST, 0))
         self._stack.callback(part.close)
         return part
@@ -138,13 +139,13 @@ class RunningMachines:
     def start_node(self, index: int) -> None:
         """Start the process of a machine."""
         part = self.nodes[index]
-        node = Node(self._machines, index, secrets.token_hex(8), HOST, self._file(), part.url)
+        node = Machine(self._machines, index, secrets.token_hex(8), HOST, self._file(), part.url)
         part.start(self._assigned(0, node))
 
     def _file(self) -> Path:
         return self._directory / "control"
 
-    def _assigned(self, index: int | None, node: Machines | Node) -> Assignment:
+    def _assigned(self, index: int | None, node: Machines | Machine) -> Assignment:
         table = make_table(rows_for(self._machines) if index is None else 1)
         self._stack.callback(os.close, table)
         directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="machine-")))

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from miles_router import tasks
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, replay
 from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.origin import refuse_foreign
@@ -16,8 +15,8 @@ from miles_router.cluster.control.data import DataDuty, Link
 from miles_router.cluster.control.table import Counts
 from miles_router.cluster.nodes.forwarding import Kept, Neighbours
 from miles_router.cluster.nodes.leases import Seat
+from miles_router.cluster.nodes.machines import Machine
 from miles_router.cluster.nodes.membership import Membership
-from miles_router.cluster.nodes.node import Node
 from miles_router.cluster.nodes.owners import MachinesOwners, OnNode
 from miles_router.cluster.owners.asking import ASKED
 from miles_router.cluster.owners.ownership import note_about
@@ -68,7 +67,7 @@ class MachineDuty(DataDuty):
     shares_state = True
 
     def __init__(
-        self, node: Node, peers: Peers, counts: Counts, *, fenced: Callable[[], None], surplus: Callable[[], None]
+        self, node: Machine, peers: Peers, counts: Counts, *, fenced: Callable[[], None], surplus: Callable[[], None]
     ) -> None:
         seat = Seat(node.life, node.index, peers.index)
         self.membership = Membership(node, seat, counts, fenced=fenced, surplus=surplus)
@@ -98,16 +97,11 @@ class MachineDuty(DataDuty):
     async def running(self, pools: Pools) -> AsyncIterator[None]:
         """See `Duty`."""
         self.membership.store = pools.default.router.store
-        renewing = tasks.spawn(self.membership.renew(), name="leases")
-        try:
-            async with super().running(pools):
-                try:
-                    yield
-                finally:
-                    await tasks.cancelled(renewing)
-                    await self.membership.leave()
-        finally:
-            await tasks.cancelled(renewing)
+        async with super().running(pools):
+            try:
+                yield
+            finally:
+                await self.membership.leave()
 
 
 class MachineApp(RouterApp):

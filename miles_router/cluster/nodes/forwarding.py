@@ -10,7 +10,7 @@ from miles_router import tasks
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.asgi.watch import Watch
-from miles_router.cluster.nodes.node import HEADER
+from miles_router.cluster.nodes.machines import HEADER
 from miles_router.errors import OwnerUnavailable, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import Pulse

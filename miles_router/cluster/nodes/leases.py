@@ -176,7 +176,7 @@ class Authority:
         return {slot: member.seat.node for slot, member in self._owner.items()}
 
 
-class Holding:
+class Tenancy:
     """What one process has leases of."""
 
     def __init__(self) -> None:

@@ -15,8 +15,8 @@ from miles_router import tasks
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control.data import Link
 from miles_router.cluster.control.table import Counts
-from miles_router.cluster.nodes.leases import Grant, Holding, Seat
-from miles_router.cluster.nodes.node import Node, clock
+from miles_router.cluster.nodes.leases import Grant, Seat, Tenancy
+from miles_router.cluster.nodes.machines import Machine, clock
 from miles_router.cluster.nodes.plane import NODES
 from miles_router.cluster.nodes.proof import ACCEPTS, CONNECTS, prove
 from miles_router.errors import NodeUnleased, StateError, StateOutdated
@@ -39,7 +39,7 @@ class Membership(Link):
     """
 
     def __init__(
-        self, node: Node, seat: Seat, counts: Counts, *, fenced: Callable[[], None], surplus: Callable[[], None]
+        self, node: Machine, seat: Seat, counts: Counts, *, fenced: Callable[[], None], surplus: Callable[[], None]
     ) -> None:
         super().__init__(Path(), counts, 0)
         self.process = secrets.randbits(62)
@@ -52,7 +52,9 @@ class Membership(Link):
         self._seat = seat
         self._fenced = fenced
         self._surplus = surplus
-        self._holding = Holding()
+        self._tenancy = Tenancy()
+        self._leased = asyncio.Event()
+        self._renewing: asyncio.Task[None] | None = None
         self._claiming: asyncio.Task[None] | None = None
         self._over = self._gives_back = False
         self._nodes: Mapping[int, int] = {}
@@ -65,7 +67,7 @@ class Membership(Link):
     @property
     def is_fresh(self) -> bool:
         """Whether this process may send generations, and act for what it has."""
-        return not self._over and self._holding.is_fresh(clock())
+        return not self._over and self._tenancy.is_fresh(clock())
 
     def check(self) -> None:
         """Raises:
@@ -89,8 +91,14 @@ class Membership(Link):
 
     # Renewing
 
-    async def renew(self) -> None:
-        """Ask for leases until this is cancelled."""
+    async def begin(self) -> None:
+        """Ask for leases from now on: all that takes long before the first request has been done. Returns with the
+        first answer, or when that takes too long."""
+        self._renewing = tasks.spawn(self._renew_always(), name="leases")
+        with suppress(TimeoutError):
+            await tasks.within(self.node.machines.lease, self._leased.wait(), name="wait for a lease")
+
+    async def _renew_always(self) -> None:
         seconds = self.node.machines.lease
         while not self._over:
             wait = seconds / RENEWALS
@@ -104,7 +112,7 @@ class Membership(Link):
 
     async def _renew(self, channel: Channel) -> None:
         sent = clock()
-        claimed = [*map(list, self._holding.claimed(sent).items())]
+        claimed = [*map(list, self._tenancy.claimed(sent).items())]
         answer = await channel.ask(
             "lease", process=self.process, seat=list(self._seat), claimed=claimed, url=self.node.url
         )
@@ -114,11 +122,15 @@ class Membership(Link):
         grant = None if granted is None else Grant(dict(granted[0]), granted[1], granted[2])
         if self.store is not None and self.store.refused[StateOutdated.type]:
             grant = None  # somebody who was given no lease has taken something over
-        if not self._holding.renewed(grant, sent):
+        if not self._tenancy.renewed(grant, sent):
             self._end("it has lost what it had")
             return
-        if self._claiming is None and self._holding.slots.keys() != self.slots:
-            self._claiming = tasks.spawn(self._claim(dict(self._holding.slots)), name="claim slots")
+        self._leased.set()
+        if self._followed.is_set():
+            for pool in self._pools:
+                pool.fleet.gate.update()  # it may be open again
+        if self._claiming is None and self._tenancy.slots.keys() != self.slots:
+            self._claiming = tasks.spawn(self._claim(dict(self._tenancy.slots)), name="claim slots")
         if grant is not None and grant.surplus and not self._gives_back:
             self._gives_back = True
             logger.info("node_gives_back")
@@ -154,6 +166,8 @@ class Membership(Link):
     async def leave(self) -> None:
         """This process does nothing more."""
         self._over = True
+        if self._renewing is not None:
+            await tasks.cancelled(self._renewing)
         if self._claiming is not None:
             await tasks.cancelled(self._claiming)
         if self._channel is not None and not self._channel.lost:
@@ -164,7 +178,8 @@ class Membership(Link):
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, _, port = self.node.control.read_text(encoding="ascii").rpartition(":")
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, int(port)), self.node.machines.lease / 2)
+        dialling = asyncio.open_connection(host, int(port))
+        reader, writer = await tasks.within(self.node.machines.lease / 2, dialling, name="reach the control plane")
         try:
             await prove(reader, writer, self.node.machines.secret, side=CONNECTS, other=ACCEPTS)
         except OSError:

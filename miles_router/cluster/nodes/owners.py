@@ -34,6 +34,7 @@ class MachinesOwners(ClusterOwners):
     async def running(self) -> AsyncIterator[None]:
         """As `Owners.running`."""
         async with super().running():
+            await self._membership.begin()
             try:
                 yield
             finally:

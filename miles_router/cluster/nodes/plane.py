@@ -24,7 +24,7 @@ from miles_router.cluster.control.followers import TELL, Followers
 from miles_router.cluster.control.plane import ControlDuty
 from miles_router.cluster.control.table import Counts
 from miles_router.cluster.nodes.leases import Authority, Seat
-from miles_router.cluster.nodes.node import Machines, clock
+from miles_router.cluster.nodes.machines import Machines, clock
 from miles_router.cluster.nodes.proof import ACCEPTS, CONNECTS, prove
 from miles_router.errors import StateError, StateOutdated
 from miles_router.pools.registrations import OWNER

@@ -6,6 +6,7 @@
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import urllib.error
@@ -76,6 +77,7 @@ def main():
         port=0,
         state_dir=state,
         state_sync="machine",
+        processes=2,
         hf_checkpoint=checkpoint,
         worker_urls=(worker,),
         middlewares=(MiddlewareSpec(SESSIONS),),
@@ -100,12 +102,15 @@ def main():
     assert [turns(one, session) for session in sessions] == [2, 2]
     print("the control actor is back with its state", flush=True)
 
-    (data,) = children(ray.get(router.nodes[0].pid.remote()))
-    os.kill(data, signal.SIGSTOP)
+    stopped = children(ray.get(router.nodes[0].pid.remote()))
+    assert len(stopped) == config.processes
+    for each in stopped:
+        os.kill(each, signal.SIGSTOP)
     answered(other, "POST", f"/sessions/{sessions[0]}/v1/chat/completions", **TURN)
     assert turns(other, sessions[0]) == 3
-    os.kill(data, signal.SIGCONT)
-    until("the stopped one has ended", lambda: not Path(f"/proc/{data}").exists())
+    for each in stopped:
+        os.kill(each, signal.SIGCONT)
+    until("the stopped ones have ended", lambda: not any(Path(f"/proc/{each}").exists() for each in stopped))
     assert turns(one, sessions[0]) == 3, "and the next one knows what was done meanwhile"
     print("a stopped machine commits nothing", flush=True)
 
@@ -122,6 +127,16 @@ def main():
     for session in sessions:
         answered(left, "POST", f"/sessions/{session}/v1/chat/completions", **TURN)
     print(f"what machine {lost} had goes on at the other", flush=True)
+    router.kill()
+
+    settings = ["--host", "0.0.0.0", "--port", "0", "--state-dir", state, "--state-sync", "machine"]
+    command = [sys.executable, "-m", "miles_router", "ray", "--address", cluster.address, "--nodes", "1", *settings]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        url = next(line.split()[1] for line in process.stderr if "listening" in line)
+        assert len(answered(url, "GET", "/router/info")["workers"]) == 1, "that was registered before"
+        process.terminate()
+        assert process.wait(PATIENCE) == 0
+    print("the command serves, and ends in order", flush=True)
     ray.shutdown()
     cluster.shutdown()
     print("done", flush=True)

@@ -30,7 +30,7 @@ class Machines:
 
 
 @dataclass(frozen=True)
-class Node:
+class Machine:
     """One of the machines, as its processes know it.
 
     Attributes:
