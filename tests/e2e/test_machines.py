@@ -23,23 +23,25 @@ from miles_router.errors import ConfigError
 from miles_router.serving.process import SUCCEEDED
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
+from tests.support.fleet import asked, by_path
 from tests.support.http import CutReply
 from tests.support.machines import Part, RunningMachines, machines
+from tests.support.scripted_worker import BODY, ScriptedWorker, reply, script
 from tests.support.session_trial import SESSIONS, qwen3, user
+from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
-from tests.support.waiting import until
+from tests.support.waiting import STEP, until
 
 LEASE = 4.0
 HI: dict[str, Any] = {"messages": [user("Hi.")], "max_tokens": 4}
 
 
 @contextlib.asynccontextmanager
-async def running(directory: Path, **settings: Any) -> AsyncIterator[RunningMachines]:
+async def running(
+    worker: SimulatedWorker | ScriptedWorker, directory: Path, **settings: Any
+) -> AsyncIterator[RunningMachines]:
     """Two machines before one worker, which was registered at one of them."""
-    async with (
-        SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
-        machines(lease=LEASE, state_dir=str(directory), **settings) as made,
-    ):
+    async with machines(lease=LEASE, state_dir=str(directory), **settings) as made:
         answer = await made.nodes[0].ask("POST", f"/add_worker?url={worker.url}")
         assert answer.status == 200, made.control.log()
         yield made
@@ -65,7 +67,10 @@ async def test_a_session_is_found_from_any_machine_and_goes_on_at_another_while_
     tmp_path: Path,
 ) -> None:
     sessions = {"middlewares": (MiddlewareSpec(SESSIONS),), "hf_checkpoint": tokenizer_directory("qwen3")}
-    async with running(tmp_path, **sessions) as router:
+    async with (
+        SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
+        running(worker, tmp_path, **sessions) as router,
+    ):
         one, other = router.nodes
         made = [(await node.answers("POST", "/sessions")).json()["session_id"] for node in (one, other)]
         for session in made:
@@ -80,6 +85,10 @@ async def test_a_session_is_found_from_any_machine_and_goes_on_at_another_while_
 
         one.send(signal.SIGSTOP)
         late = asyncio.ensure_future(outcome(one, made[0]))
+        await other.answers("POST", "/pause_generation", mode="in_place")
+        processes = (await other.answers("GET", "/router/info")).json()["processes"]
+        assert len(processes) == 1, "it was answered when the stopped one could not generate any more"
+        await other.answers("POST", "/continue_generation")
         await turn(other, made[0])
         assert await turns(other, made[0]) == 3
         one.send(signal.SIGCONT)
@@ -88,10 +97,13 @@ async def test_a_session_is_found_from_any_machine_and_goes_on_at_another_while_
         assert [await turns(other, session) for session in made] == [3, 2]
 
 
-async def test_a_pause_holds_on_all_machines_and_under_the_control_plane_that_succeeds_another(tmp_path: Path) -> None:
-    async with running(tmp_path) as router:
+async def test_a_pause_holds_on_all_machines_and_under_the_control_plane_that_succeeds_another(
+    stage: Stage, tmp_path: Path
+) -> None:
+    worker, gate = await stage.worker(), asyncio.Event()
+    worker.always(by_path(generate=script(BODY, gate, reply())))
+    async with running(worker, tmp_path) as router:
         one, other = router.nodes
-        await other.answers("POST", "/generate", text="Hi", sampling_params={"max_new_tokens": 2})
         await one.answers("POST", "/pause_generation", mode="in_place")
         waiting = asyncio.ensure_future(other.ask("POST", "/generate", text="Hi"))
         assert (await one.answers("GET", "/router/info")).json()["gate"]["closed"]
@@ -103,8 +115,17 @@ async def test_a_pause_holds_on_all_machines_and_under_the_control_plane_that_su
         info = (await other.answers("GET", "/router/info")).json()
         assert (info["gate"]["closed"], info["workers_total"], len(info["processes"])) == (True, 1, 2)
         assert not waiting.done()
+        assert "/generate" not in asked(worker)
         await other.answers("POST", "/continue_generation")
+
+        await until(lambda: "/generate" in asked(worker), "the generation is at the worker")
+        drained = asyncio.ensure_future(one.ask("POST", "/remove_worker", url=worker.url, drain=True))
+        while not (info := (await one.answers("GET", "/router/info")).json())["workers_draining"]:  # noqa: ASYNC110  # a request
+            await asyncio.sleep(STEP)
+        assert (info["in_flight"], drained.done()) == (1, False), "another machine has a request there"
+        gate.set()
         assert (await waiting).status == 200
+        assert (await drained).json()["worker_urls"] == {}
 
         reader, writer = await asyncio.open_connection("127.0.0.1", router.control.listener.getsockname()[1])
         writer.write(bytes(64))
