@@ -65,7 +65,8 @@ def supervise(
     """
     raise_file_limit()
     with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(each) for each in _listeners(config)]
+        count = 1 if isinstance(part, Machines) else config.processes
+        sockets = [held.enter_context(each) for each in _listeners(config, count)]
         port = sockets[0].getsockname()[1]
         listening(port)
         if isinstance(part, Machine):
@@ -89,11 +90,11 @@ def rows_of(config: RouterConfig, part: Machine | Machines | None) -> int:
     return rows_for(part) if isinstance(part, Machines) else config.processes
 
 
-def _listeners(config: RouterConfig) -> list[socket.socket]:
+def _listeners(config: RouterConfig, count: int) -> list[socket.socket]:
     """A socket for each process, on one port, which nobody has beside them."""
     with listen(config.host, config.port) as alone:  # a shared one would be shared with another router, too
         port = alone.getsockname()[1]
-    return [listen(config.host, port, shared=True) for _ in range(config.processes)]
+    return [listen(config.host, port, shared=True) for _ in range(count)]
 
 
 class Child:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from miles_router.asgi.exchange import SCOPE_KEY, Exchange, Receive, Scope, Send, replay
 from miles_router.asgi.headers import RawHeaders
@@ -36,10 +36,23 @@ CONNECT = 5.0
 ON_NODE = "miles_router.on_node"
 
 
+class Leased(Protocol):
+    """As `Membership`."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether this process may act."""
+        ...
+
+    def check(self) -> None:
+        """Raises NodeUnleased where it may not."""
+        ...
+
+
 class LeasedGate(Gate):
     """Closed while this process may not act as well; nobody waits for that."""
 
-    def __init__(self, membership: Membership, admission: Admission, **settings: Any) -> None:
+    def __init__(self, membership: Leased, admission: Admission, **settings: Any) -> None:
         self._membership = membership
         super().__init__(admission, **settings)
 

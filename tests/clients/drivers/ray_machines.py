@@ -3,6 +3,7 @@
 `python ray_machines.py WORKER_URL STATE_DIR CHECKPOINT`. Each step is printed once it holds.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -20,15 +21,16 @@ import miles_router.ray
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 
 SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
-LEASE = 4.0
 PATIENCE = 120.0
+NUMBERS = itertools.count()
 TURN = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 4}
 
 
-def ask(url, method, path, **fields):
+def ask(url, method, path, turn="", **fields):
     """One request: status and what was answered; 0 where nobody did."""
     body = json.dumps(fields).encode() if method == "POST" else None
-    request = urllib.request.Request(url + path, body, {"content-type": "application/json"}, method=method)
+    headers = {"content-type": "application/json", **({"x-turn-id": turn} if turn else {})}
+    request = urllib.request.Request(url + path, body, headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=5) as answer:
             return answer.status, json.loads(answer.read() or b"null")
@@ -59,7 +61,14 @@ def answered(url, method, path, **fields):
     return until(f"{method} {path.partition('/sessions/')[0] or 'session'}", tried)[0]
 
 
+def take_turn(url, session):
+    """One turn, however often it has to be asked for."""
+    name = f"turn-{next(NUMBERS)}"
+    answered(url, "POST", f"/sessions/{session}/v1/chat/completions", turn=name, **TURN)
+
+
 def turns(url, session):
+    """How many a session has."""
     return len(answered(url, "GET", f"/sessions/{session}")["records"])
 
 
@@ -82,12 +91,12 @@ def main():
         worker_urls=(worker,),
         middlewares=(MiddlewareSpec(SESSIONS),),
     )
-    router = miles_router.ray.start(config, nodes=2, lease=LEASE)
+    router = miles_router.ray.start(config, nodes=2)
     one, other = router.urls
     sessions = [answered(url, "POST", "/sessions")["session_id"] for url in (one, other)]
     for session in sessions:
         for url in (one, other):
-            answered(url, "POST", f"/sessions/{session}/v1/chat/completions", **TURN)
+            take_turn(url, session)
     assert [turns(one, session) for session in sessions] == [2, 2]
     print("both serve, and each finds what the other has", flush=True)
 
@@ -106,8 +115,8 @@ def main():
     assert len(stopped) == config.processes
     for each in stopped:
         os.kill(each, signal.SIGSTOP)
-    answered(other, "POST", f"/sessions/{sessions[0]}/v1/chat/completions", **TURN)
-    assert turns(other, sessions[0]) == 3
+    take_turn(other, sessions[0])
+    assert (found := turns(other, sessions[0])) == 3, found
     for each in stopped:
         os.kill(each, signal.SIGCONT)
     until("the stopped ones have ended", lambda: not any(Path(f"/proc/{each}").exists() for each in stopped))
@@ -125,7 +134,9 @@ def main():
                 os.kill(each, signal.SIGKILL)
     cluster.remove_node(second, allow_graceful=False)
     for session in sessions:
-        answered(left, "POST", f"/sessions/{session}/v1/chat/completions", **TURN)
+        before = turns(left, session)
+        take_turn(left, session)
+        assert turns(left, session) == before + 1
     print(f"what machine {lost} had goes on at the other", flush=True)
     router.kill()
 
