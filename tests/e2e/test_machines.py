@@ -23,6 +23,7 @@ from miles_router.errors import ConfigError
 from miles_router.serving.process import SUCCEEDED
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
+from tests.support.brake import Brake
 from tests.support.fleet import asked, by_path
 from tests.support.http import CutReply
 from tests.support.machines import Part, RunningMachines, machines
@@ -83,8 +84,12 @@ async def test_a_session_is_found_from_any_machine_and_goes_on_at_another_while_
             listed = (await node.answers("GET", "/sessions")).json()["sessions"]
             assert {each["session_id"] for each in listed} == {*made}
 
-        one.send(signal.SIGSTOP)
+        brake = Brake(worker.engine)
+        brake.on = True
         late = asyncio.ensure_future(outcome(one, made[0]))
+        await until(lambda: worker.running == 1, "a turn is under way")
+        one.send(signal.SIGSTOP)
+        brake.on = False
         await other.answers("POST", "/pause_generation", mode="in_place")
         processes = (await other.answers("GET", "/router/info")).json()["processes"]
         assert len(processes) == 1, "it was answered when the stopped one could not generate any more"
@@ -92,7 +97,7 @@ async def test_a_session_is_found_from_any_machine_and_goes_on_at_another_while_
         await turn(other, made[0])
         assert await turns(other, made[0]) == 3
         one.send(signal.SIGCONT)
-        assert await late != 200, "it does nothing of what came while it was stopped"
+        assert await late != 200, "it commits nothing, and so its client has no answer"
         await until(lambda: one.process.poll() is not None, "it ends, for what it knows is no longer true")
         assert [await turns(other, session) for session in made] == [3, 2]
 
