@@ -61,7 +61,7 @@ class Authority:
         seconds: of a lease.
         term: greater than that of any control plane before it.
         first: whether there was none before it: nobody can have a lease then.
-        joining: seconds for which a machine is waited for that was not there yet.
+        joining: seconds for which the first control plane waits for a machine that was not there yet.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Authority:
         self._epoch = term * EPOCHS
         #: Until then somebody may have leases of a control plane before this one, which are prolonged if he says so.
         self.opens = now if first else now + seconds * SLACK
-        self._joined = self.opens + joining
+        self._joined = self.opens + (joining if first else seconds * SLACK)  # behind another one, all are there
         #: Places of processes that were there.
         self._known: set[tuple[int, int]] = set()
         self.members: dict[int, Member] = {}

@@ -21,7 +21,9 @@ import miles_router.ray
 from miles_router.settings.config import MiddlewareSpec, RouterConfig
 
 SESSIONS = "middleware_hub.openai_session_middleware.OpenAISessionMiddleware"
-PATIENCE = 120.0
+#: Seconds: of a lease, and for which a fact is waited for. Ray takes half a minute to find a machine dead.
+LEASE = 4.0
+PATIENCE = 240.0
 NUMBERS = itertools.count()
 TURN = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 4}
 
@@ -91,7 +93,7 @@ def main():
         worker_urls=(worker,),
         middlewares=(MiddlewareSpec(SESSIONS),),
     )
-    router = miles_router.ray.start(config, nodes=2)
+    router = miles_router.ray.start(config, nodes=2, lease=LEASE)
     one, other = router.urls
     sessions = [answered(url, "POST", "/sessions")["session_id"] for url in (one, other)]
     for session in sessions:
