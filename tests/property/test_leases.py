@@ -256,3 +256,16 @@ def test_a_process_that_hears_that_another_has_what_it_had_does_not_act_any_more
         assert not tenancy.is_fresh(SECONDS)
         assert not tenancy.renewed(grant, 1.0)
         assert not tenancy.is_fresh(1.0)
+
+
+def test_a_machine_that_gives_back_what_another_should_have_keeps_its_own_part_while_it_is_started_again() -> None:
+    authority = _authority()
+    first, second = _ask(authority, 0, 0.0), _ask(authority, 1, 0.0)
+    assert len(_ask(authority, 0, 2 * SECONDS).slots) == SLOTS, "the other was lost"
+    assert not _ask(authority, 1, 21.0, number=11).slots
+    assert _ask(authority, 0, 22.0).surplus
+    authority.give_back(0, 23.0)
+    back = _ask(authority, 1, 24.0, number=11)
+    assert (back.slots.keys(), back.surplus) == (second.slots.keys(), False)
+    again = _ask(authority, 0, 30.0, number=12)
+    assert (again.slots.keys(), again.surplus) == (first.slots.keys(), False)

@@ -84,6 +84,8 @@ class Authority:
         self._joined = self.opens + (joining if first else seconds * SLACK)  # behind another one, all are there
         #: Places of processes that were there.
         self._known: set[tuple[int, int]] = set()
+        #: Until when those are kept for the next process that only gives back what another machine should have.
+        self._kept: dict[tuple[int, int], float] = {}
         self.members: dict[int, Member] = {}
         #: Whose a slot is; he may be late.
         self._owner: dict[int, Member] = {}
@@ -120,6 +122,7 @@ class Authority:
         for each in past:
             self.end(each.number)
         self._known.add((seat.node, seat.process))
+        self._kept.pop((seat.node, seat.process), None)
         member = self.members[number] = Member(seat, number, now)
         return member
 
@@ -140,7 +143,8 @@ class Authority:
             if owner is member or (owner is not None and now < owner.until):
                 continue
             home = self.home(slot)
-            due = now >= self._joined or (home, seat.process) in self._known
+            place = home, seat.process
+            due = (now >= self._joined or place in self._known) and now >= self._kept.get(place, now)
             if home == seat.node or (due and len(member.slots) < share and not self._is_there(home, seat.process, now)):
                 self._epoch += 1
                 self._give(member, slot, self._epoch)
@@ -164,6 +168,13 @@ class Authority:
         """Prolong nothing of a process; what it has runs out."""
         if number in self.members:
             self.members[number].revoked = True
+
+    def give_back(self, number: int, now: float) -> None:
+        """A process has ended, and the next one comes at once; others are given only what they should have."""
+        member = self.members.get(number)
+        self.end(number)
+        if member is not None:
+            self._kept[member.seat.node, member.seat.process] = now + JOINING
 
     def end(self, number: int) -> None:
         """A process has ended, for certain: what it had is free at once."""

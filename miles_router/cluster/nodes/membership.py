@@ -172,7 +172,8 @@ class Membership(Link):
             await tasks.cancelled(self._claiming)
         if self._channel is not None and not self._channel.lost:
             with suppress(ChannelLost, TimeoutError):
-                await tasks.within(1.0, self._channel.ask("leave", process=self.process), name="leave")
+                left = self._channel.ask("leave", process=self.process, gives_back=self._gives_back)
+                await tasks.within(1.0, left, name="leave")
 
     # The connection
 

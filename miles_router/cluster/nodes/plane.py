@@ -188,7 +188,10 @@ class MachinesDuty(ControlDuty):
 
     async def _leave(self, message: Message) -> None:
         """A process has done all it had to do."""
-        self._authority.end(message.fields["process"])
+        if message.fields["gives_back"]:
+            self._authority.give_back(message.fields["process"], clock())
+        else:
+            self._authority.end(message.fields["process"])
 
 
 def end_process() -> None:
