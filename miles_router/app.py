@@ -35,7 +35,6 @@ from miles_router.errors import (
     MiddlewareLoadError,
 )
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.gate import Gate
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import POLICIES, Checked
@@ -101,7 +100,9 @@ def create_app(
     metrics, loop_delay = Metrics(), LoopDelay()
     metrics.register(clients)
     metrics.register(loop_delay)
-    store = StateStore(Path(config.state_dir), config.state_sync) if config.state_dir else None
+    store = None
+    if config.state_dir:
+        store = StateStore(Path(config.state_dir), config.state_sync, shared=duty.shares_state)
     if store is not None:
         store.slots = duty.slots
         metrics.register(StateStatistics(store))
@@ -158,7 +159,7 @@ def _pool(
     )
     fleet = duty.fleet(
         pool=workers,
-        gate=(Gate if traces is None else traces.gate)(
+        gate=(duty.gate if traces is None else traces.gate)(
             workers.admission, max_held=config.gate_max_held, timeout=config.gate_timeout
         ),
         policy=policy_named(config.policy),

@@ -29,6 +29,7 @@ commands:
   miles-router state DIR [OWNER]      list what a state directory holds, or write an owner's as lines of JSON
   miles-router check PKG.MOD.CLASS    run the middleware contract suite on a class
   miles-router view FILE              write a page that shows a file of samples token by token (view --help)
+  miles-router ray --nodes N [options]  start one router on N machines of a Ray cluster (docs/scale.md)
   miles-router audit --router URL     hold recorded logprobs against those of the engines (audit --help)
 
 Every setting is also a YAML key (--config) and an environment variable (MILES_ROUTER_PORT=31000).
@@ -113,6 +114,16 @@ def view_parser() -> argparse.ArgumentParser:
     made.add_argument("--output", metavar="PAGE", help="the page to write; default: FILE with the ending .html")
     text = "directory or hub name with the model's tokenizer; without it the page shows ids alone"
     made.add_argument("--hf-checkpoint", metavar="DIR", help=text)
+    return made
+
+
+def ray_parser() -> argparse.ArgumentParser:
+    """Of `ray`, which has all settings."""
+    made = parser()
+    made.prog = "miles-router ray"
+    made.description = "One router on several machines of a Ray cluster, until SIGTERM."
+    made.add_argument("--address", metavar="ADDRESS", default="auto", help="the cluster's head [default: auto]")
+    made.add_argument("--nodes", metavar="N", type=int, required=True, help="machines")
     return made
 
 
@@ -228,6 +239,19 @@ def print_table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def _ray(arguments: Sequence[str]) -> int:
+    options = ray_parser().parse_args(arguments)
+    if options.names:
+        ray_parser().error(f"unrecognized arguments: {' '.join(options.names)}")
+    loaded = _load(options)
+    try:
+        from miles_router.ray.command import run
+    except ImportError as error:  # of an extra that is not installed, and it says which
+        raise ConfigError(f"ray: {error}") from None
+    run(loaded.config, options.address, options.nodes)
+    return 0
+
+
 def _audit(arguments: Sequence[str]) -> int:
     try:
         from miles_router.audit.command import run
@@ -239,4 +263,4 @@ def _audit(arguments: Sequence[str]) -> int:
 #: Commands that look at settings, with the flags of all of them.
 ACTIONS = {"run": _run, "config": _show_config, "middlewares": _show_middlewares, "check": _check, "state": _show_state}
 #: Commands with flags of their own; each gives its exit status.
-APART = {"audit": _audit, "view": _view}
+APART = {"audit": _audit, "ray": _ray, "view": _view}

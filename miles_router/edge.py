@@ -87,10 +87,7 @@ class RouterApp:
         refused = 0
         try:
             scope["path"] = decoded(scope["raw_path"])  # here, and nowhere else
-            # A session's own key is known once it is read.
-            if self._restoring and (note_of(scope) == ASKED or not self.doors.is_shut(scope["path"], scope["headers"])):
-                for layer in self._restoring:
-                    await layer.restore(scope)
+            await self._restore(scope)
             await self._enter(scope)(scope, receive, outlet)
         except Elsewhere:
             refused = HANDED_OVER
@@ -108,6 +105,12 @@ class RouterApp:
         finally:
             if refused != HANDED_OVER:  # who goes on counts it
                 self._finished(scope, exchange, outlet.status or refused, started_at)
+
+    async def _restore(self, scope: Scope) -> None:
+        """Have layers bring back what the request names. A session's own key is known once it is read."""
+        if self._restoring and (note_of(scope) == ASKED or not self.doors.is_shut(scope["path"], scope["headers"])):
+            for layer in self._restoring:
+                await layer.restore(scope)
 
     def _enter(self, scope: Scope) -> ASGIApp:
         """Who answers, once the request may enter.

@@ -17,6 +17,7 @@
     ├── NoWorkerAvailable           503 no_worker_available, with Retry-After
     ├── TooManyConnections          503 too_many_connections, with Retry-After
     ├── OwnerUnavailable            503 owner_unavailable, with Retry-After: its process is being started again
+    ├── NodeUnleased                503 node_unleased, with Retry-After: this machine may not act now
     ├── FleetPaused                 503 fleet_paused, with Retry-After: held too long, or too many held
     │   └── FleetFull               503 fleet_full, the same for a session that no worker has room for
     ├── ControlUnavailable      503 control_unavailable, with Retry-After: the router's control plane is away
@@ -176,6 +177,16 @@ class OwnerUnavailable(RouterError):
 
     status = 503
     type = "owner_unavailable"
+    retryable = True
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
+
+
+class NodeUnleased(RouterError):
+    """This machine has not heard from the control plane for longer than it may act without it, or another one has what
+    the request is about: it may not answer."""
+
+    status = 503
+    type = "node_unleased"
     retryable = True
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": "1"}
 

@@ -14,6 +14,8 @@ from miles_router.control.control import Control
 from miles_router.control.health import HealthMonitor
 from miles_router.edge import RouterApp
 from miles_router.fleet.fleet import Fleet
+from miles_router.fleet.gate import Gate
+from miles_router.fleet.placement.admission import Admission
 from miles_router.fleet.pool import WorkerPool
 from miles_router.pools.pools import Pools
 from miles_router.pools.registrations import Registrations
@@ -25,14 +27,16 @@ from miles_router.state.writer import CONTROL
 class Duty:
     """The whole router, in one process."""
 
-    #: Where requests come in.
-    app = RouterApp
+    #: Makes where requests come in.
+    app: Callable[..., RouterApp] = RouterApp
     #: Whether requests are sent to workers here, and are looked after.
     sends = True
     #: Whether workers are checked here.
     checks = True
     #: What this process alone may open of what outlives it.
     slots: Collection[int] = (*range(SLOTS), CONTROL)
+    #: Whether routers on other machines have the state directory, too.
+    shares_state = False
 
     def config(self, config: RouterConfig) -> RouterConfig:
         """The settings as they are for this process."""
@@ -45,6 +49,10 @@ class Duty:
     def pool(self, name: str, **settings: Any) -> WorkerPool:
         """The pool of a model."""
         return WorkerPool(**settings)
+
+    def gate(self, admission: Admission, **settings: Any) -> Gate:
+        """Where its generations wait."""
+        return Gate(admission, **settings)
 
     def fleet(self, **parts: Any) -> Fleet:
         """Its fleet."""

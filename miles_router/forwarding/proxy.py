@@ -17,7 +17,7 @@ from miles_router.engines.paths import GENERATE
 from miles_router.errors import BadRequest, FleetPaused, UpstreamBroken
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
-from miles_router.forwarding.forwarder import ABORTED, Forwarded, Forwarder
+from miles_router.forwarding.forwarder import ABORTED, AnyReply, Forwarder
 from miles_router.forwarding.outgoing import Outgoing, outgoing
 from miles_router.forwarding.pairs import PairInterrupted
 from miles_router.forwarding.reply import Reply
@@ -115,22 +115,27 @@ class Proxy:
         return relief
 
     async def _relay(self, forwarded: Forwarded, send: Send) -> None:
-        reply = forwarded.reply
-        await send(
-            {
-                "type": "http.response.start",
-                "status": reply.status,
-                "headers": _reply_headers(reply.status, reply.headers),
-            }
-        )
-        if isinstance(reply, Reply) and not reply.complete and isinstance(send, Outlet) and send.sink is not None:
-            await reply.pour(send.sink, self._metrics)
-        more = True
-        while more:
-            chunk = reply.take() or await reply.read()
-            more = not reply.exhausted
-            self._metrics.bytes_out += len(chunk)
-            await send({"type": "http.response.body", "body": chunk, "more_body": more})
+        """Give the client what a worker answers. Raises as `relay`."""
+        await relay(forwarded.reply, send, self._metrics)
+
+
+async def relay(reply: AnyReply, send: Send, metrics: Metrics) -> None:
+    """Give a client a reply as it arrives. Raises UpstreamBroken where it is lost inside its body."""
+    await send(
+        {
+            "type": "http.response.start",
+            "status": reply.status,
+            "headers": _reply_headers(reply.status, reply.headers),
+        }
+    )
+    if isinstance(reply, Reply) and not reply.complete and isinstance(send, Outlet) and send.sink is not None:
+        await reply.pour(send.sink, metrics)
+    more = True
+    while more:
+        chunk = reply.take() or await reply.read()
+        more = not reply.exhausted
+        metrics.bytes_out += len(chunk)
+        await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 
 def _is_over(interrupted: PairInterrupted, exchange: Exchange, path: str) -> bool:

@@ -21,7 +21,7 @@ class Registrations:
     taken, and does not start."""
 
     def __init__(self, store: StateStore | None, pools: Pools) -> None:
-        self._store = store if store is not None and CONTROL in store.slots else None
+        self.store = store if store is not None and CONTROL in store.slots else None
         self._pools = pools
 
     async def hold(self, worker: Worker, pool: str) -> None:
@@ -34,8 +34,8 @@ class Registrations:
         await self._change(worker.url, None)
 
     async def _change(self, url: str, value: bytes | None) -> None:
-        if self._store is not None:
-            await self._store.commit(OWNER, [Change(WORKER, url, value)], slot=CONTROL)
+        if self.store is not None:
+            await self.store.commit(OWNER, [Change(WORKER, url, value)], slot=CONTROL)
 
     async def restore(self, *, of_this_run: bool = False) -> None:
         """Register those that were registered; whether they are still there, probes will say.
@@ -49,9 +49,9 @@ class Registrations:
         Raises:
             StateError: nobody can tell who they were.
         """
-        if self._store is None:
+        if self.store is None:
             return
-        rows = await self._store.load(OWNER, slot=CONTROL)
+        rows = await self.store.load(OWNER, slot=CONTROL)
         for row in rows:
             if row.kind == WORKER:
                 held: dict[str, Any] = orjson.loads(row.value)
@@ -62,4 +62,4 @@ class Registrations:
         if rows and not of_this_run:
             for each in self._pools:
                 each.fleet.pool.distrust_caches()
-        await self._store.commit(OWNER, [Change(RUN, 0, b"1")], slot=CONTROL)
+        await self.store.commit(OWNER, [Change(RUN, 0, b"1")], slot=CONTROL)

@@ -22,6 +22,9 @@ from miles_router.app import create_app
 from miles_router.cluster.control.data import DataDuty
 from miles_router.cluster.control.plane import ControlDuty
 from miles_router.cluster.control.table import Counts
+from miles_router.cluster.nodes.duty import MachineDuty
+from miles_router.cluster.nodes.machines import Machine, Machines
+from miles_router.cluster.nodes.plane import MachinesDuty, end_process, rows_for
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
 from miles_router.errors import ConfigError
@@ -30,6 +33,8 @@ from miles_router.settings.config import RouterConfig
 
 #: What the supervisor is told by a process that does its part; whatever else it is told is why it cannot.
 READY = b"ready"
+#: The status of a control plane that another one, elsewhere, has succeeded: it is not started again.
+SUCCEEDED = 3
 PR_SET_PDEATHSIG = 1
 #: Run by a new interpreter, with the descriptor of what it reads: where modules are, then its assignment.
 START = (
@@ -58,6 +63,8 @@ class Assignment:
     listener: int | None = None
     #: And the one on which it alone listens.
     own: int | None = None
+    #: Of several machines: this one; for the control plane, all of them.
+    node: Machine | Machines | None = None
 
 
 def main(given: IO[bytes]) -> None:
@@ -98,8 +105,14 @@ def _tell(assigned: Assignment, text: bytes) -> None:
 def _serve(assigned: Assignment, index: int) -> None:
     """Take requests."""
     peers = Peers(index, assigned.config.processes, assigned.directory)
-    owners = ClusterOwners(peers)
-    duty = DataDuty(peers, Counts(assigned.table, peers.count, index), generation=assigned.generation)
+    counts = Counts(assigned.table, peers.count, index)
+    duty: DataDuty
+    if isinstance(assigned.node, Machine):
+        duty = MachineDuty(assigned.node, peers, counts, fenced=_kill_this, surplus=end_process)
+        owners: ClusterOwners = duty.owners
+    else:
+        duty = DataDuty(peers, counts, generation=assigned.generation)
+        owners = ClusterOwners(peers)
     app = create_app(assigned.config, args=assigned.args, duty=duty, owners=owners)
     own = None if assigned.own is None else socket.socket(fileno=assigned.own)
     listener = socket.socket(fileno=assigned.listener)
@@ -108,9 +121,9 @@ def _serve(assigned: Assignment, index: int) -> None:
 
 def _decide(assigned: Assignment) -> None:
     """Be the control plane."""
-    duty = ControlDuty(assigned.directory, Counts(assigned.table, assigned.config.processes))
+    duty = _control(assigned)
     app = duty.edge = create_app(assigned.config, args=assigned.args, duty=duty)
-    if app.router.store is not None:
+    if app.router.store is not None and assigned.node is None:
         app.router.store.check()
 
     async def run() -> None:
@@ -122,6 +135,26 @@ def _decide(assigned: Assignment) -> None:
             await stop.wait()
 
     _run(run)
+
+
+def _control(assigned: Assignment) -> ControlDuty:
+    machines = assigned.node
+    if not isinstance(machines, Machines):
+        return ControlDuty(assigned.directory, Counts(assigned.table, assigned.config.processes))
+    counts = Counts(assigned.table, rows_for(machines))
+    return MachinesDuty(assigned.directory, counts, machines, socket.socket(fileno=assigned.listener), _succeeded)
+
+
+def _succeeded() -> None:
+    """End at once: another control plane decides."""
+    log.flush()
+    os._exit(SUCCEEDED)
+
+
+def _kill_this() -> None:
+    """End at once: what this process knows may be no longer true."""
+    log.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _run(work: Callable[[], object]) -> None:

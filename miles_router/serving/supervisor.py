@@ -19,12 +19,16 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from miles_router import log, tasks
 from miles_router.cluster.control.table import Counts, make_table
+from miles_router.cluster.nodes.machines import Machine, Machines
+from miles_router.cluster.nodes.plane import rows_for
 from miles_router.errors import ConfigError
-from miles_router.serving.process import READY, START, Assignment
+from miles_router.serving.process import READY, START, SUCCEEDED, Assignment
 from miles_router.serving.replacing import Sockets, become_the_next, kept, refusal
 from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
@@ -43,10 +47,20 @@ STATUS_BYTES = 4096
 MEMORY = Path("/dev/shm")
 
 
-def supervise(config: RouterConfig, args: Namespace | None = None, *, replaceable: bool = False) -> None:
+def supervise(
+    config: RouterConfig,
+    args: Namespace | None = None,
+    part: Machine | Machines | None = None,
+    listening: Callable[[int], None] = lambda port: None,
+    *,
+    replaceable: bool = False,
+) -> None:
     """Serve with several processes until SIGTERM or SIGINT; requests in flight get `shutdown_timeout` seconds.
 
     Args:
+        part: where the router has several machines, what is done here: the requests of one of them, or the control
+            plane of all.
+        listening: hears the port, before anything is served.
         replaceable: this process is the command, and may become it again (SIGUSR2).
 
     Raises:
@@ -55,9 +69,14 @@ def supervise(config: RouterConfig, args: Namespace | None = None, *, replaceabl
     """
     raise_file_limit()
     with contextlib.ExitStack() as held:
-        sockets = _listeners(config, kept())
+        count = 1 if isinstance(part, Machines) else config.processes
+        sockets = _listeners(config, kept(), count, 0 if part is not None or config.public_url else count)
         held.callback(sockets.close)
-        supervisor = _supervised(config, args, sockets, replaceable)
+        port = sockets.shared[0].getsockname()[1]
+        listening(port)
+        if isinstance(part, Machine):
+            part = replace(part, url=f"http://{part.host}:{port}")
+        supervisor = _supervised(config, args, sockets, part, replaceable)
         if supervisor.replaced:
             become_the_next(sockets)
     if supervisor.refusal is not None:
@@ -66,19 +85,30 @@ def supervise(config: RouterConfig, args: Namespace | None = None, *, replaceabl
         sys.exit(1)
 
 
-def _supervised(config: RouterConfig, args: Namespace | None, sockets: Sockets, replaceable: bool) -> Supervisor:
+def _supervised(
+    config: RouterConfig,
+    args: Namespace | None,
+    sockets: Sockets,
+    part: Machine | Machines | None,
+    replaceable: bool,
+) -> Supervisor:
     with contextlib.ExitStack() as held:
-        table = make_table(config.processes)
+        table = make_table(rows_of(config, part))
         held.callback(os.close, table)
         directory = Path(tempfile.mkdtemp(prefix="miles-router-", dir=MEMORY if MEMORY.is_dir() else None))
         held.callback(shutil.rmtree, directory, ignore_errors=True)
-        supervisor = Supervisor(config, args, sockets, table, directory, replaceable)
+        supervisor = Supervisor(config, args, sockets, table, directory, part, replaceable)
         asyncio.run(supervisor.run())
         log.flush()
         return supervisor
 
 
-def _listeners(config: RouterConfig, left: Sockets) -> Sockets:
+def rows_of(config: RouterConfig, part: Machine | Machines | None) -> int:
+    """How many rows the table of requests in flight has."""
+    return rows_for(part) if isinstance(part, Machines) else config.processes
+
+
+def _listeners(config: RouterConfig, left: Sockets, count: int, own_count: int) -> Sockets:
     """A socket for each process, on one port, which nobody has beside them; those that the supervisor before this one
     has `left` where the port is still the one that is wanted."""
     port = left.shared[0].getsockname()[1] if left.shared else 0
@@ -87,7 +117,6 @@ def _listeners(config: RouterConfig, left: Sockets) -> Sockets:
         left = Sockets([], [])
         with listen(config.host, config.port) as alone:  # a shared one would be shared with another router, too
             port = alone.getsockname()[1]
-    count, own_count = config.processes, config.processes if config.public_url is None else 0
     Sockets(left.shared[count:], left.own[own_count:]).close()
     shared = [listen(config.host, port, shared=True) for _ in range(len(left.shared), count)]
     own = [listen(config.host, 0) for _ in range(len(left.own), own_count)]
@@ -137,6 +166,7 @@ class Supervisor:
         sockets: Sockets,
         table: int,
         directory: Path,
+        part: Machine | Machines | None = None,
         replaceable: bool = False,
     ) -> None:
         #: Why the router cannot start, where that is for the user to change.
@@ -151,12 +181,17 @@ class Supervisor:
         self._replaceable = replaceable
         self._replacing: asyncio.Task[None] | None = None
         self._table = table
-        self._counts = Counts(table, config.processes)
+        self._counts = Counts(table, rows_of(config, part))
+        self._part = part
+        #: Only the control plane of several machines is run here.
+        self._decides = isinstance(part, Machines)
         self._directory = directory
         self._generation = 0
         self._control = Child(None)
         self._data = [Child(index) for index in range(config.processes)]
-        self._children = [self._control, *self._data]
+        if self._decides:
+            self._data.clear()
+        self._children = [*([] if isinstance(part, Machine) else [self._control]), *self._data]
         self._shown = False
         self._ending = False
         self._timers: set[asyncio.TimerHandle] = set()
@@ -207,7 +242,7 @@ class Supervisor:
         """What it reads, and the descriptors that it inherits."""
         self._generation += 1
         shared, own_ones = self._sockets
-        listener = None if child.index is None else shared[child.index].fileno()
+        listener = None if child.index is None and not self._decides else shared[child.index or 0].fileno()
         own = own_ones[child.index].fileno() if child.index is not None and own_ones else None
         assigned = Assignment(
             config=self._config,
@@ -220,6 +255,7 @@ class Supervisor:
             status=status,
             listener=listener,
             own=own,
+            node=self._part,
         )
         try:
             text = pickle.dumps(sys.path) + pickle.dumps(assigned)
@@ -236,7 +272,8 @@ class Supervisor:
             child.ready_at = time.monotonic()
         if child.ready and not self._shown and all(each.ready for each in self._children):
             self._shown = True
-            log.show(banner(self._config, self._sockets.shared[0].getsockname()))
+            address = self._sockets.shared[0].getsockname()
+            log.show(f"control plane {address[1]}" if self._decides else banner(self._config, address))
 
     # Ending
 
@@ -257,6 +294,9 @@ class Supervisor:
         if self._ending:
             self.failed |= status != 0 and child.ready  # one that was still starting knows of no order to end
             self._go_on_ending()
+        elif self._decides and status == SUCCEEDED:
+            self.failed = True
+            self._over.set()
         elif not self._shown:
             self._give_up(child, status)
         else:

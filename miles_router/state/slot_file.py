@@ -4,6 +4,10 @@ WAL with an exclusive lock taken before it (https://www.sqlite.org/wal.html#nosh
 memory. Where its bytes are damaged, SQLite ends a WAL silently at the damage
 (https://www.sqlite.org/fileformat2.html#wal_file_format): so each transaction is numbered, and what was acknowledged is
 counted in a file beside it.
+
+A directory that several machines share has no shared memory, and whoever is stopped must not keep what others take
+over: there, each transaction locks the file for itself, with a rollback journal, and finds out whether its epoch is
+still the youngest.
 """
 
 from __future__ import annotations
@@ -38,6 +42,10 @@ ROWS_AT_ONCE = 64
 PAGE_CACHE = 512
 #: Bytes that a WAL keeps on the disk once it is written back.
 WAL_KEPT = 4 * 1024 * 1024
+#: Seconds for which a transaction of another machine is waited for, where files are shared.
+PATIENCE = 0.25
+#: Epochs from here on are those of routers that share the directory.
+SHARED_EPOCHS = 1 << 32
 #: Pages of 4 KiB given back to the disk in one step, and how many are kept for what comes.
 VACUUM_STEP = 256
 KEPT_FREE = 256
@@ -69,10 +77,17 @@ class SlotFile:
             commit itself is held is known again when the file is next opened.
     """
 
-    def __init__(self, path: Path, sync: Sync) -> None:
+    def __init__(self, path: Path, sync: Sync, *, shared: bool = False) -> None:
+        """
+        Args:
+            shared: whether other machines may take it over while it is open.
+        """
         self._path = path
+        self._shared = shared
         with self._by_name():
-            self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=0)
+            self._connection = sqlite3.connect(
+                path, isolation_level=None, check_same_thread=False, timeout=PATIENCE if shared else 0
+            )
         try:
             with self._by_name():
                 self._open(sync)
@@ -99,7 +114,9 @@ class SlotFile:
             raise StateForeign(f"{self._path}: its format is {made[1]}, and this miles-router reads {FORMAT}")
         if new:
             execute("PRAGMA auto_vacuum = INCREMENTAL")
-        execute("PRAGMA journal_mode = WAL")
+        execute(f"PRAGMA journal_mode = {'TRUNCATE' if self._shared else 'WAL'}")
+        if self._shared:
+            execute("PRAGMA locking_mode = NORMAL")
         execute(f"PRAGMA synchronous = {'FULL' if sync == 'machine' else 'NORMAL'}")
         execute(f"PRAGMA journal_size_limit = {WAL_KEPT}")
         execute(f"PRAGMA cache_size = -{PAGE_CACHE}")
@@ -131,6 +148,8 @@ class SlotFile:
             try:
                 for work in works:
                     work(self)
+                if self._shared:
+                    self._transactions = self._number("SELECT transactions FROM slot")
                 count = self._transactions + 1
                 ours = self._connection.execute(
                     "UPDATE slot SET transactions = ?, epoch = ?2 WHERE epoch <= ?2", (count, self.epoch)
@@ -178,6 +197,21 @@ class SlotFile:
             raise StateOutdated(f"{self._path}: epoch {self.epoch} has it, and {epoch} is older")
         self.epoch = epoch
         self.transaction(())
+
+    def succeed(self) -> None:
+        """Whoever has shared it with others, and goes on, must not go on here."""
+        if self.epoch >= SHARED_EPOCHS:
+            self.claim(self.epoch + 1)
+
+    def take_over(self) -> int:
+        """Take the slot over for the epoch behind its last one, which is returned."""
+
+        def follow(file: SlotFile) -> None:
+            file.epoch = file._number("SELECT epoch FROM slot") + 1
+
+        self.transaction((follow,))
+        epoch: int = self.epoch
+        return epoch
 
     def load(self, owner: str) -> list[StateRow]:
         """All rows of an owner, ordered by kind and key."""

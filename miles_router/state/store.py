@@ -39,8 +39,12 @@ class StateStore:
         StateError: anything else that the system says.
     """
 
-    def __init__(self, directory: Path, sync: Sync = "process") -> None:
+    def __init__(self, directory: Path, sync: Sync = "process", *, shared: bool = False) -> None:
         """
+        Args:
+            shared: whether routers on other machines have the directory, too. Then no file is locked, and only slots
+                that were claimed may be changed.
+
         Raises:
             ConfigError: the directory cannot be made, or not be written.
         """
@@ -61,7 +65,7 @@ class StateStore:
         self.observe: Callable[[float], None] = lambda seconds: None
         self._held: deque[Job] = deque()
         self._touched: set[int] = set()
-        self._writer = Writer(directory, sync, self._over)
+        self._writer = Writer(directory, sync, self._over, shared=shared)
         sys.setswitchinterval(min(SWITCH_INTERVAL, sys.getswitchinterval()))
 
     def check(self) -> None:
@@ -117,6 +121,11 @@ class StateStore:
         """Open a slot and take it over for this epoch: commits of an older one are refused from now on, by whomever. A
         slot that is not claimed stays in the epoch that it has."""
         await self._ask(slot, lambda file: file.claim(epoch))
+
+    async def take_over(self, slot: int) -> int:
+        """Open a slot and take it over for the epoch behind its last one, which is returned."""
+        epoch: int = await self._ask(slot, lambda file: file.take_over())
+        return epoch
 
     async def release(self, slot: int) -> None:
         """Let go of a slot behind all that was asked of it, so that another process can open it. It is opened again

@@ -39,12 +39,15 @@ class Job:
 class Writer:
     """Begins with the first job, and ends when it is told to."""
 
-    def __init__(self, directory: Path, sync: Sync, done: Callable[[Sequence[Job]], None]) -> None:
+    def __init__(
+        self, directory: Path, sync: Sync, done: Callable[[Sequence[Job]], None], *, shared: bool = False
+    ) -> None:
         """
         Args:
+            shared: as `SlotFile`.
             done: is told on the event loop which jobs are over, once for each transaction.
         """
-        self._directory, self._sync, self._done = directory, sync, done
+        self._directory, self._sync, self._shared, self._done = directory, sync, shared, done
         self._files: dict[int, SlotFile] = {}
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
@@ -126,7 +129,9 @@ class Writer:
         try:
             file = self._files.get(slot)
             if file is None:
-                file = self._files[slot] = SlotFile(self.path(slot), self._sync)
+                file = self._files[slot] = SlotFile(self.path(slot), self._sync, shared=self._shared)
+                if not self._shared:
+                    file.succeed()
             return work(file), None
         except StateError as error:
             if not isinstance(error, (StateFull, StateHeld)):

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.clients.table import CLIENTS, Client
 from tests.sglang.environment import built, cache_root, key, run
 
 NEWEST = 14  # minor version of Python
+RAY = "ray==2.60.0"
 DRIVERS = Path(__file__).parent / "drivers"
 
 
@@ -56,6 +58,19 @@ def _venv(requirements: Sequence[str], python: Path) -> Path:
     return built(cache_root() / f"client-{key(*requirements, platform.python_version())}", build)
 
 
+def ray_python() -> Path:
+    """A Python that has Ray, and beside it all that our own has."""
+
+    def build(directory: Path) -> None:
+        run("an environment for ray", sys.executable, "-m", "venv", directory)
+        install = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--progress-bar", "off")
+        run("installing ray", directory / "bin" / "python", *install, RAY)
+        (beside,) = (directory / "lib").glob("python*/site-packages")
+        (beside / "ours.pth").write_text(sysconfig.get_paths()["purelib"], encoding="utf-8")
+
+    return built(cache_root() / f"ray-{key(RAY, sys.prefix, platform.python_version())}", build) / "bin" / "python"
+
+
 def _packages(packages: Sequence[str], driver: Path) -> Path:
     def build(directory: Path) -> None:
         directory.mkdir(parents=True)
@@ -70,3 +85,5 @@ if __name__ == "__main__":
     for each in CLIENTS:
         if each.driver and (len(sys.argv) == 1 or each.name in sys.argv[1:]):
             print(each.name, *(program(each) if python_for(each) else ["is left out: its Python is absent"]))
+    if len(sys.argv) == 1 or "ray" in sys.argv[1:]:
+        print("ray", ray_python())

@@ -71,10 +71,17 @@ def fetches(arguments: list[str]) -> None:
     assert any(re.match(r"http://[\w.]+:\d+/", argument) for argument in arguments)
 
 
+def runs_router(arguments: list[str]) -> None:
+    if arguments[0] == "ray":
+        cli.ray_parser().parse_args(arguments[1:])
+    else:
+        cli.parser().parse_args(arguments)
+
+
 CHECKS: dict[str, Callable[[list[str]], object]] = {
     "curl": fetches,
     "make": runs_make,
-    "miles-router": lambda arguments: cli.parser().parse_args(arguments),
+    "miles-router": runs_router,
     "miles-router-worker": lambda arguments: worker_cli.build_parser().parse_args(arguments),
     "pip": installs,
     "python": runs_python,

@@ -44,6 +44,7 @@ def test_only_errors_without_any_part_of_a_reply_may_be_tried_again() -> None:
     assert {cls.__name__ for cls in CLASSES if cls.retryable} == {
         "FleetFull",
         "FleetPaused",
+        "NodeUnleased",
         "OwnerUnavailable",
         "TooManyConnections",
         "NoWorkerAvailable",

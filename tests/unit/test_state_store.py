@@ -15,7 +15,7 @@ from miles_router.errors import ConfigError, StateDamaged, StateError, StateFore
 from miles_router.slots import SLOTS, slot_of
 from miles_router.state import store as store_module
 from miles_router.state.rows import Change, StateRow
-from miles_router.state.slot_file import APPLICATION, SlotFile
+from miles_router.state.slot_file import APPLICATION, SHARED_EPOCHS, SlotFile
 from miles_router.state.store import StateStore
 from miles_router.state.writer import CONTROL
 from tests.support.waiting import soon, until
@@ -356,3 +356,50 @@ async def test_a_count_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
     async with opened(tmp_path) as store:
         with pytest.raises(StateDamaged, match="it is no count of commits"):
             await store.load(OWNER)
+
+
+@asynccontextmanager
+async def shared(directory: Path) -> AsyncIterator[StateStore]:
+    """One of several machines that have a directory."""
+    store = StateStore(directory, "machine", shared=True)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def test_machines_that_share_a_directory_take_slots_over_while_the_other_has_them_open(tmp_path: Path) -> None:
+    async with shared(tmp_path) as one, shared(tmp_path) as other:
+        await one.claim(SLOT, 1)
+        await one.commit(OWNER, rows(1))
+        await other.claim(SLOT, 2)
+        assert len(await other.load(OWNER)) == 1, "what the first has written"
+        with pytest.raises(StateOutdated):
+            await one.commit(OWNER, rows(2))
+        await other.commit(OWNER, rows(3))
+        assert len(await other.load(OWNER)) == 3
+        with pytest.raises(StateOutdated):
+            await one.claim(SLOT, 1)
+
+
+async def test_of_those_that_take_a_slot_over_without_an_epoch_each_has_the_next_one(tmp_path: Path) -> None:
+    async with shared(tmp_path) as one, shared(tmp_path) as other:
+        assert [await one.take_over(SLOT), await other.take_over(SLOT), await one.take_over(SLOT)] == [1, 2, 3]
+        with pytest.raises(StateOutdated):
+            await other.commit(OWNER, rows(1))
+        await one.commit(OWNER, rows(1))
+
+
+async def test_a_router_alone_succeeds_those_that_have_shared_its_directory_and_go_on(tmp_path: Path) -> None:
+    async with shared(tmp_path) as machine:
+        await machine.claim(SLOT, SHARED_EPOCHS)
+        await machine.commit(OWNER, rows(1))
+        async with opened(tmp_path) as alone:
+            assert len(await alone.load(OWNER)) == 1
+            with pytest.raises(StateHeld):
+                await machine.commit(OWNER, rows(2))
+            await alone.commit(OWNER, rows(3))
+        with pytest.raises(StateOutdated):
+            await machine.commit(OWNER, rows(2))
+        await machine.claim(SLOT, SHARED_EPOCHS + 5)
+        assert len(await machine.load(OWNER)) == 3

@@ -60,6 +60,8 @@ class Link:
     """
 
     def __init__(self, path: Path, counts: Counts, generation: int) -> None:
+        #: Its number for the control plane.
+        self.process = os.getpid()
         self._path = path
         self._counts = counts
         self._numbers = own_numbers(generation)
@@ -78,7 +80,7 @@ class Link:
     ) -> AsyncIterator[None]:
         """While it is entered, this process follows. It is entered once there is something to follow."""
         self._pools, self._info = pools, info
-        self._hello = {"process": os.getpid(), "layered": pools.layered, "stack": stack}
+        self._hello = {"process": self.process, "layered": pools.layered, "stack": stack}
         connecting = tasks.spawn(self._stay_connected(), name="control plane")
         try:
             await self._followed.wait()
@@ -87,10 +89,13 @@ class Link:
         finally:
             await tasks.cancelled(connecting)
 
+    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_unix_connection(self._path)
+
     async def _stay_connected(self) -> None:
         while True:
             try:
-                reader, writer = await asyncio.open_unix_connection(self._path)
+                reader, writer = await self._connect()
             except OSError:
                 await asyncio.sleep(AGAIN)
                 continue
@@ -221,9 +226,12 @@ class DataDuty(Duty):
         self.slots = peers.slots
         self._counts = counts
         self._count = peers.count
-        self._link = Link(peers.directory / SOCKET, counts, generation)
+        self._link = self._link_to(peers, generation)
         self._stack: list[dict[str, object]] = []
         self._admin: Admin
+
+    def _link_to(self, peers: Peers, generation: int) -> Link:
+        return Link(peers.directory / SOCKET, self._counts, generation)
 
     def config(self, config: RouterConfig) -> RouterConfig:
         """See `Duty`. Bounds of the whole router are shared out. Nothing moves: an engine that is told to abort one

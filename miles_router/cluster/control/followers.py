@@ -148,7 +148,7 @@ class Followers:
 
     def _may_send(self, process: int) -> bool:
         """Whether it sends requests, or is connected: it may begin to at any time."""
-        return process in self._counts.senders or process in self._followers
+        return process in self.senders or process in self._followers
 
     def _moved(self) -> None:
         if self._progress is not None and not self._progress.done():

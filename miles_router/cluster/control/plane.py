@@ -21,7 +21,7 @@ from starlette.responses import Response
 from miles_router import tasks
 from miles_router.admin.routes import Admin, Json
 from miles_router.asgi.exchange import Exchange, Scope
-from miles_router.cluster.control.channel import Channel, Message
+from miles_router.cluster.control.channel import Channel, Handler, Message
 from miles_router.cluster.control.followers import AllRequests, Follower, Followers
 from miles_router.cluster.control.pools import Columns, DecidingPool
 from miles_router.cluster.control.state import Record, followed, memory_orders, own_numbers, written
@@ -83,8 +83,11 @@ class ControlDuty(Duty):
         self._ready = asyncio.Event()
         self._admin: WholeAdmin
         self._registrations: Registrations
-        self.followers = Followers(counts, self._written)
+        self.followers = self._followers(counts)
         set_apart()
+
+    def _followers(self, counts: Counts) -> Followers:
+        return Followers(counts, self._written)
 
     # The parts of the router
 
@@ -125,11 +128,9 @@ class ControlDuty(Duty):
     async def running(self, pools: Pools) -> AsyncIterator[None]:
         """Listens for data processes. What was decided before is taken over from them, if they are there already."""
         self._pools = pools
-        with suppress(FileNotFoundError):
-            os.unlink(self._path)
-        server = await asyncio.start_unix_server(self._welcome, self._path)
+        server = await self._listen()
         try:
-            await self.followers.connected()
+            await self._gather()
             await self._begin(self._newest())
             beat = tasks.spawn(self._beat(), name="control plane")
             try:
@@ -140,6 +141,20 @@ class ControlDuty(Duty):
             server.close()
             for channel in tuple(self._channels):
                 channel.close()
+
+    async def _listen(self) -> asyncio.AbstractServer:
+        with suppress(FileNotFoundError):
+            os.unlink(self._path)
+        return await asyncio.start_unix_server(self._welcome, self._path)
+
+    async def _gather(self) -> None:
+        """Return when everybody is there who may know what was decided before."""
+        await self.followers.connected()
+
+    async def _count(self) -> bool:
+        """Know what is in flight; whether all have told it."""
+        self._counts.refresh()
+        return True
 
     # Taking over
 
@@ -203,8 +218,9 @@ class ControlDuty(Duty):
             ending = {pool: each for pool in map(_deciding, self._pools) if (each := pool.ending)}
             if ending:
                 await self.followers.caught_up()
-                for pool, workers in ending.items():
-                    pool.settle(workers)
+                if await self._count():
+                    for pool, workers in ending.items():
+                        pool.settle(workers)
 
     # Data processes
 
@@ -219,7 +235,7 @@ class ControlDuty(Duty):
             follower = Follower(channel, fields["process"])
             serving.append(tasks.spawn(self._serve(follower), name=f"lead {follower.process}"))
 
-        handlers = {"hello": hello, "http": self._http, "is_paused": self._is_paused, "report": self._report}
+        handlers = {"hello": hello, **self._handlers()}
         channel = Channel(reader, writer, handlers, ordered=frozenset({"hello"}))
         self._channels.add(channel)
         try:
@@ -228,6 +244,9 @@ class ControlDuty(Duty):
             self._channels.discard(channel)
             for task in serving:
                 await tasks.cancelled(task)
+
+    def _handlers(self) -> dict[str, Handler]:
+        return {"http": self._http, "is_paused": self._is_paused, "report": self._report}
 
     async def _serve(self, follower: Follower) -> None:
         if not self._ready.is_set():
@@ -260,7 +279,7 @@ class ControlDuty(Duty):
     async def _http(self, message: Message) -> Message:
         """Answer a request, once everybody acts by the answer."""
         await self._ready.wait()
-        self._counts.refresh()
+        await self._count()
         answer = await answered(self.edge, message)
         await self.followers.caught_up()
         return answer

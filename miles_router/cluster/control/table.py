@@ -94,6 +94,18 @@ class Counts:
         """This process begins to send requests; it has this id."""
         self._own[0] = process
 
+    def cells(self) -> list[list[int]]:
+        """What this process has put into its row, for a table on another machine: columns, and the numbers there."""
+        own = self._cells[self._row, _HEADER:]
+        places = own.nonzero()[0]
+        return [places.tolist(), own[places].tolist()]
+
+    def put(self, row: int, cells: list[list[int]]) -> None:
+        """A process on another machine has this in its row."""
+        places, numbers = cells
+        self._cells[row] = 0
+        self._cells[row, _HEADER:][places] = numbers
+
     def clear(self, row: int) -> None:
         """The process of a row has ended."""
         self._cells[row] = 0

@@ -1,0 +1,198 @@
+"""The control plane of several machines: the same one, reached by TCP, which leases slots to processes.
+
+It cannot end a process on another machine. Instead it waits until the leases of one that does not follow have run out:
+without them that one sends no generation. Whether it is still the only control plane it finds out in the state
+directory, where a younger one has taken its slot over; it does so before it prolongs anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from miles_router import tasks
+from miles_router.cluster.control.channel import ChannelLost, Handler, Message
+from miles_router.cluster.control.followers import TELL, Followers
+from miles_router.cluster.control.plane import ControlDuty
+from miles_router.cluster.control.table import Counts
+from miles_router.cluster.nodes.leases import Authority, Seat
+from miles_router.cluster.nodes.machines import Machines, clock
+from miles_router.cluster.nodes.proof import ACCEPTS, CONNECTS, prove
+from miles_router.errors import StateError, StateOutdated
+from miles_router.pools.registrations import OWNER
+from miles_router.state.rows import Change
+from miles_router.state.writer import CONTROL
+
+logger = logging.getLogger(__name__)
+
+#: The section of what is decided that says where slots are.
+NODES = "nodes"
+#: Seconds between two looks whether a lease has run out.
+LOOK = 0.05
+
+
+def rows_for(machines: Machines) -> int:
+    """Of the table that the control plane needs: a process and the one before it, which may still have requests."""
+    return 2 * machines.count * machines.processes
+
+
+class DistantFollowers(Followers):
+    """Processes on other machines. Who has leases sends requests."""
+
+    def __init__(self, counts: Counts, write: Callable[[], dict[str, Any]], machines: Machines) -> None:
+        super().__init__(counts, write, patience=machines.lease)
+        self.authority: Authority | None = None
+        self._free = [*range(rows_for(machines))]
+        self._rows: dict[int, int] = {}
+
+    @property
+    def senders(self) -> list[int]:
+        """The numbers of the processes that have leases."""
+        return [] if self.authority is None else [each.number for each in self.authority.alive(clock())]
+
+    async def _end(self, process: int) -> None:
+        """Prolong nothing of one, and return when its leases have run out."""
+        if self.authority is not None and process in self.senders:
+            logger.error("process_does_not_follow", extra={"fields": {"process": process}})
+            self.authority.revoke(process)
+        if process in self._followers:
+            self._followers[process].channel.close()
+        while process in self.senders:  # noqa: ASYNC110  # time is what has to pass
+            await asyncio.sleep(LOOK)
+
+    async def count(self) -> bool:
+        """Have everybody tell what it has in flight; whether all have."""
+        senders = self.senders
+        for process in [each for each in self._rows if each not in senders and each not in self._followers]:
+            row = self._rows.pop(process)
+            self._counts.clear(row)
+            self._free.append(row)
+        return all(await asyncio.gather(*map(self._count, senders)))
+
+    async def _count(self, process: int) -> bool:
+        follower = self._followers.get(process)
+        if follower is None:
+            return False
+        with suppress(ChannelLost, TimeoutError):
+            told = await tasks.within(TELL, follower.channel.ask("cells"), name="cells")
+            if process not in self._rows and self._free:
+                self._rows[process] = self._free.pop()
+            if process in self._rows:
+                self._counts.put(self._rows[process], told.fields["cells"])
+                return True
+        return False
+
+
+class MachinesDuty(ControlDuty):
+    """The control plane of several machines.
+
+    Args:
+        listener: where it listens.
+        ready: hears its address once it leases.
+        ended: is called when another control plane has begun.
+    """
+
+    shares_state = True
+
+    def __init__(
+        self, directory: Path, counts: Counts, machines: Machines, listener: socket.socket, ended: Callable[[], None]
+    ) -> None:
+        self._machines = machines
+        super().__init__(directory, counts)
+        self._listener = listener
+        self._ended = ended
+        self._authority: Authority
+        self._urls: dict[int, str] = {}
+
+    def _followers(self, counts: Counts) -> DistantFollowers:
+        return DistantFollowers(counts, self._written, self._machines)
+
+    async def _listen(self) -> asyncio.AbstractServer:
+        """Listens once it is the only one that may lease."""
+        store = self._registrations.store
+        assert store is not None
+        term = await store.take_over(CONTROL)
+        machines = self._machines
+        self._authority = Authority(
+            nodes=machines.count,
+            processes=machines.processes,
+            seconds=machines.lease,
+            term=term,
+            now=clock(),
+            first=term == 1,
+        )
+        assert isinstance(self.followers, DistantFollowers)
+        self.followers.authority = self._authority
+        return await asyncio.start_server(self._admit, sock=self._listener)
+
+    async def _gather(self) -> None:
+        """Whoever acts by what another control plane has decided has been here by then, or acts no more."""
+        await asyncio.sleep(max(0.0, self._authority.opens - clock()))
+        await super()._gather()
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await prove(reader, writer, self._machines.secret, side=ACCEPTS, other=CONNECTS)
+        except OSError as error:
+            logger.warning("stranger_refused", extra={"fields": {"reason": str(error)}})
+            writer.close()
+            return
+        await self._welcome(reader, writer)
+
+    def _handlers(self) -> dict[str, Handler]:
+        return {**super()._handlers(), "lease": self._lease, "leave": self._leave}
+
+    def _written(self) -> dict[str, Any]:
+        sections = super()._written()
+        alive = {each.seat.node for each in self._authority.alive(clock())}
+        urls = {str(node): url for node, url in self._urls.items() if node in alive}
+        owners = sorted([slot, node] for slot, node in self._authority.owners().items())
+        sections[NODES] = {"urls": urls, "slots": owners}
+        return sections
+
+    async def _count(self) -> bool:
+        assert isinstance(self.followers, DistantFollowers)
+        whole = await self.followers.count()
+        await super()._count()
+        return whole
+
+    async def _lease(self, message: Message) -> Message:
+        """Prolong the leases of a process. The order matters: see `leases`."""
+        fields, now = message.fields, clock()
+        seat = Seat(*fields["seat"])
+        grant = self._authority.renew(seat, fields["process"], dict(fields["claimed"]), now)
+        self._urls[seat.node] = fields["url"]
+        store = self._registrations.store
+        assert store is not None
+        try:
+            await store.commit(OWNER, [Change("lease", 0, secrets.token_bytes(8))], slot=CONTROL)
+        except StateOutdated:
+            logger.warning("control_plane_succeeded")
+            self._ended()
+            return Message({"answered": False})
+        except StateError as error:
+            logger.error("lease_not_prolonged", extra={"fields": {"reason": str(error)}})
+            return Message({"answered": False})
+        if grant is None:
+            return Message({"answered": True, "grant": None})
+        return Message({"answered": True, "grant": [[*map(list, grant.slots.items())], grant.seconds, grant.surplus]})
+
+    async def _leave(self, message: Message) -> None:
+        """A process has done all it had to do."""
+        if message.fields["gives_back"]:
+            self._authority.give_back(message.fields["process"], clock())
+        else:
+            self._authority.end(message.fields["process"])
+
+
+def end_process() -> None:
+    """End this process in order."""
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,164 @@
+"""One router on several machines: one fleet, one pause, and one owner of each session, whichever machine is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_router import cli
+from miles_router.app import create_app
+from miles_router.cluster.control.table import Counts, make_table
+from miles_router.cluster.nodes.duty import MachineDuty
+from miles_router.cluster.nodes.machines import Machine, Machines
+from miles_router.cluster.peers import Peers
+from miles_router.errors import ConfigError
+from miles_router.serving.process import SUCCEEDED
+from miles_router.settings.config import MiddlewareSpec, RouterConfig
+from miles_router.testing import SimulatedWorker
+from tests.support.brake import Brake
+from tests.support.fleet import asked, by_path
+from tests.support.http import CutReply
+from tests.support.machines import Part, RunningMachines, machines
+from tests.support.scripted_worker import BODY, ScriptedWorker, reply, script
+from tests.support.session_trial import SESSIONS, qwen3, user
+from tests.support.stage import Stage
+from tests.support.tokenizers import tokenizer_directory
+from tests.support.waiting import STEP, until
+
+LEASE = 4.0
+HI: dict[str, Any] = {"messages": [user("Hi.")], "max_tokens": 4}
+
+
+@contextlib.asynccontextmanager
+async def running(
+    worker: SimulatedWorker | ScriptedWorker, directory: Path, **settings: Any
+) -> AsyncIterator[RunningMachines]:
+    """Two machines before one worker, which was registered at one of them."""
+    async with machines(lease=LEASE, state_dir=str(directory), **settings) as made:
+        answer = await made.nodes[0].ask("POST", f"/add_worker?url={worker.url}")
+        assert answer.status == 200, made.control.log()
+        yield made
+
+
+async def turn(node: Part, session: str) -> None:
+    await node.answers("POST", f"/sessions/{session}/v1/chat/completions", 200, **HI)
+
+
+async def turns(node: Part, session: str) -> int:
+    return len((await node.answers("GET", f"/sessions/{session}")).json()["records"])
+
+
+async def outcome(node: Part, session: str) -> int:
+    """The status of a turn; 0 where its connection ended."""
+    try:
+        return (await node.ask("POST", f"/sessions/{session}/v1/chat/completions", **HI)).status
+    except (CutReply, OSError):
+        return 0
+
+
+async def test_a_session_is_found_from_any_machine_and_goes_on_at_another_while_its_own_is_stopped(
+    tmp_path: Path,
+) -> None:
+    sessions = {"middlewares": (MiddlewareSpec(SESSIONS),), "hf_checkpoint": tokenizer_directory("qwen3")}
+    async with (
+        SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
+        running(worker, tmp_path, **sessions) as router,
+    ):
+        one, other = router.nodes
+        made = [(await node.answers("POST", "/sessions")).json()["session_id"] for node in (one, other)]
+        for session in made:
+            for count, node in enumerate((one, other), 1):
+                await turn(node, session)
+                assert await turns(node, session) == count
+                again = await node.answers("POST", "/sessions", 409, session_id=session)
+                assert b"exists" in again.body, "its owner says so, whom its body alone names"
+        for node in (one, other):
+            listed = (await node.answers("GET", "/sessions")).json()["sessions"]
+            assert {each["session_id"] for each in listed} == {*made}
+
+        brake = Brake(worker.engine)
+        brake.on = True
+        late = asyncio.ensure_future(outcome(one, made[0]))
+        await until(lambda: worker.running == 1, "a turn is under way")
+        one.send(signal.SIGSTOP)
+        brake.on = False
+        await other.answers("POST", "/pause_generation", mode="in_place")
+        processes = (await other.answers("GET", "/router/info")).json()["processes"]
+        assert len(processes) == 1, "it was answered when the stopped one could not generate any more"
+        await other.answers("POST", "/continue_generation")
+        await turn(other, made[0])
+        assert await turns(other, made[0]) == 3
+        one.send(signal.SIGCONT)
+        assert await late != 200, "it commits nothing, and so its client has no answer"
+        await until(lambda: one.process.poll() is not None, "it ends, for what it knows is no longer true")
+        assert [await turns(other, session) for session in made] == [3, 2]
+
+
+async def test_a_pause_holds_on_all_machines_and_under_the_control_plane_that_succeeds_another(
+    stage: Stage, tmp_path: Path
+) -> None:
+    worker, gate = await stage.worker(), asyncio.Event()
+    worker.always(by_path(generate=script(BODY, gate, reply())))
+    async with running(worker, tmp_path) as router:
+        one, other = router.nodes
+        await one.answers("POST", "/pause_generation", mode="in_place")
+        waiting = asyncio.ensure_future(other.ask("POST", "/generate", text="Hi"))
+        assert (await one.answers("GET", "/router/info")).json()["gate"]["closed"]
+
+        first, router.control = router.control, router.part("next")
+        router.start_control()
+        await until(lambda: first.process.poll() is not None, "the first one has seen that another decides")
+        assert first.process.returncode == SUCCEEDED
+        info = (await other.answers("GET", "/router/info")).json()
+        assert (info["gate"]["closed"], info["workers_total"], len(info["processes"])) == (True, 1, 2)
+        assert not waiting.done()
+        assert "/generate" not in asked(worker)
+        await other.answers("POST", "/continue_generation")
+
+        await until(lambda: "/generate" in asked(worker), "the generation is at the worker")
+        drained = asyncio.ensure_future(one.ask("POST", "/remove_worker", url=worker.url, drain=True))
+        while not (info := (await one.answers("GET", "/router/info")).json())["workers_draining"]:  # noqa: ASYNC110  # a request
+            await asyncio.sleep(STEP)
+        assert (info["in_flight"], drained.done()) == (1, False), "another machine has a request there"
+        gate.set()
+        assert (await waiting).status == 200
+        assert (await drained).json()["worker_urls"] == {}
+
+        reader, writer = await asyncio.open_connection("127.0.0.1", router.control.listener.getsockname()[1])
+        writer.write(bytes(64))
+        assert len(await reader.read()) == 64, "who does not know the secret hears that the other side does: no more"
+        writer.close()
+        await writer.wait_closed()
+        assert "stranger_refused" in router.control.log()
+
+
+def test_without_ray_the_command_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["ray", "--nodes", "2"])
+    assert ended.value.code == 2
+    assert "miles-router[ray]" in capsys.readouterr().err
+
+
+def test_what_only_its_own_machine_finds_is_no_layer_of_several(tmp_path: Path) -> None:
+    counts, machine = make_table(1), Machine(Machines(2, 1, "secret"), 0, "life", "127.0.0.1", tmp_path)
+    duty = MachineDuty(machine, Peers(0, 1, tmp_path), Counts(counts, 1, 0), fenced=abort, surplus=abort)
+    os.close(counts)
+    texts = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware")
+    config = RouterConfig(middlewares=(texts,), hf_checkpoint=tokenizer_directory("qwen3"), state_dir=str(tmp_path))
+    with pytest.raises(ConfigError, match="RadixTreeMiddleware keeps what only its own machine can find"):
+        create_app(config, duty=duty, owners=duty.owners)
+
+
+def abort() -> None:
+    raise AssertionError("nothing runs")

@@ -1,0 +1,162 @@
+"""A router of several machines, all of which are this one: processes as a supervisor would start them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from miles_router.cluster.control.table import make_table
+from miles_router.cluster.nodes.machines import Machine, Machines
+from miles_router.cluster.nodes.plane import rows_for
+from miles_router.serving.process import READY, START, Assignment
+from miles_router.serving.server import listen
+from miles_router.settings.config import RouterConfig
+from tests.support.http import RawReply, ask
+from tests.support.running_router import QUIETLY
+from tests.support.waiting import STEP, until
+
+JSON = [("Content-Type", "application/json")]
+HOST = "127.0.0.1"
+
+
+class Part:
+    """A process, and what it has said."""
+
+    def __init__(self, log: Path, listener: socket.socket) -> None:
+        self.listener = listener
+        self.url = f"http://{HOST}:{listener.getsockname()[1]}"
+        self.process: subprocess.Popen[bytes]
+        self._log = log
+        self._status = -1
+
+    def start(self, assigned: Assignment) -> None:
+        """Start it with what a supervisor would give it."""
+        given, write = os.pipe()
+        self._status, status = os.pipe()
+        text = pickle.dumps(sys.path) + pickle.dumps(
+            Assignment(**{**vars(assigned), "status": status, "listener": self.listener.fileno()})
+        )
+        with self._log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", START, str(given)],
+                pass_fds=[given, status, assigned.table, self.listener.fileno()],
+                stdout=file,
+                stderr=file,
+            )
+        os.close(given)
+        os.close(status)
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(text)
+        os.set_blocking(self._status, False)
+
+    async def serves(self) -> None:
+        """Until it does its part."""
+        told = b""
+
+        def ready() -> bool:
+            nonlocal told
+            with contextlib.suppress(BlockingIOError):
+                told += os.read(self._status, 4096)
+            assert self.process.poll() is None, (told, self.log())
+            return told == READY
+
+        await until(ready, "it does its part")
+
+    def log(self) -> str:
+        """What it has written."""
+        return self._log.read_text(encoding="utf-8")
+
+    def send(self, kind: signal.Signals) -> None:
+        """Send it a signal; wait for its end if that is one."""
+        self.process.send_signal(kind)
+        if kind == signal.SIGKILL:
+            self.process.wait()
+
+    def close(self) -> None:
+        """End it."""
+        if self._status >= 0:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+            self.process.wait()
+            os.close(self._status)
+        self.listener.close()
+
+    async def ask(self, method: str, target: str, **fields: Any) -> RawReply:
+        """One request on a connection of its own."""
+        return await ask(self.url, method, target, JSON, orjson.dumps(fields) if method == "POST" else None)
+
+    async def answers(self, method: str, target: str, status: int = 200, **fields: Any) -> RawReply:
+        """The first answer with this status; a 503 is asked again."""
+        while (answer := await self.ask(method, target, **fields)).status == 503:  # noqa: ASYNC110  # each look is a request
+            await asyncio.sleep(STEP)
+        assert answer.status == status, (answer, self.log())
+        return answer
+
+
+class RunningMachines:
+    """The control plane, and a process of each machine."""
+
+    def __init__(self, directory: Path, stack: contextlib.ExitStack, count: int, lease: float, config: Any) -> None:
+        self._directory = directory
+        self._machines = Machines(count, 1, secrets.token_hex(16), lease)
+        self._config = RouterConfig(**{**QUIETLY, "host": HOST, **config})
+        self._stack = stack
+        self.control = self.part("control")
+        self.nodes = [self.part(f"node-{index}") for index in range(count)]
+
+    def part(self, name: str) -> Part:
+        """A place for a process."""
+        part = Part(self._directory / f"{name}.log", listen(HOST, 0))
+        self._stack.callback(part.close)
+        return part
+
+    async def start(self) -> None:
+        """Start all."""
+        self.start_control()
+        for index in range(len(self.nodes)):
+            self.start_node(index)
+        for part in (self.control, *self.nodes):
+            await part.serves()
+
+    def start_control(self) -> None:
+        """Start the control plane, again if it was there."""
+        self._file().write_text(f"{HOST}:{self.control.listener.getsockname()[1]}", encoding="ascii")
+        self.control.start(self._assigned(None, self._machines))
+
+    def start_node(self, index: int) -> None:
+        """Start the process of a machine."""
+        part = self.nodes[index]
+        node = Machine(self._machines, index, secrets.token_hex(8), HOST, self._file(), part.url)
+        part.start(self._assigned(0, node))
+
+    def _file(self) -> Path:
+        return self._directory / "control"
+
+    def _assigned(self, index: int | None, node: Machines | Machine) -> Assignment:
+        table = make_table(rows_for(self._machines) if index is None else 1)
+        self._stack.callback(os.close, table)
+        directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="machine-")))
+        return Assignment(self._config, None, os.getpid(), directory, index, 1, table, -1, node=node)
+
+
+@contextlib.asynccontextmanager
+async def machines(count: int = 2, *, lease: float, **settings: Any) -> AsyncIterator[RunningMachines]:
+    """So many machines."""
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="machines-")))
+        made = RunningMachines(directory, stack, count, lease, settings)
+        await made.start()
+        yield made

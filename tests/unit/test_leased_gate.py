@@ -1,0 +1,56 @@
+"""The gate of a machine: without a lease no generation passes, nobody waits for one, and who waited for something else
+goes on when that is over."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from miles_router.cluster.nodes.duty import LeasedGate
+from miles_router.errors import NodeUnleased
+from miles_router.fleet.pool import WorkerPool
+from tests.support.waiting import until
+from tests.unit.test_gate import Who
+
+
+class Lease:
+    """What a gate asks of a membership."""
+
+    def __init__(self) -> None:
+        self.is_fresh = True
+
+    def check(self) -> None:
+        if not self.is_fresh:
+            raise NodeUnleased("not fresh")
+
+
+def made(lease: Lease) -> LeasedGate:
+    return LeasedGate(lease, WorkerPool().admission, max_held=10, timeout=0.0)
+
+
+async def test_without_a_lease_no_generation_passes_and_none_waits() -> None:
+    lease = Lease()
+    gate = made(lease)
+    assert gate.is_open()
+    lease.is_fresh = False
+    assert gate.closed
+    assert not gate.is_open()
+    with pytest.raises(NodeUnleased):
+        await gate.wait(Who())
+    lease.is_fresh = True
+    assert not gate.closed
+
+
+async def test_who_waits_for_a_pause_that_ends_while_there_is_no_lease_goes_on_with_the_next_one() -> None:
+    lease = Lease()
+    gate = made(lease)
+    gate.pause("in_place")
+    waiting = asyncio.ensure_future(gate.wait(Who()))
+    await until(lambda: gate.held == 1, "it waits")
+    lease.is_fresh = False
+    gate.resume()
+    assert gate.held == 1
+    lease.is_fresh = True
+    gate.update()
+    await waiting
