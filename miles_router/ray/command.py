@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from types import FrameType
 
 from miles_router import log
@@ -15,6 +16,8 @@ from miles_router.version import __version__
 import ray  # isort: skip  # behind `starting`, which says what to install
 
 NAMESPACE = "miles-router"
+#: Seconds after which a signal is seen at the latest.
+LOOK = 0.5
 
 
 def run(config: RouterConfig, address: str, nodes: int) -> None:
@@ -36,7 +39,8 @@ def run(config: RouterConfig, address: str, nodes: int) -> None:
             raise ConfigError(f"ray: {error}") from None
         log.show("\n".join([f"miles-router {__version__}", *(f"  listening    {url}" for url in router.urls)]))
         try:
-            signal.pause()
+            while True:  # Ray has threads, which may be given the signal: a wait of this one would not end by it
+                time.sleep(LOOK)
         except (KeyboardInterrupt, SystemExit):
             router.stop()
     finally:
