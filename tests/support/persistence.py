@@ -148,7 +148,7 @@ class Rollout:
                 logprobs += [0.0] * len(new) + record.logprobs
                 found = json.loads(await client.ask("/retrieve_from_text", {"rid": rid, "text": text}))
                 assert (found["tokens"], found["loss_mask"], found["finished"]) == (tokens, mask, True)
-                assert np.array_equal(np.float32(found["rollout_logp"]), np.float32(logprobs))
+                assert np.array_equal(np.array(found["rollout_logp"], np.float32), np.array(logprobs, np.float32))
                 own = _versions(found["weight_versions"])[-len(record.output_ids) :]
                 assert own == [*enumerate(_spread(record), len(record.input_ids))]
                 compared += len(tokens)
