@@ -7,12 +7,13 @@ import signal
 from pathlib import Path
 
 from miles_router.testing import SimulatedWorker
+from tests.e2e.test_processes import generations, holding
 from tests.faults.test_layers_of_lost_processes import Agent, answers_of, configured, simulated
 from tests.support.layers import layered, ports, post
 from tests.support.owned import name_of
-from tests.support.processes import HI, Processes
-from tests.support.running_router import AS_USERS_DO
-from tests.support.session_trial import CHAT, user
+from tests.support.processes import HI, Processes, processes
+from tests.support.running_router import AS_USERS_DO, refuses
+from tests.support.stage import Stage
 from tests.support.waiting import until
 
 COUNT = 6
@@ -72,14 +73,16 @@ async def test_a_version_that_would_not_start_takes_no_place(tmp_path: Path) -> 
         assert (await post(router.url, "/generate", HI)).status == 200
 
 
-async def test_a_stop_is_stronger_than_a_new_version(tmp_path: Path) -> None:
-    async with (
-        simulated(token_latency_s=0.05) as worker,
-        layered(configured(tmp_path), worker, start=AS_USERS_DO) as router,
-    ):
-        turn = asyncio.ensure_future(post(router.url, CHAT, {"model": "m", "max_tokens": 20, "messages": [user("Hi")]}))
-        await until(lambda: worker.running == 1, "it is under way")
+async def test_a_stop_is_stronger_than_a_new_version(stage: Stage) -> None:
+    gate = asyncio.Event()
+    worker = await holding(stage, gate)
+    async with processes([worker], start=AS_USERS_DO) as router:
+        (under_way,) = router.generating(1)
+        await until(lambda: generations(worker) == 1, "it is at the worker")
         router.router.process.send_signal(signal.SIGUSR2)
         await until(lambda: "replacement_begins" in router.router.stderr(), "it begins")
+        router.router.process.send_signal(signal.SIGTERM)
+        await until(lambda: refuses(router.url), "new connections are refused")
+        gate.set()
+        assert (await under_way).status == 200
         assert await router.router.stop() == 0
-        assert (await turn).status == 200
