@@ -17,7 +17,7 @@ from miles_router.engines.paths import GENERATE
 from miles_router.errors import BadRequest, FleetPaused, UpstreamBroken
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
-from miles_router.forwarding.forwarder import ABORTED, AnyReply, Forwarder
+from miles_router.forwarding.forwarder import ABORTED, AnyReply, Forwarded, Forwarder
 from miles_router.forwarding.outgoing import Outgoing, outgoing
 from miles_router.forwarding.pairs import PairInterrupted
 from miles_router.forwarding.reply import Reply

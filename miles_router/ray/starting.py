@@ -127,6 +127,8 @@ def _check(config: RouterConfig, nodes: int) -> None:
         raise ConfigError(f"nodes: {nodes} machines are none")
     if config.state_dir is None:
         raise ConfigError("state_dir: several machines need a directory that all of them share")
+    if config.otel:
+        raise ConfigError("otel: turns of several machines are not traced")
     if config.state_sync != "machine":
         raise ConfigError("state_sync: several machines need machine: what one has written, another must find")
     if nodes > 1 and config.host in LOCAL:
