@@ -32,7 +32,7 @@ def one_run(runs: Sequence[Json]) -> Json:
     versions = _sums((each for run in runs for each in run["versions"]), lambda each: each["weight_version"])
     versions.sort(key=lambda each: each["since"])
     gate = {
-        "closed": next((run["gate"]["closed"] for run in runs if run["gate"]["closed"]), None),
+        "closed": next((run["gate"]["closed"] for run in runs if run["gate"]["closed"]), runs[0]["gate"]["closed"]),
         "held": sum(run["gate"]["held"] for run in runs),
     }
     return {**runs[0], "intervals": intervals[-INTERVALS:], "versions": versions, "gate": gate}

@@ -12,6 +12,7 @@ import pytest
 from miles_router.testing import SimulatedWorker
 from tests.clients.environments import DRIVERS, ray_python
 from tests.support.session_trial import qwen3
+from tests.support.tiers import heavy
 from tests.support.tokenizers import tokenizer_directory
 
 #: Seconds that all of it may take.
@@ -28,6 +29,7 @@ STEPS = (
 
 
 @pytest.mark.clients
+@pytest.mark.skipif(not heavy(), reason="it takes minutes, and an environment of its own")
 @pytest.mark.timeout(600)
 async def test_a_router_on_a_ray_cluster_loses_nothing_with_a_node(tmp_path: Path) -> None:
     driver = DRIVERS / "ray_machines.py"
