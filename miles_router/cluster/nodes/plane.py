@@ -13,8 +13,8 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from miles_router.cluster.nodes.leases import Authority, Seat
 from miles_router.cluster.nodes.machines import Machines, clock
 from miles_router.cluster.nodes.proof import ACCEPTS, CONNECTS, prove
 from miles_router.errors import StateError, StateOutdated
+from miles_router.pools.pools import Pools
 from miles_router.pools.registrations import OWNER
 from miles_router.state.rows import Change
 from miles_router.state.writer import CONTROL
@@ -170,6 +171,14 @@ class MachinesDuty(ControlDuty):
         seat = Seat(*fields["seat"])
         grant = self._authority.renew(seat, fields["process"], dict(fields["claimed"]), now)
         self._urls[seat.node] = fields["url"]
+        if not await self._confirmed():
+            return Message({"answered": False})
+        if grant is None:
+            return Message({"answered": True, "grant": None})
+        return Message({"answered": True, "grant": [[*map(list, grant.slots.items())], grant.seconds, grant.surplus]})
+
+    async def _confirmed(self) -> bool:
+        """Whether it still decides. Once another one does, it ends."""
         store = self._registrations.store
         assert store is not None
         try:
@@ -177,13 +186,26 @@ class MachinesDuty(ControlDuty):
         except StateOutdated:
             logger.warning("control_plane_succeeded")
             self._ended()
-            return Message({"answered": False})
+            return False
         except StateError as error:
             logger.error("lease_not_prolonged", extra={"fields": {"reason": str(error)}})
-            return Message({"answered": False})
-        if grant is None:
-            return Message({"answered": True, "grant": None})
-        return Message({"answered": True, "grant": [[*map(list, grant.slots.items())], grant.seconds, grant.surplus]})
+            return False
+        return True
+
+    @asynccontextmanager
+    async def running(self, pools: Pools) -> AsyncIterator[None]:
+        """See `Duty`. When all have gone over to another one, nobody asks this one for leases any more: it looks."""
+        async with super().running(pools):
+            looking = tasks.spawn(self._look(), name="whether another one decides")
+            try:
+                yield
+            finally:
+                await tasks.cancelled(looking)
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._machines.lease)
+            await self._confirmed()
 
     async def _leave(self, message: Message) -> None:
         """A process has done all it had to do."""

@@ -140,15 +140,21 @@ def main():
         take_turn(left, session)
         assert turns(left, session) == before + 1
     print(f"what machine {lost} had goes on at the other", flush=True)
+    kept = [turns(left, session) for session in sessions]
     router.kill()
 
-    settings = ["--host", "0.0.0.0", "--port", "0", "--state-dir", state, "--state-sync", "machine"]
+    settings = ["--worker-urls", worker, "--middleware-paths", SESSIONS, "--hf-checkpoint", checkpoint]
+    settings += ["--host", "0.0.0.0", "--port", "0", "--state-dir", state, "--state-sync", "machine"]
     command = [sys.executable, "-m", "miles_router", "ray", "--address", cluster.address, "--nodes", "1", *settings]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         url = next(line.split()[1] for line in process.stderr if "listening" in line)
-        assert len(answered(url, "GET", "/router/info")["workers"]) == 1, "that was registered before"
-        process.terminate()
-        assert process.wait(PATIENCE) == 0
+        try:
+            assert len(answered(url, "GET", "/router/info")["workers"]) == 1
+            assert [turns(url, session) for session in sessions] == kept, "they are in the state directory"
+            process.terminate()
+            assert process.wait(PATIENCE) == 0
+        finally:
+            process.kill()
     print("the command serves, and ends in order", flush=True)
     ray.shutdown()
     cluster.shutdown()
