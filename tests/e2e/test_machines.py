@@ -137,7 +137,7 @@ async def test_a_pause_holds_on_all_machines_and_under_the_control_plane_that_su
         assert len(await reader.read()) == 64, "who does not know the secret hears that the other side does: no more"
         writer.close()
         await writer.wait_closed()
-        assert "stranger_refused" in router.control.log()
+        await until(lambda: "stranger_refused" in router.control.log(), "it is told")
 
 
 def test_without_ray_the_command_says_what_to_install(
