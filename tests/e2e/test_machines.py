@@ -33,7 +33,7 @@ from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.waiting import STEP, until
 
-LEASE = 4.0
+LEASE = 6.0
 HI: dict[str, Any] = {"messages": [user("Hi.")], "max_tokens": 4}
 
 
