@@ -198,7 +198,9 @@ def test_each_machine_has_its_share_and_a_lost_one_s_goes_to_the_others_once_its
     taken = _ask(authority, 0, 2 * SECONDS * SLACK).slots
     assert len(taken) == SLOTS
     assert min(taken[slot] for slot in second.slots) > max(*first.slots.values(), *second.slots.values())
-    back = authority.renew(Seat("life 1", 1, 0), 1, {}, 23.0)
+    assert authority.renew(Seat("life 1", 1, 0), 1, {}, 22.0) is None, "it comes back late, and must end"
+    assert not _ask(authority, 0, 22.0).surplus, "nobody makes room for it"
+    back = authority.renew(Seat("life 1", 1, 0), 2, {}, 23.0)  # the next one in its seat
     assert back is not None
     assert not back.slots
     assert _ask(authority, 0, 24.0).surplus, "it is told to give them back"

@@ -130,6 +130,7 @@ class Authority:
         before = self._owner.get(slot)
         if before is not None and before is not member:
             del before.slots[slot]
+            before.revoked = True  # it was late, and must end: until then nobody makes room for it
         self._owner[slot] = member
         member.slots[slot] = epoch
 
