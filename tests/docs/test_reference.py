@@ -93,6 +93,18 @@ def test_every_metric_is_documented(name: str) -> None:
     assert f"| `{name}` |" in read("docs/metrics.md")
 
 
+def log_events() -> list[str]:
+    """The name of every line that the server logs; those of the client and of the simulated worker are sentences."""
+    named = re.compile(r"""logger\.(?:debug|info|warning|error)\(\s*"(\w+)\"""")
+    modules = [*(ROOT / "miles_router").rglob("*.py"), *(ROOT / "middleware_hub").rglob("*.py")]
+    return sorted({name for module in modules for name in named.findall(module.read_text(encoding="utf-8"))})
+
+
+@pytest.mark.parametrize("event", log_events())
+def test_every_log_event_is_documented(event: str) -> None:
+    assert f"`{event}`" in read("docs/metrics.md").partition("## Logs")[2]
+
+
 @pytest.mark.parametrize("route_class", [*ROUTES.values(), "sessions", "other"])
 def test_every_route_class_of_metrics_is_documented(route_class: str) -> None:
     assert f"`{route_class}`" in read("docs/metrics.md")
