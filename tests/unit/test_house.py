@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,3 +106,5 @@ def test_the_glossary_has_classes_that_there_are() -> None:
     classes = {node.name for path in PRODUCT for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)}
     assert named, "the glossary names no class"
     assert named - classes == set()
+    words = Counter(re.findall(r"\*\*([^*]+)\*\*", glossary))
+    assert [word for word, times in words.items() if times > 1] == [], "a word has one meaning, in one place"
