@@ -14,6 +14,7 @@ import orjson
 
 from miles_router.app import create_app
 from miles_router.asgi.exchange import Message, Scope
+from miles_router.asgi.headers import header_texts, raw_headers
 from miles_router.edge import RouterApp
 from miles_router.engines.events import Event, EventReader
 from miles_router.middlewares.contract import ASGIApp
@@ -132,7 +133,7 @@ class Stage:
             "raw_path": route.encode(),
             "query_string": query.encode(),
             "root_path": "",
-            "headers": [(name.lower().encode(), value.encode("latin-1")) for name, value in given.items()],
+            "headers": raw_headers(given.items()),
         }
         sent: list[Message] = []
         gone, request = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
@@ -150,5 +151,5 @@ class Stage:
         if sent[-1].get("more_body", sent[-1]["type"] == "http.response.start"):
             raise AssertionError(f"the reply to {method} {path} has no end")
         start, *rest = sent
-        shown = {name.decode(): value.decode("latin-1") for name, value in start["headers"]}
+        shown = dict(header_texts(start["headers"]))
         return StageReply(start["status"], shown, b"".join(message.get("body", b"") for message in rest))

@@ -44,6 +44,16 @@ def end_to_end(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
     return kept
 
 
+def header_texts(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """`headers` as text, as JSON can hold them."""
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+
+
+def raw_headers(texts: Iterable[tuple[str, str]]) -> RawHeaders:
+    """Headers that were given as text."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in texts]
+
+
 def first(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
     """The value of the first header called `wanted` (lower-case), or None."""
     for name, value in headers:

@@ -16,7 +16,7 @@ from miles_router.asgi.exchange import (
     replay,
     with_body,
 )
-from miles_router.asgi.headers import RawHeaders, first
+from miles_router.asgi.headers import RawHeaders, first, header_texts, raw_headers
 from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, readable, with_length
 from miles_router.asgi.watch import Watch
@@ -159,11 +159,13 @@ __all__ = [
     "first",
     "first_prefix",
     "gauge",
+    "header_texts",
     "histogram",
     "is_too_deep",
     "key_of_rows",
     "nests_too_deep",
     "parent_of",
+    "raw_headers",
     "read_json",
     "read_rows",
     "readable",

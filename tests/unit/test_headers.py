@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from miles_router.asgi.headers import HOP_BY_HOP, REQUEST_DROPPED, connection_named, end_to_end, first
+from miles_router.asgi.headers import (
+    HOP_BY_HOP,
+    REQUEST_DROPPED,
+    connection_named,
+    end_to_end,
+    first,
+    header_texts,
+    raw_headers,
+)
 
 
 def test_hop_by_hop_is_what_rfc_9110_section_7_6_1_lists() -> None:
@@ -61,3 +71,11 @@ def test_values_are_never_touched() -> None:
 def test_the_first_of_several_values_is_found_and_none_is_told() -> None:
     pairs = [(b"a", b"1"), (b"b", b"2"), (b"a", b"3")]
     assert (first(pairs, b"a"), first(pairs, b"c")) == (b"1", None)
+
+
+def test_headers_become_text_and_headers_again_byte_for_byte() -> None:
+    pairs = [(b"x-all", bytes(range(256))), (b"x-all", b"")]
+    texts = header_texts(pairs)
+    assert raw_headers(texts) == pairs
+    assert raw_headers(json.loads(json.dumps(texts))) == pairs
+    assert raw_headers([("X-Mine", "1")]) == [(b"x-mine", b"1")], "names are lower-cased, as servers give them"

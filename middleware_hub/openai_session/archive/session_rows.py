@@ -36,7 +36,9 @@ from miles_router.middlewares import (
     StateRow,
     TrajectoryRows,
     can_be_written,
+    header_texts,
     key_of_rows,
+    raw_headers,
     read_rows,
     written_rows,
 )
@@ -160,15 +162,14 @@ def written_head(session: Session, tokens: int) -> bytes:
 
 def _written_reply(key: RepeatKey, reply: RecordedReply) -> bytes:
     turn_id, path, digest = key
-    headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in reply.headers]
-    header = orjson.dumps({"turn_id": turn_id, "path": path, "digest": digest.hex(), "headers": headers})
-    return b"%b\n%b" % (header, reply.body)
+    about = {"turn_id": turn_id, "path": path, "digest": digest.hex(), "headers": header_texts(reply.headers)}
+    return b"%b\n%b" % (orjson.dumps(about), reply.body)
 
 
 def _read_reply(data: bytes) -> tuple[RepeatKey, RecordedReply]:
     text, _, body = data.partition(b"\n")
     header = orjson.loads(text)
-    headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in header["headers"]]
+    headers = raw_headers(header["headers"])
     return (header["turn_id"], header["path"], bytes.fromhex(header["digest"])), RecordedReply(headers, body)
 
 

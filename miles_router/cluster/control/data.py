@@ -21,7 +21,7 @@ from miles_router import tasks
 from miles_router.admin.routes import Admin
 from miles_router.asgi.doors import READING
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.headers import HOP_BY_HOP, first
+from miles_router.asgi.headers import HOP_BY_HOP, first, header_texts, raw_headers
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control.plane import POOL, SOCKET, pool_named
 from miles_router.cluster.control.pools import FollowingPool
@@ -204,8 +204,7 @@ class Link:
 
     async def request(self, method: str, path: str, query: bytes, headers: Iterable[Any], body: bytes) -> Message:
         """One HTTP request; one that changes nothing is repeated where the control plane is lost. Raises as `ask`."""
-        written = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in headers]
-        fields = {"method": method, "path": path, "query": query.decode("latin-1"), "headers": written}
+        fields = {"method": method, "path": path, "query": query.decode("latin-1"), "headers": header_texts(headers)}
         for _ in range(REPEATS if method in READING else 0):
             with suppress(ControlUnavailable):
                 return await self.ask("http", body, **fields)
@@ -338,8 +337,8 @@ class DistantControl(Control):
         query = b"model_id=" + self._pool.encode() if self._pool else b""
         headers = [*request.headers, (b"x-request-id", request_id.encode("ascii"))]
         answer = await self._link.request(request.method, path, query, headers, request.body)
-        given = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.fields["headers"]]
-        return FleetAnswer(answer.fields["status"], answer.blob, first(given, b"content-type"))
+        content_type = first(raw_headers(answer.fields["headers"]), b"content-type")
+        return FleetAnswer(answer.fields["status"], answer.blob, content_type)
 
 
 class Relay:
@@ -356,6 +355,6 @@ class Relay:
         headers.append((b"x-request-id", exchange.request_id.encode("ascii")))
         path = scope["raw_path"].decode("latin-1")
         answer = await self._link.request(scope["method"], path, scope["query_string"], headers, body)
-        given = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.fields["headers"]]
+        given = raw_headers(answer.fields["headers"])
         await send({"type": "http.response.start", "status": answer.fields["status"], "headers": given})
         await send({"type": "http.response.body", "body": answer.blob})

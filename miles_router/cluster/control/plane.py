@@ -21,6 +21,7 @@ from starlette.responses import Response
 from miles_router import tasks
 from miles_router.admin.routes import Admin, Json
 from miles_router.asgi.exchange import Exchange, Scope
+from miles_router.asgi.headers import header_texts, raw_headers
 from miles_router.cluster.control.channel import Channel, Handler, Message
 from miles_router.cluster.control.followers import AllRequests, Follower, Followers
 from miles_router.cluster.control.pools import Columns, DecidingPool
@@ -309,7 +310,7 @@ async def answered(app: RouterApp, message: Message) -> Message:
         "raw_path": fields["path"].encode("latin-1"),
         "path": "",
         "query_string": fields["query"].encode("latin-1"),
-        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields["headers"]],
+        "headers": raw_headers(fields["headers"]),
         "server": ("127.0.0.1", 0),
         "client": None,
     }
@@ -321,8 +322,7 @@ async def answered(app: RouterApp, message: Message) -> Message:
 
     async def send(event: Any) -> None:
         if event["type"] == "http.response.start":
-            headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in event.get("headers", ())]
-            started.update(status=event["status"], headers=headers)
+            started.update(status=event["status"], headers=header_texts(event.get("headers", ())))
         else:
             parts.append(event.get("body", b""))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from miles_router import tasks
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
+from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end, header_texts, raw_headers
 from miles_router.asgi.watch import Watch
 from miles_router.cluster.nodes.machines import HEADER
 from miles_router.errors import OwnerUnavailable, UpstreamError, UpstreamUnreachable
@@ -77,7 +77,7 @@ class Neighbours:
         self, node: int, scope: Scope, body: bytes, headers: Mapping[str, str]
     ) -> tuple[int, Mapping[str, str], bytes]:
         """As `Owners.ask`."""
-        own = {name.lower().encode(): value.encode("latin-1") for name, value in headers.items()}
+        own = dict(raw_headers(headers.items()))
         pairs = [pair for pair in scope["headers"] if pair[0] not in own] + [*own.items()]
         work = self._ask(node, scope, pairs, Exchange.of(scope).request_id, body)
         try:
@@ -90,8 +90,7 @@ class Neighbours:
     ) -> tuple[int, Mapping[str, str], bytes]:
         reply = await self._open(node, scope, headers, request_id, body)
         try:
-            told = {name.decode("latin-1"): value.decode("latin-1") for name, value in reply.headers}
-            return reply.status, told, await reply.read_all(MAX_ANSWER)
+            return reply.status, dict(header_texts(reply.headers)), await reply.read_all(MAX_ANSWER)
         finally:
             reply.close()
 

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from miles_router.asgi.exchange import Exchange, Scope
+from miles_router.asgi.headers import raw_headers
 from miles_router.asgi.moving import ASKED
 from miles_router.cluster.owners.handover import ConnectionCarrier
 from miles_router.errors import OwnerUnavailable, RouterError
@@ -36,7 +37,7 @@ async def ask(
 
 def _request(scope: Scope, body: bytes, headers: Mapping[str, str]) -> bytes:
     """HTTP/1.0, so that the reply ends with the connection and is in one piece."""
-    own = {name.lower().encode(): value.encode("latin-1") for name, value in headers.items()}
+    own = dict(raw_headers(headers.items()))
     pairs = [(name, value) for name, value in scope["headers"] if name in KEPT and name not in own]
     named = Exchange.of(scope).request_id.encode("ascii")
     pairs += [*own.items(), (b"x-request-id", named), (b"content-length", b"%d" % len(body))]
