@@ -29,8 +29,8 @@ MOST = 1_000_000
 class _Record:
     rid: str | None
     nbytes: int
-    kept: AlignedRows | None = None  # where no trajectory has it
-    pins: int = 0
+    kept: AlignedRows | None  # where no trajectory has it
+    pins: int
 
 
 class RowStore:

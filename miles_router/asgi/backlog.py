@@ -9,14 +9,13 @@ MAX_BACKLOG = 16 * 1024 * 1024
 class Backlog:
     """How much waits for clients that read slowly. One number, which each place that holds bytes moves."""
 
-    __slots__ = ("bound", "size")
+    __slots__ = ("size",)
 
-    def __init__(self, bound: int = MAX_BACKLOG) -> None:
-        self.bound = bound
+    def __init__(self) -> None:
         #: Bytes.
         self.size = 0
 
     @property
     def full(self) -> bool:
         """Whoever reads more should read little."""
-        return self.size > self.bound
+        return self.size > MAX_BACKLOG

@@ -46,7 +46,7 @@ class Doors:
         control: Iterable[str],
         routes: Iterable[BaseRoute],
         listed: Iterable[str],
-        keys_of_layers: Iterable[Callable[[str], str | None]] = (),
+        keys_of_layers: Iterable[Callable[[str], str | None]],
     ) -> None:
         self.keys = keys
         self._keys_of_layers = tuple(keys_of_layers)

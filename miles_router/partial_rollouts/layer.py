@@ -36,8 +36,8 @@ class PartialRollouts:
         router: Router,
         in_flight: InFlight,
         is_paused: Callable[[str], Awaitable[bool]],
-        resume_cut: bool = True,
-        resume_lost: bool = False,
+        resume_cut: bool,
+        resume_lost: bool,
     ) -> None:
         self.app = app
         self.context = context = ResumeContext(app, router, in_flight, is_paused, resume_cut, resume_lost)

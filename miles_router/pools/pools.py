@@ -202,7 +202,7 @@ class Pools:
             )
         return pool
 
-    def meant(self, parameter: str | None = None) -> ModelPool:
+    def meant(self, parameter: str | None) -> ModelPool:
         """The pool of a request that names none: the default one, or the first.
 
         Raises:

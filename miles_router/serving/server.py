@@ -107,8 +107,8 @@ def serve_at(
     sock: socket.socket,
     started: Callable[[], None] | None = None,
     *,
-    handover: Carrier | None = None,
-    own: socket.socket | None = None,
+    handover: Carrier | None,
+    own: socket.socket | None,
 ) -> None:
     """Serve on a listening socket, which is closed in the end, until SIGTERM or SIGINT.
 
@@ -129,7 +129,7 @@ def serve_at(
     server.run(sockets=sockets)
 
 
-def uvicorn_config(app: RouterApp, handover: Carrier | None = None) -> uvicorn.Config:
+def uvicorn_config(app: RouterApp, handover: Carrier | None) -> uvicorn.Config:
     """How uvicorn hosts our own protocol: its event loop, its lifespan, a bounded SIGTERM."""
     connections = ClientConnections(
         app,

@@ -49,7 +49,7 @@ MEMORY = Path("/dev/shm")
 
 def supervise(
     config: RouterConfig,
-    args: Namespace | None = None,
+    args: Namespace | None,
     part: Machine | Machines | None = None,
     listening: Callable[[int], None] = lambda port: None,
     *,
@@ -166,8 +166,8 @@ class Supervisor:
         sockets: Sockets,
         table: int,
         directory: Path,
-        part: Machine | Machines | None = None,
-        replaceable: bool = False,
+        part: Machine | Machines | None,
+        replaceable: bool,
     ) -> None:
         #: Why the router cannot start, where that is for the user to change.
         self.refusal: str | None = None

@@ -39,9 +39,7 @@ class Job:
 class Writer:
     """Begins with the first job, and ends when it is told to."""
 
-    def __init__(
-        self, directory: Path, sync: Sync, done: Callable[[Sequence[Job]], None], *, shared: bool = False
-    ) -> None:
+    def __init__(self, directory: Path, sync: Sync, done: Callable[[Sequence[Job]], None], *, shared: bool) -> None:
         """
         Args:
             shared: as `SlotFile`.

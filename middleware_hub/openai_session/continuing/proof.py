@@ -51,7 +51,7 @@ class Proof:
     """What was proved of one renderer, and what was refused. `known` are the refusals of `AT_THE_START` where they were
     proved before."""
 
-    def __init__(self, renderer: Renderer, endings: Endings, known: Refusals | None = None) -> None:
+    def __init__(self, renderer: Renderer, endings: Endings, known: Refusals | None) -> None:
         self.endings = endings
         self._renderer = renderer
         self._refusal = functools.lru_cache(maxsize=MAX_PROOFS)(self._proved)

@@ -42,10 +42,10 @@ class Unusable(ValueError):
 class ProofFile:
     """Where the proof of one template is kept. `subject` is all that its rendering depends on, beside code."""
 
-    def __init__(self, subject: Mapping[str, object], *, directory: Path | None = None) -> None:
+    def __init__(self, subject: Mapping[str, object]) -> None:
         said = [subject, platform.python_version(), [_version(name) for name in LIBRARIES], _code()]
         self.digest = _digest(orjson.dumps(said, default=repr, option=orjson.OPT_SORT_KEYS))
-        self._directory = directory if directory is not None else default_directory()
+        self._directory = default_directory()
 
     @property
     def path(self) -> Path | None:

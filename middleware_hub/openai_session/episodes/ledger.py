@@ -63,9 +63,7 @@ class Allowance:
     limit: int = 0
 
 
-def allowance(
-    budget: Budget, ledger: Ledger, *, prompt: int | None, choices: int, window: int | None = None
-) -> Allowance:
+def allowance(budget: Budget, ledger: Ledger, *, prompt: int | None, choices: int, window: int | None) -> Allowance:
     """How many tokens each of a turn's choices may have, for a prompt of so many tokens (None: not known) and an engine
     whose window holds so many."""
     windows = [limit for limit in (budget.max_context, window) if limit is not None and prompt is not None]

@@ -189,6 +189,6 @@ async def read_object(request: Request) -> Mapping[str, Any]:
     return parsed
 
 
-def as_response(content: object, status: int = 200) -> Response:
+def as_response(content: object) -> Response:
     """JSON."""
-    return Response(orjson.dumps(content, default=dict), status, media_type=JSON)
+    return Response(orjson.dumps(content, default=dict), media_type=JSON)

@@ -201,8 +201,8 @@ class SamplePlan:
     metadata: Mapping[str, Any]
     facts: Mapping[str, Any]
     side_calls: Collection[Turn]
-    freshness: Freshness = field(default_factory=Freshness)
-    when_read: Callable[[Iterable[tuple[Turn, Sample]]], None] = lambda samples: None
+    freshness: Freshness
+    when_read: Callable[[Iterable[tuple[Turn, Sample]]], None]
 
     def make(self) -> list[Sample]:
         """The samples.

@@ -85,8 +85,8 @@ class ReplyCopy(Tap):
     def __init__(
         self,
         send: Send,
-        last_event: bytes | tuple[bytes, ...] = LAST_EVENT,
-        complete: Callable[[RecordedReply], None] = lambda reply: None,
+        last_event: bytes | tuple[bytes, ...],
+        complete: Callable[[RecordedReply], None],
     ) -> None:
         """
         Args:

@@ -63,7 +63,7 @@ class TurnRunner:
         parsers: Parsers,
         names: TokenNames,
         *,
-        whole_answers: bool = False,
+        whole_answers: bool,
     ) -> None:
         self._app = app
         self._router = router

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,10 +33,9 @@ class TextRollouts:
 
     reasons: Collection[str] = (BRANCH,)
 
-    def __init__(self, router: Router, cache: RadixTreeCache, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, router: Router, cache: RadixTreeCache) -> None:
         self._router = router
         self._cache = cache
-        self._now = now
         self._shelf = EpisodeShelf[TextRollout]()
         self._by_id: dict[str, TextRollout] = {}
         self._turns: dict[Entry, TextTurn] = {}
@@ -58,7 +57,7 @@ class TextRollouts:
                 before.rollout
                 if before is not None
                 else TextRollout(
-                    self._now(),
+                    time.time(),
                     None if group is None else group.decode("latin-1"),
                     model if isinstance(model, str) else None,
                 )
@@ -67,11 +66,11 @@ class TextRollouts:
             rollout.flights.append(exchange.flight)
             rollouts.append(rollout)
         try:
-            yield RunningRollouts(self, rollouts, exchange, self._now())
+            yield RunningRollouts(self, rollouts, exchange, time.time())
         finally:
             for rollout in rollouts:
                 rollout.flights.remove(exchange.flight)
-                rollout.used_at = self._now()
+                rollout.used_at = time.time()
                 self._end(rollout)
 
     def recorded(self, rollout: TextRollout, prompt: TokenizedText, entry: Entry, facts: RequestFacts) -> None:
@@ -105,7 +104,7 @@ class TextRollouts:
         """One is in memory again. What it shares with another tells what it goes on from."""
         sampled = entry.sampled_before(entry.reused)
         before = self._turns.get(entry.parent) if entry.parent is not None and sampled else None
-        rollout = before.rollout if before is not None else TextRollout(self._now())
+        rollout = before.rollout if before is not None else TextRollout(time.time())
         self._begin(rollout)
         self._add(
             rollout, entry, before, entry.reused if before is not None else 0, entry.first_sampled(), NOTHING_KNOWN

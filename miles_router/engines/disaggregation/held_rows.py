@@ -65,7 +65,7 @@ class JoinedString(NamedTuple):
     """The decode half's rows, the first of which are the prefill half's; where the decode half has none, all are."""
 
     prompts: HeldString
-    own: HeldString | None = None
+    own: HeldString | None
 
     def pieces(self) -> Iterator[bytes]:
         """Its characters. Only what both have a part of is decoded.

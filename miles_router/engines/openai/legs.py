@@ -99,7 +99,7 @@ def rest_request(
     params: Mapping[str, Any],
     rows: Mapping[str, Any],
     *,
-    stream: bool = False,
+    stream: bool,
 ) -> dict[str, Any]:
     """The request for the rest of a choice, raw: behind these ids, with what is left of its budget."""
     sent = {name: value for name, value in fields.items() if name not in OF_OTHER_LEGS}

@@ -145,7 +145,7 @@ class Responses:
         responses: Responses = session.notes.setdefault(NOTE, cls())
         return responses
 
-    def settings(self, fields: Mapping[str, Any], tools: ResponsesTools | None = None) -> Settings:
+    def settings(self, fields: Mapping[str, Any]) -> Settings:
         """Settings with these fields: those of an earlier response that asked for the same.
 
         Raises:
@@ -154,7 +154,7 @@ class Responses:
         for each in reversed(self._settings):
             if each.fields == fields:
                 return each
-        return Settings(fields, ResponsesTools(fields["tools"]) if tools is None else tools)
+        return Settings(fields, ResponsesTools(fields["tools"]))
 
     def keep(self, envelope: Envelope, turn: Turn, *, stored: bool) -> int:
         """Remember a response that was recorded; gives the bytes that this takes."""
