@@ -79,7 +79,7 @@ from miles_router.middlewares.rows import (
     first_prefix,
 )
 from miles_router.slots import SLOTS, slot_of
-from miles_router.state.rows import Change, StateRow
+from miles_router.state.rows import Change, StateRow, header_of, with_header
 from miles_router.state.store import StateStore
 from miles_router.tasks import Pace, spawn
 
@@ -159,6 +159,7 @@ __all__ = [
     "first",
     "first_prefix",
     "gauge",
+    "header_of",
     "header_texts",
     "histogram",
     "is_too_deep",
@@ -173,6 +174,7 @@ __all__ = [
     "slot_of",
     "spawn",
     "with_body",
+    "with_header",
     "with_length",
     "write_event",
     "written_rows",

@@ -1,23 +1,18 @@
 """Rows as bytes, and back, for layers whose trajectories outlive the process (`--state-rows`): the own rows of one
-generation, behind those of the one that it continues.
-
-    length of the header (4 bytes, little-endian), header (JSON: start, width, type, parent), ids in rows
+generation, behind those of the one that it continues. The header (`state.rows`) has start, width, type and parent.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
-import orjson
 
 from miles_router.middlewares.rows import RowChannel, TrajectoryRows
+from miles_router.state.rows import header_of, with_header
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.rows import AlignedRows, RowKind
 
-_LENGTH = struct.Struct("<I")
 #: Why a trajectory that was read back has no rows, where none were written.
 NOT_WRITTEN = "the router was restarted since, and --state-rows was off"
 
@@ -41,8 +36,8 @@ def written_rows(rows: AlignedRows, parent: int | None) -> bytes:
     start = 0 if _whole(rows, parent) else rows.start
     own = rows.array(start)
     own = own.astype(own.dtype.newbyteorder("<"), copy=False)
-    header = orjson.dumps({"start": start, "width": own.shape[1], "type": own.dtype.str, "parent": parent})
-    return b"".join((_LENGTH.pack(len(header)), header, own.tobytes()))
+    header = {"start": start, "width": own.shape[1], "type": own.dtype.str, "parent": parent}
+    return with_header(header, [own.tobytes()])
 
 
 def _whole(rows: AlignedRows, parent: int | None) -> bool:
@@ -56,18 +51,8 @@ def parent_of(data: bytes) -> int | None:
     Raises:
         KeyError, ValueError: they are none.
     """
-    parent: int | None = _header(data)[0]["parent"]
+    parent: int | None = header_of(data)[0]["parent"]
     return parent
-
-
-def _header(data: bytes) -> tuple[dict[str, Any], int]:
-    """The header, and where it ends."""
-    try:
-        end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
-    except struct.error as error:
-        raise ValueError(str(error)) from None
-    header: dict[str, Any] = orjson.loads(data[_LENGTH.size : end])
-    return header, end
 
 
 def read_rows(
@@ -89,7 +74,7 @@ def read_rows(
     hold = channels[kind].hold if kind in channels else None
     if data is None or hold is None:
         return TrajectoryRows(None, NOT_WRITTEN if data is None else "no layer keeps them any more")
-    header, begin = _header(data)
+    header, begin = header_of(data)
     own = np.frombuffer(data, np.dtype(header["type"]), offset=begin).reshape(-1, header["width"])
     parent = None if header["parent"] is None else before(header["parent"])
     if parent is not None and parent.rows is None:

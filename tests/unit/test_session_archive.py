@@ -7,13 +7,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import orjson
 import pytest
 
 from middleware_hub.openai_session.archive import archive as archive_module
 from middleware_hub.openai_session.archive.archive import SessionArchive
+from middleware_hub.openai_session.archive.session_rows import HEAD, TURN
 from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
+from miles_router.errors import StateDamaged
 from miles_router.slots import slot_of
-from miles_router.state.rows import StateRow
+from miles_router.state.rows import Change, StateRow
 from miles_router.state.store import StateStore
 from tests.support.waiting import soon
 
@@ -64,4 +67,23 @@ async def test_a_session_that_is_asked_for_does_not_expire_while_it_is_read(
         await soon(asked)
         assert NAME in then.sessions
         assert await load(NAME)
+    await store.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "turn"),
+    [({"turns": 1}, b"no"), ({"turns": 1}, b"\2\0\0\0{}"), ({"turns": None}, b""), ({"used": 1}, b"")],
+    ids=["a turn without a header", "a header without fields", "turns that are no number", "a use that is none"],
+)
+async def test_a_session_that_cannot_be_read_is_refused_by_name(
+    tmp_path: Path, head: dict[str, Any], turn: bytes
+) -> None:
+    store = StateStore(tmp_path)
+    first, then = Process(store), Process(store)
+    await first.archive.save(first.sessions.create(NAME))
+    (written,) = await store.load(NAME)
+    damaged = orjson.dumps({**orjson.loads(written.value), **head})
+    await store.commit(NAME, [Change(HEAD, 0, damaged), Change(TURN, 0, turn)])
+    with pytest.raises(StateDamaged, match=f"session {NAME!r} cannot be read"):
+        await then.archive.load(NAME)
     await store.close()

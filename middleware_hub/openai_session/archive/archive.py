@@ -109,7 +109,7 @@ class SessionArchive:
                 return
             try:
                 session, saved = read_session(session_id, rows, self._channels, now=self._now(), clock=self._clock())
-            except (KeyError, IndexError, ValueError) as error:
+            except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise StateDamaged(f"session {session_id!r} cannot be read: {error!r}") from error
             self._sessions.restore(session)
             self._saved[session_id] = saved

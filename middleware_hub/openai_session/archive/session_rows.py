@@ -191,7 +191,7 @@ def read_session(
     """A session as it was when it was last saved, and what is held of it. It is new to whoever looks at idle ones.
 
     Raises:
-        KeyError, IndexError, ValueError: rows are missing, or are none.
+        KeyError, IndexError, TypeError, ValueError: rows are missing, or are none.
     """
     kinds: dict[str, dict[Any, bytes]] = defaultdict(dict)
     for kind, key, value in rows:

@@ -1,13 +1,11 @@
 """A turn as bytes, and back. Messages, contexts and tools are rows of their own, once however many turns have them; ids
 and logprobs are the bytes that they are in memory.
 
-    length of the header (4 bytes, little-endian), header (JSON), ids given (int32), and for each piece that was sampled
-    its ids (int32) and logprobs (float32)
+    header (`with_header`), ids given (int32), and for each piece that was sampled ids (int32) and logprobs (float32)
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -17,12 +15,11 @@ import orjson
 
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.tree import Turn
-from miles_router.middlewares import TrajectoryRows
+from miles_router.middlewares import TrajectoryRows, header_of, with_header
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import frozen
 from miles_router.trajectory.rows import KINDS
 
-_LENGTH = struct.Struct("<I")
 IDS, LOGPROBS = np.dtype("<i4"), np.dtype("<f4")
 #: Fields of a turn that JSON has as they are.
 PLAIN = (
@@ -58,12 +55,11 @@ def written_turn(turn: Turn, messages: Sequence[str], before: Sequence[Turn]) ->
         "sampled": [[len(piece), piece.version, piece.trained] for piece in turn.sampled],
         "rows": {kind.name: taken.reason for kind, taken in turn.rows.items()},
     }
-    text = orjson.dumps(header, default=dict)
     arrays = [] if same is not None else [turn.given.tokens.astype(IDS, copy=False)]
     for piece in turn.sampled:
         assert piece.logprobs is not None
         arrays += [piece.tokens.astype(IDS, copy=False), piece.logprobs.astype(LOGPROBS, copy=False)]
-    return b"".join((_LENGTH.pack(len(text)), text, *(array.tobytes() for array in arrays)))
+    return with_header(header, (array.tobytes() for array in arrays))
 
 
 def _number(turn: Turn | None) -> int | None:
@@ -82,9 +78,8 @@ def read_turn(
     Raises:
         KeyError, IndexError, ValueError: it is none, or what it refers to is missing.
     """
-    (length,) = _LENGTH.unpack_from(data)
-    header = orjson.loads(data[_LENGTH.size : _LENGTH.size + length])
-    arrays = _ArrayReader(data, _LENGTH.size + length)
+    header, begin = header_of(data)
+    arrays = _ArrayReader(data, begin)
     of = header["given_of"]
     given = Piece(arrays.take(IDS, header["given"])) if of is None else turns[of].given
     sampled = [

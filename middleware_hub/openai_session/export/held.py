@@ -16,7 +16,7 @@ def lines_of(session_id: str, rows: Iterable[StateRow]) -> Iterator[bytes]:
     """One object a line, each with one name: `session`, `record` or `leaf`. Runs in an event loop.
 
     Raises:
-        KeyError, IndexError, ValueError: the rows are no session's.
+        KeyError, IndexError, TypeError, ValueError: the rows are no session's.
     """
     session, _ = read_session(session_id, rows, {}, now=0.0, clock=0.0)
     yield _line("session", {"session_id": session.id, **metadata_of(session), "finalized": session.finalized})

@@ -17,7 +17,6 @@ from typing import Any
 from middleware_hub.radix_tree.archive.entry_rows import (
     parent_in_family,
     read_entry,
-    read_header,
     written_entry,
 )
 from middleware_hub.radix_tree.archive.families import OWNERS, Family, RootIndex
@@ -26,7 +25,7 @@ from middleware_hub.radix_tree.cache import RadixTreeCache, RestoredEntry
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.statistics import ArchiveStatistics
 from miles_router.errors import StateDamaged, StateError
-from miles_router.middlewares import SLOTS, Change, Owners, Pace, StateStore, spawn
+from miles_router.middlewares import SLOTS, Change, Owners, Pace, StateStore, header_of, spawn
 from miles_router.trajectory.rows import AlignedRows
 
 logger = logging.getLogger(__name__)
@@ -314,7 +313,7 @@ class TextArchive:
         assert self._store is not None
         for kind, key, value in await self._store.load(family.owner, slot=family.slot):
             if kind == ENTRY and family.stale and int(key) not in family.entries:
-                family.gone[int(key)] = read_header(value)[0]["rid"]
+                family.gone[int(key)] = header_of(value)[0]["rid"]
             elif kind == ROWS and (name := RowName.of(str(key))) not in family.rows.records:
                 family.rows.gone.add(name)
         family.stale = family.rows.stale = False

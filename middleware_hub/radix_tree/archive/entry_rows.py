@@ -1,17 +1,15 @@
 """An entry as bytes, and back. What it shares with its parent in the same family is not repeated; ids, logprobs and
 ends are the bytes that they are in memory.
 
-    length of the header (4 bytes, little-endian), header (JSON), own text (UTF-8), block of own tokens (`entry`)
+    header (`with_header`), own text (UTF-8), block of own tokens (`entry`)
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import orjson
 
 from middleware_hub.radix_tree.archive.text_rows import ROWS_ARE_GONE
 from middleware_hub.radix_tree.cache import RestoredEntry
@@ -25,11 +23,10 @@ from middleware_hub.radix_tree.entry import (
     unpacked_ends,
     unpacked_pieces,
 )
-from miles_router.middlewares import NOT_WRITTEN, RowsByKind, TrajectoryRows
+from miles_router.middlewares import NOT_WRITTEN, RowsByKind, TrajectoryRows, header_of, with_header
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.rows import KINDS
 
-_LENGTH = struct.Struct("<I")
 #: Python's strings may have halves of characters, which JSON can spell.
 _HALVES = "surrogatepass"
 NOTHING = TextRecord("", 0, Trajectory(), np.zeros(0, dtype=np.uint32), "", "")
@@ -71,8 +68,7 @@ def written_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows
         "runs": own.runs,
         "rows": {kind.name: taken.reason or (None if with_rows else NOT_WRITTEN) for kind, taken in entry.rows.items()},
     }
-    written = orjson.dumps(header)
-    return b"".join((_LENGTH.pack(len(written)), written, spelled, own.block))
+    return with_header(header, (spelled, own.block))
 
 
 def _alone(entry: Entry, text: str) -> Entry:
@@ -84,20 +80,6 @@ def _alone(entry: Entry, text: str) -> Entry:
     return Entry(record, parent=None, reused=0, reused_chars=0, rank=entry.rank, serial=entry.serial)
 
 
-def read_header(data: bytes) -> tuple[dict[str, Any], int]:
-    """The header of a written entry, and where it ends.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        (length,) = _LENGTH.unpack_from(data)
-    except struct.error as error:
-        raise ValueError(str(error)) from None
-    header: dict[str, Any] = orjson.loads(data[_LENGTH.size : _LENGTH.size + length])
-    return header, _LENGTH.size + length
-
-
 def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) -> RestoredEntry:
     """An entry, without its rows.
 
@@ -107,7 +89,7 @@ def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) ->
     Raises:
         KeyError, TypeError, ValueError: it is none, or what it hangs on is missing.
     """
-    header, begin = read_header(data)
+    header, begin = header_of(data)
     parent, shared_chars = header["parent"], header["shared_chars"]
     reused, reused_chars, own = header["reused"], header["reused_chars"], header["own"]
     above = NOTHING if parent is None else before[parent].record
