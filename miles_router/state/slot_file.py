@@ -195,8 +195,7 @@ class SlotFile:
         """Take the slot over for this epoch: who has an older one commits nothing any more."""
         if epoch < self.epoch:
             raise StateOutdated(f"{self._path}: epoch {self.epoch} has it, and {epoch} is older")
-        self.epoch = epoch
-        self.transaction(())
+        self._enter(lambda: epoch)
 
     def succeed(self) -> None:
         """Whoever has shared it with others, and goes on, must not go on here."""
@@ -205,13 +204,22 @@ class SlotFile:
 
     def take_over(self) -> int:
         """Take the slot over for the epoch behind its last one, which is returned."""
-
-        def follow(file: SlotFile) -> None:
-            file.epoch = file._number("SELECT epoch FROM slot") + 1
-
-        self.transaction((follow,))
+        self._enter(lambda: self._number("SELECT epoch FROM slot") + 1)
         epoch: int = self.epoch
         return epoch
+
+    def _enter(self, epoch: Callable[[], int]) -> None:
+        """Go on in an epoch, if that is committed: who was refused it may commit nothing under it later on."""
+
+        def enter(file: SlotFile) -> None:
+            file.epoch = epoch()
+
+        before = self.epoch
+        try:
+            self.transaction((enter,))
+        except BaseException:
+            self.epoch = before
+            raise
 
     def load(self, owner: str) -> list[StateRow]:
         """All rows of an owner, ordered by kind and key."""

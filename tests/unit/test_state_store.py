@@ -382,6 +382,21 @@ async def test_machines_that_share_a_directory_take_slots_over_while_the_other_h
             await one.claim(SLOT, 1)
 
 
+async def test_a_claim_that_failed_leaves_the_epoch_that_there_was(tmp_path: Path) -> None:
+    async with shared(tmp_path) as one, shared(tmp_path) as other:
+        await one.claim(SLOT, 1)
+        busy = sqlite3.connect(file_of(tmp_path), isolation_level=None)
+        busy.execute("BEGIN IMMEDIATE")
+        with pytest.raises(StateHeld):
+            await one.claim(SLOT, 5)
+        busy.execute("ROLLBACK")
+        busy.close()
+        await other.claim(SLOT, 3)
+        with pytest.raises(StateOutdated):
+            await one.commit(OWNER, rows(1))
+        await other.commit(OWNER, rows(2))
+
+
 async def test_of_those_that_take_a_slot_over_without_an_epoch_each_has_the_next_one(tmp_path: Path) -> None:
     async with shared(tmp_path) as one, shared(tmp_path) as other:
         assert [await one.take_over(SLOT), await other.take_over(SLOT), await one.take_over(SLOT)] == [1, 2, 3]
