@@ -81,7 +81,7 @@ from miles_router.middlewares.rows import (
 from miles_router.slots import SLOTS, slot_of
 from miles_router.state.rows import Change, StateRow, header_of, with_header
 from miles_router.state.store import StateStore
-from miles_router.tasks import Pace, spawn
+from miles_router.tasks import Pace, cancelled, spawn, within
 
 __all__ = [
     "ABORT",
@@ -155,6 +155,7 @@ __all__ = [
     "UnreadCounter",
     "Watch",
     "can_be_written",
+    "cancelled",
     "counter",
     "first",
     "first_prefix",
@@ -176,6 +177,7 @@ __all__ = [
     "with_body",
     "with_header",
     "with_length",
+    "within",
     "write_event",
     "written_rows",
 ]

@@ -80,6 +80,11 @@ def test_frameworks_are_named_in_dialects_and_compat_alone() -> None:
     assert places_of(FRAMEWORKS, ("dialects", "compat")) == []
 
 
+def test_time_is_bound_in_one_way() -> None:
+    """`asyncio.wait_for` may swallow a cancellation before Python 3.12; see `tasks.within`."""
+    assert [name(path) for path in PRODUCT if "asyncio.wait_for(" in path.read_text(encoding="utf-8")] == []
+
+
 def test_no_class_name_stands_for_two_things() -> None:
     classes = defaultdict(list)
     for path in PRODUCT:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,7 +15,7 @@ from middleware_hub.openai_session.archive.session_rows import HEAD, Saved, Unsa
 from middleware_hub.openai_session.sessions.store import ID, SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import StateDamaged, StateError
-from miles_router.middlewares import Pace, Router, StateStore, spawn
+from miles_router.middlewares import Pace, Router, StateStore, cancelled, spawn
 
 logger = logging.getLogger(__name__)
 
@@ -172,9 +172,7 @@ class SessionArchive:
         try:
             yield
         finally:
-            looking.cancel()
-            with suppress(asyncio.CancelledError):
-                await looking
+            await cancelled(looking)
 
     async def _expire(self, idle: float) -> None:
         while True:

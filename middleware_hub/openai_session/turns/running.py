@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.errors import RouterError
-from miles_router.middlewares import ABORT, Exchange, Router, spawn
+from miles_router.middlewares import ABORT, Exchange, Router, spawn, within
 
 #: Seconds in which an engine ends a generation that it was told to abort, and after which it is told again: it may not
 #: have had it yet.
@@ -58,8 +58,8 @@ class RunningTurn:
             await self._ends_within(AGAIN)
 
     async def _ends_within(self, seconds: float) -> None:
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), seconds)
+        with suppress(TimeoutError):
+            await within(seconds, self._ended.wait(), name="a turn's end")
 
     async def _drop(self, rid: str, error: RouterError) -> None:
         await asyncio.wait({spawn(self._tell(rid), name=f"tell {rid}")}, timeout=AGAIN)

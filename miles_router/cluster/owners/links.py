@@ -130,8 +130,7 @@ class Links:
         if self.busy:
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(waiter, seconds)
+            await asyncio.wait({waiter}, timeout=seconds)
 
     def _emptied(self) -> None:
         if self._waiters and not self.busy:

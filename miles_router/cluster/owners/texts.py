@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from miles_router import tasks
 from miles_router.asgi.moving import Elsewhere
 from miles_router.cluster.owners.links import MAX_PACKET, Links
 from miles_router.cluster.owners.roots import PACKED_SIZE, RootChange, Roots, pack, unpack
@@ -122,8 +123,8 @@ class TextOwners:
     async def _hear_all(self) -> None:
         try:
             if self._unheard:
-                await asyncio.wait_for(self._heard_all.wait(), PATIENCE)
-        except asyncio.TimeoutError:
+                await tasks.within(PATIENCE, self._heard_all.wait(), name="hear from all processes")
+        except TimeoutError:
             raise OwnerUnavailable("a process that may have this text is being started; ask again") from None
 
     def _roots_of(self, texts: Iterable[str]) -> list[Root]:
