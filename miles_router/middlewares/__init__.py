@@ -54,6 +54,7 @@ from miles_router.middlewares.episodes import (
     Facets,
     TokenCounts,
     TurnRow,
+    version_spans,
 )
 from miles_router.middlewares.owners import HeldNames, Owners
 from miles_router.middlewares.roots import Root
@@ -174,6 +175,7 @@ __all__ = [
     "replay",
     "slot_of",
     "spawn",
+    "version_spans",
     "with_body",
     "with_header",
     "with_length",

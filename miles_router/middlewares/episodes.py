@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from miles_router.trajectory import Trajectory
+from miles_router.trajectory import Piece, Trajectory
 from miles_router.trajectory.pieces import Mask
 from miles_router.trajectory.sample import ShapedRows, Status
 
@@ -95,6 +95,18 @@ class TurnRow:
     first_token_at: float | None = None
     answered_at: float | None = None
     waited_s: float = 0.0
+
+
+def version_spans(pieces: Iterable[Piece], start: int, worker: str | None) -> list[dict[str, Any]]:
+    """What a turn sampled from a position on, by the weights that did: `TurnRow.spans`."""
+    spans: list[dict[str, Any]] = []
+    for piece in pieces:
+        begin, start = start, start + len(piece)
+        if spans and spans[-1]["version"] == piece.version:
+            spans[-1]["end"] = start
+        else:
+            spans.append({"start": begin, "end": start, "version": piece.version, "worker": worker})
+    return spans
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from miles_router.middlewares import (
     Facets,
     TokenCounts,
     TurnRow,
+    version_spans,
 )
 from miles_router.trajectory.rows import ROUTED_EXPERTS
 from miles_router.trajectory.sample import BY_FINISH_REASON, ShapedRows
@@ -182,25 +183,11 @@ def _turn_row(turn: Turn) -> TurnRow:
         dropped_tokens=turn.dropped,
         start=turn.prompt_tokens,
         end=turn.tokens,
-        spans=_spans(turn),
+        spans=version_spans(turn.sampled, turn.prompt_tokens, facts.get("worker")),
         finish_reason=turn.finish_reason,
         waited_s=facts.get("waited_s", 0.0),
         **{name: facts.get(name) for name in names},
     )
-
-
-def _spans(turn: Turn) -> list[dict[str, Any]]:
-    """What a turn sampled, by the weights that did."""
-    spans: list[dict[str, Any]] = []
-    end = turn.prompt_tokens
-    for piece in turn.sampled:
-        begin, end = end, end + len(piece)
-        if spans and spans[-1]["version"] == piece.version:
-            spans[-1]["end"] = end
-        else:
-            span = {"start": begin, "end": end, "version": piece.version, "worker": turn.facts.get("worker")}
-            spans.append(span)
-    return spans
 
 
 def _label(metadata: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 from middleware_hub.radix_tree.entry import Entry
-from miles_router.middlewares import EpisodePlace, TurnRow
+from miles_router.middlewares import EpisodePlace, TurnRow, version_spans
 
 #: In front of an episode's name. No session has such a character.
 NAMED = "text@"
@@ -57,16 +57,7 @@ class TextTurn:
 
     def spans(self) -> list[dict[str, Any]]:
         """What it sampled, by the weights that did."""
-        spans: list[dict[str, Any]] = []
-        end = self.prompt
-        for piece in self.entry.behind(self.prompt)[0].pieces:
-            begin, end = end, end + len(piece)
-            if spans and spans[-1]["version"] == piece.version:
-                spans[-1]["end"] = end
-            else:
-                span = {"start": begin, "end": end, "version": piece.version, "worker": self.facts.worker}
-                spans.append(span)
-        return spans
+        return version_spans(self.entry.behind(self.prompt)[0].pieces, self.prompt, self.facts.worker)
 
     def sampled(self) -> Counter[str | None]:
         """How many tokens each version sampled in it."""
