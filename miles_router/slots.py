@@ -6,6 +6,9 @@ from hashlib import blake2b
 
 #: Of one router, however many processes and machines it has: another count of them only deals the slots anew.
 SLOTS = 64
+#: A slot beside those that names are dealt into: what belongs to the router as a whole.
+CONTROL = SLOTS
+ALL_SLOTS = (*range(SLOTS), CONTROL)
 
 
 def slot_of(name: str) -> int:

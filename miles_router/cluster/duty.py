@@ -20,8 +20,7 @@ from miles_router.fleet.pool import WorkerPool
 from miles_router.pools.pools import Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
-from miles_router.slots import SLOTS
-from miles_router.state.writer import CONTROL
+from miles_router.slots import ALL_SLOTS
 
 
 class Duty:
@@ -34,7 +33,7 @@ class Duty:
     #: Whether workers are checked here.
     checks = True
     #: What this process alone may open of what outlives it.
-    slots: Collection[int] = (*range(SLOTS), CONTROL)
+    slots: Collection[int] = ALL_SLOTS
     #: Whether routers on other machines have the state directory, too.
     shares_state = False
 

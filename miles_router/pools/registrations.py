@@ -9,9 +9,9 @@ import orjson
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Worker
 from miles_router.pools.pools import Pools
+from miles_router.slots import CONTROL
 from miles_router.state.rows import Change
 from miles_router.state.store import StateStore
-from miles_router.state.writer import CONTROL
 
 OWNER, WORKER, RUN = "router", "worker", "run"
 

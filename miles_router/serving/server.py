@@ -24,7 +24,7 @@ from miles_router.serving.clients import ClientConnections
 from miles_router.serving.leaving import Carrier
 from miles_router.settings.config import RouterConfig
 from miles_router.settings.keys import admin_keys, data_keys
-from miles_router.state.writer import CONTROL
+from miles_router.slots import CONTROL
 from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)

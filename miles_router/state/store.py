@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from miles_router.errors import ConfigError, StateError, StateHeld
-from miles_router.slots import SLOTS, slot_of
+from miles_router.slots import ALL_SLOTS, CONTROL, slot_of
 from miles_router.state.rows import ROW, Change, StateRow, Sync
 from miles_router.state.slot_file import SlotFile
-from miles_router.state.writer import CONTROL, Job, Writer
+from miles_router.state.writer import Job, Writer
 
 #: Bytes of changes that wait to be written; who comes with more waits for room.
 MAX_WAITING = 64 * 1024 * 1024
@@ -56,7 +56,7 @@ class StateStore:
             raise ConfigError(f"state_dir: {directory}: may not be read and written by this user")
         self.directory, self.sync = directory, sync
         #: Those that this process may open; `CONTROL` is for the one that knows who the workers are.
-        self.slots: Collection[int] = (*range(SLOTS), CONTROL)
+        self.slots: Collection[int] = ALL_SLOTS
         #: Bytes of changes that wait to be written.
         self.waiting = 0
         #: Commits that are durable, those that were refused by type, and bytes of rows put.

@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from miles_router.errors import StateError, StateFull, StateHeld
-from miles_router.slots import SLOTS
+from miles_router.slots import CONTROL
 from miles_router.state.rows import Sync
 from miles_router.state.slot_file import SlotFile
 
 logger = logging.getLogger(__name__)
-
-#: A slot beside those that names are dealt into: what belongs to the router as a whole.
-CONTROL = SLOTS
 
 
 @dataclass(eq=False)

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from miles_router.errors import ConfigError, StateDamaged, StateError, StateForeign, StateHeld, StateOutdated
-from miles_router.slots import SLOTS, slot_of
+from miles_router.slots import CONTROL, SLOTS, slot_of
 from miles_router.state import store as store_module
 from miles_router.state.rows import Change, StateRow
 from miles_router.state.slot_file import APPLICATION, SHARED_EPOCHS, SlotFile
 from miles_router.state.store import StateStore
-from miles_router.state.writer import CONTROL
 from tests.support.waiting import soon, until
 
 OWNER = "session-1"

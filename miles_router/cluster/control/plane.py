@@ -40,7 +40,7 @@ from miles_router.metrics.plain import merged, rendered
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import FIELDS, RouterConfig, shown
-from miles_router.state.writer import CONTROL
+from miles_router.slots import CONTROL
 
 logger = logging.getLogger(__name__)
 

@@ -29,8 +29,8 @@ from miles_router.cluster.nodes.proof import ACCEPTS, CONNECTS, prove
 from miles_router.errors import StateError, StateOutdated
 from miles_router.pools.pools import Pools
 from miles_router.pools.registrations import OWNER
+from miles_router.slots import CONTROL
 from miles_router.state.rows import Change
-from miles_router.state.writer import CONTROL
 
 logger = logging.getLogger(__name__)
 
