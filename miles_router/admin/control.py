@@ -11,9 +11,9 @@ from miles_router.control.row import Row
 from miles_router.forwarding.outgoing import outgoing
 from miles_router.pools.pools import Pools
 
-#: SGLang reads a body only if it is declared as JSON.
 #: Which pool is meant.
 MODEL_ID = "model_id"
+#: SGLang reads a body only if it is declared as JSON.
 AS_JSON = (b"content-type", b"application/json")
 
 

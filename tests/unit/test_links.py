@@ -8,8 +8,11 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 from miles_router.cluster.owners.links import Links
 from miles_router.cluster.peers import Peers
+from tests.support.descriptors import no_descriptors
 from tests.support.waiting import until
 
 
@@ -95,3 +98,22 @@ async def test_more_than_the_system_holds_for_one_that_does_not_read_waits_and_c
     finally:
         for each in links:
             each.close()
+
+
+async def test_a_process_without_a_descriptor_says_so_and_takes_the_connection_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    links = Links(Peers(0, 2, tmp_path))
+    links.start()
+    other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        with no_descriptors():
+            other.connect(Peers(0, 2, tmp_path).socket_of(0))
+            for _ in range(20):
+                await asyncio.sleep(0)
+        said = [record.message for record in caplog.records]
+        assert said == ["no_descriptors"], "the loop does not turn for it"
+        await until(lambda: len(links._in) == 1, "it is accepted")
+    finally:
+        other.close()
+        links.close()

@@ -85,9 +85,7 @@ class MachineDuty(DataDuty):
         self.membership = Membership(node, seat, counts, fenced=fenced, surplus=surplus)
         super().__init__(peers, counts, generation=0)
         self.slots = self.membership.claimable
-        self._neighbours = Neighbours(
-            node.machines.secret, lambda at: self.membership.urls.get(at), connect_timeout=CONNECT
-        )
+        self._neighbours = Neighbours(node.machines.secret, self.membership.url_of, connect_timeout=CONNECT)
         self.membership.lost = self._neighbours.lost
         self.owners = MachinesOwners(peers, self.membership, self._neighbours)
 

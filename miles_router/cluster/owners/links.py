@@ -32,6 +32,8 @@ MAX_WAITING = 4096
 PATIENCE = 10.0
 #: Seconds between two attempts to reach a process, and until the system may have room again.
 RETRY = 0.05
+#: Seconds until a connection is accepted for which there was no descriptor.
+CROWDED = 1.0
 #: Packets that are taken before they are answered, and where all are wanted that have arrived: an answer for many costs
 #: no more than one for each.
 IN_A_STEP, AT_ONCE = 8, 64
@@ -166,12 +168,24 @@ class Links:
                 except OSError as error:
                     if error.errno in (errno.EMFILE, errno.ENFILE):
                         logger.error("no_descriptors", extra={"fields": {"for": "another process"}})
+                        self._accept_later()
                         return
                     raise
                 sock.setblocking(False)
                 incoming = LinkFrom(sock, self.takers, self.hearers, self._reached_by, self._end)
                 self._in.add(incoming)
                 asyncio.get_running_loop().add_reader(sock, incoming.read, IN_A_STEP)
+
+    def _accept_later(self) -> None:
+        """The connection stays in the queue, and would wake the loop again and again."""
+        assert self._listener is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._listener)
+        loop.call_later(CROWDED, self._accept_again)
+
+    def _accept_again(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
 
     def _reached_by(self, index: int) -> None:
         """A process that has reached this one is there."""
