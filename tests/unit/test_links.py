@@ -109,6 +109,7 @@ async def test_a_process_without_a_descriptor_says_so_and_takes_the_connection_l
     try:
         with no_descriptors():
             other.connect(Peers(0, 2, tmp_path).socket_of(0))
+            links._out[1].connect()  # what it tries by itself, too
             for _ in range(20):
                 await asyncio.sleep(0)
         said = [record.message for record in caplog.records]

@@ -253,12 +253,14 @@ class LinkTo:
     def connect(self) -> None:
         if self._closed or self._sock is not None:
             return
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        sock: socket.socket | None = None
         try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
             sock.connect(self._path)
             sock.send(self._hello)
-        except OSError:  # it is not there yet, or not any more
-            sock.close()
+        except OSError:  # it is not there yet, or not any more; or there is no descriptor
+            if sock is not None:
+                sock.close()
             self._loop.call_later(RETRY, self.connect)
             return
         self._sock = sock
