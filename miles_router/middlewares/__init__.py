@@ -18,7 +18,7 @@ from miles_router.asgi.exchange import (
 )
 from miles_router.asgi.headers import RawHeaders, first, header_texts, raw_headers
 from miles_router.asgi.moving import Elsewhere
-from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, readable, with_length
+from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, with_length
 from miles_router.asgi.watch import Watch
 from miles_router.control.row import Row
 from miles_router.control.table import ABORT, CONTINUE, PAUSE, UPDATE_VERSION
@@ -42,7 +42,6 @@ from miles_router.middlewares.contract import (
 from miles_router.middlewares.episodes import (
     ENDED,
     IDLE,
-    OTHER_REASON,
     RUNNING,
     WAITING,
     EpisodeLine,
@@ -79,7 +78,7 @@ from miles_router.middlewares.rows import (
     TrajectoryRows,
     first_prefix,
 )
-from miles_router.slots import SLOTS, slot_of
+from miles_router.slots import SLOTS
 from miles_router.state.rows import Change, StateRow, header_of, with_header
 from miles_router.state.store import StateStore
 from miles_router.tasks import Pace, cancelled, spawn, within
@@ -94,7 +93,6 @@ __all__ = [
     "NOT_WRITTEN",
     "NO_ROWS",
     "OK",
-    "OTHER_REASON",
     "PAUSE",
     "RUNNING",
     "SLOTS",
@@ -171,9 +169,7 @@ __all__ = [
     "raw_headers",
     "read_json",
     "read_rows",
-    "readable",
     "replay",
-    "slot_of",
     "spawn",
     "version_spans",
     "with_body",
