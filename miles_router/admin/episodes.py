@@ -102,7 +102,8 @@ class EpisodeRoutes:
     async def run(self, request: Request) -> Response:
         _known(request, ())
         gate = self._router.gate
-        own = {**self._router.run.describe(), "gate": {"closed": gate.closed, "held": gate.held}}
+        shown = {"closed": gate.closed, "held": gate.held}
+        own = {**self._router.run.describe(), "gate": shown, "pauses": _pauses(self._pools)}
         return _json(one_run([own, *await self._router.owners.answers(request.scope)]))
 
     # The list
@@ -269,6 +270,12 @@ class EpisodeRoutes:
     def _hidden(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
         """A turn of a line without its texts."""
         return {**turn, "reason": self._reason(turn.get("reason")), "edit": without_text(turn.get("edit"))}
+
+
+def _pauses(pools: Pools) -> list[dict[str, Any]]:
+    """When each pool's gate was closed, oldest first."""
+    every = ({**each._asdict(), "model_id": pool.name or None} for pool in pools for each in pool.fleet.gate.times())
+    return sorted(every, key=lambda each: each["start"])
 
 
 def without_text(edit: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
