@@ -52,6 +52,7 @@ from miles_router.middlewares.episodes import (
     EpisodeSource,
     EpisodeView,
     Facets,
+    ListedEpisode,
     TokenCounts,
     TurnRow,
 )
@@ -127,6 +128,7 @@ __all__ = [
     "HeldNames",
     "Kind",
     "KnownVersions",
+    "ListedEpisode",
     "Message",
     "Owners",
     "Pace",

@@ -471,9 +471,9 @@ async def test_a_session_that_is_held_and_not_in_memory_is_found(stage: Stage, t
         held = store.find(session)
         store.when_deleted = lambda session_id: None
         store.delete(held)  # from memory alone
-        assert (await got(trial, "episodes"))["episodes"] == []
+        assert [row["id"] for row in (await got(trial, "episodes"))["episodes"]] == ["kept"]
         after = await got(trial, f"episodes/{quote(session)}")
-        assert {**after, "last_used_at": 0, "model": ""} == {**before, "last_used_at": 0, "model": ""}
+        assert {**after, "last_used_at": 0} == {**before, "last_used_at": 0}
 
 
 class Jotter:
@@ -490,7 +490,7 @@ class Jotter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
 
-    def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
+    async def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
         return self.shelf.newest(before, most)
 
     async def find(self, episode_id: str) -> EpisodeView | None:

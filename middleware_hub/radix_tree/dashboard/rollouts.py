@@ -146,7 +146,7 @@ class TextRollouts:
 
     # As a source of episodes
 
-    def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
+    async def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
         """As of `EpisodeSource`."""
         return [RolloutView(rollout, self._router) for rollout in self._shelf.newest(before, most)]
 
