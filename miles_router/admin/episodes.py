@@ -202,7 +202,7 @@ class EpisodeRoutes:
             tree.end(leaf, leaf)
         about = dict(found.view.about())
         if not self._text:
-            about["metadata"] = None
+            about |= {"metadata": None, "contract": None}  # which may name texts to stop at, and ids
         row = self._row(*found)
         head = {"turns_total": row.pop("turns"), **row, **about, "text": self._text}
         behind = {"next_turn": following, "leaf_turns": leaves, "tree": tree.lines()}

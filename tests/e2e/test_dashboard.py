@@ -367,6 +367,18 @@ async def test_a_text_rollout_is_an_episode_like_a_session(browser: Browser, sta
             assert [each["mask"][0] for each in found] == [*map(str, told["loss_mask"])]
 
 
+async def test_nothing_of_another_episode_stands_under_the_name_of_one_that_is_not_held(
+    browser: Browser, run: ExpertsTrial
+) -> None:
+    async with browser.page() as page:
+        await page.open(f"{run.router.url}/dashboard{FORKED}")
+        await page.until(f"{LEAF} === '4'")
+        await page.value("location.hash = '#/episodes/gone'")
+        await page.until("!document.getElementById('problem').hidden")
+        assert await page.text("#episode-id") == "gone"
+        assert (await page.text("#facts"), await page.text("#about"), await cells(page, "turns")) == ("", "", [])
+
+
 async def test_an_episode_that_is_not_held_is_named(browser: Browser, run: ExpertsTrial) -> None:
     async with browser.page() as page:
         await page.open(f"{run.router.url}/dashboard#/episodes/gone%2F..%2Finfo")
@@ -431,7 +443,8 @@ async def test_the_page_asks_for_the_key_and_takes_the_right_one(browser: Browse
     async with browser.page() as page:
         await page.open(f"{router.url}/dashboard#/run")
         await page.until("document.activeElement.id === 'key'")
-        for key, said in (("clients", "The router did not accept this key."), ("admin", "")):
+        refused = "The router did not accept this key."
+        for key, said in (("clients", refused), ("\u201cadmin\u201d", refused), ("admin", "")):
             await page.value(f"document.getElementById('key').value = {json.dumps(key)}")
             await page.click("#login button")
             await page.until(f"document.getElementById('problem').textContent === {json.dumps(said)}")

@@ -29,7 +29,7 @@ from middleware_hub.openai_session.episodes.contract import NO_CONTRACT
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.faces.responses.envelope import NOTE, Envelope, Responses
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
-from middleware_hub.openai_session.sessions.tally import label_of
+from middleware_hub.openai_session.sessions.tally import label_of, shown_group
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.middlewares import (
     ENDED,
@@ -202,7 +202,7 @@ def line_of(session_id: str, head: bytes) -> dict[str, Any]:
     return {
         "id": session_id,
         "state": IDLE if known["end_reason"] is None else ENDED,
-        "group": known["group"],
+        "group": shown_group(known["group"]),
         "label": label_of(known["metadata"]),
         "model": model.get("name") or model.get("lora") or known["model"],
         "turns": known["turns"],

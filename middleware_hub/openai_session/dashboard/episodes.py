@@ -13,7 +13,7 @@ from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.records import turn_span
 from middleware_hub.openai_session.export.samples import SampleMaker
 from middleware_hub.openai_session.sessions.store import SessionStore
-from middleware_hub.openai_session.sessions.tally import REASONS, Tally, label_of
+from middleware_hub.openai_session.sessions.tally import REASONS, Tally, label_of, shown_group
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
 from miles_router.errors import BadRequest
 from miles_router.middlewares import (
@@ -104,7 +104,7 @@ class SessionView:
     def facets(self) -> Facets:
         """What filters look at."""
         tally = self._tally()
-        return Facets(self._state(), self._session.group, tally.reasons.keys(), tally.workers.keys())
+        return Facets(self._state(), shown_group(self._session.group), tally.reasons.keys(), tally.workers.keys())
 
     def row(self) -> EpisodeRow:
         """Its row."""
@@ -113,7 +113,7 @@ class SessionView:
         return EpisodeRow(
             id=session.id,
             state=self._state(),
-            group=session.group,
+            group=shown_group(session.group),
             label=label_of(session.metadata),
             model=contract.model.name or contract.model.lora or session.model,
             turns=len(turns),

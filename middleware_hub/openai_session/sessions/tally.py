@@ -23,11 +23,18 @@ REASONS: Collection[str] = frozenset(
 IN_WORDS = "other"
 #: Characters of a label.
 LONGEST_LABEL = 200
+#: Of a group's name in lists; metadata, which anybody wrote, may name a longer one.
+LONGEST_GROUP = 256
 
 
 def reason_name(reason: str | None) -> str | None:
     """A reason as one of few."""
     return reason if reason is None or reason in REASONS else IN_WORDS
+
+
+def shown_group(group: str | None) -> str | None:
+    """A group as lists name it."""
+    return None if group is None else group[:LONGEST_GROUP]
 
 
 def label_of(metadata: Mapping[str, Any]) -> str | None:
