@@ -31,6 +31,7 @@ from miles_router.middlewares.episodes import (
     EpisodeRow,
     EpisodeView,
     Facets,
+    ListedEpisode,
     TurnRow,
 )
 from miles_router.pools.pools import Pools
@@ -102,7 +103,8 @@ class EpisodeRoutes:
     async def run(self, request: Request) -> Response:
         _known(request, ())
         gate = self._router.gate
-        own = {**self._router.run.describe(), "gate": {"closed": gate.closed, "held": gate.held}}
+        shown = {"closed": gate.closed, "held": gate.held}
+        own = {**self._router.run.describe(), "gate": shown, "pauses": _pauses(self._pools)}
         return _json(one_run([own, *await self._router.owners.answers(request.scope)]))
 
     # The list
@@ -113,29 +115,29 @@ class EpisodeRoutes:
         last: EpisodePlace | None = None
         more, pace = False, Pace()
         with Watch(request.receive):
-            async for found in self._newest(wanted):
-                if wanted.filters and not wanted.takes(found.view.facets()):
+            async for kind, view in self._newest(wanted):
+                if wanted.filters and not wanted.takes(view.facets()):
                     continue
                 if len(rows) == wanted.limit:
                     more = True
                     break
-                last = found.view.place
-                rows.append(self._row(found))
+                last = view.place
+                rows.append(self._row(kind, view))
                 await pace.step()
             own = {"episodes": rows, "next": _cursor(*last) if more and last is not None else None, "text": self._text}
             pages = [own, *await self._router.owners.answers(request.scope)]
         return _json(own if len(pages) == 1 else one_page(pages, wanted.limit, _cursor))
 
-    async def _newest(self, wanted: Wanted) -> AsyncIterator[Found]:
+    async def _newest(self, wanted: Wanted) -> AsyncIterator[tuple[str, ListedEpisode]]:
         """All episodes behind the place where a request begins, newest first."""
         kinds = [wanted.kind] if wanted.kind is not None else [*self._router.episodes]
-        waiting: dict[str, Sequence[EpisodeView]] = dict.fromkeys(kinds, ())
+        waiting: dict[str, Sequence[ListedEpisode]] = dict.fromkeys(kinds, ())
         last: dict[str, EpisodePlace | None] = dict.fromkeys(kinds, wanted.after)
         left, pace = set(kinds), Pace()
         batch = BATCH if wanted.filters else min(BATCH, wanted.limit + 1)
         while True:
             for kind in [each for each in kinds if each in left and not waiting[each]]:
-                views = self._router.episodes[kind].newest(last[kind], batch)
+                views = await self._router.episodes[kind].newest(last[kind], batch)
                 if len(views) < batch:
                     left.remove(kind)
                 waiting[kind] = views
@@ -144,13 +146,13 @@ class EpisodeRoutes:
             if not heads:
                 return
             newest = max(heads, key=lambda kind: waiting[kind][0].place)
-            yield Found(newest, waiting[newest][0])
+            yield newest, waiting[newest][0]
             waiting[newest] = waiting[newest][1:]
             await pace.step()
 
-    def _row(self, found: Found) -> dict[str, Any]:
-        row = found.view.row()
-        return _described(found.kind, row if self._text else replace(row, label=None))
+    def _row(self, kind: str, view: ListedEpisode) -> dict[str, Any]:
+        row = view.row()
+        return _described(kind, row if self._text else replace(row, label=None))
 
     def _wanted(self, request: Request) -> Wanted:
         """What a request wants.
@@ -200,8 +202,8 @@ class EpisodeRoutes:
             tree.end(leaf, leaf)
         about = dict(found.view.about())
         if not self._text:
-            about["metadata"] = None
-        row = self._row(found)
+            about |= {"metadata": None, "contract": None}  # which may name texts to stop at, and ids
+        row = self._row(*found)
         head = {"turns_total": row.pop("turns"), **row, **about, "text": self._text}
         behind = {"next_turn": following, "leaf_turns": leaves, "tree": tree.lines()}
         parts = list_parts((each,) for each in shown)
@@ -269,6 +271,12 @@ class EpisodeRoutes:
     def _hidden(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
         """A turn of a line without its texts."""
         return {**turn, "reason": self._reason(turn.get("reason")), "edit": without_text(turn.get("edit"))}
+
+
+def _pauses(pools: Pools) -> list[dict[str, Any]]:
+    """When each pool's gate was closed, oldest first."""
+    every = ({**each._asdict(), "model_id": pool.name or None} for pool in pools for each in pool.fleet.gate.times())
+    return sorted(every, key=lambda each: each["start"])
 
 
 def without_text(edit: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

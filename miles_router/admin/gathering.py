@@ -35,7 +35,9 @@ def one_run(runs: Sequence[Json]) -> Json:
         "closed": next((run["gate"]["closed"] for run in runs if run["gate"]["closed"]), runs[0]["gate"]["closed"]),
         "held": sum(run["gate"]["held"] for run in runs),
     }
-    return {**runs[0], "intervals": intervals[-INTERVALS:], "versions": versions, "gate": gate}
+    forgotten = [each["start"] + runs[0]["interval_s"] for each in intervals[:-INTERVALS][-1:]]
+    since = max([*(run["since"] for run in runs), *forgotten])
+    return {**runs[0], "since": since, "intervals": intervals[-INTERVALS:], "versions": versions, "gate": gate}
 
 
 def _sums(counts: Iterable[Json], key: Callable[[Json], Hashable]) -> list[dict[str, Any]]:

@@ -130,6 +130,7 @@ class Admin:
         config = self._router.config
         return {
             "version": __version__,
+            "now": time.time(),
             "uptime_seconds": round(time.time() - self._started, 3),
             **self._counts(),
             "weight_version": self._router.pool.weight_version,

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from miles_router.engines.paths import COMPUTED, GENERATION
 from miles_router.errors import FleetPaused
@@ -18,6 +20,10 @@ from miles_router.fleet.placement.admission import Admission
 
 #: What stands before an engine's own path in a request of a session: `/sessions/{id}/...`.
 SESSION_PREFIX = "/sessions/"
+#: Pauses that are remembered when they are over.
+REMEMBERED = 256
+#: Why the gate was closed: by the router's pause or sleep, or as all workers were paused by somebody else.
+PAUSED, ASLEEP, WORKERS_PAUSED = "paused", "asleep", "workers_paused"
 
 
 def endpoint(path: str) -> str:
@@ -33,6 +39,15 @@ def generates(path: str) -> bool:
 def computes(path: str) -> bool:
     """Whether the engine itself works on a request to this path, by itself or within a session."""
     return endpoint(path) in COMPUTED
+
+
+class ClosedTime(NamedTuple):
+    """When the gate was closed for one reason, in Unix seconds; `end` is None while it is. `mode`: of a pause."""
+
+    start: float
+    end: float | None
+    reason: str
+    mode: str | None
 
 
 class Gate:
@@ -53,6 +68,8 @@ class Gate:
         self.pauses = 0
         #: and how often so that what ran was aborted; a generation during which this changed was cut.
         self.cuts = 0
+        #: When it was closed, the last times that are over; however short, and whoever looked.
+        self.past: deque[ClosedTime] = deque(maxlen=REMEMBERED)
         #: Hears how many seconds each wait took that is over.
         self.when_waited: Callable[[float], None] = lambda seconds: None
         self._max_held = max_held
@@ -82,6 +99,7 @@ class Gate:
 
     def resume(self) -> None:
         """The fleet goes on."""
+        self._over(PAUSED, self.paused_since)
         self.mode, self.paused_since = None, None
         self.update()
 
@@ -92,13 +110,28 @@ class Gate:
 
     def wake(self) -> None:
         """The fleet's memory is back."""
+        self._over(ASLEEP, self.asleep_since)
         self.asleep_since = None
         self.update()
 
     def workers_paused(self, paused: bool) -> None:
         """Whether all workers that answer were paused by somebody else."""
+        if not paused:
+            self._over(WORKERS_PAUSED, self.workers_paused_since)
         self.workers_paused_since = (self.workers_paused_since or self._now()) if paused else None
         self.update()
+
+    def times(self) -> list[ClosedTime]:
+        """When it was closed, and since when it is."""
+        now = ((PAUSED, self.paused_since), (ASLEEP, self.asleep_since), (WORKERS_PAUSED, self.workers_paused_since))
+        return [*self.past, *(self._closed_time(reason, since, None) for reason, since in now if since is not None)]
+
+    def _over(self, reason: str, since: float | None) -> None:
+        if since is not None:
+            self.past.append(self._closed_time(reason, since, self._now()))
+
+    def _closed_time(self, reason: str, since: float, end: float | None) -> ClosedTime:
+        return ClosedTime(since, end, reason, self.mode if reason == PAUSED else None)
 
     def update(self) -> None:
         """What it knows may be other than before."""

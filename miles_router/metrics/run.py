@@ -64,6 +64,8 @@ class RunSeries:
         self._lock = Lock()
         self._intervals: deque[RunCounts] = deque(maxlen=INTERVALS)
         self._totals: OrderedDict[str | None, RunCounts] = OrderedDict()
+        #: All intervals from here on are kept.
+        self._since = now() // INTERVAL * INTERVAL
 
     def record(
         self, sampled: ByVersion, *, given: int, reused: int, cached: object = None, reason: str | None = None
@@ -112,6 +114,7 @@ class RunSeries:
             return {
                 "interval_s": INTERVAL,
                 "now": self._now(),
+                "since": int(self._since),
                 "weight_version": self._version(),
                 "intervals": [each.interval() for each in self._intervals],
                 "versions": [each.total() for each in self._totals.values()],
@@ -129,6 +132,8 @@ class RunSeries:
                 break
             if known.weight_version == version:  # or later, where the clock was set back
                 return known
+        if len(self._intervals) == INTERVALS:
+            self._since = self._intervals[0].start + INTERVAL
         self._intervals.append(RunCounts(max(start, self._intervals[-1].start) if self._intervals else start, version))
         return self._intervals[-1]
 

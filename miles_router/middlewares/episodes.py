@@ -135,8 +135,8 @@ class EpisodeLine:
     about: Mapping[str, Any] = field(default_factory=dict)
 
 
-class EpisodeView(Protocol):
-    """One episode, as it is now."""
+class ListedEpisode(Protocol):
+    """One episode in a list, as it is now."""
 
     @property
     def place(self) -> EpisodePlace:
@@ -150,6 +150,10 @@ class EpisodeView(Protocol):
     def row(self) -> EpisodeRow:
         """Its row."""
         ...
+
+
+class EpisodeView(ListedEpisode, Protocol):
+    """One episode, as it is now."""
 
     def about(self) -> Mapping[str, Any]:
         """What stands beside its turns: `metadata`, `contract`, `untraced`."""
@@ -174,7 +178,7 @@ class EpisodeSource(Protocol):
     @property
     def reasons(self) -> Collection[str]: ...
 
-    def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
+    async def newest(self, before: EpisodePlace | None, most: int) -> Sequence[ListedEpisode]:
         """At most so many of those before a place, by default the end, the last of them first; fewer only where there
         are no more."""
         ...
@@ -227,6 +231,10 @@ class EpisodeShelf(Generic[Held]):
             found += block[max(cut - (most - len(found)), 0) : cut][::-1]
             at -= 1
         return [self._held[place] for place in found]
+
+    def oldest(self) -> EpisodePlace:
+        """The first place of all; there must be one."""
+        return self._blocks[0][0]
 
     def _block_of(self, place: EpisodePlace) -> int:
         """The last block that begins at or before a place; -1 where none does."""

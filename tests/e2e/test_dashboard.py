@@ -38,6 +38,7 @@ from tests.support.under_way import under_way
 FORKED = "#/episodes/sum-18-0"
 COUNT = "document.getElementById('count').textContent"
 LEAF = "document.getElementById('tokens-of').dataset.leaf"
+BANDS = "[...document.querySelectorAll('.legend .band')].map((at) => at.parentElement.textContent)"
 NODES = "document.querySelectorAll('*').length"
 
 
@@ -97,6 +98,34 @@ async def test_a_worker_that_takes_nothing_a_pause_and_a_load_show_themselves(br
             await trial.ask("POST", "/continue_generation", {})
             await turn
         await page.until("document.getElementById('gate').hidden")
+
+
+async def test_a_pause_that_was_over_before_the_page_looked_is_a_band_in_every_chart(
+    browser: Browser, stage: Stage
+) -> None:
+    async with running_fleet(stage) as trial:
+        for _ in range(2):
+            for path in ("/pause_generation", "/continue_generation"):
+                assert (await trial.ask("POST", path, {"mode": "retract"})).status == 200
+        async with dashboard(browser, trial.router.url) as page:
+            for address, charts in (("#/fleet", 1), ("#/run", 2)):
+                if address != "#/fleet":
+                    await go(page, address)
+                await page.until(f"{BANDS}.length === {charts}")
+                assert await page.value(BANDS) == ["paused"] * charts
+                words = await page.value("[...document.querySelectorAll('figcaption')].map((at) => at.textContent)")
+                assert all(each.endswith("2 pauses") for each in words)
+
+
+@pytest.mark.parametrize("ahead", [-3600, 3600])
+async def test_times_are_by_the_routers_clock(browser: Browser, run: ExpertsTrial, ahead: int) -> None:
+    async with browser.page() as page:
+        clock = f"const now = Date.now; Date.now = () => now() + {1000 * ahead};"
+        await page.send("Page.addScriptToEvaluateOnNewDocument", source=clock)
+        await page.open(f"{run.router.url}/dashboard")
+        await page.until(LIVE)
+        checked = {row[6] for row in await table(page, "workers-table")}
+        assert all(each.endswith(" s ago") for each in checked), checked
 
 
 # Episodes
@@ -338,6 +367,18 @@ async def test_a_text_rollout_is_an_episode_like_a_session(browser: Browser, sta
             assert [each["mask"][0] for each in found] == [*map(str, told["loss_mask"])]
 
 
+async def test_nothing_of_another_episode_stands_under_the_name_of_one_that_is_not_held(
+    browser: Browser, run: ExpertsTrial
+) -> None:
+    async with browser.page() as page:
+        await page.open(f"{run.router.url}/dashboard{FORKED}")
+        await page.until(f"{LEAF} === '4'")
+        await page.value("location.hash = '#/episodes/gone'")
+        await page.until("!document.getElementById('problem').hidden")
+        assert await page.text("#episode-id") == "gone"
+        assert (await page.text("#facts"), await page.text("#about"), await cells(page, "turns")) == ("", "", [])
+
+
 async def test_an_episode_that_is_not_held_is_named(browser: Browser, run: ExpertsTrial) -> None:
     async with browser.page() as page:
         await page.open(f"{run.router.url}/dashboard#/episodes/gone%2F..%2Finfo")
@@ -382,14 +423,16 @@ async def test_rates_are_those_of_the_intervals_that_are_over(browser: Browser, 
     async with dashboard(browser, run.router.url) as page:
         found = await page.value(
             """(async () => {
-              const {Seconds, total} = await import("/dashboard/own/run_numbers.js");
+              const {Seconds, recentRate, total} = await import("/dashboard/own/run_numbers.js");
               const at = (start, sampled) => ({start, sampled: {"6": sampled, "7": 10}});
-              const run = {now: 1063, interval_s: 10, intervals: [at(1000, 1), at(1030, 90), at(1030, 0), at(1060, 5)]};
-              const seconds = new Seconds(run, 30);
-              return [seconds.times, seconds.rate(({sampled}) => total(sampled)), seconds.intervals.length];
+              const intervals = [at(1000, 1), at(1030, 90), at(1030, 0), at(1060, 5)];
+              const run = {now: 1063, since: 1000, interval_s: 10, intervals};
+              const seconds = new Seconds(run, 30), before = new Seconds({...run, since: 1030}, 30);
+              const rates = [seconds, before].map((each) => each.rate(({sampled}) => total(sampled)));
+              return [seconds.times, ...rates, seconds.intervals.length, recentRate(run, 33), recentRate(run, 60)];
             })()"""
         )
-    assert found == [[1020, 1030, 1040, 1050], [0, 11, 0, 0], 3]
+    assert found == [[1020, 1030, 1040, 1050], [0, 11, 0, 0], [None, 11, 0, 0], 3, 125 / 33, 125 / 53]
 
 
 # Who may look, and what nobody may
@@ -400,7 +443,8 @@ async def test_the_page_asks_for_the_key_and_takes_the_right_one(browser: Browse
     async with browser.page() as page:
         await page.open(f"{router.url}/dashboard#/run")
         await page.until("document.activeElement.id === 'key'")
-        for key, said in (("clients", "The router did not accept this key."), ("admin", "")):
+        refused = "The router did not accept this key."
+        for key, said in (("clients", refused), ("\u201cadmin\u201d", refused), ("admin", "")):
             await page.value(f"document.getElementById('key').value = {json.dumps(key)}")
             await page.click("#login button")
             await page.until(f"document.getElementById('problem').textContent === {json.dumps(said)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -120,6 +121,23 @@ async def test_a_wait_at_the_gate_counts_when_it_is_over(stage: Stage) -> None:
         (record,) = await trial.records(session)
         assert (total(told, "waits"), total(told, "waited_s")) == (1, record["waited_s"])
         assert record["waited_s"] > 0
+
+
+async def test_each_pause_is_remembered_however_short(trial: SessionTrial) -> None:
+    began = time.time()
+    assert (await run(trial))["pauses"] == []
+    for mode in ("retract", "abort"):
+        assert (await trial.ask("POST", "/pause_generation", {"mode": mode})).status == 200
+        (*_, last) = (await run(trial))["pauses"]
+        assert (last["end"], last["reason"], last["mode"], last["model_id"]) == (None, "paused", mode, None)
+        assert (await trial.ask("POST", "/continue_generation", {})).status == 200
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        assert (await trial.ask("POST", path, {})).status == 200
+    told = await run(trial)
+    assert [(each["reason"], each["mode"]) for each in told["pauses"]] == [
+        *(("paused", "retract"), ("paused", "abort"), ("asleep", None)),
+    ]
+    assert all(began <= each["start"] < each["end"] <= told["now"] for each in told["pauses"])
 
 
 async def test_texts_are_counted_too(stage: Stage) -> None:

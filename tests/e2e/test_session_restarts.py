@@ -17,6 +17,7 @@ import pytest
 from miles_router import cli
 from miles_router.errors import StateError, StateFull
 from miles_router.settings.config import MiddlewareSpec
+from miles_router.slots import slot_of
 from miles_router.testing import SimulatedWorker
 from tests.support.experts_trial import EXPERTS, MOE, SHAPE, experts_of, truth
 from tests.support.restarts import StateDirectories
@@ -56,6 +57,46 @@ async def everything(trial: SessionTrial, session: str) -> list[Any]:
     read = await trial.read(session)
     read["metadata"].pop("last_used_at")
     return [*told, read]
+
+
+async def test_of_sessions_that_nobody_has_named_the_newest_are_listed_and_a_damaged_part_is_left_out(
+    restarts: Restarts, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"s-{number}" for number in range(6)]
+    async with restarts.started() as before:
+        for name in names:
+            await before.create(name)
+
+    async def listed(trial: SessionTrial) -> list[str]:
+        answer = await trial.ask("GET", "/router/episodes")
+        assert answer.status == 200, answer.body
+        return [row["id"] for row in answer.json()["episodes"]]
+
+    async with restarts.started(options={"max_sessions": 4}) as after:
+        assert await listed(after) == names[:1:-1]
+        assert (await after.read("s-0"))["session_id"] == "s-0", "it is found all the same"
+        assert await listed(after) == [*names[:1:-1], "s-0"]
+    torn = restarts.directory / f"slot-{slot_of('s-3'):02d}.sqlite"
+    torn.write_bytes(b"x" * 4096)
+    async with restarts.started() as after:
+        for _ in range(2):
+            assert await listed(after) == [name for name in reversed(names) if slot_of(name) != slot_of("s-3")]
+        assert [record.message for record in caplog.records].count("held_sessions_not_listed") == 1
+
+
+async def test_a_held_session_that_expires_leaves_the_list(restarts: Restarts) -> None:
+    async with restarts.started() as before:
+        await before.create("old")
+        await before.chat("old", [user("Hi")])
+    async with restarts.started(options={"idle_timeout": 0.2}) as after:
+
+        async def rows() -> list[Any]:
+            return list((await after.ask("GET", "/router/episodes")).json()["episodes"])
+
+        assert [row["id"] for row in await rows()] == ["old"]
+        while await rows():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert (await after.ask("GET", "/router/episodes/old")).status == 404
 
 
 async def test_samples_after_a_kill_are_byte_for_byte_those_before(restarts: Restarts) -> None:

@@ -72,6 +72,17 @@ async def agents(router: Processes, turns: int = 2) -> list[Agent]:
     return made
 
 
+async def episodes(url: str, query: str) -> list[str]:
+    """The sessions that a process lists as episodes, page by page."""
+    found, after = [], ""
+    while True:
+        page = (await ask(url, "GET", f"/router/episodes?{query}{after}")).json()
+        found += [each["id"] for each in page["episodes"]]
+        if page["next"] is None:
+            return found
+        after = f"&after={page['next']}"
+
+
 async def refused(agent: Agent, url: str) -> tuple[int, str]:
     reply = await agent.turn(url)
     return reply.status, reply.error_type
@@ -170,6 +181,9 @@ async def test_a_killed_router_comes_back_with_another_number_of_processes(tmp_p
             router.router.process.kill()
             await until(lambda: not any(map(is_alive, children.values())), "all have ended")
         async with layered(config, count=3) as router:
+            for each in await ports(router):
+                for query in ("limit=1", "limit=5"):
+                    assert await episodes(each.url, query) == [THERE, HERE]
             assert [await agent.samples(router.url) for agent in both] == before
             assert {(await agent.turn(router.url)).status for agent in both} == {200}
 

@@ -104,6 +104,64 @@ async def test_no_kill_under_running_agents_loses_a_turn_that_was_answered(
             assert samples.status == 200
 
 
+async def listed(running: RouterProcess, query: str = "") -> list[Any]:
+    """All episodes, three a page."""
+    found, after = [], ""
+    while True:
+        answer = await ask(running.url, "GET", f"/router/episodes?limit=3{query}{after}")
+        assert answer.status == 200, answer.body
+        page = answer.json()
+        found += page["episodes"]
+        if page["next"] is None:
+            return found
+        after = f"&after={page['next']}"
+
+
+async def test_sessions_that_nobody_has_named_since_a_kill_are_listed_and_not_loaded(
+    tmp_path: Path, worker: SimulatedWorker
+) -> None:
+    async with router(tmp_path, expect_status=KILLED) as running:
+        assert (await post(running, "/add_worker", {"url": worker.url})).status == 200
+        for number in range(8):
+            made = {"session_id": f"s-{number}", "metadata": {"group": f"g-{number % 2}", "label": f"label {number}"}}
+            assert (await post(running, "/sessions", {**made, "contract": {"budget": {"max_turns": 2}}})).status == 200
+            for text in ("Hi", "Hello", "Once more")[: number % 4]:
+                body = {"model": "m", "max_tokens": 4, "messages": [user(text)]}
+                await post(running, f"/sessions/s-{number}{CHAT}", body)
+        before = await listed(running)
+        running.process.kill()
+        await until(lambda: running.process.poll() is not None, "it is dead")
+    assert [row["id"] for row in before] == [f"s-{number}" for number in range(7, -1, -1)]
+    assert {row["state"] for row in before} == {"idle", "ended"}
+    assert before[0]["reasons"] == {"sub_agent": 1}
+
+    def alike(rows: list[Any]) -> list[Any]:
+        same = [{**row, "tokens": {**row["tokens"], "trained": None}} for row in rows]
+        return [{**row, "last_used_at": round(row["last_used_at"])} for row in same]
+
+    async with router(tmp_path) as running:
+        after = await listed(running)
+        assert {row["tokens"]["trained"] for row in after} == {None}
+        assert alike(after) == alike(before)
+        for query, takes in (
+            ("group=g-1", lambda row: row["group"] == "g-1"),
+            ("reason=sub_agent", lambda row: "sub_agent" in row["reasons"]),
+            (f"worker={worker.url}", lambda row: row["workers"]),
+            ("state=ended", lambda row: row["state"] == "ended"),
+        ):
+            wanted = [row["id"] for row in before if takes(row)]
+            assert [row["id"] for row in await listed(running, f"&{query}")] == wanted != []
+        told = (await ask(running.url, "GET", "/router/info")).json()["statistics"]["openai_sessions"]
+        assert told["sessions"] == 0, "none is loaded"
+        assert (await ask(running.url, "GET", "/router/episodes/s-7")).status == 200
+        assert (await post(running, "/sessions", {"session_id": "new"})).status == 200
+        assert (await ask(running.url, "DELETE", "/sessions/s-3")).status == 204
+        rows = await listed(running)
+        assert [row["id"] for row in rows] == ["new", "s-7", "s-6", "s-5", "s-4", "s-2", "s-1", "s-0"]
+        trained = before[0]["tokens"]["trained"]
+        assert rows[1]["tokens"]["trained"] == trained > 0, "it is in memory now"
+
+
 async def test_registered_workers_are_there_again(tmp_path: Path, worker: SimulatedWorker) -> None:
     given = {"url": worker.url, "model_id": "policy", "worker_type": "regular"}
     async with router(tmp_path, "--model-id", "policy", expect_status=KILLED) as running:

@@ -116,6 +116,11 @@ def test_the_gate_is_as_closed_and_cuts_are_known(pair: Pair) -> None:
     pair.decided.end_pause()
     pair.follow()
     assert not gate.closed
+    pair.decided.begin_pause(Pause("retract", lambda mode: Order("POST", b"/p", b"")))
+    pair.decided.end_pause()
+    pair.follow()
+    assert [each.mode for each in gate.times()] == ["abort", "retract"], "the second was over before anybody saw it"
+    assert gate.times() == pair.decided.gate.times()
 
 
 def test_what_the_fleet_has_released_can_be_read_again(pair: Pair) -> None:

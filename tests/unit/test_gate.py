@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from miles_router.errors import FleetPaused
-from miles_router.fleet.gate import Gate, generates
+from miles_router.fleet.gate import REMEMBERED, Gate, generates
 from miles_router.fleet.pool import WorkerPool
 from tests.support.waiting import soon, until
 
@@ -244,3 +244,33 @@ async def test_an_aborted_request_is_let_through_a_closed_gate_and_no_other() ->
     gate.release(Who())
     gate.resume()
     await tasks[2]
+
+
+def test_each_time_that_it_was_closed_is_remembered_by_its_reason() -> None:
+    gate = made()
+    assert gate.times() == []
+    gate.pause("abort")
+    gate.sleep()
+    gate.pause("retract")  # the same standstill in another mode
+    assert gate.times() == [(100.0, None, "paused", "retract"), (101.0, None, "asleep", None)]
+    gate.resume()
+    gate.resume()
+    gate.workers_paused(True)
+    gate.workers_paused(False)
+    gate.workers_paused(False)
+    assert gate.times() == [
+        (100.0, 102.0, "paused", "retract"),
+        (103.0, 104.0, "workers_paused", None),
+        (101.0, None, "asleep", None),
+    ]
+    gate.wake()
+    assert gate.times()[-1] == (101.0, 105.0, "asleep", None)
+
+
+def test_of_many_pauses_the_last_ones_are_remembered() -> None:
+    gate = made()
+    for _ in range(REMEMBERED + 3):
+        gate.pause("abort")
+        gate.resume()
+    times = gate.times()
+    assert (len(times), times[0].start) == (REMEMBERED, 106.0)

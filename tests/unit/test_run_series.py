@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from miles_router.admin.gathering import one_run
 from miles_router.metrics.run import INTERVAL, INTERVALS, NAMES, VERSIONS, RunSeries
 
 
@@ -54,6 +57,7 @@ def test_intervals_versions_and_names_are_bounded() -> None:
         scene.time += INTERVAL
     told = scene.series.describe()
     assert (len(told["intervals"]), len(told["versions"])) == (INTERVALS, VERSIONS)
+    assert told["since"] == told["intervals"][0]["start"] == 1_000_000 + 5 * INTERVAL
     assert told["versions"][-1]["weight_version"] == str(INTERVALS + 4)
     scene.series.record({str(version): 1 for version in range(3 * NAMES)}, given=0, reused=0)
     sampled = scene.series.describe()["intervals"][-1]["sampled"]
@@ -65,3 +69,30 @@ def test_how_stale_nobody_can_tell_is_unknown() -> None:
     scene.version = "7"
     scene.series.train({"5": 1, "7": 2, "9": 4, None: 8, "v2": 16})
     assert scene.series.describe()["intervals"][0]["staleness"] == {"2": 1, "0": 2, "unknown": 28}
+
+
+def test_from_when_on_nothing_is_forgotten_is_said() -> None:
+    scene = Scene()
+    assert scene.series.describe()["since"] == 1_000_000
+    for number in range(INTERVALS + 1):
+        scene.version = str(number % 2)
+        scene.turn()
+        scene.time += INTERVAL / 2
+    told = scene.series.describe()
+    assert told["since"] == 1_000_000 + INTERVAL, "half of the first interval is gone"
+    assert told["intervals"][0]["start"] == 1_000_000
+
+
+def test_of_several_processes_all_is_known_once_each_knows_all() -> None:
+    def run(first: int, since: int) -> dict[str, Any]:
+        scene = Scene()
+        scene.time = first + 0.5
+        for _ in range(3):
+            scene.turn()
+            scene.time += INTERVAL
+        return {**scene.series.describe(), "since": since, "gate": {"closed": False, "held": 0}}
+
+    assert one_run([run(100, 100), run(110, 110)])["since"] == 110
+    many = [run(start, 0) for start in range(0, (INTERVALS + 2) * INTERVAL, 3 * INTERVAL)]
+    whole = one_run(many)
+    assert (len(whole["intervals"]), whole["since"]) == (INTERVALS, whole["intervals"][0]["start"])

@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 
 import orjson
 
+from middleware_hub.openai_session.archive.listing import HeldLines
 from middleware_hub.openai_session.archive.session_rows import HEAD, Saved, Unsaved, read_session, summary_of
 from middleware_hub.openai_session.sessions.store import ID, SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
@@ -47,6 +48,8 @@ class SessionArchive:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # those that somebody holds
         self._let_go: set[str] = set()  # those that the disk has no more, and memory still has
         self._forgetting: dict[str, asyncio.Task[None]] = {}
+        #: Those that are not in memory, for lists.
+        self.lines = HeldLines(router.store, self._is_elsewhere, sessions.bounds.sessions)
         if self._store is not None:
             sessions.when_deleted = self._forget
 
@@ -113,6 +116,7 @@ class SessionArchive:
                 raise StateDamaged(f"session {session_id!r} cannot be read: {error!r}") from error
             self._sessions.restore(session)
             self._saved[session_id] = saved
+            self.lines.drop(session_id)
 
     async def load_all(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
         """Bring back all sessions whose head is wanted. Raises as `load`."""
@@ -196,12 +200,16 @@ class SessionArchive:
             while page := await self._store.owners(slot, HEAD, after=after):
                 after = page[-1][0]
                 for session_id, head in page:
-                    if session_id not in self._sessions and session_id not in self._forgetting:
+                    if not self._is_elsewhere(session_id):
                         yield session_id, head
+
+    def _is_elsewhere(self, session_id: str) -> bool:
+        return session_id in self._sessions or session_id in self._forgetting
 
     def _forget(self, session_id: str) -> None:
         """It was deleted; what is asked of it from now on comes behind that."""
         self._saved.pop(session_id, None)
+        self.lines.drop(session_id)
         if session_id in self._let_go:
             return
         task = self._forgetting[session_id] = spawn(self._delete(session_id), name=f"forget {session_id}")

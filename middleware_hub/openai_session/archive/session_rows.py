@@ -29,8 +29,11 @@ from middleware_hub.openai_session.episodes.contract import NO_CONTRACT
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.faces.responses.envelope import NOTE, Envelope, Responses
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
+from middleware_hub.openai_session.sessions.tally import label_of, shown_group
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from miles_router.middlewares import (
+    ENDED,
+    IDLE,
     Change,
     RowChannel,
     StateRow,
@@ -141,13 +144,13 @@ def _number_of(rows: AlignedRows | None, kind: RowKind, turns: Iterable[Turn]) -
 def written_head(session: Session, tokens: int) -> bytes:
     """What is true of a session as a whole, but for when it was used last."""
     episode = session.episode
-    group = episode.group(session.metadata)
+    group = session.group
     head = {
         "created_at": session.created_at,
         "metadata": session.metadata,
         "contract": episode.contract.given,
         "key": episode.key,
-        "group": None if group is None else str(group),
+        "group": group,
         "end_reason": episode.end_reason,
         "closed": episode.closed,
         "used": episode.ledger.used,
@@ -156,6 +159,10 @@ def written_head(session: Session, tokens: int) -> bytes:
         "turns": len(session.turns),
         "tokens": tokens,
         "bytes": session.nbytes,
+        "model": session.model,
+        "tally": session.tally.upto(session.turns).described(),
+        "segments": len(session.roots),
+        "finish_reason": session.turns[-1].finish_reason if session.turns else None,
     }
     return orjson.dumps(head, default=dict)
 
@@ -185,6 +192,36 @@ def summary_of(session_id: str, head: bytes) -> dict[str, Any]:
     }
 
 
+def line_of(session_id: str, head: bytes) -> dict[str, Any]:
+    """What a list of episodes shows of it, as `EpisodeRow` names that.
+
+    Raises:
+        KeyError, ValueError: it is no head.
+    """
+    known = orjson.loads(head)
+    tally, model = known["tally"], (known["contract"] or {}).get("model") or {}
+    return {
+        "id": session_id,
+        "state": IDLE if known["end_reason"] is None else ENDED,
+        "group": shown_group(known["group"]),
+        "label": label_of(known["metadata"]),
+        "model": model.get("name") or model.get("lora") or known["model"],
+        "turns": known["turns"],
+        "under_way": 0,
+        "segments": known["segments"],
+        "leaves": tally["leaves"],
+        "reasons": tally["reasons"],
+        "tokens": {"all": tally["tokens"], "sampled": tally["sampled"], "trained": None},
+        "finish_reason": known["finish_reason"],
+        "end_reason": known["end_reason"],
+        "weight_versions": tally["versions"],
+        "workers": tally["workers"],
+        "started_at": known["created_at"],
+        "last_used_at": known["used_at"],
+        "waited_s": tally["waited_s"],
+    }
+
+
 def read_session(
     session_id: str, rows: Iterable[StateRow], channels: Mapping[RowKind, RowChannel], *, now: float, clock: float
 ) -> tuple[Session, Saved]:
@@ -200,7 +237,7 @@ def read_session(
     contract = read_contract(head["contract"]) if head["contract"] else NO_CONTRACT
     began = clock - (now - head["created_at"])
     session = Session(session_id, now=head["created_at"], clock=began, metadata=head["metadata"], contract=contract)
-    session.used_at, session.idle_since = head["used_at"], clock
+    session.used_at, session.idle_since, session.model = head["used_at"], clock, head["model"]
     session.finalized, session.made_by_a_turn, session.nbytes = head["finalized"], head["made_by_a_turn"], head["bytes"]
     episode = session.episode
     episode.key, episode.end_reason, episode.closed = head["key"], head["end_reason"], head["closed"]

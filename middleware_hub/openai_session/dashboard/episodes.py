@@ -13,7 +13,7 @@ from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.records import turn_span
 from middleware_hub.openai_session.export.samples import SampleMaker
 from middleware_hub.openai_session.sessions.store import SessionStore
-from middleware_hub.openai_session.sessions.tally import REASONS, Tally
+from middleware_hub.openai_session.sessions.tally import REASONS, Tally, label_of, shown_group
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
 from miles_router.errors import BadRequest
 from miles_router.middlewares import (
@@ -27,6 +27,7 @@ from miles_router.middlewares import (
     EpisodeSource,
     EpisodeView,
     Facets,
+    ListedEpisode,
     TokenCounts,
     TurnRow,
     version_spans,
@@ -35,8 +36,6 @@ from miles_router.trajectory.rows import ROUTED_EXPERTS
 from miles_router.trajectory.sample import BY_FINISH_REASON, ShapedRows
 
 KIND = "session"
-#: Characters of a label.
-LONGEST_LABEL = 200
 
 
 class SessionEpisodes:
@@ -52,16 +51,43 @@ class SessionEpisodes:
         """Why a turn is no ordinary next one."""
         return REASONS
 
-    def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
-        """Those in memory. As of `EpisodeSource`."""
+    async def newest(self, before: EpisodePlace | None, most: int) -> Sequence[ListedEpisode]:
+        """Those in memory, and those that are held and not there. As of `EpisodeSource`."""
+        held = await self._archive.lines.newest(before, most)
         self._store.expire()
-        return [SessionView(session, self._maker) for session in self._store.shelf.newest(before, most)]
+        sessions = self._store.shelf.newest(before, most)
+        found: list[ListedEpisode] = [SessionView(session, self._maker) for session in sessions]
+        if held:
+            found += map(HeldView, held)
+            found.sort(key=lambda view: view.place, reverse=True)
+        return found[:most]
 
     async def find(self, episode_id: str) -> EpisodeView | None:
         """One by its id; what is held and not in memory is brought back."""
         await self._archive.load(episode_id)
         session = self._store.find(episode_id)
         return None if session is None else SessionView(session, self._maker)
+
+
+class HeldView:
+    """One that is held and not in memory, in a list."""
+
+    def __init__(self, line: bytes) -> None:
+        self._line: dict[str, Any] = orjson.loads(line)
+
+    @property
+    def place(self) -> EpisodePlace:
+        """Where it stands."""
+        return self._line["started_at"], self._line["id"]
+
+    def facets(self) -> Facets:
+        """What filters look at."""
+        line = self._line
+        return Facets(line["state"], line["group"], line["reasons"].keys(), line["workers"])
+
+    def row(self) -> EpisodeRow:
+        """Its row."""
+        return EpisodeRow(**{**self._line, "tokens": TokenCounts(**self._line["tokens"])})
 
 
 class SessionView:
@@ -79,7 +105,7 @@ class SessionView:
     def facets(self) -> Facets:
         """What filters look at."""
         tally = self._tally()
-        return Facets(self._state(), self._group(), tally.reasons.keys(), tally.workers.keys())
+        return Facets(self._state(), shown_group(self._session.group), tally.reasons.keys(), tally.workers.keys())
 
     def row(self) -> EpisodeRow:
         """Its row."""
@@ -88,8 +114,8 @@ class SessionView:
         return EpisodeRow(
             id=session.id,
             state=self._state(),
-            group=self._group(),
-            label=_label(session.metadata),
+            group=shown_group(session.group),
+            label=label_of(session.metadata),
             model=contract.model.name or contract.model.lora or session.model,
             turns=len(turns),
             under_way=session.in_flight,
@@ -163,10 +189,6 @@ class SessionView:
         running = session.episode.running
         return WAITING if running and all(each.flight.waits for each in running) else RUNNING
 
-    def _group(self) -> str | None:
-        group = self._session.episode.group(self._session.metadata)
-        return None if group is None else str(group)
-
 
 def _turn_row(turn: Turn) -> TurnRow:
     facts = turn.facts
@@ -188,14 +210,6 @@ def _turn_row(turn: Turn) -> TurnRow:
         waited_s=facts.get("waited_s", 0.0),
         **{name: facts.get(name) for name in names},
     )
-
-
-def _label(metadata: Mapping[str, Any]) -> str | None:
-    label = metadata.get("label", metadata.get("instance_id"))
-    if label is None:
-        return None
-    text = label if isinstance(label, str) else orjson.dumps(label, default=dict).decode()
-    return text[:LONGEST_LABEL]
 
 
 _source: type[EpisodeSource] = SessionEpisodes

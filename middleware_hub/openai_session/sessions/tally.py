@@ -1,10 +1,13 @@
-"""What the turns of a session come to. Turns do not change, so that each is looked at once, when somebody asks."""
+"""What a session is called in lists, and what its turns come to. These do not change, so that each is looked at once,
+when somebody asks."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import orjson
 
 if TYPE_CHECKING:
     from middleware_hub.openai_session.sessions.tree import Turn
@@ -18,11 +21,29 @@ REASONS: Collection[str] = frozenset(
 )
 #: In place of words.
 IN_WORDS = "other"
+#: Characters of a label.
+LONGEST_LABEL = 200
+#: Of a group's name in lists; metadata, which anybody wrote, may name a longer one.
+LONGEST_GROUP = 256
 
 
 def reason_name(reason: str | None) -> str | None:
     """A reason as one of few."""
     return reason if reason is None or reason in REASONS else IN_WORDS
+
+
+def shown_group(group: str | None) -> str | None:
+    """A group as lists name it."""
+    return None if group is None else group[:LONGEST_GROUP]
+
+
+def label_of(metadata: Mapping[str, Any]) -> str | None:
+    """What people call a session, as its metadata says it."""
+    label = metadata.get("label", metadata.get("instance_id"))
+    if label is None:
+        return None
+    text = label if isinstance(label, str) else orjson.dumps(label, default=dict).decode()
+    return text[:LONGEST_LABEL]
 
 
 class Tally:
@@ -46,6 +67,18 @@ class Tally:
             self._add(turn)
         self._seen = len(turns)
         return self
+
+    def described(self) -> dict[str, Any]:
+        """As JSON has it, but for what depends on how samples are made."""
+        return {
+            "reasons": dict(self.reasons),
+            "tokens": self.tokens,
+            "sampled": self.sampled,
+            "leaves": self.leaves,
+            "waited_s": round(self.waited, 6),
+            "versions": [*self.versions],
+            "workers": [*self.workers],
+        }
 
     def _add(self, turn: Turn) -> None:
         if (name := reason_name(turn.reason)) is not None:

@@ -217,6 +217,12 @@ class Session:
         """Where it stands among all."""
         return self.created_at, self.id
 
+    @property
+    def group(self) -> str | None:
+        """Which group it is of."""
+        group = self.episode.group(self.metadata)
+        return None if group is None else str(group)
+
     def place(self, messages: Sequence[Message], contexts: Sequence[bytes], equal: Equality) -> Place:
         """The deepest turn that a request's messages extend in one of these contexts, the latest of several."""
         best, whole = self._last_that_goes_on(messages, contexts, equal), False

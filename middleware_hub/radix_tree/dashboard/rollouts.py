@@ -133,9 +133,11 @@ class TextRollouts:
         turn = self._turns.pop(entry, None)
         if turn is not None:
             del turn.rollout.turns[turn.number]
-            for each in turn.rollout.turns.values():
-                if each.before is turn:  # it would keep what was evicted
-                    each.before = None
+            for each in turn.after:  # they would keep what was evicted
+                each.before = None
+            turn.after.clear()
+            if turn.before is not None:
+                turn.before.after.pop(turn, None)
             self._end(turn.rollout)
 
     def _end(self, rollout: TextRollout) -> None:
@@ -145,7 +147,7 @@ class TextRollouts:
 
     # As a source of episodes
 
-    def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
+    async def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
         """As of `EpisodeSource`."""
         return [RolloutView(rollout, self._router) for rollout in self._shelf.newest(before, most)]
 

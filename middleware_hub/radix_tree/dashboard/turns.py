@@ -33,7 +33,7 @@ class TextTurn:
     """One generation. `kept`: how many tokens of the one before it its prompt begins with; `prompt`: tokens of all of
     its prompt."""
 
-    __slots__ = ("before", "entry", "facts", "kept", "number", "prompt", "read", "reason", "rollout")
+    __slots__ = ("after", "before", "entry", "facts", "kept", "number", "prompt", "read", "reason", "rollout")
 
     def __init__(
         self, rollout: TextRollout, entry: Entry, before: TextTurn | None, kept: int, prompt: int, facts: RequestFacts
@@ -45,7 +45,11 @@ class TextTurn:
         self.prompt = prompt
         self.facts = facts
         self.number = rollout.count
-        self.reason = BRANCH if any(each.before is before for each in rollout.turns.values()) and before else None
+        #: Those that go on from it.
+        self.after: dict[TextTurn, None] = {}
+        self.reason = BRANCH if before is not None and before.after else None
+        if before is not None:
+            before.after[self] = None
         self.read = False  # whether somebody has read a text that it is part of
 
     def line(self) -> list[TextTurn]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import base64
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from miles_router.cluster.control.table import Counts
 from miles_router.fleet.fleet import Fleet, Order
-from miles_router.fleet.gate import Gate
+from miles_router.fleet.gate import REMEMBERED, ClosedTime, Gate
 from miles_router.fleet.placement.homes import Homes, SessionHome
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
@@ -171,7 +172,7 @@ def written(fleet: Fleet, pool: SharedPool) -> Record:
     return {
         "weight_version": pool.weight_version,
         "weights_epoch": pool.weights_epoch,
-        "gate": {name: getattr(fleet.gate, name) for name in _GATE},
+        "gate": {**{name: getattr(fleet.gate, name) for name in _GATE}, "past": [*fleet.gate.past]},
         "pause": None if fleet.pause is None else fleet.pause.mode,
         "released": sorted(fleet.released),
         "memory_orders": [[each.method, _text(each.target), _text(each.body)] for each in fleet.memory_orders],
@@ -209,6 +210,7 @@ def follow_gate(gate: Gate, record: Record) -> None:
     """Be open or closed as another gate is."""
     for name in _GATE:
         setattr(gate, name, record[name])
+    gate.past = deque((ClosedTime(*each) for each in record["past"]), REMEMBERED)
     gate.update()
 
 

@@ -1,9 +1,9 @@
 // Lines over time, drawn by uPlot. Colours come from the style sheet, so that they follow the system's.
 
 import uPlot from "../uplot/uPlot.esm.js";
-import {element} from "../view/elements.js";
+import {element, several} from "../view/elements.js";
 
-const HEIGHT = 190, MOST_NAMED = 8, LEAST_S = 60;
+const HEIGHT = 190, SLIM = 2, MOST_NAMED = 8, LEAST_S = 60;
 // The clock of the day, and the date where it changes: marks that lie seconds, hours, days apart.
 const MARKS = [
   [86400, "{YYYY}-{MM}-{DD}", null, null, null, null, null, null, 1],
@@ -51,11 +51,13 @@ export class TimeChart {
 
   /** `times` in Unix seconds; `lines` are `{name, values}`, null for a gap; `bands` are `{start, end, text}`. */
   draw(times, lines, bands = [], words = "") {
-    this._bands = bands;
-    this._words.textContent = words;
+    const last = times.at(-1) ?? 0, first = Math.min(times[0] ?? 0, last - LEAST_S);
+    this._bands = bands.filter(({start, end}) => end >= first && start <= last);
+    const pauses = this._bands.length ? several(this._bands.length, "pause") : "";
+    this._words.textContent = [words, pauses].filter(Boolean).join("; ");
     const names = JSON.stringify(lines.map(({name}) => name));
     if (names !== this._names) this._build(lines, names);
-    this._shade(bands);
+    this._shade(this._bands);
     this._plot.setData([times, ...lines.map(({values}) => values)]);
   }
 
@@ -95,7 +97,7 @@ export class TimeChart {
     for (const {start, end} of this._bands) {
       const from = Math.max(left, plot.valToPos(start, "x", true));
       const to = Math.min(left + width, plot.valToPos(end, "x", true));
-      if (to > from) plot.ctx.fillRect(from, top, Math.max(2, to - from), height);
+      plot.ctx.fillRect(Math.min(from, left + width - SLIM), top, Math.max(SLIM, to - from), height);
     }
   }
 

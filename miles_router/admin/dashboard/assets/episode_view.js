@@ -106,7 +106,10 @@ export class EpisodeView {
     this._drawn = "";
     this._heading.textContent = id;
     this._tokens.hidden = true;
+    this._facts.replaceChildren(); // of another one, they would stand under this name until its own are known
+    this._about.textContent = "";
     this._turns.rewind();
+    this._turns.show([]);
   }
 
   async refresh({signal}) {

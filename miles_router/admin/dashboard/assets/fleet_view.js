@@ -3,6 +3,7 @@
 import {counted, element, several} from "../view/elements.js";
 import {TimeChart, colourOf} from "./chart.js";
 import {readJson} from "./router_client.js";
+import {bandsOf} from "./run_numbers.js";
 import {bar, numberCard, section, stateChip, table} from "./tables.js";
 import {ago, clock, duration, percent} from "./words.js";
 
@@ -58,6 +59,7 @@ export class FleetView {
     this.title = "Fleet";
     this._memory = memory;
     this._load = "in_flight";
+    this._bands = [];
     this._chart = new TimeChart("Load of each worker");
     this._workers = element("div");
     this._out = element("div", {id: "out-of-rotation"});
@@ -95,8 +97,9 @@ export class FleetView {
   }
 
   async refresh({info, signal}) {
-    const {versions} = await readJson("router/run", signal);
-    this._cards(info, versions);
+    const run = await readJson("router/run", signal);
+    this._bands = bandsOf(run);
+    this._cards(info, run.versions);
     const {workers} = info, most = Math.max(0, ...workers.map((worker) => worker.in_flight));
     this._workers.replaceChildren(workers.length
       ? table(TITLES, workers.map((worker) => rowOf(worker, most)), {id: "workers-table"})
@@ -139,6 +142,6 @@ export class FleetView {
   _draw() {
     const lines = this._memory.lines(this._load), {times} = this._memory;
     const words = lines.length > 8 ? "" : lines.map(({name, values}) => `${name}: ${values.at(-1) ?? "gone"}`).join(", ");
-    this._chart.draw(times, lines, this._memory.pauses, words);
+    this._chart.draw(times, lines, this._bands, words);
   }
 }

@@ -6,7 +6,7 @@ import {FleetMemory} from "./fleet_memory.js";
 import {FleetView} from "./fleet_view.js";
 import {KeyNeeded, keepKey, readJson} from "./router_client.js";
 import {RunView} from "./run_view.js";
-import {ago, clock} from "./words.js";
+import {ago, clock, keepTime} from "./words.js";
 
 const BEAT_MS = 2000;
 const $ = (id) => document.getElementById(id);
@@ -17,7 +17,7 @@ const makers = {
   fleet: () => new FleetView(shared),
   episodes: () => new EpisodesView(shared),
   episode: () => new EpisodeView(shared),
-  run: () => new RunView(shared),
+  run: () => new RunView(),
 };
 const views = new Map();
 let view = null, asking = null, timer = 0, lastSeen = null;
@@ -62,8 +62,9 @@ async function beat() {
   const mine = asking = new AbortController(), {signal} = mine, shown = view, {hash} = location;
   try {
     const info = await readJson("router/info", signal);
+    keepTime(info.now);
     memory.take(info);
-    lastSeen = Date.now() / 1000;
+    lastSeen = info.now;
     showState(info);
     await shown.refresh({info, signal});
     if (!signal.aborted) live(hash);
@@ -114,6 +115,7 @@ function problem(text) {
 }
 
 function failed(error) {
+  memory.interrupt();
   $("live").dataset.live = "no";
   $("live").textContent = lastSeen === null ? "not connected" : `last seen ${ago(lastSeen)}`;
   if (error instanceof KeyNeeded) keyNeeded(error.message);

@@ -1,6 +1,6 @@
 // The router's own routes, asked with the key that somebody has given.
 
-const KEY = "miles-router-key", PATIENCE_MS = 10_000;
+const KEY = "miles-router-key", PATIENCE_MS = 10_000, WRITABLE = /^[\x21-\x7e]+$/;
 
 /** The router wants a key, or another one. */
 export class KeyNeeded extends Error {
@@ -29,7 +29,12 @@ export function pathOf(path, parameters) {
 }
 
 async function ask(path, signal, accept = "application/json") {
-  const key = sessionStorage.getItem(KEY), patience = AbortSignal.timeout(PATIENCE_MS);
+  const key = sessionStorage.getItem(KEY);
+  if (key && !WRITABLE.test(key)) { // no header can have it, so that it is no key
+    sessionStorage.removeItem(KEY);
+    throw new KeyNeeded(true);
+  }
+  const patience = AbortSignal.timeout(PATIENCE_MS);
   const answer = await fetch(path, {
     headers: {Accept: accept, ...(key ? {Authorization: `Bearer ${key}`} : {})},
     cache: "no-store",

@@ -16,20 +16,38 @@ export function added(parts, name) {
 
 /** The intervals of the last `span` seconds that are over, those in which nothing happened among them. */
 export class Seconds {
-  constructor({now, interval_s: length, intervals}, span) {
+  constructor({now, since, interval_s: length, intervals}, span) {
     const last = Math.floor(now / length) * length - length, first = last - Math.floor(span / length) * length;
     this._length = length;
+    this._since = since;
     this.intervals = intervals.filter(({start}) => start >= first);
     this.times = Array.from({length: (last - first) / length + 1}, (_, place) => first + place * length);
   }
 
-  /** For each of `times` what the intervals that begin there have of something, a second. */
+  /** For each of `times` what the intervals that begin there have of something, a second; null where the router does
+   * not know: before its start, and of what it has forgotten. */
   rate(of) {
-    const sums = new Map(this.times.map((time) => [time, 0]));
+    const sums = new Map(this.times.map((time) => [time, time < this._since ? null : 0]));
     for (const interval of this.intervals) {
       const {start} = interval;
       if (sums.has(start)) sums.set(start, sums.get(start) + of(interval) / this._length);
     }
     return this.times.map((time) => sums.get(time));
   }
+}
+
+const REASONS = {paused: "paused", asleep: "asleep", workers_paused: "paused by others"};
+
+/** Tokens sampled a second, of the whole intervals within the last `span` seconds and what has begun behind them. */
+export function recentRate({now, interval_s: length, intervals}, span) {
+  const first = Math.ceil((now - span) / length) * length;
+  const tokens = intervals.filter(({start}) => start >= first).reduce((sum, {sampled}) => sum + total(sampled), 0);
+  return tokens / (now - first);
+}
+
+/** When the fleet was paused or asleep, as charts shade it. */
+export function bandsOf({now, pauses}) {
+  return pauses.map(({start, end, reason, model_id: model}) => ({
+    start, end: end ?? now, text: model === null ? REASONS[reason] : `${REASONS[reason]} (${model})`,
+  }));
 }

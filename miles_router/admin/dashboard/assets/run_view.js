@@ -3,7 +3,7 @@
 import {counted, element} from "../view/elements.js";
 import {TimeChart} from "./chart.js";
 import {readJson} from "./router_client.js";
-import {Seconds, added, total} from "./run_numbers.js";
+import {Seconds, added, bandsOf, recentRate, total} from "./run_numbers.js";
 import {bar, numberCard, section, table} from "./tables.js";
 import {ago, duration, percent} from "./words.js";
 
@@ -34,15 +34,18 @@ function barList(id, titles, counts, order) {
   return table(titles, entries.map(([name, count]) => [name, bar(count, most, counted(count))]), {id});
 }
 
+function inWords(rate) {
+  return rate === null ? "nobody knows how many" : rate.toFixed(1);
+}
+
 const mostFirst = ([, a], [, b]) => b - a;
 // "unknown" is no number, and comes last.
 const byNumber = ([a], [b]) => (Number.isNaN(Number(a)) ? 1 : Number.isNaN(Number(b)) ? -1 : Number(a) - Number(b));
 
 /** `refresh` reads `GET /router/run`. */
 export class RunView {
-  constructor({memory}) {
+  constructor() {
     this.title = "Run";
-    this._memory = memory;
     this._span = SPANS[0][0];
     this._rates = new TimeChart("Tokens a second");
     this._waits = new TimeChart("Generations that wait, in the mean", {least: 1});
@@ -89,13 +92,11 @@ export class RunView {
   }
 
   _cards() {
-    const {versions, intervals, now, interval_s: length} = this._run;
+    const {versions} = this._run, rate = recentRate(this._run, RATE_S);
     const sum = (name) => versions.reduce((so, each) => so + each[name], 0);
     const set = (id, text) => {
       this._numbers.querySelector(`#${id}`).textContent = text;
     };
-    const recent = intervals.filter(({start}) => start + length > now - RATE_S);
-    const rate = recent.reduce((so, {sampled}) => so + total(sampled), 0) / RATE_S;
     set("rate", rate >= 10 ? counted(Math.round(rate)) : rate.toFixed(1));
     set("sampled", counted(sum("sampled")));
     set("trained", `${counted(sum("trained"))} (${percent(sum("trained"), sum("sampled"))})`);
@@ -107,11 +108,14 @@ export class RunView {
 
   _draw() {
     if (this._run === undefined) return;
-    const seconds = new Seconds(this._run, this._span), {pauses} = this._memory;
+    const seconds = new Seconds(this._run, this._span), bands = bandsOf(this._run);
     const sampled = seconds.rate(({sampled: each}) => total(each)), trained = seconds.rate(({trained: each}) => total(each));
-    this._rates.draw(seconds.times, [{name: "sampled", values: sampled}, {name: "trained", values: trained}], pauses,
-      `the last ten seconds: ${sampled.at(-1).toFixed(1)} sampled, ${trained.at(-1).toFixed(1)} trained`);
-    this._waits.draw(seconds.times, [{name: "waiting", values: seconds.rate(({waited_s: each}) => each)}], pauses);
+    const waiting = seconds.rate(({waited_s: each}) => each);
+    const times = [...seconds.times, this._run.now]; // what is not over has bands, and no rate yet
+    const line = (name, values) => ({name, values: [...values, null]});
+    this._rates.draw(times, [line("sampled", sampled), line("trained", trained)], bands,
+      `the last ten seconds: ${inWords(sampled.at(-1))} sampled, ${inWords(trained.at(-1))} trained`);
+    this._waits.draw(times, [line("waiting", waiting)], bands);
     const stale = added(seconds.intervals, "staleness");
     this._staleness.replaceChildren(barList("staleness", ["Behind", "Tokens"], stale, byNumber));
   }

@@ -10,9 +10,21 @@ export function duration(seconds) {
   return s % 60 || !s ? `${minutes} ${s % 60} s`.trim() : minutes;
 }
 
+let ahead = 0; // seconds that the router's clock is ahead of this machine's
+
+/** What the router's clock says now. */
+export function keepTime(now) {
+  ahead = now - Date.now() / 1000;
+}
+
+/** Unix time by the router's clock, by which all of its times are. */
+export function routerTime() {
+  return Date.now() / 1000 + ahead;
+}
+
 /** How long ago a Unix time is. */
 export function ago(time) {
-  return time === null || time === undefined ? "never" : `${duration(Math.round(Date.now() / 1000 - time))} ago`;
+  return time === null || time === undefined ? "never" : `${duration(Math.round(routerTime() - time))} ago`;
 }
 
 /** A Unix time as the clock shows it. */

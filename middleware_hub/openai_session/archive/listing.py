@@ -1,0 +1,93 @@
+"""Sessions that are held and not in memory, for lists: a short line of each, which their heads tell. Each slot is read
+once, at the first look at a list after it has come to this process; nothing is loaded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.archive.session_rows import HEAD, line_of
+from miles_router.errors import StateDamaged, StateError
+from miles_router.middlewares import EpisodePlace, EpisodeShelf, Pace, StateStore
+
+logger = logging.getLogger(__name__)
+
+
+class HeldLines:
+    """Those of this process.
+
+    Args:
+        is_elsewhere: whether a session is in memory, or about to be forgotten.
+        most: lines that are kept, those of the newest sessions.
+    """
+
+    def __init__(self, store: StateStore | None, is_elsewhere: Callable[[str], bool], most: int) -> None:
+        self._store = store
+        self._is_elsewhere = is_elsewhere
+        self._most = most
+        self._shelf = EpisodeShelf[bytes]()
+        self._places: dict[str, EpisodePlace] = {}
+        self._read: set[int] = set()
+        self._unreadable: set[int] = set()
+        self._gone: set[str] = set()  # meanwhile, while a slot is read
+        self._reading = asyncio.Lock()
+
+    async def newest(self, before: EpisodePlace | None, most: int) -> list[bytes]:
+        """As `EpisodeShelf.newest`."""
+        if self._store is not None and not self._read.issuperset(self._store.slots):
+            async with self._reading:
+                for slot in [slot for slot in self._store.slots if slot not in self._read]:
+                    await self._try_to_read(self._store, slot)
+        return self._shelf.newest(before, most)
+
+    def drop(self, session_id: str) -> None:
+        """It is in memory now, or nowhere."""
+        place = self._places.pop(session_id, None)
+        if place is not None:
+            self._shelf.remove(place)
+        elif self._reading.locked():
+            self._gone.add(session_id)
+
+    async def _try_to_read(self, store: StateStore, slot: int) -> None:
+        try:
+            lines = await self._lines(store, slot)
+        except StateError as error:  # lists show what can be read, and look again
+            if slot not in self._unreadable:
+                self._unreadable.add(slot)
+                logger.warning("held_sessions_not_listed", extra={"fields": {"slot": slot, "reason": str(error)}})
+            return
+        self._read.add(slot)
+        for place, line in lines:
+            if place[1] not in self._gone and not self._is_elsewhere(place[1]):
+                self._add(place, line)
+
+    async def _lines(self, store: StateStore, slot: int) -> list[tuple[EpisodePlace, bytes]]:
+        self._gone.clear()
+        lines: list[tuple[EpisodePlace, bytes]] = []
+        after, pace = "", Pace()
+        while page := await store.owners(slot, HEAD, after=after):
+            after = page[-1][0]
+            for session_id, head in page:
+                lines.append(_line(session_id, head))
+                await pace.step()
+        return lines
+
+    def _add(self, place: EpisodePlace, line: bytes) -> None:
+        self._shelf.add(place, line)
+        self._places[place[1]] = place
+        if len(self._shelf) > self._most:
+            oldest = self._shelf.oldest()
+            self._shelf.remove(oldest)
+            del self._places[oldest[1]]
+
+
+def _line(session_id: str, head: bytes) -> tuple[EpisodePlace, bytes]:
+    try:
+        line: dict[str, Any] = line_of(session_id, head)
+    except (KeyError, ValueError) as error:
+        raise StateDamaged(f"the head of session {session_id!r} cannot be read: {error!r}") from error
+    return (line["started_at"], session_id), orjson.dumps(line)
