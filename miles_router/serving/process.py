@@ -108,7 +108,14 @@ def _serve(assigned: Assignment, index: int) -> None:
     counts = Counts(assigned.table, peers.count, index)
     duty: DataDuty
     if isinstance(assigned.node, Machine):
-        duty = MachineDuty(assigned.node, peers, counts, fenced=_kill_this, surplus=end_process)
+        duty = MachineDuty(
+            assigned.node,
+            peers,
+            counts,
+            generation=assigned.generation,
+            fenced=_kill_this,
+            surplus=end_process,
+        )
         owners: ClusterOwners = duty.owners
     else:
         duty = DataDuty(peers, counts, generation=assigned.generation)

@@ -152,7 +152,7 @@ def test_without_ray_the_command_says_what_to_install(
 
 def test_what_only_its_own_machine_finds_is_no_layer_of_several(tmp_path: Path) -> None:
     counts, machine = make_table(1), Machine(Machines(2, 1, "secret"), 0, "life", "127.0.0.1", tmp_path)
-    duty = MachineDuty(machine, Peers(0, 1, tmp_path), Counts(counts, 1, 0), fenced=abort, surplus=abort)
+    duty = MachineDuty(machine, Peers(0, 1, tmp_path), Counts(counts, 1, 0), generation=1, fenced=abort, surplus=abort)
     os.close(counts)
     texts = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware")
     config = RouterConfig(middlewares=(texts,), hf_checkpoint=tokenizer_directory("qwen3"), state_dir=str(tmp_path))

@@ -25,6 +25,8 @@ from miles_router.state.store import StateStore
 
 logger = logging.getLogger(__name__)
 
+#: Of a process's number the lower bits are by chance; above them is how often one was started in its place.
+CHANCE = 48
 #: How often a lease is asked for within its time, and how many seconds lie between two tries where nobody answers.
 RENEWALS, AGAIN = 5, 0.1
 
@@ -34,15 +36,23 @@ class Membership(Link):
 
     Args:
         seat: where it stands.
+        generation: of this process; those that were started before it in its seat have smaller ones.
         fenced: is called when it has lost what it had: whatever it knows may be no longer true.
         surplus: is called when another machine is to have a part of what it has.
     """
 
     def __init__(
-        self, node: Machine, seat: Seat, counts: Counts, *, fenced: Callable[[], None], surplus: Callable[[], None]
+        self,
+        node: Machine,
+        seat: Seat,
+        counts: Counts,
+        *,
+        generation: int,
+        fenced: Callable[[], None],
+        surplus: Callable[[], None],
     ) -> None:
         super().__init__(Path(), counts, 0)
-        self.process = secrets.randbits(62)
+        self.process = generation << CHANCE | secrets.randbits(CHANCE)
         #: Those that it may open in the store, and those that it has claimed there.
         self.claimable: set[int] = set()
         self.slots: set[int] = set()

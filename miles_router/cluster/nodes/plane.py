@@ -168,10 +168,17 @@ class MachinesDuty(ControlDuty):
     async def _lease(self, message: Message) -> Message:
         """Prolong the leases of a process. The order matters: see `leases`."""
         fields, now = message.fields, clock()
-        seat = Seat(*fields["seat"])
-        grant = self._authority.renew(seat, fields["process"], dict(fields["claimed"]), now)
+        seat, number = Seat(*fields["seat"]), fields["process"]
+        before = self._authority.until(number, now)
+        grant = self._authority.renew(seat, number, dict(fields["claimed"]), now)
         self._urls[seat.node] = fields["url"]
-        if not await self._confirmed():
+        until = self._authority.until(number, now)
+        try:
+            confirmed = await self._confirmed()
+        except asyncio.CancelledError:  # it has gone, and nobody hears the answer
+            self._authority.withdraw(number, until, before)
+            raise
+        if not confirmed:
             return Message({"answered": False})
         if grant is None:
             return Message({"answered": True, "grant": None})
