@@ -149,7 +149,7 @@ class MachinesDuty(ControlDuty):
         await self._welcome(reader, writer)
 
     def _handlers(self) -> dict[str, Handler]:
-        return {**super()._handlers(), "lease": self._lease, "leave": self._leave}
+        return {**super()._handlers(), "lease": self._lease, "leave": self._leave, "ping": self._ping}
 
     def _written(self) -> dict[str, Any]:
         sections = super()._written()
@@ -213,6 +213,9 @@ class MachinesDuty(ControlDuty):
         while True:
             await asyncio.sleep(self._machines.lease)
             await self._confirmed()
+
+    async def _ping(self, message: Message) -> None:
+        """Being here is the answer."""
 
     async def _leave(self, message: Message) -> None:
         """A process has done all it had to do."""
