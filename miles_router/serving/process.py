@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import pickle
@@ -17,7 +18,7 @@ from typing import IO
 
 import uvloop
 
-from miles_router import log
+from miles_router import log, tasks
 from miles_router.app import create_app
 from miles_router.cluster.control.data import DataDuty
 from miles_router.cluster.control.plane import ControlDuty
@@ -33,6 +34,8 @@ from miles_router.settings.config import RouterConfig
 
 #: What the supervisor is told by a process that does its part; whatever else it is told is why it cannot.
 READY = b"ready"
+#: And by one that must not stand still, every so many seconds: that it goes on.
+ALIVE, BEAT = b"\0", 1.0
 #: The status of a control plane that another one, elsewhere, has succeeded: it is not started again.
 SUCCEEDED = 3
 PR_SET_PDEATHSIG = 1
@@ -102,13 +105,28 @@ def _tell(assigned: Assignment, text: bytes) -> None:
     os.write(assigned.status, text)
 
 
+async def _show_life(assigned: Assignment) -> None:
+    os.set_blocking(assigned.status, False)
+    while True:
+        with contextlib.suppress(BlockingIOError):  # a supervisor that is stopped has enough to read
+            _tell(assigned, ALIVE)
+        await asyncio.sleep(BEAT)
+
+
 def _serve(assigned: Assignment, index: int) -> None:
     """Take requests."""
     peers = Peers(index, assigned.config.processes, assigned.directory)
     counts = Counts(assigned.table, peers.count, index)
     duty: DataDuty
     if isinstance(assigned.node, Machine):
-        duty = MachineDuty(assigned.node, peers, counts, fenced=_kill_this, surplus=end_process)
+        duty = MachineDuty(
+            assigned.node,
+            peers,
+            counts,
+            generation=assigned.generation,
+            fenced=_kill_this,
+            surplus=end_process,
+        )
         owners: ClusterOwners = duty.owners
     else:
         duty = DataDuty(peers, counts, generation=assigned.generation)
@@ -116,7 +134,13 @@ def _serve(assigned: Assignment, index: int) -> None:
     app = create_app(assigned.config, args=assigned.args, duty=duty, owners=owners)
     own = None if assigned.own is None else socket.socket(fileno=assigned.own)
     listener = socket.socket(fileno=assigned.listener)
-    serve_at(app, listener, lambda: _tell(assigned, READY), handover=owners.handover, own=own)
+
+    def started() -> None:
+        _tell(assigned, READY)
+        if assigned.node is not None:  # who stands still has lost its leases
+            tasks.spawn(_show_life(assigned), name="show life")
+
+    serve_at(app, listener, started, handover=owners.handover, own=own)
 
 
 def _decide(assigned: Assignment) -> None:
@@ -130,9 +154,13 @@ def _decide(assigned: Assignment) -> None:
         stop = asyncio.Event()
         for each in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(each, stop.set)
-        async with app.running():
-            _tell(assigned, READY)
-            await stop.wait()
+        showing = tasks.spawn(_show_life(assigned), name="show life")
+        try:
+            async with app.running():
+                _tell(assigned, READY)
+                await stop.wait()
+        finally:
+            await tasks.cancelled(showing)
 
     _run(run)
 

@@ -28,7 +28,7 @@ from miles_router.cluster.control.table import Counts, make_table
 from miles_router.cluster.nodes.machines import Machine, Machines
 from miles_router.cluster.nodes.plane import rows_for
 from miles_router.errors import ConfigError
-from miles_router.serving.process import READY, START, SUCCEEDED, Assignment
+from miles_router.serving.process import ALIVE, BEAT, READY, START, SUCCEEDED, Assignment
 from miles_router.serving.replacing import Sockets, become_the_next, kept, refusal
 from miles_router.serving.server import banner, listen, raise_file_limit
 from miles_router.settings.config import RouterConfig
@@ -40,6 +40,8 @@ SOON, LATEST = 0.1, 5.0
 #: Seconds that a process must have done its part to have died by chance; as often it may die sooner before that is an
 #: error.
 LASTING, CHANCES = 10.0, 3
+#: Looks, one in `BEAT` seconds, without a sign of life of a process that gives them, until it is killed.
+SILENT = 10
 #: Seconds beside `shutdown_timeout` in which all must have ended.
 SPARE = 10.0
 STATUS_BYTES = 4096
@@ -147,6 +149,8 @@ class Child:
         self.told = b""
         #: When it was ready to do its part.
         self.ready_at: float | None = None
+        #: Looks since its last sign of life; None: it has given none yet.
+        self.silent: int | None = None
         #: How often in a row it has died soon.
         self.deaths = 0
 
@@ -204,11 +208,13 @@ class Supervisor:
             self._loop.add_signal_handler(each, self._stop)
         if self._replaceable:
             self._loop.add_signal_handler(signal.SIGUSR2, self._replace)
+        watching = tasks.spawn(self._watch(), name="signs of life")
         try:
             for child in self._children:
                 self._start(child)
             await self._over.wait()
         finally:
+            await tasks.cancelled(watching)
             for timer in self._timers:
                 timer.cancel()
             for child in self._children:
@@ -233,7 +239,7 @@ class Supervisor:
             kept.pop_all()
         with os.fdopen(write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
             pipe.write(text)
-        child.running, child.ready_at, child.told = running, None, b""
+        child.running, child.ready_at, child.silent, child.told = running, None, None, b""
         child.watched = [ended, read]
         self._loop.add_reader(read, self._hear, child, read)
         self._loop.add_reader(ended, self._ended, child)
@@ -267,13 +273,27 @@ class Supervisor:
         text = os.read(status, STATUS_BYTES)
         if not text:
             self._loop.remove_reader(status)
-        child.told += text
-        if child.told == READY:
+        if ALIVE in text:
+            child.silent = 0
+        child.told += text.replace(ALIVE, b"")
+        if child.told == READY and not child.ready:
             child.ready_at = time.monotonic()
         if child.ready and not self._shown and all(each.ready for each in self._children):
             self._shown = True
             address = self._sockets.shared[0].getsockname()
             log.show(f"control plane {address[1]}" if self._decides else banner(self._config, address))
+
+    async def _watch(self) -> None:
+        """Kill what stands still: nobody else would notice, and what it should do nobody does."""
+        while True:
+            await asyncio.sleep(BEAT)
+            for child in self._children:
+                if child.running is None or child.silent is None:
+                    continue
+                child.silent += 1
+                if child.silent == SILENT:
+                    logger.error("process_stands_still", extra={"fields": {"process": child.name}})
+                    child.running.kill()
 
     # Ending
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sqlite3
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -140,6 +141,42 @@ async def test_a_pause_holds_on_all_machines_and_under_the_control_plane_that_su
         await until(lambda: "stranger_refused" in router.control.log(), "it is told")
 
 
+def commits(state: Path) -> bool:
+    """Whether somebody is within a commit to what belongs to the router as a whole."""
+    with contextlib.closing(sqlite3.connect(state / "control.sqlite", isolation_level=None, timeout=0)) as connection:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return True
+        connection.execute("ROLLBACK")
+        return False
+
+
+async def test_a_control_plane_that_is_lost_without_a_word_is_left_for_the_one_that_is_named_next(
+    stage: Stage, tmp_path: Path
+) -> None:
+    worker = await stage.worker()
+    worker.always(by_path(generate=reply()))
+    async with running(worker, tmp_path) as router:
+        one, other = router.nodes
+        first, router.control = router.control, router.part("next")
+        first.send(signal.SIGSTOP)  # its connections stay, and nothing comes by them
+        while commits(tmp_path):
+            first.send(signal.SIGCONT)
+            await asyncio.sleep(STEP)
+            first.send(signal.SIGSTOP)
+        asking = asyncio.ensure_future(one.ask("POST", "/remove_worker", url="http://127.0.0.1:1"))
+        router.start_control()
+        await router.control.serves()
+        assert (await asking).json()["error"]["type"] == "control_unavailable", "nobody knows what the first one did"
+        await other.answers("POST", "/generate", text="Hi")
+        assert len((await other.answers("GET", "/router/info")).json()["processes"]) == 2
+        assert all("control_plane_silent" in node.log() for node in router.nodes)
+        first.send(signal.SIGCONT)
+        await until(lambda: first.process.poll() is not None, "it has seen that another decides")
+        assert first.process.returncode == SUCCEEDED
+
+
 def test_without_ray_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,7 +189,7 @@ def test_without_ray_the_command_says_what_to_install(
 
 def test_what_only_its_own_machine_finds_is_no_layer_of_several(tmp_path: Path) -> None:
     counts, machine = make_table(1), Machine(Machines(2, 1, "secret"), 0, "life", "127.0.0.1", tmp_path)
-    duty = MachineDuty(machine, Peers(0, 1, tmp_path), Counts(counts, 1, 0), fenced=abort, surplus=abort)
+    duty = MachineDuty(machine, Peers(0, 1, tmp_path), Counts(counts, 1, 0), generation=1, fenced=abort, surplus=abort)
     os.close(counts)
     texts = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware")
     config = RouterConfig(middlewares=(texts,), hf_checkpoint=tokenizer_directory("qwen3"), state_dir=str(tmp_path))

@@ -82,6 +82,17 @@ async def test_while_the_control_plane_is_away_generations_go_on_and_it_comes_ba
         assert generations(first) == 0
 
 
+async def test_a_control_plane_that_stands_still_is_killed_and_the_next_one_answers_what_is_asked(stage: Stage) -> None:
+    async with processes([await stage.worker()]) as router:
+        control = await router.control()
+        os.kill(control, signal.SIGSTOP)
+        told = await router.ask("GET", "/workers")
+        assert told.status == 200
+        assert len(told.json()["workers"]) == 1
+        assert await router.control() != control
+        assert "process_stands_still process=control" in router.router.stderr()
+
+
 async def test_a_paused_fleet_stays_paused_when_the_control_plane_is_killed(stage: Stage) -> None:
     worker = await stage.worker()
     async with processes([worker]) as router:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from miles_router.cluster.nodes.leases import JOINING, SLACK, Authority, Grant, Seat, Tenancy
+from miles_router.cluster.nodes.leases import JOINING, SEATS, SLACK, Authority, Grant, Seat, Tenancy
 from miles_router.slots import SLOTS
 from tests.support.tiers import examples
 
@@ -117,6 +117,8 @@ class World:
             self.replace(self.random.choice(living))
         elif chance < 0.04 and living:
             self.random.choice(living).dead = True  # with its machine
+        elif chance < 0.05:  # what somebody has asked comes late, who may have ended since
+            self.ask_late(self.random.choice(self.processes))
         elif chance < 0.08 and living:
             self.random.choice(living).stopped_until = self.time + self.random.uniform(0, 4 * SECONDS)
         self.look()
@@ -148,13 +150,24 @@ class World:
         sent -= arrives * process.clock.rate
         answer: Grant | None = None
         if not plane.ended:
-            granted = plane.authority.renew(process.seat, process.number, claimed, plane.clock.at(self.time))
+            authority, now = plane.authority, plane.clock.at(self.time)
+            before = authority.until(process.number, now)
+            granted = authority.renew(process.seat, process.number, claimed, now)
+            if self.random.random() < 0.1:  # it has seen that nobody hears the answer, which it does not send
+                authority.withdraw(process.number, authority.until(process.number, now), before)
+                return
             if plane.term == self.term:
                 answer = granted or Grant({}, -1.0, False)
             else:
                 plane.ended = True  # it has seen that there is a younger one, and answers nothing
         lost = self.random.random() < 0.2
         process.asked = (self.time + self.random.choice((0.0, 0.5, 3.0)), sent, None if lost else answer)
+
+    def ask_late(self, process: Process) -> None:
+        """Nobody waits for the answer."""
+        if not process.plane.ended and process.dead:
+            claimed = process.tenancy.slots if self.random.random() < 0.5 else {}
+            process.plane.authority.renew(process.seat, process.number, claimed, process.plane.clock.at(self.time))
 
     def look(self) -> None:
         owners: dict[int, Process] = {}
@@ -271,3 +284,41 @@ def test_a_machine_that_gives_back_what_another_should_have_keeps_its_own_part_w
     assert (back.slots.keys(), back.surplus) == (second.slots.keys(), False)
     again = _ask(authority, 0, 30.0, number=12)
     assert (again.slots.keys(), again.surplus) == (first.slots.keys(), False)
+
+
+def test_what_a_process_that_has_ended_had_asked_takes_nothing_from_the_one_behind_it() -> None:
+    authority = _authority()
+    seat = Seat("life", 0, 0)
+    before = authority.renew(seat, 1, {}, 0.0)
+    after = authority.renew(seat, 2, {}, 1.0)
+    assert before is not None
+    assert after is not None
+    assert authority.renew(seat, 1, before.slots, 2.0) is None, "it comes late, and nobody waits for the answer"
+    assert [each.number for each in authority.alive(2.0)] == [2]
+    again = authority.renew(seat, 2, after.slots, 3.0)
+    assert again is not None
+    assert again.slots == after.slots
+    authority.end(2)
+    assert authority.renew(seat, 1, {}, 4.0) is None, "nor once that one has ended, too"
+    assert not authority.alive(4.0)
+
+
+def test_an_answer_that_was_never_sent_prolongs_nothing() -> None:
+    authority = _authority()
+    _ask(authority, 0, 0.0)
+    before = authority.until(0, 5.0)
+    _ask(authority, 0, 5.0)
+    authority.withdraw(0, authority.until(0, 5.0), before)
+    assert not authority.alive(SECONDS * SLACK)
+    _ask(authority, 0, 6.0)
+    until = authority.until(0, 6.0)
+    _ask(authority, 0, 7.0)
+    authority.withdraw(0, until, before)
+    assert authority.alive(7.0 + SECONDS), "it was answered since"
+
+
+def test_seats_that_are_remembered_are_bounded() -> None:
+    authority = _authority()
+    for life in range(SEATS * 3):
+        authority.renew(Seat(str(life), 0, 0), life, {}, float(life))
+    assert len(authority._last) == SEATS * 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import pickle
 import secrets
@@ -21,7 +22,7 @@ import orjson
 from miles_router.cluster.control.table import make_table
 from miles_router.cluster.nodes.machines import Machine, Machines
 from miles_router.cluster.nodes.plane import rows_for
-from miles_router.serving.process import READY, START, Assignment
+from miles_router.serving.process import ALIVE, READY, START, Assignment
 from miles_router.serving.server import listen
 from miles_router.settings.config import RouterConfig
 from tests.support.http import RawReply, ask
@@ -69,7 +70,7 @@ class Part:
         def ready() -> bool:
             nonlocal told
             with contextlib.suppress(BlockingIOError):
-                told += os.read(self._status, 4096)
+                told += os.read(self._status, 4096).replace(ALIVE, b"")
             assert self.process.poll() is None, (told, self.log())
             return told == READY
 
@@ -111,7 +112,8 @@ class RunningMachines:
 
     def __init__(self, directory: Path, stack: contextlib.ExitStack, count: int, lease: float, config: Any) -> None:
         self._directory = directory
-        self._machines = Machines(count, 1, secrets.token_hex(16), lease)
+        self.machines = Machines(count, 1, secrets.token_hex(16), lease)
+        self._generations = itertools.count(1)
         self._config = RouterConfig(**{**QUIETLY, "host": HOST, **config})
         self._stack = stack
         self.control = self.part("control")
@@ -134,22 +136,24 @@ class RunningMachines:
     def start_control(self) -> None:
         """Start the control plane, again if it was there."""
         self._file().write_text(f"{HOST}:{self.control.listener.getsockname()[1]}", encoding="ascii")
-        self.control.start(self._assigned(None, self._machines))
+        self.control.start(self._assigned(None, self.machines))
 
     def start_node(self, index: int) -> None:
         """Start the process of a machine."""
         part = self.nodes[index]
-        node = Machine(self._machines, index, secrets.token_hex(8), HOST, self._file(), part.url)
+        node = Machine(self.machines, index, secrets.token_hex(8), HOST, self._file(), part.url)
         part.start(self._assigned(0, node))
 
     def _file(self) -> Path:
         return self._directory / "control"
 
     def _assigned(self, index: int | None, node: Machines | Machine) -> Assignment:
-        table = make_table(rows_for(self._machines) if index is None else 1)
+        table = make_table(rows_for(self.machines) if index is None else 1)
         self._stack.callback(os.close, table)
         directory = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="machine-")))
-        return Assignment(self._config, None, os.getpid(), directory, index, 1, table, -1, node=node)
+        return Assignment(
+            self._config, None, os.getpid(), directory, index, next(self._generations), table, -1, node=node
+        )
 
 
 @contextlib.asynccontextmanager

@@ -73,16 +73,23 @@ class MachineDuty(DataDuty):
     """A process that takes requests on one of several machines.
 
     Args:
-        fenced, surplus: as `Membership`.
+        generation, fenced, surplus: as `Membership`.
     """
 
     shares_state = True
 
     def __init__(
-        self, node: Machine, peers: Peers, counts: Counts, *, fenced: Callable[[], None], surplus: Callable[[], None]
+        self,
+        node: Machine,
+        peers: Peers,
+        counts: Counts,
+        *,
+        generation: int,
+        fenced: Callable[[], None],
+        surplus: Callable[[], None],
     ) -> None:
         seat = Seat(node.life, node.index, peers.index)
-        self.membership = Membership(node, seat, counts, fenced=fenced, surplus=surplus)
+        self.membership = Membership(node, seat, counts, generation=generation, fenced=fenced, surplus=surplus)
         super().__init__(peers, counts, generation=0)
         self.slots = self.membership.claimable
         self._neighbours = Neighbours(node.machines.secret, self.membership.url_of, connect_timeout=CONNECT)

@@ -10,6 +10,7 @@ then makes sure that no younger one has begun, and only then answers.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,6 +23,9 @@ SLACK = 1.1
 JOINING = 60.0
 #: Epochs that one control plane may give; its term stands before them.
 EPOCHS = 1 << 32
+#: Seats of each process on each machine of which the last number is remembered: one for each time that a machine is
+#: started again.
+SEATS = 16
 
 
 class Seat(NamedTuple):
@@ -87,6 +91,8 @@ class Authority:
         #: Until when those are kept for the next process that only gives back what another machine should have.
         self._kept: dict[tuple[int, int], float] = {}
         self.members: dict[int, Member] = {}
+        #: The number of the last process in each seat.
+        self._last: OrderedDict[Seat, int] = OrderedDict()
         #: Whose a slot is; he may be late.
         self._owner: dict[int, Member] = {}
 
@@ -95,11 +101,14 @@ class Authority:
         to end; it must not go on.
 
         Args:
-            number: of this life of the process; no other has, or had, it.
+            number: of this life of the process; no other has, or had, it, and those before it in its seat have smaller
+                ones: what one of them has asked may come late.
             claimed: what it has leases of now, by its own clock.
         """
         member = self.members.get(number)
         if member is None:
+            if number < self._last.get(seat, number):
+                return None
             member = self._join(seat, number, now)
         if member.revoked:
             return None
@@ -121,6 +130,10 @@ class Authority:
         past = [each for each in self.members.values() if each.seat == seat or not (each.slots or now < each.until)]
         for each in past:
             self.end(each.number)
+        self._last[seat] = number
+        self._last.move_to_end(seat)
+        if len(self._last) > SEATS * self._nodes * self._processes:
+            self._last.popitem(last=False)
         self._known.add((seat.node, seat.process))
         self._kept.pop((seat.node, seat.process), None)
         member = self.members[number] = Member(seat, number, now)
@@ -164,6 +177,17 @@ class Authority:
     def alive(self, now: float) -> list[Member]:
         """Those whose leases have not run out."""
         return [each for each in self.members.values() if now < each.until]
+
+    def until(self, number: int, now: float) -> float:
+        """Until when a process has what it has; now, where it has nothing."""
+        return self.members[number].until if number in self.members else now
+
+    def withdraw(self, number: int, until: float, before: float) -> None:
+        """An answer that prolonged the leases of a process `until` then was not sent, and so never will be: they end as
+        they did `before`, unless it has been answered since."""
+        member = self.members.get(number)
+        if member is not None and member.until == until:
+            member.until = before
 
     def revoke(self, number: int) -> None:
         """Prolong nothing of a process; what it has runs out."""

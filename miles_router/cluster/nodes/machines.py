@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 #: Seconds of a lease.
@@ -25,7 +25,7 @@ class Machines:
 
     count: int
     processes: int
-    secret: str
+    secret: str = field(repr=False)
     lease: float = LEASE
 
 

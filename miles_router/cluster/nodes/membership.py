@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,19 @@ from miles_router.cluster.nodes.machines import Machine, clock
 from miles_router.cluster.nodes.plane import NODES
 from miles_router.cluster.nodes.proof import ACCEPTS, CONNECTS, prove
 from miles_router.errors import NodeUnleased, StateError, StateOutdated
+from miles_router.pools.pools import Pools
 from miles_router.slots import slot_of
 from miles_router.state.store import StateStore
 
 logger = logging.getLogger(__name__)
 
+#: Of a process's number the lower bits are by chance; above them is how often one was started in its place.
+CHANCE = 48
 #: How often a lease is asked for within its time, and how many seconds lie between two tries where nobody answers.
 RENEWALS, AGAIN = 5, 0.1
+#: The part of a lease's time for which a control plane may be silent before it is left, and for which one that is being
+#: connected to may take.
+SILENT = 0.5
 
 
 class Membership(Link):
@@ -34,15 +40,23 @@ class Membership(Link):
 
     Args:
         seat: where it stands.
+        generation: of this process; those that were started before it in its seat have smaller ones.
         fenced: is called when it has lost what it had: whatever it knows may be no longer true.
         surplus: is called when another machine is to have a part of what it has.
     """
 
     def __init__(
-        self, node: Machine, seat: Seat, counts: Counts, *, fenced: Callable[[], None], surplus: Callable[[], None]
+        self,
+        node: Machine,
+        seat: Seat,
+        counts: Counts,
+        *,
+        generation: int,
+        fenced: Callable[[], None],
+        surplus: Callable[[], None],
     ) -> None:
         super().__init__(Path(), counts, 0)
-        self.process = secrets.randbits(62)
+        self.process = generation << CHANCE | secrets.randbits(CHANCE)
         #: Those that it may open in the store, and those that it has claimed there.
         self.claimable: set[int] = set()
         self.slots: set[int] = set()
@@ -166,10 +180,9 @@ class Membership(Link):
     async def leave(self) -> None:
         """This process does nothing more."""
         self._over = True
-        if self._renewing is not None:
-            await tasks.cancelled(self._renewing)
-        if self._claiming is not None:
-            await tasks.cancelled(self._claiming)
+        for task in (self._renewing, self._claiming):
+            if task is not None:
+                await tasks.cancelled(task)
         if self._channel is not None and not self._channel.lost:
             with suppress(ChannelLost, TimeoutError):
                 left = self._channel.ask("leave", process=self.process, gives_back=self._gives_back)
@@ -177,13 +190,60 @@ class Membership(Link):
 
     # The connection
 
+    @asynccontextmanager
+    async def running(
+        self, pools: Pools, stack: list[dict[str, object]], info: Callable[[], dict[str, Any]]
+    ) -> AsyncIterator[None]:
+        """As `Link.running`."""
+        listening = tasks.spawn(self._listen(), name="signs of life")
+        try:
+            async with super().running(pools, stack, info):
+                yield
+        finally:
+            await tasks.cancelled(listening)
+
+    async def _listen(self) -> None:
+        """Leave a control plane that is silent: its machine, or the way there, may be lost without a word. Whoever is
+        named by then is connected to."""
+        seconds = self.node.machines.lease
+        while True:
+            await asyncio.sleep(seconds / RENEWALS)
+            channel = self._channel
+            if channel is None or channel.lost:
+                continue
+            try:
+                await tasks.within(SILENT * seconds, channel.ask("ping"), name="ping")
+            except ChannelLost:
+                continue
+            except TimeoutError:
+                logger.error("control_plane_silent")
+                channel.close()
+
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        host, _, port = self.node.control.read_text(encoding="ascii").rpartition(":")
-        dialling = asyncio.open_connection(host, int(port))
-        reader, writer = await tasks.within(self.node.machines.lease / 2, dialling, name="reach the control plane")
+        """As `Link._connect`. One that does not answer is left as soon as another is named."""
+        named, patience = self._named(), SILENT * self.node.machines.lease
+        reaching = asyncio.get_running_loop().create_task(self._reach(named), name="reach the control plane")
+        try:
+            for _ in range(round(patience / AGAIN)):
+                await asyncio.wait({reaching}, timeout=AGAIN)
+                if reaching.done():
+                    return reaching.result()
+                if self._named() != named:
+                    break
+            raise ConnectionAbortedError(f"{named} has not answered")
+        finally:
+            if not reaching.done():
+                await tasks.cancelled(reaching)
+
+    def _named(self) -> str:
+        return self.node.control.read_text(encoding="ascii")
+
+    async def _reach(self, named: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, _, port = named.rpartition(":")
+        reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         try:
             await prove(reader, writer, self.node.machines.secret, side=CONNECTS, other=ACCEPTS)
-        except OSError:
+        except BaseException:
             writer.close()
             raise
         return reader, writer

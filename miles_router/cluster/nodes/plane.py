@@ -149,7 +149,7 @@ class MachinesDuty(ControlDuty):
         await self._welcome(reader, writer)
 
     def _handlers(self) -> dict[str, Handler]:
-        return {**super()._handlers(), "lease": self._lease, "leave": self._leave}
+        return {**super()._handlers(), "lease": self._lease, "leave": self._leave, "ping": self._ping}
 
     def _written(self) -> dict[str, Any]:
         sections = super()._written()
@@ -168,10 +168,17 @@ class MachinesDuty(ControlDuty):
     async def _lease(self, message: Message) -> Message:
         """Prolong the leases of a process. The order matters: see `leases`."""
         fields, now = message.fields, clock()
-        seat = Seat(*fields["seat"])
-        grant = self._authority.renew(seat, fields["process"], dict(fields["claimed"]), now)
+        seat, number = Seat(*fields["seat"]), fields["process"]
+        before = self._authority.until(number, now)
+        grant = self._authority.renew(seat, number, dict(fields["claimed"]), now)
         self._urls[seat.node] = fields["url"]
-        if not await self._confirmed():
+        until = self._authority.until(number, now)
+        try:
+            confirmed = await self._confirmed()
+        except asyncio.CancelledError:  # it has gone, and nobody hears the answer
+            self._authority.withdraw(number, until, before)
+            raise
+        if not confirmed:
             return Message({"answered": False})
         if grant is None:
             return Message({"answered": True, "grant": None})
@@ -206,6 +213,9 @@ class MachinesDuty(ControlDuty):
         while True:
             await asyncio.sleep(self._machines.lease)
             await self._confirmed()
+
+    async def _ping(self, message: Message) -> None:
+        """Being here is the answer."""
 
     async def _leave(self, message: Message) -> None:
         """A process has done all it had to do."""
