@@ -244,6 +244,7 @@ def plainly(parts: Any) -> list[Any]:
     return [{name: value for name, value in part.items() if name not in made_up} for part in parts]
 
 
+@pytest.mark.alone("its worker is done before another process has told the test")
 async def test_what_follows_a_cut_is_shown_as_it_comes(stage: Stage) -> None:
     async with cuttable(stage) as (trial, brake):
         trial.worker.say(f"<think>\nI think.\n</think>\n\nIt is, I say, forty-two.\n{ASK_ADD}")

@@ -156,7 +156,7 @@ async def test_a_control_plane_that_is_lost_without_a_word_is_left_for_the_one_t
     stage: Stage, tmp_path: Path
 ) -> None:
     worker = await stage.worker()
-    worker.always(by_path(generate=reply()))
+    worker.always(by_path(generate=script(reply())))
     async with running(worker, tmp_path) as router:
         one, other = router.nodes
         first, router.control = router.control, router.part("next")
