@@ -155,7 +155,8 @@ async def with_key(node: Part, key: str | None, method: str, target: str, **fiel
 
 
 async def test_with_keys_all_that_machines_answer_together_works_and_without_one_it_is_refused(tmp_path: Path) -> None:
-    settings = {"middlewares": (MiddlewareSpec(SESSIONS),), "hf_checkpoint": tokenizer_directory("qwen3"), **KEYS}
+    settings: dict[str, Any] = {"middlewares": (MiddlewareSpec(SESSIONS),), **KEYS}
+    settings["hf_checkpoint"] = tokenizer_directory("qwen3")
     async with (
         SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
         machines(lease=LEASE, state_dir=str(tmp_path), **settings) as router,
@@ -215,7 +216,8 @@ async def raw(node: Part, request: bytes) -> RawReply:
 
 
 async def test_a_request_of_another_machine_is_believed_once_as_it_was_sent_and_shows_no_secret(tmp_path: Path) -> None:
-    settings = {"middlewares": (MiddlewareSpec(SESSIONS),), "hf_checkpoint": tokenizer_directory("qwen3"), **KEYS}
+    settings: dict[str, Any] = {"middlewares": (MiddlewareSpec(SESSIONS),), **KEYS}
+    settings["hf_checkpoint"] = tokenizer_directory("qwen3")
     async with (
         SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
         contextlib.AsyncExitStack() as stack,

@@ -20,7 +20,7 @@ from miles_router.cluster.nodes.machines import Machine
 from miles_router.cluster.nodes.membership import Membership
 from miles_router.cluster.nodes.owners import MachinesOwners, OnNode, purpose_of
 from miles_router.cluster.nodes.seen import Seen
-from miles_router.cluster.nodes.stamps import ASK, Place, Stamps
+from miles_router.cluster.nodes.stamps import ASK, Address, Stamps
 from miles_router.cluster.peers import Peers
 from miles_router.edge import RouterApp
 from miles_router.errors import BadRequest, ConfigError, RouterError
@@ -96,7 +96,7 @@ class MachineDuty(DataDuty):
         self.membership = Membership(node, seat, counts, generation=generation, fenced=fenced, surplus=surplus)
         super().__init__(peers, counts, generation=0)
         self.slots = self.membership.claimable
-        place = Place(node.index, node.life)
+        place = Address(node.index, node.life)
         stamps = Stamps(node.machines.secret, place, self.membership.life_of, lambda: self.membership.beat, Seen(peers))
         self._neighbours = Neighbours(stamps, self.membership.url_of, connect_timeout=CONNECT)
         self.membership.lost = self._neighbours.lost

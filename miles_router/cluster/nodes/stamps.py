@@ -31,7 +31,7 @@ LONGEST = 512
 NONCE = 8
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     """A machine, and the life of whoever starts its processes."""
 
     node: int
@@ -48,7 +48,7 @@ class Stamps:
     """
 
     def __init__(
-        self, secret: str, here: Place, life_of: Callable[[int], str | None], beat: Callable[[], int], seen: Seen
+        self, secret: str, here: Address, life_of: Callable[[int], str | None], beat: Callable[[], int], seen: Seen
     ) -> None:
         self._key = hmac.digest(secret.encode("ascii"), b"requests between machines", "sha256")
         self._here = here
