@@ -108,9 +108,13 @@ class RouterApp:
 
     async def _restore(self, scope: Scope) -> None:
         """Have layers bring back what the request names. A session's own key is known once it is read."""
-        if self._restoring and (note_of(scope) == ASKED or not self.doors.is_shut(scope["path"], scope["headers"])):
+        if self._restoring and (self._has_entered(scope) or not self.doors.is_shut(scope["path"], scope["headers"])):
             for layer in self._restoring:
                 await layer.restore(scope)
+
+    def _has_entered(self, scope: Scope) -> bool:
+        """Whether it has entered in the process that asks."""
+        return note_of(scope) == ASKED
 
     def _enter(self, scope: Scope) -> ASGIApp:
         """Who answers, once the request may enter.
@@ -121,7 +125,7 @@ class RouterApp:
             BodyTooLarge: the request announces more than anybody here takes.
         """
         door = self.doors.of(scope["path"])
-        if note_of(scope) != ASKED:  # else it has entered in the process that asks
+        if not self._has_entered(scope):
             scope["headers"] = self.doors.enter(door, scope["path"], scope["headers"])
             if door.foreign is not None and not door.key.required:
                 refuse_foreign(scope, door.foreign, self._public_url)

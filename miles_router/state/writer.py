@@ -44,6 +44,8 @@ class Writer:
         """
         self._directory, self._sync, self._shared, self._done = directory, sync, shared, done
         self._files: dict[int, SlotFile] = {}
+        #: Of shared files that were let go of: whoever was succeeded stays so when he opens one again.
+        self._epochs: dict[int, int] = {}
         self._waiting: deque[Job] = deque()
         self._changed = threading.Condition()
         self._ends = False
@@ -127,6 +129,7 @@ class Writer:
                 file = self._files[slot] = SlotFile(self.path(slot), self._sync, shared=self._shared)
                 if not self._shared:
                     file.succeed()
+                file.epoch = self._epochs.get(slot, file.epoch)
             return work(file), None
         except StateError as error:
             if not isinstance(error, (StateFull, StateHeld)):
@@ -140,6 +143,8 @@ class Writer:
     def _release(self, slot: int) -> None:
         file = self._files.pop(slot, None)
         if file is not None:
+            if self._shared:
+                self._epochs[slot] = file.epoch
             file.close()
 
     def _settle(self, jobs: Sequence[Job], result: Any, error: StateError | None) -> None:

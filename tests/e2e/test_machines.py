@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 from miles_router import cli
@@ -26,7 +27,7 @@ from miles_router.settings.config import MiddlewareSpec, RouterConfig
 from miles_router.testing import SimulatedWorker
 from tests.support.brake import Brake
 from tests.support.fleet import asked, by_path
-from tests.support.http import CutReply
+from tests.support.http import CutReply, RawReply, ask
 from tests.support.machines import Part, RunningMachines, machines
 from tests.support.scripted_worker import BODY, ScriptedWorker, reply, script
 from tests.support.session_trial import SESSIONS, qwen3, user
@@ -141,6 +142,134 @@ async def test_a_pause_holds_on_all_machines_and_under_the_control_plane_that_su
         await until(lambda: "stranger_refused" in router.control.log(), "it is told")
 
 
+KEYS = {"api_key": "clients", "admin_api_key": "admins"}
+
+
+async def with_key(node: Part, key: str | None, method: str, target: str, **fields: Any) -> RawReply:
+    """The first answer that is no 503 to a request with this key."""
+    headers = [("Content-Type", "application/json"), *([("Authorization", f"Bearer {key}")] if key else [])]
+    body = orjson.dumps(fields) if method == "POST" else None
+    while (answer := await ask(node.url, method, target, headers, body)).status == 503:  # noqa: ASYNC110  # each look is a request
+        await asyncio.sleep(STEP)
+    return answer
+
+
+async def test_with_keys_all_that_machines_answer_together_works_and_without_one_it_is_refused(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"middlewares": (MiddlewareSpec(SESSIONS),), **KEYS}
+    settings["hf_checkpoint"] = tokenizer_directory("qwen3")
+    async with (
+        SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
+        machines(lease=LEASE, state_dir=str(tmp_path), **settings) as router,
+    ):
+        one, other = router.nodes
+        assert (await with_key(one, "admins", "POST", f"/add_worker?url={worker.url}")).status == 200
+        made = [(await with_key(each, "clients", "POST", "/sessions")).json()["session_id"] for each in router.nodes]
+        for node in (one, other):
+            for session in made:
+                turn = f"/sessions/{session}/v1/chat/completions"
+                assert (await with_key(node, "clients", "POST", turn, **HI)).status == 200
+                assert (await with_key(node, None, "POST", turn, **HI)).status == 401
+                assert (await with_key(node, "admins?", "POST", turn, **HI)).status == 401
+            for key, target in (
+                ("clients", "/sessions"),
+                ("admins", "/metrics"),
+                ("admins", "/router/info"),
+                ("admins", "/router/episodes"),
+                ("admins", "/router/run"),
+            ):
+                told = await with_key(node, key, "GET", target)
+                assert told.status == 200, (target, told)
+                assert (await with_key(node, None, "GET", target)).status == 401, target
+                if target == "/sessions":
+                    assert {each["session_id"] for each in told.json()["sessions"]} == {*made}
+                if target == "/router/episodes":
+                    assert {each["id"] for each in told.json()["episodes"]} == {*made}
+
+
+class Wire:
+    """Stands before a machine, and keeps what others send it."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self.sent = bytearray()
+
+    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", self._port)
+        relaying = [self._relay(reader, back, self.sent), self._relay(there, writer, bytearray())]
+        await asyncio.gather(*relaying, return_exceptions=True)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
+        while data := await reader.read(65536):
+            kept += data
+            writer.write(data)
+        writer.close()
+
+
+async def raw(node: Part, request: bytes) -> RawReply:
+    """The answer to these bytes."""
+    head, _, body = request.partition(b"\r\n\r\n")
+    first, *lines = head.decode("latin-1").split("\r\n")
+    method, target, _ = first.split(" ")
+    headers = [(name, value) for name, _, value in (line.partition(": ") for line in lines)]
+    kept = [pair for pair in headers if pair[0] not in ("host", "content-length")]
+    return await ask(node.url, method, target, kept, body if method == "POST" else None)
+
+
+async def test_a_request_of_another_machine_is_believed_once_as_it_was_sent_and_shows_no_secret(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"middlewares": (MiddlewareSpec(SESSIONS),), **KEYS}
+    settings["hf_checkpoint"] = tokenizer_directory("qwen3")
+    async with (
+        SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        router = RunningMachines(
+            tmp_path, stack_of(stack), 2, LEASE, {"state_dir": str(tmp_path / "state"), **settings}
+        )
+        wire = Wire(router.nodes[1].listener.getsockname()[1])
+        server = await asyncio.start_server(wire.take, "127.0.0.1", 0)
+        stack.callback(server.close)
+        router.nodes[1].url, direct = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", router.nodes[1].url
+        await router.start()
+        one, other = router.nodes
+        other.url = direct
+        assert (await with_key(one, "admins", "POST", f"/add_worker?url={worker.url}")).status == 200
+        session = (await with_key(other, "clients", "POST", "/sessions")).json()["session_id"]
+        while not wire.sent:  # each look is a request
+            await with_key(one, "clients", "GET", "/sessions")
+        listing = bytes(wire.sent)
+        wire.sent.clear()
+        turn = f"/sessions/{session}/v1/chat/completions"
+        assert (await with_key(one, "clients", "POST", turn, **HI)).status == 200
+        sent = bytes(wire.sent)
+        assert b"x-miles-router-node: forward" in sent
+        for each in (listing, sent):
+            assert router.machines.secret.encode() not in each
+        for altered in (
+            sent,
+            listing,
+            sent.replace(b"POST /sessions", b"POST /Sessions"),
+            listing.replace(b"GET", b"HEAD"),
+            sent.replace(b"content-type: application/json", b"content-type: application/jsonl"),
+            sent.replace(b"x-miles-router-node: forward", b"x-miles-router-node: ask"),
+            sent.replace(b'"max_tokens":4', b'"max_tokens":5'),
+            b"GET /sessions HTTP/1.1\r\nx-miles-router-node: " + router.machines.secret.encode() + b"\r\n\r\n",
+            b"GET /sessions HTTP/1.1\r\nx-miles-router-node: ask 0 1 1 0 0 0\r\n\r\n",
+        ):
+            answer = await raw(other, altered)
+            assert answer.status in (403, 503), altered
+            if altered.startswith((b"POST", b"GET")):
+                assert answer.json()["error"]["type"] in ("node_unproven", "owner_unavailable"), altered
+        elsewhere = await raw(one, listing)
+        assert elsewhere.status == 403, "it was sent to another machine"
+        records = (await with_key(other, "clients", "GET", f"/sessions/{session}")).json()["records"]
+        assert len(records) == 1
+
+
+def stack_of(stack: contextlib.AsyncExitStack) -> contextlib.ExitStack:
+    """One that ends with the other."""
+    return stack.enter_context(contextlib.ExitStack())
+
+
 def commits(state: Path) -> bool:
     """Whether somebody is within a commit to what belongs to the router as a whole."""
     with contextlib.closing(sqlite3.connect(state / "control.sqlite", isolation_level=None, timeout=0)) as connection:
@@ -156,7 +285,7 @@ async def test_a_control_plane_that_is_lost_without_a_word_is_left_for_the_one_t
     stage: Stage, tmp_path: Path
 ) -> None:
     worker = await stage.worker()
-    worker.always(by_path(generate=script(reply())))
+    worker.always(by_path(generate=script(BODY, reply())))
     async with running(worker, tmp_path) as router:
         one, other = router.nodes
         first, router.control = router.control, router.part("next")

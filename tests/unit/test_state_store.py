@@ -396,6 +396,16 @@ async def test_a_claim_that_failed_leaves_the_epoch_that_there_was(tmp_path: Pat
         await other.commit(OWNER, rows(2))
 
 
+async def test_whoever_was_succeeded_stays_so_when_he_tries_again(tmp_path: Path) -> None:
+    async with shared(tmp_path) as one, shared(tmp_path) as other:
+        await one.claim(SLOT, 1)
+        await other.claim(SLOT, 2)
+        for _ in range(3):
+            with pytest.raises(StateOutdated):
+                await one.commit(OWNER, rows(1))
+        assert await other.load(OWNER) == []
+
+
 async def test_of_those_that_take_a_slot_over_without_an_epoch_each_has_the_next_one(tmp_path: Path) -> None:
     async with shared(tmp_path) as one, shared(tmp_path) as other:
         assert [await one.take_over(SLOT), await other.take_over(SLOT), await one.take_over(SLOT)] == [1, 2, 3]

@@ -18,10 +18,12 @@ from miles_router.cluster.nodes.forwarding import Kept, Neighbours
 from miles_router.cluster.nodes.leases import Seat
 from miles_router.cluster.nodes.machines import Machine
 from miles_router.cluster.nodes.membership import Membership
-from miles_router.cluster.nodes.owners import MachinesOwners, OnNode
+from miles_router.cluster.nodes.owners import MachinesOwners, OnNode, purpose_of
+from miles_router.cluster.nodes.seen import Seen
+from miles_router.cluster.nodes.stamps import ASK, Address, Stamps
 from miles_router.cluster.peers import Peers
 from miles_router.edge import RouterApp
-from miles_router.errors import BadRequest, ConfigError
+from miles_router.errors import BadRequest, ConfigError, RouterError
 from miles_router.fleet.admission_queue import Waiting
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.admission import Admission
@@ -33,6 +35,8 @@ from miles_router.pools.registrations import Registrations
 CONNECT = 5.0
 #: In a request's scope: the machine that answers it.
 ON_NODE = "miles_router.on_node"
+#: And why it is refused.
+REFUSAL = "miles_router.refusal"
 
 
 class Leased(Protocol):
@@ -92,7 +96,9 @@ class MachineDuty(DataDuty):
         self.membership = Membership(node, seat, counts, generation=generation, fenced=fenced, surplus=surplus)
         super().__init__(peers, counts, generation=0)
         self.slots = self.membership.claimable
-        self._neighbours = Neighbours(node.machines.secret, self.membership.url_of, connect_timeout=CONNECT)
+        place = Address(node.index, node.life)
+        stamps = Stamps(node.machines.secret, place, self.membership.life_of, lambda: self.membership.beat, Seen(peers))
+        self._neighbours = Neighbours(stamps, self.membership.url_of, connect_timeout=CONNECT)
         self.membership.lost = self._neighbours.lost
         self.owners = MachinesOwners(peers, self.membership, self._neighbours)
 
@@ -138,7 +144,10 @@ class MachineApp(RouterApp):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        self._neighbours.recognize(scope)
+        try:
+            receive = self._neighbours.recognize(scope, receive)
+        except RouterError as error:
+            scope[REFUSAL] = error
         headers, read = scope["headers"], Kept(receive) if self._by_body(scope) else receive
         try:
             await super().__call__(scope, read, send)
@@ -162,7 +171,10 @@ class MachineApp(RouterApp):
 
         Raises:
             OnNode, NodeUnleased, OwnerUnavailable: as `MachinesOwners.require`.
+            NodeUnproven, OwnerUnavailable: as `Neighbours.recognize`.
         """
+        if REFUSAL in scope:
+            raise scope[REFUSAL]
         if ON_NODE in scope:
             return
         if note_of(scope) != ASKED:
@@ -174,10 +186,13 @@ class MachineApp(RouterApp):
                     break
         await super()._restore(scope)
 
+    def _has_entered(self, scope: Scope) -> bool:
+        return super()._has_entered(scope) or purpose_of(scope) == ASK
+
     def _enter(self, scope: Scope) -> ASGIApp:
-        """The machine that answers asks for keys."""
+        """The machine that answers asks which key it is; without any nobody enters here."""
         node = scope.get(ON_NODE)
-        if node is None:
+        if node is None or self.doors.is_shut(scope["path"], scope["headers"]):
             return super()._enter(scope)
         door = self.doors.of(scope["path"])
         if door.foreign is not None and not door.key.required:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 from miles_router.asgi.exchange import Scope
 from miles_router.asgi.moving import ASKED, Elsewhere, note_of
@@ -53,16 +52,18 @@ class MachinesOwners(ClusterOwners):
         if note_of(scope) == ASKED or self._membership.has(name):
             return
         node = self._membership.node_of(name)
-        if node is not None and not is_forwarded(scope):
+        if node is not None and not purpose_of(scope):
             raise OnNode(node)
-        super().require(scope, name)
+        process = self.elsewhere(name)
+        if process is not None:
+            raise Elsewhere(process, purpose_of(scope))
         self._membership.check()
         raise OwnerUnavailable("this is moving from one machine to another; ask again")
 
     def others(self, scope: Scope) -> Sequence[int]:
         """As `Owners.others`."""
         found = super().others(scope)
-        if note_of(scope) == ASKED or is_forwarded(scope):
+        if note_of(scope) == ASKED or purpose_of(scope):
             return found
         return [*found, *(self._peers.count + node for node in self._membership.urls)]
 
@@ -95,7 +96,7 @@ class MachinesOwners(ClusterOwners):
         return None
 
 
-def is_forwarded(scope: Scope) -> bool:
-    """Whether another machine has forwarded a request."""
-    extensions: Mapping[str, Any] = scope.get("extensions", {})
-    return FROM_NODE in extensions
+def purpose_of(scope: Scope) -> bytes:
+    """What another machine has sent a request for; nothing where none has."""
+    purpose: bytes = scope.get("extensions", {}).get(FROM_NODE, b"")
+    return purpose

@@ -111,7 +111,10 @@ class MachinesDuty(ControlDuty):
         self._listener = listener
         self._ended = ended
         self._authority: Authority
-        self._urls: dict[int, str] = {}
+        #: Where machines are reached, by their lives.
+        self._urls: dict[str, str] = {}
+        #: By which requests between machines are known to be new. It goes on under the next control plane.
+        self._beats = 0
 
     def _followers(self, counts: Counts) -> DistantFollowers:
         return DistantFollowers(counts, self._written, self._machines)
@@ -139,6 +142,11 @@ class MachinesDuty(ControlDuty):
         await asyncio.sleep(max(0.0, self._authority.opens - clock()))
         await super()._gather()
 
+    async def _begin(self, state: tuple[int, dict[str, Any]]) -> None:
+        if NODES in state[1]:
+            self._beats = state[1][NODES]["beat"] + 1
+        await super()._begin(state)
+
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await prove(reader, writer, self._machines.secret, side=ACCEPTS, other=CONNECTS)
@@ -153,10 +161,11 @@ class MachinesDuty(ControlDuty):
 
     def _written(self) -> dict[str, Any]:
         sections = super()._written()
-        alive = {each.seat.node for each in self._authority.alive(clock())}
-        urls = {str(node): url for node, url in self._urls.items() if node in alive}
+        seats = [each.seat for each in self._authority.alive(clock())]
+        self._urls = {seat.life: self._urls[seat.life] for seat in seats}
+        places = {str(seat.node): [self._urls[seat.life], seat.life] for seat in seats}  # who came last counts
         owners = sorted([slot, node] for slot, node in self._authority.owners().items())
-        sections[NODES] = {"urls": urls, "slots": owners}
+        sections[NODES] = {"places": places, "slots": owners, "beat": self._beats}
         return sections
 
     async def _count(self) -> bool:
@@ -171,7 +180,7 @@ class MachinesDuty(ControlDuty):
         seat, number = Seat(*fields["seat"]), fields["process"]
         before = self._authority.until(number, now)
         grant = self._authority.renew(seat, number, dict(fields["claimed"]), now)
-        self._urls[seat.node] = fields["url"]
+        self._urls[seat.life] = fields["url"]
         until = self._authority.until(number, now)
         try:
             confirmed = await self._confirmed()
@@ -201,7 +210,8 @@ class MachinesDuty(ControlDuty):
 
     @asynccontextmanager
     async def running(self, pools: Pools) -> AsyncIterator[None]:
-        """See `Duty`. When all have gone over to another one, nobody asks this one for leases any more: it looks."""
+        """See `Duty`. When all have gone over to another one, nobody asks this one for leases any more: it looks.
+        And it beats, which each follows: who does not has lost its leases."""
         async with super().running(pools):
             looking = tasks.spawn(self._look(), name="whether another one decides")
             try:
@@ -211,7 +221,8 @@ class MachinesDuty(ControlDuty):
 
     async def _look(self) -> None:
         while True:
-            await asyncio.sleep(self._machines.lease)
+            await asyncio.sleep(self._machines.lease / 2)
+            self._beats += 1
             await self._confirmed()
 
     async def _ping(self, message: Message) -> None:
