@@ -188,9 +188,7 @@ def _pool(
         extra=config.fan_out,
         read_timeout=config.health_check_timeout,
     )
-    stalls = StallWatch(
-        fleet, probes, upstream, metrics, timeout=config.stall_timeout, excused=lambda: control.may_silence
-    )
+    stalls = StallWatch(fleet, probes, upstream, timeout=config.stall_timeout, excused=lambda: control.may_silence)
     router = Router(
         config=config,
         fleet=fleet,

@@ -19,6 +19,7 @@ from miles_router.control.engine_metrics import MEDIA_TYPE
 from miles_router.errors import BadRequest, NotFound
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import BOOTSTRAP_PORT, ROLE, Role, Worker, WorkerState
+from miles_router.metrics.statistics import Declaration
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import FIELDS, model_id_problem, shown
@@ -145,6 +146,18 @@ class Admin:
     def statistics(self) -> dict[str, Any]:
         """What layers show of themselves."""
         return {name: give() for name, give in self._router.statistics.items()}
+
+    def declared(self) -> dict[str, Mapping[str, Declaration]]:
+        """The numbers among that, by name and attribute."""
+        return {name: each.declared() for name, each in self._router.published.items()}
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """And what is no declared number."""
+        declared = self.declared()
+        return {
+            name: {each: value for each, value in shown.items() if each not in declared.get(name, ())}
+            for name, shown in self.statistics().items()
+        }
 
     async def set_weight_version(self, request: Request) -> Response:
         """The weights that engines have which do not say it themselves."""

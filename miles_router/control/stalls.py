@@ -22,7 +22,6 @@ from miles_router.control.probes import Probes
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
-from miles_router.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,6 @@ class StallWatch:
         fleet: Fleet,
         probes: Probes,
         upstream: Upstream,
-        metrics: Metrics,
         *,
         timeout: float,
         excused: Callable[[], bool],
@@ -68,7 +66,6 @@ class StallWatch:
         self._pool = fleet.pool
         self._probes = probes
         self._upstream = upstream
-        self._metrics = metrics
         self._timeout = timeout
         self._excused = excused
         self._silences: dict[Worker, _Silence] = {}
@@ -126,7 +123,6 @@ class StallWatch:
     def _give_up(self, worker: Worker) -> None:
         """First it takes nothing new, then what it has is lost: so a retry goes elsewhere."""
         reason = f"stalled: its engine gave no sign of life for {self._timeout:g} s"
-        self._metrics.stalled_workers += 1
         self._pool.record_stall(worker, reason)
         lost = self._upstream.give_up(worker.address, worker.pulse, f"{worker.url} is {reason}")
         logger.warning("worker_stalled", extra={"fields": {"worker": worker.url, "requests": lost}})

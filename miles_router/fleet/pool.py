@@ -60,6 +60,8 @@ class WorkerPool:
         self._now = now
         #: What is routable now.
         self.snapshot = Snapshot()
+        #: How many workers were found stalled.
+        self.stalls = 0
         self._workers: dict[str, Worker] = {}
         self._leaving: dict[str, Worker] = {}  # removed, with requests still in flight
         self._settling = False
@@ -313,10 +315,14 @@ class WorkerPool:
         worker.forget_engine()
 
     def record_stall(self, worker: Worker, reason: str) -> None:
-        """Its engine stands still: it is out until it passes its checks, and keeps this reason while it is silent."""
+        """Its engine stands still: it is out until it passes its checks, and keeps this reason while it is silent. Each
+        process that has requests there sees it for itself; the first one counts."""
+        if worker.stalled:
+            return
+        self.stalls += 1
         if worker.state is not WorkerState.DRAINING and self._workers.get(worker.url) is worker:
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
-            worker.stalled = True
+        worker.stalled = True
 
     def record_alive(self, worker: Worker, weight_version: str | None) -> None:
         """The cheap probe passed; failures start from zero again. A quarantined worker needs `readmit` besides."""

@@ -15,7 +15,7 @@ from miles_router.fleet.gate import Gate
 from miles_router.fleet.workers import Transition, Worker, WorkerState
 from miles_router.log import dropped_lines
 from miles_router.metrics.plain import PlainFamily, plain
-from miles_router.metrics.statistics import Statistics, counter, gauge, histogram
+from miles_router.metrics.statistics import Statistics, Together, counter, gauge, histogram
 from miles_router.state.store import StateStore
 
 #: The classes that `route` labels take; anything else is "other", so that no client can grow the table.
@@ -53,24 +53,25 @@ class Metrics(Statistics, prefix="miles_router"):
     broken_replies = counter("Replies cut by a worker after they had begun.")
     unread_replies = counter("Replies that passed a layer unread, by layer and reason.", by=("layer", "reason"))
     transitions = counter(
-        "Changes of a worker's state.", by=("before", "after"), name="worker_transitions", shared=True
+        "Changes of a worker's state.", by=("before", "after"), name="worker_transitions", together="max"
     )
     unkeyed_generations = counter("Generations that may use a cache of older weights: their path takes no key of it.")
     unpinned_generations = counter("Generations on workers with ranks whose path takes none: the engine chooses.")
     ignored_ranks = counter("Answers of another rank than the one that was meant.")
     moved_generations = counter("Generations that went on at another worker to even out the load.")
     unmoved_generations = counter("Generations that were chosen for that and stayed, by reason.", by="reason")
-    stalled_workers = counter("Workers given up since their engine stood still under requests.")
+    stalled_workers = counter("Workers given up since their engine stood still under requests.", together="max")
     dropped_log_lines = counter("Log lines that nobody took in time.")
-    in_flight = gauge("Leases held.", by="worker", shared=True)
-    rank_in_flight = gauge("Leases held on workers with several ranks.", by=("worker", "rank"), shared=True)
-    worker_routable = gauge("1: takes new requests.", by="worker", shared=True)
-    worker_type = gauge("1: what part of a generation it does.", by=("worker", "type"), shared=True)
-    workers = gauge("Registered workers by state.", by="state", shared=True)
+    in_flight = gauge("Leases held.", by="worker", together="last")
+    rank_in_flight = gauge("Leases held on workers with several ranks.", by=("worker", "rank"), together="last")
+    worker_routable = gauge("1: takes new requests.", by="worker", together="last")
+    worker_type = gauge("1: what part of a generation it does.", by=("worker", "type"), together="last")
+    workers = gauge("Registered workers by state.", by="state", together="last")
 
     def __init__(self, *fleets: Fleet) -> None:
         self._fleets: list[Fleet] = []
         super().__init__(
+            stalled_workers=lambda: sum(fleet.pool.stalls for fleet in self._fleets),
             dropped_log_lines=dropped_lines,
             in_flight=lambda: {worker.url: worker.in_flight for worker in self._workers()},
             rank_in_flight=lambda: {
@@ -80,7 +81,7 @@ class Metrics(Statistics, prefix="miles_router"):
             worker_type=lambda: {(worker.url, worker.role.value): 1 for worker in self._workers()},
             workers=lambda: _states(self._workers()),
         )
-        self._shared: set[str] = set()
+        self._together: dict[str, Together] = {}
         self._registry = CollectorRegistry(auto_describe=True)  # else a name could be taken twice
         self.register(self)
         self._gates: list[Gate] = []
@@ -105,7 +106,7 @@ class Metrics(Statistics, prefix="miles_router"):
         """
         self._registry.register(collector)
         if isinstance(collector, Statistics):
-            self._shared |= collector.shared()
+            self._together |= {str(each.name): each.together for each in collector.declared().values()}
 
     def finished(self, path: str, status: int, worker: str | None, seconds: float, to_head: float | None) -> None:
         """One request is over. `seconds` is its whole time, `to_head` the time until the worker's reply began."""
@@ -130,7 +131,7 @@ class Metrics(Statistics, prefix="miles_router"):
 
     def families(self) -> list[PlainFamily]:
         """Everything as plain numbers."""
-        return plain(self._registry.collect(), self._shared)
+        return plain(self._registry.collect(), self._together)
 
     def render(self) -> bytes:
         """The Prometheus text exposition of everything."""
@@ -145,9 +146,9 @@ def _states(workers: Iterable[Worker]) -> dict[str, int]:
 class GateStatistics(Statistics, prefix="miles_router"):
     """Whether generation waits somewhere, why, and how many requests do."""
 
-    closed = gauge("1: generation waits.", by="reason", name="gate_closed", shared=True)
+    closed = gauge("1: generation waits.", by="reason", name="gate_closed", together="last")
     held = gauge("Requests that wait at the gate.", name="gate_held")
-    pauses = counter("Pauses asked of the fleet.", shared=True)
+    pauses = counter("Pauses asked of the fleet.", together="max")
 
     def __init__(self, gates: Sequence[Gate]) -> None:
         super().__init__(

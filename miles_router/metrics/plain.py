@@ -2,45 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from miles_router.metrics.statistics import Declaration, Together
+
 #: A sample's name, and its labels in order.
 SampleName = tuple[str, tuple[tuple[str, str], ...]]
+Samples = Mapping[SampleName, float]
 
 
 class PlainFamily(NamedTuple):
-    """One family. `shared`: numbers of several processes are not added up, the greatest counts."""
+    """One family."""
 
     name: str
     kind: str
     help: str
-    shared: bool
-    samples: dict[SampleName, float]
+    together: Together
+    samples: Samples
 
     def as_json(self) -> list[Any]:
         """As lists."""
-        return [self.name, self.kind, self.help, self.shared, [[*key, number] for key, number in self.samples.items()]]
+        return [
+            self.name,
+            self.kind,
+            self.help,
+            self.together,
+            [[*key, number] for key, number in self.samples.items()],
+        ]
 
     @classmethod
     def read(cls, written: Sequence[Any]) -> PlainFamily:
         """What `as_json` gave."""
-        name, kind, about, shared, samples = written
-        return cls(name, kind, about, shared, {(each, tuple(map(tuple, labels))): n for each, labels, n in samples})
+        name, kind, about, together, samples = written
+        return cls(name, kind, about, together, {(each, tuple(map(tuple, labels))): n for each, labels, n in samples})
 
 
-def plain(metrics: Iterable[Metric], shared: set[str]) -> list[PlainFamily]:
-    """Families as `prometheus_client` collects them; some of them are `shared`."""
+def plain(metrics: Iterable[Metric], together: Mapping[str, Together]) -> list[PlainFamily]:
+    """Families as `prometheus_client` collects them, and by name what those of several processes are together; of a
+    middleware's own making they are added up."""
     return [
         PlainFamily(
             each.name,
             each.type,
             each.documentation,
-            each.name in shared,
+            together.get(each.name, "sum"),
             {(sample.name, tuple(sorted(sample.labels.items()))): sample.value for sample in each.samples},
         )
         for each in metrics
@@ -48,25 +59,64 @@ def plain(metrics: Iterable[Metric], shared: set[str]) -> list[PlainFamily]:
 
 
 def merged(parts: Iterable[Iterable[PlainFamily]]) -> list[PlainFamily]:
-    """Those of several processes as those of one."""
+    """Those of several processes as those of one. Who decides comes last."""
     families: dict[str, PlainFamily] = {}
     for family in (each for part in parts for each in part):
         known = families.get(family.name)
-        if known is None:
-            families[family.name] = family._replace(samples=dict(family.samples))
-            continue
-        samples = known.samples
-        for key, number in family.samples.items():
-            if key not in samples:
-                samples[key] = number
-            else:
-                samples[key] = max(samples[key], number) if family.shared else samples[key] + number
+        samples = family.samples if known is None else _together(family.together, known.samples, family.samples)
+        families[family.name] = family._replace(samples=samples)
     return list(families.values())
+
+
+def _together(rule: Together, one: Samples, other: Samples) -> Samples:
+    if rule == "last":
+        return other
+    of_both = max if rule == "max" else _sum
+    return {**one, **{key: of_both(one[key], number) if key in one else number for key, number in other.items()}}
+
+
+def _sum(one: float, other: float) -> float:
+    return one + other
 
 
 def lasting(families: Iterable[PlainFamily]) -> list[PlainFamily]:
     """What stays of a process that has ended: what it has counted."""
     return [each for each in families if each.kind != "gauge"]
+
+
+def numbers_in(families: Iterable[PlainFamily], declared: Mapping[str, Declaration]) -> dict[str, object]:
+    """Of families the numbers that are so declared, by attribute, as `Statistics.numbers` would show them."""
+    samples = {family.name: family.samples for family in families}
+    return {name: _shown(each, samples.get(str(each.name), {})) for name, each in declared.items()}
+
+
+def written_declarations(layers: Mapping[str, Mapping[str, Declaration]]) -> dict[str, Any]:
+    """Which numbers layers have, by name and attribute, for another process."""
+    return {name: {number: asdict(each) for number, each in declared.items()} for name, declared in layers.items()}
+
+
+def read_declarations(written: Mapping[str, Any]) -> dict[str, dict[str, Declaration]]:
+    """What `written_declarations` gave."""
+    return {
+        name: {number: Declaration(**{**each, "by": tuple(each["by"])}) for number, each in declared.items()}
+        for name, declared in written.items()
+    }
+
+
+def _shown(declared: Declaration, samples: Samples) -> object:
+    found: dict[str, Any] = {}
+    for (name, pairs), number in samples.items():
+        labels = dict(pairs)
+        if any(labels[label] != value for label, value in declared.labels.items()):
+            continue
+        key = ",".join(labels[label] for label in declared.by)
+        if declared.kind != "histogram":
+            found[key] = number
+        elif name == f"{declared.name}_count":
+            found.setdefault(key, {})["count"] = int(number)
+        elif name == f"{declared.name}_sum":
+            found.setdefault(key, {})["sum"] = number
+    return found if declared.by else found.get("", declared.plain(declared.zero()))
 
 
 def rendered(families: Iterable[PlainFamily]) -> bytes:

@@ -82,6 +82,8 @@ class Router:
         self.args = args if args is not None else namespace_of(config)
         #: What middlewares show under `statistics` in `GET /router/info`: a name and a function that gives JSON.
         self.statistics: dict[str, Callable[[], Mapping[str, object]]] = {}
+        #: By the same name, where that has some: declared numbers.
+        self.published: dict[str, Statistics] = {}
         #: What `GET /metrics` shows of them.
         self.collectors: list[Collector] = []
         #: Where layers that hold trajectories and the layer that captures a kind of rows find each other.
@@ -100,6 +102,7 @@ class Router:
             self.counts = router.publish("token_cap", Counts())
         """
         self.collectors.append(statistics)
+        self.published[name] = statistics
         self.statistics[name] = lambda: {**statistics.numbers(), **{fact: read() for fact, read in facts.items()}}
         return statistics
 

@@ -41,7 +41,7 @@ class PartialRollouts:
     ) -> None:
         self.app = app
         self.context = context = ResumeContext(app, router, in_flight, is_paused, resume_cut, resume_lost)
-        router.statistics["partial_rollouts"] = lambda: {"resumed": context.resumed, "returned": context.returned}
+        router.publish(LAYER, context.counts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one request; anything but a `/generate` that can be read, and turns of chat, passes."""

@@ -11,10 +11,18 @@ from miles_router.engines.answers import is_abort
 from miles_router.engines.facts import Facts
 from miles_router.errors import UpstreamUnreachable
 from miles_router.fleet.inflight import InFlight
+from miles_router.metrics import Statistics, counter
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 
 LAYER = "partial_rollouts"
+
+
+class ResumeStatistics(Statistics, prefix="miles_router_partial_rollouts"):
+    """What became of generations that were cut."""
+
+    resumed = counter("Generations that were carried on, each as often as it was.")
+    returned = counter("Generations that could not be, and were returned as they were.")
 
 
 @dataclass
@@ -27,8 +35,6 @@ class ResumeContext:
         is_paused: whether the worker at a URL was paused by somebody else than the router.
         resume_cut: carry on what a pause cut.
         resume_lost: carry on streams whose worker was lost, and ask again for other answers.
-        resumed: how often a generation was carried on.
-        returned: generations that could not be.
     """
 
     app: ASGIApp
@@ -37,8 +43,7 @@ class ResumeContext:
     is_paused: Callable[[str], Awaitable[bool]]
     resume_cut: bool
     resume_lost: bool
-    resumed: int = field(default=0, init=False)
-    returned: int = field(default=0, init=False)
+    counts: ResumeStatistics = field(default_factory=ResumeStatistics, init=False)
 
 
 def is_failure(finish: object) -> bool:

@@ -91,7 +91,7 @@ class ResumableRequest(ABC):
 
     def give_up(self, error: Exception) -> None:
         """Say that a generation is returned as it is."""
-        self.context.returned += 1
+        self.context.counts.returned += 1
         fields = {"request_id": self.exchange.request_id, "reason": str(error)}
         logger.warning("generation_not_resumed", extra={"fields": fields})
 
@@ -147,7 +147,7 @@ class ResumableRequest(ABC):
                     generation.given_up = True
                     self.give_up(error)
                 break
-            context.resumed += 1
+            context.counts.resumed += 1
         else:
             return
         await self.end(generation, _left(generation, aborted=exchange.flight.aborted))

@@ -25,6 +25,7 @@ from miles_router.control.table import TABLE
 from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import ClientDisconnected, ConfigError, RouterError, UpstreamBroken
 from miles_router.metrics import ClientStatistics, GateStatistics, LoopDelay, Metrics, StateStatistics, Statistics
+from miles_router.partial_rollouts.leg import ResumeStatistics
 from miles_router.settings.config import ENVIRONMENT_PREFIX, FIELDS, PATHS, RouterConfig, shown, type_name
 from miles_router.testing import QWEN3_30B_A3B_H100
 from miles_router.testing.worker.costs.gpu import GPUS
@@ -164,6 +165,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "text_archive": partial(metrics, ArchiveStatistics),
     "sessions": partial(metrics, SessionStatistics),
     "traces": partial(metrics, TraceStatistics),
+    "partial_rollouts": partial(metrics, ResumeStatistics),
     "encoding": partial(metrics, EncodingStatistics),
     "routed_experts": partial(metrics, ExpertStatistics),
     "indexer_topk": partial(metrics, PositionStatistics),

@@ -57,7 +57,6 @@ async def test_its_metrics_stand_beside_the_routers_own(stage: Stage) -> None:
     assert 'miles_router_requests_total{route="generate",status="200"' in text
 
 
-@pytest.mark.alone("numbers are summed")
 async def test_its_numbers_stand_in_the_routers_info(stage: Stage) -> None:
     router = await stage.router(await stage.worker(), middlewares=stack(("Tagging", {"tag": "one"})))
     await router.ask("POST", "/generate", body=b"{}")

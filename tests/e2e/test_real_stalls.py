@@ -61,7 +61,7 @@ def tokens(answer: RawReply) -> int:
 
 
 def stalls(router: RunningRouter) -> int:
-    return router.app.router.metrics.stalled_workers
+    return router.pool.stalls
 
 
 async def test_a_stalled_scheduler_is_found_under_load_and_comes_back(

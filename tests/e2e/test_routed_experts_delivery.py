@@ -341,7 +341,6 @@ async def test_what_the_cache_lets_go_gives_its_bytes_back(stage: Stage) -> None
         assert np.array_equal(await trial.rows(rid=last.rid), truth(tokens_of(last)))
 
 
-@pytest.mark.alone("numbers are summed")
 async def test_the_numbers_are_those_of_what_came(cached: ExpertsTrial) -> None:
     first = await cached.generate(text="Question: one?")
     await cached.generate(text=f"Question: one?{first['text']} and two?")

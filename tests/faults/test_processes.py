@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import signal
+from pathlib import Path
 
 import psutil
 
@@ -13,6 +14,7 @@ from miles_router.serving.supervisor import CHANCES
 from miles_router.testing import SimulatedWorker
 from tests.e2e.test_processes import MANY, generations, holding
 from tests.support.http import CutReply
+from tests.support.layers import written
 from tests.support.processes import processes
 from tests.support.running_router import refuses
 from tests.support.stage import Stage
@@ -61,6 +63,39 @@ async def test_no_counter_falls_when_a_process_is_killed(stage: Stage) -> None:
         await router.kill(control)
         assert await router.metric("miles_router_requests_total", route="generate") == MANY
         assert await router.metric("miles_router_worker_transitions_total", after="ready") >= 1
+
+
+async def test_no_number_of_a_layer_falls_either_and_what_is_no_number_is_not_added_up(
+    stage: Stage, tmp_path: Path
+) -> None:
+    worker = await stage.worker()
+    config = written(tmp_path, [("tests.support.plugins.working.Tagging", {"tag": "one"})])
+    async with processes([worker], "--config", str(config)) as router:
+        await asyncio.gather(*router.generating(MANY))
+        want = {"tags": {"one": MANY}, "length": len("one")}
+        assert (await router.info())["statistics"]["tagging"] == want
+        (victim, _), control = await router.data(), await router.control()
+        await router.kill(victim)
+        assert (await router.info())["statistics"]["tagging"] == want
+        await router.kill(control)
+        assert (await router.info())["statistics"]["tagging"] == want
+
+
+async def test_a_stalled_worker_counts_once_however_many_processes_have_seen_it() -> None:
+    settings = ("--stall-timeout", "0.3", "--health-check-interval", "0.05", "--gate-timeout", "1")
+    long = {"text": "Hi", "sampling_params": {"max_new_tokens": 1000}}
+    async with (
+        SimulatedWorker(token_latency_s=0.01, stop_probability=0) as sick,
+        processes([sick.url], *settings) as router,
+    ):
+        under_way = [asyncio.ensure_future(router.post("/generate", **long)) for _ in range(MANY)]
+        await until(lambda: sick.running == MANY, "all generations run")
+        sick.stop_scheduler()
+        assert 200 not in {each.status for each in await asyncio.gather(*under_way)}
+        assert await router.metric("miles_router_stalled_workers_total") == 1
+        await router.kill(await router.control())
+        assert await router.metric("miles_router_stalled_workers_total") == 1
+        sick.continue_scheduler()
 
 
 async def test_while_the_control_plane_is_away_generations_go_on_and_it_comes_back_as_it_was(stage: Stage) -> None:

@@ -38,6 +38,7 @@ from miles_router.errors import ControlUnavailable
 from miles_router.fleet.fleet import Fleet, RankFault
 from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing
+from miles_router.metrics.plain import written_declarations
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
@@ -67,7 +68,7 @@ class Link:
         self._numbers = own_numbers(generation)
         self._pools: Pools
         self._hello: dict[str, Any] = {}
-        self._info: Callable[[], dict[str, Any]]
+        self._admin: Admin
         self._channel: Channel | None = None
         self._connected = asyncio.Event()
         self._followed = asyncio.Event()
@@ -75,12 +76,11 @@ class Link:
         self._sections: dict[str, Any] = {}
 
     @asynccontextmanager
-    async def running(
-        self, pools: Pools, stack: list[dict[str, object]], info: Callable[[], dict[str, Any]]
-    ) -> AsyncIterator[None]:
+    async def running(self, pools: Pools, stack: list[dict[str, object]], admin: Admin) -> AsyncIterator[None]:
         """While it is entered, this process follows. It is entered once there is something to follow."""
-        self._pools, self._info = pools, info
-        self._hello = {"process": self.process, "layered": pools.layered, "stack": stack}
+        self._pools, self._admin = pools, admin
+        declared = written_declarations(admin.declared())
+        self._hello = {"process": self.process, "layered": pools.layered, "stack": stack, "declared": declared}
         connecting = tasks.spawn(self._stay_connected(), name="control plane")
         try:
             await self._followed.wait()
@@ -174,7 +174,7 @@ class Link:
     async def _tell_numbers(self, message: Message) -> Message:
         families = [each.as_json() for each in self._pools.default.router.metrics.families()]
         held = {pool.name: pool.fleet.gate.held for pool in self._pools}
-        return Message({"families": families, "info": {**self._info(), "held": held}})
+        return Message({"families": families, "info": {"facts": self._admin.facts(), "held": held}})
 
     # Asking
 
@@ -287,7 +287,7 @@ class DataDuty(Duty):
     @asynccontextmanager
     async def running(self, pools: Pools) -> AsyncIterator[None]:
         """See `Duty`."""
-        async with self._link.running(pools, self._stack, lambda: {"statistics": self._admin.statistics()}):
+        async with self._link.running(pools, self._stack, self._admin):
             yield
 
 

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ from miles_router.fleet.caches import set_apart
 from miles_router.fleet.fleet import Fleet, Pause
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Transition
-from miles_router.metrics.plain import merged, rendered
+from miles_router.metrics.plain import PlainFamily, merged, numbers_in, read_declarations, rendered
+from miles_router.metrics.statistics import Declaration
 from miles_router.pools.pools import ModelPool, Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import FIELDS, RouterConfig, shown
@@ -231,7 +232,7 @@ class ControlDuty(Duty):
         async def hello(message: Message) -> None:
             fields = message.fields
             self._pools.layered |= fields["layered"]
-            self._admin.stack = fields["stack"]
+            self._admin.stack, self._admin.layers = fields["stack"], read_declarations(fields["declared"])
             self._states[fields["process"]] = (fields["at"], fields["sections"])
             follower = Follower(channel, fields["process"])
             serving.append(tasks.spawn(self._serve(follower), name=f"lead {follower.process}"))
@@ -335,24 +336,38 @@ class WholeAdmin(Admin):
 
     def __init__(self, pools: Pools, registrations: Registrations, followers: Followers, config: RouterConfig) -> None:
         self.stack: list[dict[str, object]] = []
+        self.layers: Mapping[str, Mapping[str, Declaration]] = {}
         super().__init__(pools, registrations, self.stack)
         self._followers = followers
         self._config = config
 
     async def metrics(self, request: Request) -> Response:
         """Those of all processes, and of all that have ended."""
+        return Response(rendered(await self._families()), media_type=MEDIA_TYPE)
+
+    async def _families(self) -> list[PlainFamily]:
         await self._followers.look()
-        own = self._router.metrics.families()
-        return Response(rendered(merged([own, *self._followers.numbers()])), media_type=MEDIA_TYPE)
+        return merged([*self._followers.numbers(), self._router.metrics.families()])
+
+    def _together(self, families: Sequence[PlainFamily]) -> dict[str, Any]:
+        """What layers show: numbers as declared; of all else the process that was asked last and knows has its word."""
+        shown = self.facts()
+        for info in self._followers.infos():
+            for name, facts in info["facts"].items():
+                shown[name] = {
+                    **shown.get(name, {}),
+                    **{each: fact for each, fact in facts.items() if fact is not None},
+                }
+        return {name: {**numbers_in(families, self.layers.get(name, {})), **each} for name, each in shown.items()}
 
     async def info(self, request: Request) -> Response:
         """The router, with what all processes hold."""
-        await self._followers.look()
+        families = await self._families()
         described = self.described()
         described["middlewares"] = self.stack
         described["config"] = {name: shown(self._config, name) for name in FIELDS}
+        described["statistics"] = self._together(families)
         for info in self._followers.infos():
-            described["statistics"] = added(described["statistics"], info["statistics"])
             for name, held in info["held"].items():
                 if name == self._pools.default.name:
                     described["gate"]["held"] += held
@@ -360,14 +375,3 @@ class WholeAdmin(Admin):
                     described["pools"][name]["gate"]["held"] += held
         described["processes"] = sorted(self._followers.senders)
         return Json(described)
-
-
-def added(one: Any, other: Any) -> Any:
-    """What two processes tell of themselves as one: numbers are added up, of all else the first counts."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return {
-            name: added(one[name], other[name]) if name in one and name in other else one.get(name, other.get(name))
-            for name in (*one, *(each for each in other if each not in one))
-        }
-    numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (one, other))
-    return one + other if numbers else one

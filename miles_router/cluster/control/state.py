@@ -173,6 +173,7 @@ def written(fleet: Fleet, pool: SharedPool) -> Record:
         "weight_version": pool.weight_version,
         "weights_epoch": pool.weights_epoch,
         "gate": {**{name: getattr(fleet.gate, name) for name in _GATE}, "past": [*fleet.gate.past]},
+        "stalls": pool.stalls,
         "pause": None if fleet.pause is None else fleet.pause.mode,
         "released": sorted(fleet.released),
         "memory_orders": [[each.method, _text(each.target), _text(each.body)] for each in fleet.memory_orders],
@@ -201,6 +202,7 @@ def _record(pool: SharedPool, worker: Worker) -> Record:
 def followed(record: Record, fleet: Fleet, pool: SharedPool, own_number: Callable[[], int]) -> None:
     """Have a pool be as it was written."""
     pool.weight_version, pool.weights_epoch = record["weight_version"], record["weights_epoch"]
+    pool.stalls = record["stalls"]
     pool.follow(record["workers"], own_number)
     fleet.model_names.update(dict.fromkeys(record["names"]))
     follow_gate(fleet.gate, record["gate"])
