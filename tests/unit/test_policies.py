@@ -84,6 +84,18 @@ def test_new_keys_are_spread_by_load() -> None:
         lease.release()
 
 
+def test_a_session_counts_while_its_tool_works() -> None:
+    pool, policy = pool_of(2), LeastInFlight()
+    away = {released(pool.lease(policy, key)) for key in "ab"}
+    assert len(away) == 2
+    pool.homes.forget("a")
+    (empty,) = [worker for worker in pool if not worker.units[0].sessions]
+    assert released(pool.lease(policy, "c")) is empty
+    pool.homes.forget("c")
+    # Chosen last, it would be the other one's turn if sessions that are away did not count.
+    assert pool.lease(policy).worker is empty
+
+
 def test_a_key_stays_when_a_worker_joins() -> None:
     pool, policy = pool_of(2), LeastInFlight()
     homes = {key: released(pool.lease(policy, key)) for key in "abcdef"}

@@ -7,7 +7,6 @@ counts with the tokens of its prompt and some more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 
 from miles_router.errors import PolicyFault
 from miles_router.fleet.placement.contract import Need, Policy
@@ -22,7 +21,9 @@ FULL = 0.85
 #: Each so many requests it is looked at whether a session leaves its worker.
 SETTLED = 3
 
-_IN_FLIGHT = attrgetter("in_flight", "chosen_at")
+
+def _residents(unit: Unit) -> tuple[int, int]:
+    return unit.in_flight + unit.sessions, unit.chosen_at
 
 
 def _load(unit: Unit) -> tuple[int, int]:
@@ -30,12 +31,12 @@ def _load(unit: Unit) -> tuple[int, int]:
 
 
 class LeastInFlight:
-    """Fewest requests in flight; ties go to the worker that was chosen longest ago, so no position in the list wins. A
-    session stays at home, even on a busier worker."""
+    """Fewest requests in flight and sessions at home, which will come back; ties go to the worker that was chosen
+    longest ago, so no position in the list wins. A session stays at home, even on a busier worker."""
 
     def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
         """See `Policy`."""
-        return need.home or min(candidates, key=_IN_FLIGHT)
+        return need.home or min(candidates, key=_residents)
 
 
 class LeastTokens:
