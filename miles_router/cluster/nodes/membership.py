@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_router import tasks
+from miles_router.admin.routes import Admin
 from miles_router.cluster.control.channel import Channel, ChannelLost, Message
 from miles_router.cluster.control.data import Link
 from miles_router.cluster.control.table import Counts
@@ -198,13 +199,11 @@ class Membership(Link):
     # The connection
 
     @asynccontextmanager
-    async def running(
-        self, pools: Pools, stack: list[dict[str, object]], info: Callable[[], dict[str, Any]]
-    ) -> AsyncIterator[None]:
+    async def running(self, pools: Pools, stack: list[dict[str, object]], admin: Admin) -> AsyncIterator[None]:
         """As `Link.running`."""
         listening = tasks.spawn(self._listen(), name="signs of life")
         try:
-            async with super().running(pools, stack, info):
+            async with super().running(pools, stack, admin):
                 yield
         finally:
             await tasks.cancelled(listening)
