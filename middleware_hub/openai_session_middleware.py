@@ -15,10 +15,11 @@ from typing import Any
 
 from starlette.routing import BaseRoute
 
+from middleware_hub.auditing.audits import Audits
+from middleware_hub.auditing.routes import audit_routes
 from middleware_hub.openai_session.archive.archive import SessionArchive
-from middleware_hub.openai_session.audit.auditor import Auditor
+from middleware_hub.openai_session.audit.auditor import SessionAuditor
 from middleware_hub.openai_session.audit.prompts import PromptCheck
-from middleware_hub.openai_session.audit.routes import AuditRoute
 from middleware_hub.openai_session.continuing.comparison import Comparison
 from middleware_hub.openai_session.continuing.continuation import build
 from middleware_hub.openai_session.dashboard.episodes import KIND, SessionEpisodes
@@ -147,8 +148,9 @@ class OpenAISessionMiddleware:
         maker = SampleMaker(selection, router.tokenizer.decode, router.rows, *defaults, default_side_calls, read)
         router.episodes[KIND] = SessionEpisodes(self.store, self._archive, maker)
         self._sessions = SessionRoutes(self.store, self._archive, maker, router.base_url, keeper.stop)
-        auditor = Auditor(router, PromptCheck(continuation, router.tokenizer.decode))
-        self._audits = AuditRoute(auditor, self.store.get)
+        self._audits, check = Audits.of(router), PromptCheck(continuation, router.tokenizer.decode)
+        self._auditor = SessionAuditor(self.store, self._archive, self._audits.asker, check)
+        self._audits.add(KIND, self._auditor)
         longest, skip = router.config.max_text_chars, self.store.statistics.count_uncompared
         comparison = Comparison(continuation.renderer, longest=longest, skip=skip)
         self._sessions.forms += [form(self._sessions, comparison, router.args) for form in FORMS]
@@ -183,7 +185,7 @@ class OpenAISessionMiddleware:
 
     def routes(self) -> Sequence[BaseRoute]:
         """Making, reading, listing, deleting and auditing sessions, and their samples."""
-        own = [*self._sessions.routes(), *self._audits.routes()]
+        own = [*self._sessions.routes(), *self._auditor.routes(), *audit_routes(self._audits)]
         return [*own, *(route for dialect in self._dialects for route in dialect.routes())]
 
     def data_paths(self) -> Sequence[str]:

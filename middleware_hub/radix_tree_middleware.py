@@ -14,9 +14,12 @@ from functools import partial
 import orjson
 from starlette.routing import BaseRoute, Route
 
+from middleware_hub.auditing.audits import Audits
+from middleware_hub.auditing.routes import audit_routes
 from middleware_hub.radix_tree.answers import AnswerTap
 from middleware_hub.radix_tree.archive.archive import TextArchive
 from middleware_hub.radix_tree.archive.text_rows import TextRows
+from middleware_hub.radix_tree.audits import TextAuditor
 from middleware_hub.radix_tree.cache import RadixTreeCache
 from middleware_hub.radix_tree.dashboard.rollouts import KIND, TextRollouts
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
@@ -75,6 +78,8 @@ class RadixTreeMiddleware:
         self._recorder = TextRecorder(self.cache, self._archive, self._encoder)
         self._rollouts = router.episodes[KIND] = TextRollouts(router, self.cache)
         self._retrieval = Retrieval(self._recorder, self._rollouts, router.owners)
+        self._audits = Audits.of(router)
+        self._audits.add(KIND, TextAuditor(self._rollouts, self._audits.asker))
         router.publish(NAME, self.cache.statistics)
         if router.store is not None:
             router.publish(f"{NAME}_archive", self._archive.statistics)
@@ -91,8 +96,8 @@ class RadixTreeMiddleware:
             yield
 
     def routes(self) -> Sequence[BaseRoute]:
-        """`POST /retrieve_from_text`."""
-        return [Route(RETRIEVE, self._retrieval.answer, methods=["POST"])]
+        """`POST /retrieve_from_text`, and audits of text rollouts."""
+        return [Route(RETRIEVE, self._retrieval.answer, methods=["POST"]), *audit_routes(self._audits)]
 
     def owner_name(self, scope: Scope) -> str | None:
         """What a text is, and whose, its body says."""

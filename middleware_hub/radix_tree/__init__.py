@@ -9,6 +9,7 @@ recording   texts to ids through the cache, and answers into records of it
 requests    which requests of `/generate` are recorded
 answers     the relay of their answers: recorded, and given on without what nobody asked for
 retrieval   `POST /retrieve_from_text`
+audits      text rollouts against what engines say of them now
 statistics  what is counted
 
 `middleware_hub.tokenizing` says which characters each token spells.

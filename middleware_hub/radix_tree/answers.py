@@ -16,6 +16,7 @@ from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import wants_logprobs
 from miles_router.engines.answers import GenerateAnswer, Unreadable, UnreadableAnswer, without_logprobs
 from miles_router.engines.growing import GrowingAnswer
+from miles_router.engines.recomputing import AskedSampling
 from miles_router.middlewares import Event, Exchange, GenerateRequest, Handovers, Router, Send, Tap, write_event
 from miles_router.trajectory import InvalidTrajectory
 
@@ -166,6 +167,8 @@ class AnswerTap(Tap):
                 take,
                 cache=flight.cache,
                 cache_versions=() if nothing_found else flight.cache_versions,
+                asked=AskedSampling.of_generate(self._request, prompt, self._exchange.adapter),
+                worker=flight.worker_url,
             )
             if entry is not None:
                 self._rollouts.recorded(generation, self._prompts[prompt], entry, answer["meta_info"])

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from miles_router.engines.recomputing import AskedSampling
 from miles_router.engines.spelling import NO_CUT, Ends
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind, first_prefix
 from miles_router.trajectory import Piece, Trajectory
@@ -40,6 +41,8 @@ class TextRecord:
         rows: its rows, where they are captured.
         cache: the prefix cache that the engine sampled it with; what goes on from it keeps that.
         cache_versions: the weight versions that may have filled what it found there, and what it goes on from did.
+        asked: how it was asked for; None where nobody knows.
+        worker: that sampled it; None where nobody knows.
     """
 
     text: str
@@ -51,12 +54,15 @@ class TextRecord:
     rows: RowsByKind = field(default_factory=lambda: NO_ROWS)
     cache: int | None = None
     cache_versions: tuple[str | None, ...] = ()
+    asked: AskedSampling | None = None
+    worker: str | None = None
 
 
 class Entry:
     """What was given and sampled in one generation, from the first token on. Written once."""
 
     __slots__ = (
+        "asked",
         "block",
         "cache",
         "cache_versions",
@@ -77,6 +83,7 @@ class Entry:
         "runs",
         "serial",
         "shown_chars",
+        "worker",
     )
 
     def __init__(
@@ -96,6 +103,8 @@ class Entry:
         self.finish = record.finish
         self.cache = record.cache
         self.cache_versions = record.cache_versions
+        self.asked = record.asked
+        self.worker = record.worker
         self.rank = rank  # of its newest weight version: later ones rank higher
         self.serial = serial  # order of recording
         self.rows = record.rows  # of all its tokens but the last, where they are captured

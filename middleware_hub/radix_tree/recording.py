@@ -15,6 +15,7 @@ from middleware_hub.radix_tree.statistics import CacheStatistics
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.engines.answers import GenerateAnswer
 from miles_router.engines.generate import Prompt
+from miles_router.engines.recomputing import AskedSampling
 from miles_router.engines.spelling import Ends, moved
 from miles_router.middlewares import NO_ROWS, RowPrefix, RowsByKind
 from miles_router.trajectory import Piece, Trajectory
@@ -120,6 +121,8 @@ class TextRecorder:
         *,
         cache: int | None = None,
         cache_versions: Sequence[str | None] = (),
+        asked: AskedSampling | None = None,
+        worker: str | None = None,
     ) -> Entry | None:
         """Hold what an answer added to its prompt; None where it added nothing or finds no room. `archive.save` makes
         it outlive the process.
@@ -129,6 +132,8 @@ class TextRecorder:
             take_rows: gives the rows of so many tokens, prompt included, of the generation of this id.
             cache: the prefix cache that the engine sampled it with,
             cache_versions: and the weight versions that may have filled what it found there.
+            asked: how it was asked for.
+            worker: whose answer it is.
 
         Raises:
             InvalidTrajectory: its ids or logprobs cannot be what they claim to be.
@@ -157,6 +162,8 @@ class TextRecorder:
             rows=take_rows(len(trajectory), answer.rid),
             cache=cache,
             cache_versions=tuple(dict.fromkeys([*(before.cache_versions if before else ()), *cache_versions])),
+            asked=asked,
+            worker=worker,
         )
         entry = self.cache.record(record, prompt.match)
         if entry is not None:

@@ -232,11 +232,11 @@ class EpisodeRoutes:
             try:
                 return await answer(request)
             except NotFound:
-                for other in self._router.owners.others(request.scope):
-                    status, headers, body = await self._router.owners.ask(other, request.scope, b"")
-                    if status != 404:
-                        return Response(body, status, media_type=headers.get("content-type"))
-                raise
+                elsewhere = await self._router.owners.first_answer(request.scope, b"")
+                if elsewhere is None:
+                    raise
+                status, headers, body = elsewhere
+                return Response(body, status, media_type=headers.get("content-type"))
 
         return asked
 

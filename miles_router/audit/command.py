@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import orjson
-
 from miles_router.audit import plot
 from miles_router.audit.collecting import Sampling, collect
 from miles_router.audit.report import lines, plain
-from miles_router.audit.verdict import AuditedSessions, Limits, judge
+from miles_router.audit.verdict import AuditedEpisodes, Limits, judge
 from miles_router.client import Retries, RouterClient, RouterClientError
 from miles_router.errors import ConfigError
 from miles_router.settings.config import ENVIRONMENT_PREFIX
@@ -24,7 +23,8 @@ from miles_router.settings.config import ENVIRONMENT_PREFIX
 GOOD, DIFFERENT, NOTHING_COMPARABLE = 0, 1, 3
 DESCRIPTION = """\
 Ask a router's engines how likely they find the tokens that they have sampled, under the weights that sampled them, and
-say how far that is from what was recorded. Prompts are rendered anew and compared, too.
+say how far that is from what was recorded, in sessions and in text rollouts. Prompts of sessions are rendered anew and
+compared, too.
 """
 EPILOG = """\
 exit status:
@@ -51,12 +51,17 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     usual = Limits()
-    made.add_argument("--router", required=True, metavar="URL", help="the router whose sessions are audited")
+    made.add_argument("--router", required=True, metavar="URL", help="the router whose episodes are audited")
     made.add_argument("--sample", type=_count, default=20, metavar="N", help="samples to compare [default: 20]")
     made.add_argument(
-        "--session", action="append", default=[], metavar="ID", help="audit this session and no other (repeatable)"
+        "--episode",
+        "--session",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="audit this session, or text rollout, and no other (repeatable)",
     )
-    made.add_argument("--rate", type=_positive, default=2.0, metavar="X", help="sessions in a second [default: 2]")
+    made.add_argument("--rate", type=_positive, default=2.0, metavar="X", help="episodes in a second [default: 2]")
     made.add_argument(
         "--quantile",
         type=_share,
@@ -71,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NATS",
         help=f"how large it may be; calibrate it on your own model [default: {usual.threshold:g}]",
     )
-    made.add_argument("--seed", type=int, metavar="N", help="of the choice of sessions; by default another each time")
+    made.add_argument("--seed", type=int, metavar="N", help="of the choice of episodes; by default another each time")
     made.add_argument("--json", action="store_true", help="write the report as JSON")
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw the distances (.png, .svg, .pdf)")
     made.add_argument(
@@ -84,30 +89,30 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command; gives the exit status.
 
     Raises:
-        ConfigError: a flag is wrong, or the router does not answer as one that has sessions.
+        ConfigError: a flag is wrong, or the router does not answer as one that has episodes.
     """
     options = parser().parse_args(arguments)
     if options.plot is not None:
-        plot.require()
+        plot.require(options.plot)
     try:
         found = asyncio.run(_collect(options))
     except (RouterClientError, ValueError) as error:
         raise ConfigError(f"audit: {plain(str(error))}") from None
     verdict = judge(found, Limits(options.quantile, options.threshold))
-    if options.plot is not None:
-        plot.draw(verdict, options.plot)
-    if options.json:
-        print(orjson.dumps(verdict.as_json(), option=orjson.OPT_INDENT_2).decode())
+    if options.json:  # in ASCII: texts of prompts are in it, and a terminal may be behind it
+        print(json.dumps(verdict.as_json(), indent=2))
     else:
         print("\n".join(lines(verdict)))
+    if options.plot is not None:
+        plot.draw(verdict, options.plot)
     if verdict.good is None:
         return NOTHING_COMPARABLE
     return GOOD if verdict.good else DIFFERENT
 
 
-async def _collect(options: argparse.Namespace) -> AuditedSessions:
+async def _collect(options: argparse.Namespace) -> AuditedEpisodes:
     key = options.api_key or os.environ.get(f"{ENVIRONMENT_PREFIX}API_KEY")
-    wanted = Sampling(options.sample, options.session, options.rate, options.seed)
+    wanted = Sampling(options.sample, options.episode, options.rate, options.seed)
     async with RouterClient(options.router, api_key=key, retries=RETRIES) as client:
         return await collect(client, wanted, _bar if sys.stderr.isatty() else _silent)
 

@@ -14,16 +14,21 @@ MOST_POINTS, LEAST = 50_000, 1e-5
 SIZE, RESOLUTION = (11.0, 4.5), 120
 
 
-def require() -> None:
-    """See that pictures can be drawn.
+def require(file: Path) -> None:
+    """See that a picture can be drawn into this file, before it takes time to find what is to be drawn.
 
     Raises:
-        ConfigError: matplotlib is not there.
+        ConfigError: matplotlib is not there, it knows no such kind of picture, or there is no such folder.
     """
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         raise ConfigError("audit --plot needs matplotlib: pip install 'miles-router[plot]'") from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix[1:].lower() not in known:
+        raise ConfigError(f"audit --plot: {file.name!r} must end with one of {', '.join(f'.{each}' for each in known)}")
+    if not file.parent.is_dir():
+        raise ConfigError(f"audit --plot: there is no folder {str(file.parent)!r}")
 
 
 def draw(verdict: Verdict, file: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from miles_router.audit.verdict import QUANTILES, Spread, Verdict
+from miles_router.audit.verdict import QUANTILES, SESSION, TEXT, Spread, Verdict
 
 #: Parts of one kind that are shown, the farthest apart first.
 SHOWN = 8
@@ -14,6 +14,7 @@ TITLES = {
     "version": "by weight version",
     "worker": "by the worker that sampled",
     "recomputed_by": "by the worker that was asked",
+    "kind": "by kind of episode",
     "position": "by position",
     "sample": "by sample",
 }
@@ -27,7 +28,7 @@ def plain(text: str) -> str:
 def lines(verdict: Verdict) -> Iterator[str]:
     """The report, line by line; the last one is the verdict."""
     found = verdict.found
-    yield f"{found.samples} samples of {found.sessions} sessions"
+    yield f"{found.samples} samples of {found.kinds[SESSION]} sessions and {found.kinds[TEXT]} text rollouts"
     if verdict.total is not None:
         yield ""
         yield "|recorded - recomputed| in nats, by quantile"

@@ -1,14 +1,14 @@
 """How far recorded and recomputed logprobs lie apart, and whether that is too far. Pure.
 
 The distance is a quantile of |recorded - recomputed|, in nats, over all compared tokens. It is also taken of each
-sample, worker and weight version by itself, so that one bad sample or worker does not hide among good ones.
+sample, kind of episode, worker and weight version by itself, so that a bad one does not hide among good ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ from miles_router.trajectory import Malformed
 
 Floats = npt.NDArray[np.float64]
 
+#: Kinds of episodes.
+SESSION, TEXT = "session", "text"
 #: Quantiles that are reported.
 QUANTILES = (0.5, 0.9, 0.95, 0.99, 1.0)
 #: Positions where one group of the report by position ends and the next begins.
@@ -40,7 +42,8 @@ class Limits:
 class ComparedSpan:
     """Tokens of one turn under one weight version: `recorded` and `recomputed` logprobs from position `start` on."""
 
-    session_id: str
+    episode_id: str
+    kind: str
     leaf: int
     start: int
     version: str
@@ -75,25 +78,27 @@ class ComparedSpan:
         return apart
 
     @classmethod
-    def read(cls, session_id: str, leaf: int, given: Mapping[str, Any]) -> ComparedSpan:
-        """A span of an answer to `POST /sessions/{id}/audit`.
+    def read(cls, episode_id: str, kind: str, leaf: int, given: Mapping[str, Any]) -> ComparedSpan:
+        """A span of an answer to `POST /episodes/{id}/audit`.
 
         Raises:
             KeyError, TypeError, ValueError: it is none.
         """
         recorded, recomputed = (np.asarray(given[name], np.float64) for name in ("recorded", "recomputed"))
-        if not recorded.ndim == 1 or recorded.shape != recomputed.shape or not np.isfinite(recorded - recomputed).all():
+        if recorded.ndim != 1 or recorded.shape != recomputed.shape or not np.isfinite(recorded - recomputed).all():
             raise ValueError("recorded and recomputed logprobs are as many numbers")
+        if not len(recorded):
+            raise ValueError("a span has tokens")
         version, worker, recomputed_by = (str(given[name]) for name in ("version", "worker", "recomputed_by"))
-        return cls(session_id, leaf, int(given["start"]), version, worker, recomputed_by, recorded, recomputed)
+        return cls(episode_id, kind, leaf, int(given["start"]), version, worker, recomputed_by, recorded, recomputed)
 
 
 @dataclass
-class AuditedSessions:
+class AuditedEpisodes:
     """What the router has answered."""
 
     spans: list[ComparedSpan] = field(default_factory=list)
-    sessions: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
     samples: int = 0
     not_comparable: Counter[str] = field(default_factory=Counter)
     refusals: list[str] = field(default_factory=list)
@@ -102,7 +107,7 @@ class AuditedSessions:
     differences: list[Mapping[str, Any]] = field(default_factory=list)
 
     def add(self, answer: Mapping[str, Any]) -> int:
-        """Take one session's answer; says how many of its samples had something to compare.
+        """Take one episode's answer; says how many of its samples had something to compare.
 
         Raises:
             Malformed: it has another form.
@@ -113,18 +118,18 @@ class AuditedSessions:
             raise Malformed(repr(error)) from None
 
     def _add(self, answer: Mapping[str, Any]) -> int:
-        session_id, compared = str(answer["session_id"]), 0
-        self.sessions += 1
+        episode_id, kind, compared = str(answer["id"]), str(answer["kind"]), 0
+        self.kinds[kind] += 1
         for sample in answer["samples"]:
             self.samples += 1
             compared += bool(sample["spans"])
-            self.spans += [ComparedSpan.read(session_id, int(sample["leaf"]), each) for each in sample["spans"]]
+            self.spans += [ComparedSpan.read(episode_id, kind, int(sample["leaf"]), each) for each in sample["spans"]]
             self.not_comparable.update(_counts(sample["not_comparable"]))
             self.refusals += [str(each) for each in sample["refusals"]]
         prompts = answer["prompts"]
         self.prompts.update({name: int(prompts[name]) for name in ("compared", "differ")})
         self.prompts_not_compared.update(_counts(prompts["not_compared"]))
-        self.differences += [_difference(session_id, each) for each in prompts["differences"]]
+        self.differences += [_difference(episode_id, each) for each in prompts["differences"]]
         return compared
 
 
@@ -132,11 +137,11 @@ def _counts(given: Mapping[str, Any]) -> dict[str, int]:
     return {reason: int(count) for reason, count in given.items()}
 
 
-def _difference(session_id: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def _difference(episode_id: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """A prompt's difference, with what the report shows of it."""
     held, rendered = ({**given[side], "text": str(given[side]["text"])} for side in ("held", "rendered"))
     places = {name: int(given[name]) for name in ("turn", "position")}
-    return {"session_id": session_id, **given, **places, "held": held, "rendered": rendered}
+    return {"session_id": episode_id, **given, **places, "held": held, "rendered": rendered}
 
 
 @dataclass(frozen=True)
@@ -169,11 +174,11 @@ class Verdict:
 
     Attributes:
         total: of all compared tokens; None where there are none.
-        parts: by `sample`, `worker`, `recomputed_by`, `version` and `position`, and the name of the part.
+        parts: by `sample`, `kind`, `worker`, `recomputed_by`, `version` and `position`, and the name of the part.
         slip: by how many positions recorded logprobs would have to move to fit, where they do then and not now.
     """
 
-    found: AuditedSessions
+    found: AuditedEpisodes
     limits: Limits
     total: Spread | None
     parts: Mapping[str, Mapping[str, Spread]]
@@ -183,7 +188,7 @@ class Verdict:
     def too_far(self) -> list[str]:
         """The parts that lie too far apart, in words; `all` for all tokens."""
         whole = ["all"] if self.total is not None and self.total.too_far else []
-        named = ("sample", "worker", "recomputed_by", "version")
+        named = ("sample", "kind", "worker", "recomputed_by", "version")
         return whole + [f"{by} {part}" for by in named for part, each in self.parts[by].items() if each.too_far]
 
     @property
@@ -200,7 +205,8 @@ class Verdict:
             "good": self.good,
             "quantile": self.limits.quantile,
             "threshold": self.limits.threshold,
-            "sessions": found.sessions,
+            "sessions": found.kinds[SESSION],
+            "text_rollouts": found.kinds[TEXT],
             "samples": found.samples,
             "total": None if self.total is None else self.total.as_json(),
             "too_far": self.too_far,
@@ -216,18 +222,20 @@ class Verdict:
         }
 
 
-def judge(found: AuditedSessions, limits: Limits) -> Verdict:
+def judge(found: AuditedEpisodes, limits: Limits) -> Verdict:
     """The verdict over what was found."""
-    spans = [span for span in found.spans if len(span.recorded)]
+    spans = found.spans
     parts = {
-        "sample": _parts(spans, lambda span: f"{span.session_id}/{span.leaf}", limits),
+        "sample": _parts(spans, lambda span: f"{span.episode_id}/{span.leaf}", limits),
+        "kind": _parts(spans, lambda span: span.kind, limits),
         "worker": _parts(spans, lambda span: span.worker, limits),
         "recomputed_by": _parts(spans, lambda span: span.recomputed_by, limits),
         "version": _parts(spans, lambda span: span.version, limits),
         "position": _by_position(spans, limits),
     }
     total = Spread.of(_joined(span.distances for span in spans), limits, enough=1) if spans else None
-    return Verdict(found, limits, total, parts, _slip(spans, limits))
+    made = Verdict(found, limits, total, parts, None)
+    return replace(made, slip=_slip(spans, limits)) if made.too_far else made
 
 
 def _joined(arrays: Iterable[Floats]) -> Floats:
@@ -235,8 +243,10 @@ def _joined(arrays: Iterable[Floats]) -> Floats:
 
 
 def _parts(spans: Sequence[ComparedSpan], name: Callable[[ComparedSpan], str], limits: Limits) -> dict[str, Spread]:
-    names = dict.fromkeys(map(name, spans))
-    return {part: Spread.of(_joined(span.distances for span in spans if name(span) == part), limits) for part in names}
+    distances: dict[str, list[Floats]] = {}
+    for span in spans:
+        distances.setdefault(name(span), []).append(span.distances)
+    return {part: Spread.of(_joined(each), limits) for part, each in distances.items()}
 
 
 def _by_position(spans: Sequence[ComparedSpan], limits: Limits) -> dict[str, Spread]:

@@ -25,13 +25,14 @@ from miles_router.client.errors import (
 )
 from miles_router.client.rollouts import agentic, group, multi_turn, single_turn
 from miles_router.client.router_client import RouterClient
-from miles_router.client.session import Session, SessionInfo
+from miles_router.client.session import EpisodeInfo, Session, SessionInfo
 from miles_router.client.transport import Retries
 from miles_router.trajectory import InvalidTrajectory, Retrieved, Sample
 from miles_router.trajectory.sample import Status
 
 __all__ = [
     "ConnectionLost",
+    "EpisodeInfo",
     "ErrorReply",
     "FanOutFailed",
     "Generation",

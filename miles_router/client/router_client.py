@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import orjson
 
 from miles_router.client.answers import Generation
 from miles_router.client.control import FleetControl
 from miles_router.client.errors import ConnectionLost, InvalidReply, read_error, reading
-from miles_router.client.session import Session, SessionInfo
+from miles_router.client.session import EpisodeInfo, Session, SessionInfo, read_audit
 from miles_router.client.transport import DEFAULT_RETRIES, OwnerTransport, Pool, Request, Retries, Transport
 from miles_router.engines.events import DATA, DONE, EventReader
 from miles_router.trajectory import Malformed, Retrieved
@@ -238,6 +238,28 @@ class RouterClient(FleetControl):
             raise InvalidReply("GET /sessions was answered without sessions")
         sessions: list[SessionInfo] = answer["sessions"]
         return sessions
+
+    # Episodes: sessions and text rollouts
+
+    async def episodes(self) -> list[EpisodeInfo]:
+        """The sessions and text rollouts that `audit` takes."""
+        answer = await self._transport.json(Request("GET", "/episodes", repeatable=True))
+        if not isinstance(answer, dict) or not isinstance(answer.get("episodes"), list):
+            raise InvalidReply("GET /episodes was answered without episodes")
+        episodes: list[EpisodeInfo] = answer["episodes"]
+        return episodes
+
+    async def audit(self, episode_id: str, *, limit: int = 8) -> dict[str, Any]:
+        """What the engines say of an episode's recorded tokens now, beside what was recorded: docs/audit.md has the
+        fields.
+
+        Args:
+            limit: samples that are audited, the newest ones.
+
+        Raises:
+            NotFound: it is not held (any more).
+        """
+        return await read_audit(self._transport, f"/episodes/{quote(episode_id, safe='')}/audit", limit)
 
 
 def _checked(base_url: str) -> str:

@@ -29,6 +29,23 @@ class SessionInfo(TypedDict):
     tokens: int
 
 
+class EpisodeInfo(TypedDict):
+    """One session (`kind` is `session`) or text rollout (`text`) that can be audited."""
+
+    id: str
+    kind: str
+    turns: int
+    last_used_at: float
+
+
+async def read_audit(transport: Transport, path: str, limit: int) -> dict[str, Any]:
+    """What a router answers to a request for an audit."""
+    answer = await transport.json(Request("POST", path, {"limit": limit}, repeatable=True))
+    if not isinstance(answer, dict) or not isinstance(answer.get("samples"), list):
+        raise InvalidReply(f"POST {path} was answered without samples")
+    return answer
+
+
 class Session:
     """A session; `async with` deletes it at the end.
 
@@ -168,11 +185,7 @@ class Session:
         Args:
             limit: samples that are audited, the newest ones.
         """
-        request = Request("POST", f"{self._path}/audit", {"limit": limit}, repeatable=True)
-        answer: dict[str, Any] = await self._transport.json(request)
-        if not isinstance(answer, dict) or not isinstance(answer.get("samples"), list):
-            raise InvalidReply(f"POST {self._path}/audit was answered without samples")
-        return answer
+        return await read_audit(self._transport, f"{self._path}/audit", limit)
 
     async def delete(self, *, abort: bool = True) -> None:
         """Forget it. What runs in it ends at its engine at once; with `abort=False` it finishes, and is dropped."""

@@ -3,8 +3,9 @@ them. Pure.
 
 Source: SGLang 0.5.23. `layers/sampler.py`: the logprob that is told of a sampled token is that of the logits behind a
 bias, penalties and a grammar's mask, divided by the temperature; greedy ones are not divided. `top_p`, `top_k` and
-`min_p` come later, so that they change nothing of it. `layers/logprob_processor.py`: the logprob of a prompt's token is
-that of the bare logits. The first one asked for has none, since nothing is computed in front of it.
+`min_p` come later, so that they change nothing of it, but for a `top_k` of 1: that is greedy too, and is divided only
+where the batch has requests that are not. `layers/logprob_processor.py`: the logprob of a prompt's token is that of the
+bare logits. The first one asked for has none, since nothing is computed in front of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import orjson
 
 from miles_router.engines.answers import MALFORMED, VERSION, VERSIONS, UnreadableAnswer, is_abort
 from miles_router.engines.facts import Facts
-from miles_router.engines.generate import IDS, PARAMS
+from miles_router.engines.generate import IDS, PARAMS, GenerateRequest
 from miles_router.engines.models import ADAPTER, MODEL, adapter_of
 from miles_router.trajectory import InvalidTrajectory
 from miles_router.trajectory.pieces import Logprobs, Tokens, logprob_array
@@ -31,12 +32,45 @@ NEUTRAL: Mapping[str, float] = {
     "min_new_tokens": 0,
 }
 #: And those that do whatever they say.
-CONSTRAINTS = ("logit_bias", "regex", "ebnf", "json_schema", "structural_tag", "custom_logit_processor")
-#: What an engine takes from the model's `generation_config.json` where a chat request says nothing.
-OF_THE_MODEL = (TEMPERATURE, "repetition_penalty")
+PROCESSOR = "custom_logit_processor"
+CONSTRAINTS = ("logit_bias", "regex", "ebnf", "json_schema", "structural_tag", PROCESSOR)
+TOP_K, ONE = "top_k", 1
+#: What an engine takes from the model's `generation_config.json` where a chat request says nothing, and what it takes
+#: where that says nothing either.
+OF_THE_MODEL: Mapping[str, float] = {TEMPERATURE: 1.0, "repetition_penalty": 1.0, TOP_K: -1}
 FROM_THE_MODEL, FROM_THE_API = "model", "openai"  # `Facts.sampling_defaults`
 #: Below it an engine is greedy.
 GREEDY = 1e-6
+
+
+class AskedSampling(NamedTuple):
+    """How a generation was asked for, as far as its logprobs depend on it.
+
+    Attributes:
+        said: what its request said of settings that an engine assumes else.
+        reshaped_by: the setting that made its logprobs those of another distribution, where there is one.
+        adapter: that was to sample it, "" for the base weights; None: nobody can tell.
+    """
+
+    said: Mapping[str, Any]
+    reshaped_by: str | None
+    adapter: str | None
+
+    @classmethod
+    def of_chat(cls, fields: Mapping[str, Any], names: Iterable[str]) -> AskedSampling:
+        """As a chat or completions request asks. `names` are those of the base model."""
+        return cls(_settings(fields), reshaped_by(fields), adapter_in(fields, names))
+
+    @classmethod
+    def of_generate(cls, request: GenerateRequest, prompt: int, adapter: str | None) -> AskedSampling:
+        """As a request of `/generate` asks for one of its prompts. `adapter`: what it is given where it names none."""
+        fields = {**request.prompts[prompt].params, PROCESSOR: request.field(PROCESSOR, prompt)}
+        own = request.field(ADAPTER, prompt) or ("" if request.body.get(ADAPTER) is not None else adapter or "")
+        return cls(_settings(fields), reshaped_by(fields), own if isinstance(own, str) else None)
+
+
+def _settings(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {name: fields[name] for name in OF_THE_MODEL if fields.get(name) is not None}
 
 
 class Recomputed(NamedTuple):
@@ -58,21 +92,23 @@ def assumed(facts: Facts, of_model: Mapping[str, Any], *, chat: bool) -> list[Ma
     preferred = facts.preferred_sampling_params or {}
     if facts.sampling_defaults == FROM_THE_API:
         return [preferred]
-    neutral = {name: 1.0 for name, value in own.items() if value is not None}
+    neutral = {name: OF_THE_MODEL[name] for name, value in own.items() if value is not None}
     return [preferred, own] if facts.sampling_defaults == FROM_THE_MODEL else [preferred, own, neutral]
 
 
 def temperature(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> float | None:
-    """By which temperature the logits of a chat or completions request are divided, 1 where it is greedy; None where
-    nobody can tell. `defaults` hold where the request says nothing."""
+    """By which temperature the logits of a request are divided, 1 where it is greedy; None where nobody can tell.
+    `defaults` hold where the request says nothing."""
     values = [1.0 if _is_greedy(value) else value for value in _said(TEMPERATURE, fields, defaults)] or [1.0]
     known = isinstance(values[0], (int, float)) and all(value == values[0] for value in values)
-    return float(values[0]) if known else None
+    if not known or (values[0] != 1 and ONE in _said(TOP_K, fields, defaults)):
+        return None
+    return float(values[0])
 
 
 def reshaped_by(fields: Mapping[str, Any], *defaults: Mapping[str, Any]) -> str | None:
-    """The setting of a chat or completions request, beside its temperature, that makes its logprobs those of another
-    distribution than the weights'; None where there is none. `defaults` hold where the request says nothing."""
+    """The setting of a request, beside its temperature, that makes its logprobs those of another distribution than the
+    weights'; None where there is none. `defaults` hold where the request says nothing."""
     for name, neutral in NEUTRAL.items():
         if any(value != neutral for value in _said(name, fields, defaults)):
             return name

@@ -97,6 +97,19 @@ class Owners:
             found.append(orjson.loads(body))
         return found
 
+    async def first_answer(self, scope: Scope, body: bytes) -> tuple[int, Mapping[str, str], bytes] | None:
+        """What the first of the other processes answers to the same request with this body that has what it is about;
+        None where each says 404.
+
+        Raises:
+            OwnerUnavailable: as of `ask`.
+        """
+        for other in self.others(scope):
+            status, headers, answer = await self.ask(other, scope, body)
+            if status != 404:
+                return status, headers, answer
+        return None
+
     def new_name(self) -> str:
         """A name that nobody can guess, of something that this process is to have."""
         return secrets.token_hex(16)

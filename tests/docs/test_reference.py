@@ -134,10 +134,19 @@ def text_cache(checkpoint: Path) -> RadixTreeMiddleware:
     return RadixTreeMiddleware(lambda scope, receive, send: None, router=router)  # type: ignore[arg-type]
 
 
+def is_documented(route: object, middleware: str) -> bool:
+    """Whether each method of a route has a line that names this middleware."""
+    assert isinstance(route, Route)
+    lines = read("docs/http-api.md").splitlines()
+    methods = (route.methods or set()) - {"HEAD"}
+    rows = [
+        line.split(" | ") for method in methods for line in lines if line.startswith(f"| `{method} {route.path}` |")
+    ]
+    return len(rows) == len(methods) and all(f"`{middleware}`" in row[1].split(", ") for row in rows)
+
+
 def test_every_route_of_a_middleware_is_documented(text_cache: RadixTreeMiddleware) -> None:
-    for route in text_cache.routes():
-        assert isinstance(route, Route)
-        assert f"| `POST {route.path}` | `RadixTreeMiddleware` |" in read("docs/http-api.md")
+    assert [route for route in text_cache.routes() if not is_documented(route, "RadixTreeMiddleware")] == []
 
 
 @pytest.mark.parametrize(
@@ -158,10 +167,7 @@ def test_every_option_of_a_middleware_is_documented_with_its_default(middleware:
 def test_every_route_of_the_sessions_is_documented(checkpoint: Path) -> None:
     router = create_app(RouterConfig(hf_checkpoint=str(checkpoint))).router
     sessions = OpenAISessionMiddleware(lambda scope, receive, send: None, router=router)  # type: ignore[arg-type]
-    for route in sessions.routes():
-        assert isinstance(route, Route)
-        for method in (route.methods or set()) - {"HEAD"}:
-            assert f"| `{method} {route.path}` | `OpenAISessionMiddleware` |" in read("docs/http-api.md")
+    assert [route for route in sessions.routes() if not is_documented(route, "OpenAISessionMiddleware")] == []
 
 
 @pytest.mark.parametrize("keeper", [RoutedExpertsMiddleware, IndexerTopkMiddleware])

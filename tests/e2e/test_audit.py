@@ -5,40 +5,54 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import pty
 import shutil
-import subprocess
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
-from miles_router import cli
-from miles_router.audit.collecting import Sampling, collect
 from miles_router.audit.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
 from miles_router.client import RouterClient
+from miles_router.errors import ConfigError
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.testing import SimulatedWorker
-from miles_router.trajectory import Piece
-from tests.support.audits import LONG, SYSTEM, audited, damaged, episode, foreign, shifted, turns_of
+from tests.support.audits import (
+    LONG,
+    SYSTEM,
+    audited,
+    damaged,
+    episode,
+    foreign,
+    forget_all,
+    layer_of,
+    shifted,
+    text_rollout,
+    text_rollouts,
+    turns_of,
+)
+from tests.support.cache_trial import CACHE
 from tests.support.pairs import halves
-from tests.support.ports import free_ports
-from tests.support.running_router import COMMAND
 from tests.support.session_trial import ADD, SessionTrial, qwen3, session_trial, simulated_sessions, user
 from tests.support.stage import Stage, staged
 from tests.support.tokenizers import tokenizer_directory
 from tests.support.under_way import under_way
-from tests.support.waiting import PATIENCE, until
+from tests.support.waiting import until
 
 GENERATE = "/generate"
 DATA = "data-key"
+KINDS = ("session", "text")
+TEXTS = (MiddlewareSpec(CACHE),)
+#: Of a text.
+SAMPLED = {"max_new_tokens": LONG["max_tokens"], "ignore_eos": True}
+#: Why prompts of three turns of a text are not rendered anew.
+UNWRITTEN = {"no_messages": 3}
 
 
 @pytest.fixture(scope="module")
 async def shared() -> AsyncIterator[SessionTrial]:
-    async with staged() as stage, simulated_sessions(stage) as made:
+    async with staged() as stage, simulated_sessions(stage, more=TEXTS) as made:
         yield made
 
 
@@ -46,19 +60,60 @@ async def shared() -> AsyncIterator[SessionTrial]:
 async def trial(shared: SessionTrial) -> AsyncIterator[SessionTrial]:
     shared.worker.door.clear()
     yield shared
-    for session in (await shared.ask("GET", "/sessions")).json()["sessions"]:
-        await shared.ask("DELETE", f"/sessions/{session['session_id']}")
+    await forget_all(shared)
 
 
-async def audit(trial: SessionTrial, session: str, **body: Any) -> Any:
-    answer = await trial.ask("POST", f"/sessions/{session}/audit", body)
+of_each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+async def recorded(trial: SessionTrial, kind: str, turns: int = 3, **sampling: Any) -> str:
+    """A good episode of so many turns; its id."""
+    if kind == "text":
+        return await text_rollout(trial, turns, sampling_params=sampling)
+    session = await trial.create()
+    await episode(trial, session, turns, **sampling)
+    return session
+
+
+async def go_on(trial: SessionTrial, kind: str, made: str, more: str = " and so on.", leaf: int | None = None) -> None:
+    """One more turn of an episode."""
+    if kind == "session":
+        (turn,) = turns_of(trial, made)
+        await trial.chat(made, [*map(dict, (*turn.appended, turn.answer)), user(more)], **LONG)
+        return
+    (rollout,) = [each for each in text_rollouts(trial) if each.id == made]
+    entry = rollout.turns[max(rollout.turns) if leaf is None else leaf].entry
+    body = {"text": layer_of(trial, "cache").cache.text_of(entry) + more, "sampling_params": SAMPLED}
+    assert (await trial.ask("POST", GENERATE, body)).status == 200
+
+
+async def held(trial: SessionTrial, kind: str, made: str) -> list[Any]:
+    """What a trainer gets of an episode: its samples, or what is retrieved of its leaves."""
+    if kind == "session":
+        return await trial.samples(made)
+    (rollout,) = [each for each in text_rollouts(trial) if each.id == made]
+    found = [
+        (await trial.ask("POST", "/retrieve_from_text", {"rid": leaf.entry.rid})).json() for leaf in rollout.leaves()
+    ]
+    return [{**each, "logprobs": each["rollout_logp"], "text": each["response"]} for each in found]
+
+
+def numbers(trial: SessionTrial) -> list[Any]:
+    """What the router has counted of sessions and texts, but for what is asked here."""
+    texts = dict(trial.router.app.router.statistics["radix_tree"]())
+    texts.pop("retrievals")
+    return [trial.statistics(), texts]
+
+
+async def audit(trial: SessionTrial, episode: str, **body: Any) -> Any:
+    answer = await trial.ask("POST", f"/episodes/{quote(episode)}/audit", body)
     assert answer.status == 200, answer.body
     return answer.json()
 
 
-async def only_reason(trial: SessionTrial, session: str) -> str:
-    """Why nothing of a session can be compared."""
-    (sample,) = (await audit(trial, session))["samples"]
+async def only_reason(trial: SessionTrial, episode: str) -> str:
+    """Why nothing of an episode can be compared."""
+    (sample,) = (await audit(trial, episode))["samples"]
     assert (sample["compared"], sample["spans"]) == (0, [])
     (reason,) = sample["not_comparable"]
     return str(reason)
@@ -67,32 +122,36 @@ async def only_reason(trial: SessionTrial, session: str) -> str:
 # What is right
 
 
-async def test_what_was_recorded_well_passes(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await episode(trial, session)
+@of_each_kind
+async def test_what_was_recorded_well_passes(trial: SessionTrial, kind: str) -> None:
+    made = await recorded(trial, kind)
     said = await audited(trial)
     assert said.status == GOOD
     assert said.report["total"]["quantiles"]["1.0"] == 0.0
-    assert said.report["prompts"] == {"compared": 3, "differ": 0, "differences": [], "not_compared": {}}
+    (sample,) = await held(trial, kind, made)
+    rendered = {"compared": 3, "not_compared": {}} if kind == "session" else {"compared": 0, "not_compared": UNWRITTEN}
+    assert said.report["prompts"] == {"differ": 0, "differences": [], **rendered}
     assert (said.report["samples"], said.report["not_comparable"]) == (1, {})
-    sampled = sum(record["completion_tokens"] for record in await trial.records(session))
-    assert said.report["total"]["tokens"] == sampled
+    assert said.report["sessions" if kind == "session" else "text_rollouts"] == 1
+    assert said.report["total"]["tokens"] == sum(sample["loss_mask"]) > 0
     assert set(said.report["by_worker"]) == set(said.report["by_recomputed_by"]) == {trial.worker.url}
-    assert set(said.report["by_version"]) == {"1"}
+    assert (set(said.report["by_version"]), set(said.report["by_kind"])) == ({"1"}, {kind})
 
 
-async def test_an_answer_has_both_logprobs_of_each_span_and_nothing_else_is_changed(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await episode(trial, session)
-    before, statistics = await trial.records(session), trial.statistics()
-    (sample,) = await trial.samples(session)
-    (found,) = (await audit(trial, session))["samples"]
+@of_each_kind
+async def test_an_answer_has_both_logprobs_of_each_span_and_nothing_else_is_changed(
+    trial: SessionTrial, kind: str
+) -> None:
+    made = await recorded(trial, kind)
+    (sample,), before = await held(trial, kind, made), numbers(trial)
+    trial.worker.door.clear()
+    (found,) = (await audit(trial, made))["samples"]
     for span in found["spans"]:
         within = slice(span["start"], span["end"])
         assert span["recorded"] == span["recomputed"] == pytest.approx(sample["logprobs"][within])
         assert set(sample["loss_mask"][within]) == {1}
     assert sum(span["end"] - span["start"] for span in found["spans"]) == sum(sample["loss_mask"])
-    assert (await trial.records(session), trial.statistics()) == (before, statistics)
+    assert (await held(trial, kind, made), numbers(trial)) == ([sample], before)
     (exchange,) = trial.worker.door.at(GENERATE)
     asked = json.loads(exchange.body)
     assert asked["input_ids"] == sample["tokens"][: found["spans"][-1]["end"]]
@@ -100,12 +159,41 @@ async def test_an_answer_has_both_logprobs_of_each_span_and_nothing_else_is_chan
     assert asked["logprob_start_len"] == found["spans"][0]["start"] - 1
 
 
-async def test_a_token_that_branches_share_is_compared_once(trial: SessionTrial) -> None:
-    session = await trial.create()
-    history = await episode(trial, session)
-    await trial.chat(session, [*history[:-1], user("Something else")], **LONG)
-    await trial.chat(session, [*history[:-1], user("And else")], **LONG)
-    samples = (await audit(trial, session))["samples"]
+async def test_a_session_is_audited_beneath_its_own_path_too(trial: SessionTrial) -> None:
+    session = await recorded(trial, "session")
+    own = await trial.ask("POST", f"/sessions/{session}/audit", {})
+    found = await audit(trial, session)
+    assert (found.pop("id"), found.pop("kind")) == (session, "session")
+    assert own.json() == {"session_id": session, **found}
+
+
+async def test_episodes_of_both_kinds_are_drawn(trial: SessionTrial) -> None:
+    names = {kind: [await recorded(trial, kind, 1) for _ in range(3)] for kind in KINDS}
+    await trial.create()  # nothing to audit
+    async with RouterClient(trial.router.url) as client:
+        listed = await client.episodes()
+    assert sorted((each["kind"], each["id"]) for each in listed) == sorted(
+        (kind, name) for kind, each in names.items() for name in each
+    )
+    assert {each["turns"] for each in listed} == {1}
+    said = await audited(trial)
+    assert (said.status, said.report["sessions"], said.report["text_rollouts"]) == (GOOD, 3, 3)
+    assert (said.report["samples"], set(said.report["by_kind"])) == (6, {*KINDS})
+
+
+@of_each_kind
+async def test_a_token_that_branches_share_is_compared_once(trial: SessionTrial, kind: str) -> None:
+    if kind == "session":
+        made = await trial.create()
+        history = await episode(trial, made)
+        for text in ("Something else", "And else"):
+            await trial.chat(made, [*history[:-1], user(text)], **LONG)
+    else:
+        made = await text_rollout(trial)
+        text = (await held(trial, kind, made))[0]["text"]
+        for more in ("Something else.", "And else."):
+            await trial.ask("POST", GENERATE, {"text": f"{text} {more}", "sampling_params": SAMPLED})
+    samples = (await audit(trial, made))["samples"]
     compared = [span["turn"] for sample in samples for span in sample["spans"]]
     assert sorted(compared) == [0, 1, 2, 3, 4]
 
@@ -122,16 +210,33 @@ async def test_a_session_may_go_on_while_it_is_audited(trial: SessionTrial) -> N
     assert (sample["leaf"], [span["turn"] for span in sample["spans"]]) == (2, [0, 1, 2])
 
 
-async def test_an_audit_whose_client_leaves_ends(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await episode(trial, session, turns=1)
+@of_each_kind
+async def test_an_audit_whose_client_leaves_ends(trial: SessionTrial, kind: str) -> None:
+    made = await recorded(trial, kind, 1)
+    trial.worker.door.clear()
     await trial.ask("POST", "/pause_generation", {"mode": "retract"})
     gate = trial.router.app.router.gate
-    async with under_way(audit(trial, session)):
+    async with under_way(audit(trial, made)):
         await until(lambda: gate.held == 1, "it waits at the gate")
     await until(lambda: gate.held == 0, "it is gone")
     await trial.ask("POST", "/continue_generation", {})
     assert trial.worker.door.at(GENERATE) == []
+
+
+async def test_audits_of_all_kinds_have_two_requests_under_way(trial: SessionTrial) -> None:
+    made = [await recorded(trial, kind, 1) for kind in KINDS * 2]
+    await trial.ask("POST", "/pause_generation", {"mode": "retract"})
+    gate = trial.router.app.router.gate
+
+    async def all_at_once() -> list[Any]:
+        return await asyncio.gather(*(audit(trial, each) for each in made))
+
+    async with under_way(all_at_once()) as all_of_them:
+        await until(lambda: gate.held == 2, "two wait at the gate")
+        await trial.ask("GET", "/sessions")  # the others have had their time
+        assert gate.held == 2
+        await trial.ask("POST", "/continue_generation", {})
+        assert [each["samples"][0]["compared"] for each in await all_of_them] == [LONG["max_tokens"]] * 4
 
 
 async def test_a_prefill_half_tells_the_logprobs_of_a_pair(stage: Stage) -> None:
@@ -145,37 +250,38 @@ async def test_a_prefill_half_tells_the_logprobs_of_a_pair(stage: Stage) -> None
 # What is wrong
 
 
-async def test_logprobs_of_the_next_position_are_found_and_said(trial: SessionTrial) -> None:
-    for _ in range(8):  # among good ones
-        await episode(trial, await trial.create())
-    wrong = await trial.create("wrong")
-    await episode(trial, wrong)
+@of_each_kind
+async def test_logprobs_of_the_next_position_are_found_and_said(trial: SessionTrial, kind: str) -> None:
+    for _ in range(4):  # among good ones
+        await recorded(trial, "session")
+        await recorded(trial, "text")
+    wrong = await recorded(trial, kind)
     with damaged(trial, wrong, shifted):
         said = await audited(trial)
     assert said.status == DIFFERENT
-    assert [part for part in said.report["too_far"] if part.startswith("sample")] == ["sample wrong/2"]
+    assert [part for part in said.report["too_far"] if part.startswith("sample")] == [f"sample {wrong}/2"]
     assert said.report["slip"] == 1
 
 
-async def test_foreign_ids_are_found(trial: SessionTrial) -> None:
-    wrong = await trial.create("wrong")
-    await episode(trial, wrong)
+@of_each_kind
+async def test_foreign_ids_are_found(trial: SessionTrial, kind: str) -> None:
+    wrong = await recorded(trial, kind)
     with damaged(trial, wrong, foreign):
-        said = await audited(trial, "--session", "wrong")
+        said = await audited(trial, "--episode", wrong)
     assert (said.status, said.report["slip"]) == (DIFFERENT, None)
-    assert said.parts == {"all", "sample", "worker", "recomputed_by", "version"}
+    assert said.parts == {"all", "sample", "kind", "worker", "recomputed_by", "version"}
 
 
-async def test_a_worker_whose_weights_are_not_what_it_says_is_found(stage: Stage) -> None:
+@of_each_kind
+async def test_a_worker_whose_weights_are_not_what_it_says_is_found(stage: Stage, kind: str) -> None:
     """It agrees with itself; so another one is asked."""
     options: Any = {"tokenizer": qwen3(), "weight_version": "1"}
     async with SimulatedWorker(**options, seed=1) as right, SimulatedWorker(**options, seed=2) as wrong:
-        trial = await session_trial(stage, right, wrong)
+        trial = await session_trial(stage, right, wrong, more=TEXTS)
         for _ in range(4):
-            session = await trial.create()
-            await episode(trial, session, turns=1)
+            made = await recorded(trial, kind, 1)
             for _ in range(2):  # workers take turns otherwise
-                (sample,) = (await audit(trial, session))["samples"]
+                (sample,) = (await audit(trial, made))["samples"]
                 (span,) = sample["spans"]
                 assert {span["worker"], span["recomputed_by"]} == {right.url, wrong.url}
         said = await audited(trial)
@@ -205,30 +311,37 @@ async def test_a_prompt_of_another_template_is_found_with_its_place_and_both_tex
 # What cannot be compared
 
 
+@of_each_kind
 async def test_tokens_of_other_weights_are_counted_and_nothing_comparable_has_its_own_status(
-    stage: Stage,
+    stage: Stage, kind: str
 ) -> None:
-    async with simulated_sessions(stage) as trial:
-        session = await trial.create()
-        history = await episode(trial, session, turns=1)
+    async with simulated_sessions(stage, more=TEXTS) as trial:
+        made = await recorded(trial, kind, 1)
+        trial.worker.door.clear()
         await trial.ask("POST", "/update_weight_version", {"new_version": "2", "abort_all_requests": False})
-        assert await only_reason(trial, session) == "other_weights"
+        assert await only_reason(trial, made) == "other_weights"
         assert trial.worker.door.at(GENERATE) == [], "no engine is asked for nothing"
         said = await audited(trial)
         assert (said.status, said.report["good"], said.report["total"]) == (NOTHING_COMPARABLE, None, None)
         assert set(said.report["not_comparable"]) == {"other_weights"}
-        await trial.chat(session, history, **LONG)
-        (sample,) = (await audit(trial, session))["samples"]
+        await go_on(trial, kind, made)
+        (sample,) = (await audit(trial, made))["samples"]
         assert set(sample["not_comparable"]) == {"other_weights", "old_cache"}, "it goes on from the old cache"
+
+
+RESHAPING: list[tuple[dict[str, Any], str]] = [
+    ({"logit_bias": {"1000": 1.0}}, "logit_bias"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"regex": "[a-z]+"}, "regex"),
+    ({"top_k": 1, "temperature": 0.5}, "temperature"),
+]
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"logit_bias": {"1000": 1.0}}, "logit_bias"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        *RESHAPING,
         ({"min_tokens": 8}, "min_tokens"),
-        ({"regex": "[a-z]+"}, "regex"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [ADD], "tool_choice": "required"}, "tool_choice"),
     ],
@@ -242,50 +355,82 @@ async def test_settings_that_reshape_logprobs_are_no_alarm(
     assert await only_reason(trial, session) == f"reshaped_by_{reason}"
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {"top_p": 0.5}, {"top_k": 4}, {"min_p": 0.1}, {"seed": 3}])
-async def test_settings_that_leave_logprobs_as_they_are_are_compared(
-    trial: SessionTrial, fields: dict[str, Any]
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [*RESHAPING, ({"min_new_tokens": 8}, "min_new_tokens")],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+async def test_and_none_for_a_text_that_was_sampled_with_them(
+    trial: SessionTrial, fields: dict[str, Any], reason: str
 ) -> None:
-    session = await trial.create()
-    await trial.chat(session, [user("Hi")], **fields)
-    (sample,) = (await audit(trial, session))["samples"]
+    made = await text_rollout(trial, 1, sampling_params=fields)
+    assert await only_reason(trial, made) == f"reshaped_by_{reason}"
+
+
+async def test_each_text_of_a_request_has_settings_of_its_own(trial: SessionTrial) -> None:
+    short = {"max_new_tokens": 8, "ignore_eos": True}
+    body = {"text": ["One", "Two"], "sampling_params": [short, {**short, "presence_penalty": 0.5}]}
+    assert (await trial.ask("POST", GENERATE, body)).status == 200
+    found = [(await audit(trial, rollout.id))["samples"][0] for rollout in text_rollouts(trial)]
+    assert [(each["compared"], each["not_comparable"]) for each in found] == [
+        (8, {}),
+        (0, {"reshaped_by_presence_penalty": 8}),
+    ]
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"top_p": 0.5}, {"top_k": 4}, {"min_p": 0.1}, {"top_k": 1}])
+@of_each_kind
+async def test_settings_that_leave_logprobs_as_they_are_are_compared(
+    trial: SessionTrial, kind: str, fields: dict[str, Any]
+) -> None:
+    made = await recorded(trial, kind, 1, **fields)
+    (sample,) = (await audit(trial, made))["samples"]
     assert sample["compared"] > 0
 
 
-async def test_what_was_sampled_at_another_temperature_is_asked_for_token_by_token(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await episode(trial, session, temperature=0.6)
-    (sample,), (held,) = (await audit(trial, session))["samples"], await trial.samples(session)
+@of_each_kind
+async def test_what_was_sampled_at_another_temperature_is_asked_for_token_by_token(
+    trial: SessionTrial, kind: str
+) -> None:
+    made = await recorded(trial, kind, temperature=0.6)
+    trial.worker.door.clear()
+    (sample,), (whole,) = (await audit(trial, made))["samples"], await held(trial, kind, made)
     assert (sample["compared"], sample["not_comparable"]) == (32, {"not_asked": 3 * LONG["max_tokens"] - 32})
     assert {span["turn"] for span in sample["spans"]} == {0, 1, 2}
     for exchange, span in zip(trial.worker.door.at(GENERATE), sample["spans"], strict=True):
         asked, position = exchange.json(), span["start"]
-        assert [*asked["input_ids"], *asked["token_ids_logprob"]] == held["tokens"][: position + 1]
+        assert [*asked["input_ids"], *asked["token_ids_logprob"]] == whole["tokens"][: position + 1]
         assert asked["sampling_params"]["temperature"] == 0.6
-        assert span["recorded"] == span["recomputed"] == pytest.approx([held["logprobs"][position]])
+        assert span["recorded"] == span["recomputed"] == pytest.approx([whole["logprobs"][position]])
 
 
 async def test_the_temperature_that_an_engine_assumes_counts(stage: Stage, tmp_path: Path) -> None:
     shutil.copytree(tokenizer_directory("qwen3"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
-    async with simulated_sessions(stage, settings={"hf_checkpoint": str(tmp_path)}) as trial:
-        cases: list[tuple[dict[str, Any], float]] = [({}, 0.6), ({"temperature": 1}, 0)]
-        for fields, asked in cases:
-            session = await trial.create()
-            await trial.chat(session, [user("Hi")], **fields)
-            assert (await audit(trial, session))["samples"][0]["compared"] > 0
+    async with simulated_sessions(stage, more=TEXTS, settings={"hf_checkpoint": str(tmp_path)}) as trial:
+        cases: list[tuple[str, dict[str, Any], float]] = [
+            ("session", {}, 0.6),
+            ("session", {"temperature": 1}, 0),
+            ("text", {}, 0),  # of which the model's settings are none
+        ]
+        for kind, fields, asked in cases:
+            made = await recorded(trial, kind, 1, **fields)
+            assert (await audit(trial, made))["samples"][0]["compared"] > 0
             assert trial.worker.door.at(GENERATE)[-1].json()["sampling_params"]["temperature"] == asked
 
 
 async def test_the_adapter_that_answered_is_asked(stage: Stage) -> None:
-    async with simulated_sessions(stage, enable_lora=True) as trial:
+    async with simulated_sessions(stage, more=TEXTS, enable_lora=True) as trial:
         await trial.ask("POST", "/load_lora_adapter", {"lora_name": "poet", "lora_path": "/poet"})
-        named: list[dict[str, Any]] = [{"lora_path": "poet"}, {"model": "default:poet"}]
-        for fields in named:
-            session = await trial.create()
-            await trial.chat(session, [user("Hi")], **fields)
+        named: list[tuple[str, dict[str, Any]]] = [
+            ("session", {"lora_path": "poet"}),
+            ("session", {"model": "default:poet"}),
+            ("text", {"lora_path": "poet"}),
+        ]
+        for kind, fields in named:
+            made = await (recorded(trial, kind, 1, **fields) if kind == "session" else text_rollout(trial, 1, **fields))
             trial.worker.door.clear()
-            (sample,) = (await audit(trial, session))["samples"]
+            (sample,) = (await audit(trial, made))["samples"]
             assert sample["compared"] > 0
             (exchange,) = trial.worker.door.at(GENERATE)
             assert [each.lora_path for each in exchange.generations] == ["poet"]
@@ -301,6 +446,17 @@ async def test_what_is_longer_than_the_engine_takes_is_left_out(stage: Stage) ->
     assert sample["refusals"] == []
 
 
+async def test_what_nobody_knows_of_a_text_that_goes_on_from_another_is_no_alarm(trial: SessionTrial) -> None:
+    made = await text_rollout(trial, 2)
+    (rollout,) = text_rollouts(trial)
+    first, second = rollout.turns.values()
+    second.before = None  # as where the first one is held no more
+    del rollout.turns[first.number]
+    (sample,) = (await audit(trial, made))["samples"]
+    rollout.turns = {0: first, 1: second}
+    assert (sample["compared"], sample["not_comparable"]) == (48, {"unknown_settings": 48})
+
+
 async def test_prompts_without_messages_are_no_alarm(trial: SessionTrial) -> None:
     session = await trial.create()
     answer = await trial.ask("POST", f"/sessions/{session}/v1/completions", {"model": "m", "prompt": "Hi"})
@@ -311,149 +467,117 @@ async def test_prompts_without_messages_are_no_alarm(trial: SessionTrial) -> Non
     assert found["prompts"]["not_compared"] == {"no_messages": 1, "continue_final_message": 1}
 
 
-async def test_what_an_engine_refuses_or_garbles_is_no_alarm(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await episode(trial, session, turns=1)
+@of_each_kind
+async def test_what_an_engine_refuses_or_garbles_is_no_alarm(trial: SessionTrial, kind: str) -> None:
+    made = await recorded(trial, kind, 1)
     for status, body, reason in ((400, b'{"error":{"message":"no room"}}', "refused"), (200, b"{}", "unreadable")):
         trial.worker.faults.status(status, body=body, path=GENERATE)
-        (sample,) = (await audit(trial, session))["samples"]
+        (sample,) = (await audit(trial, made))["samples"]
         assert (sample["compared"], set(sample["not_comparable"]), len(sample["refusals"])) == (0, {reason}, 1)
         assert (await audited(trial)).status == GOOD, "the next one is answered"
 
 
 async def test_one_that_a_pause_ended_is_asked_again(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await episode(trial, session, turns=1)
+    made = await recorded(trial, "session", 1)
     cut = b'{"meta_info": {"finish_reason": {"type": "abort"}}}'
     trial.worker.faults.status(200, body=cut, path=GENERATE, times=2)
     assert (await audited(trial)).status == GOOD
     trial.worker.faults.status(200, body=cut, path=GENERATE, times=3)
-    assert await only_reason(trial, session) == "cut"
+    assert await only_reason(trial, made) == "cut"
 
 
-async def test_logprobs_of_weights_that_came_meanwhile_are_not_compared(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await episode(trial, session, turns=1)
-    (span,) = (await audit(trial, session))["samples"][0]["spans"]
+@of_each_kind
+async def test_logprobs_of_weights_that_came_meanwhile_are_not_compared(trial: SessionTrial, kind: str) -> None:
+    made = await recorded(trial, kind, 1)
+    (span,) = (await audit(trial, made))["samples"][0]["spans"]
     asked = trial.worker.door.at(GENERATE)[-1].json()
     entries = [[-1.0, token, None] for token in asked["input_ids"][span["start"] - 1 :]]
     meta = {"finish_reason": {"type": "length"}, "input_token_logprobs": entries, "weight_version": "2"}
     trial.worker.faults.status(200, body=json.dumps({"meta_info": meta}).encode(), path=GENERATE)
-    assert await only_reason(trial, session) == "other_weights"
+    assert await only_reason(trial, made) == "other_weights"
 
 
 # Who may, and how
 
 
 async def test_it_takes_the_clients_key_and_not_that_of_a_session(stage: Stage) -> None:
-    async with simulated_sessions(stage, settings={"api_key": DATA, "admin_api_key": "admin"}) as trial:
+    keys = {"api_key": DATA, "admin_api_key": "admin"}
+    async with simulated_sessions(stage, more=TEXTS, settings=keys) as trial:
         bearer = [("Authorization", f"Bearer {DATA}")]
         made = await trial.ask("POST", "/sessions", {"session_id": "mine", "contract": {"key": True}}, bearer)
         own = [("Authorization", f"Bearer {made.json()['api_key']}")]
+        for path in ("/sessions/mine/audit", "/episodes/mine/audit"):
+            for headers, status in ((own, 401), ((), 401), (bearer, 200)):
+                assert (await trial.ask("POST", path, {}, headers)).status == status
         for headers, status in ((own, 401), ((), 401), (bearer, 200)):
-            assert (await trial.ask("POST", "/sessions/mine/audit", {}, headers)).status == status
+            assert (await trial.ask("GET", "/episodes", None, headers)).status == status
         await trial.turn("mine", [user("Hi")], bearer, **LONG)
         assert (await audited(trial, "--api-key", DATA)).status == GOOD
 
 
 async def test_wrong_requests_are_refused_by_name(trial: SessionTrial) -> None:
     session = await trial.create()
-    for body, words in (({"limit": 0}, "limit"), ({"limit": True}, "limit"), ({"n": 1}, "unknown field 'n'")):
-        answer = await trial.ask("POST", f"/sessions/{session}/audit", body)
-        assert (answer.status, words in answer.json()["error"]["message"]) == (400, True)
-    assert (await trial.ask("POST", "/sessions/none/audit", {})).json()["error"]["type"] == "session_not_found"
+    for path in (f"/sessions/{session}/audit", f"/episodes/{session}/audit"):
+        for body, words in (
+            ({"limit": 0}, "limit"),
+            ({"limit": 65}, "limit"),
+            ({"limit": True}, "limit"),
+            ({"n": 1}, "unknown field 'n'"),
+            ([], "object"),
+        ):
+            answer = await trial.ask("POST", path, body)
+            assert (answer.status, words in answer.json()["error"]["message"]) == (400, True)
+    for path, kind in (("/sessions/none/audit", "session_not_found"), ("/episodes/text@0/audit", "not_found")):
+        answer = await trial.ask("POST", path, {})
+        assert (answer.status, answer.json()["error"]["type"]) == (404, kind)
 
 
-async def test_the_newest_samples_of_a_session_are_audited(trial: SessionTrial) -> None:
-    session = await trial.create()
-    for text in ("one", "two", "three"):
-        await trial.chat(session, [user(text)], **LONG)
+@of_each_kind
+async def test_the_newest_samples_of_an_episode_are_audited(trial: SessionTrial, kind: str) -> None:
+    if kind == "session":
+        made = await trial.create()
+        for text in ("one", "two", "three"):
+            await trial.chat(made, [user(text)], **LONG)
+    else:
+        made = await text_rollout(trial, 1)
+        for more in (" and", " but", " or"):
+            await go_on(trial, kind, made, more, leaf=0)
     async with RouterClient(trial.router.url) as client:
-        found = await client.session(session).audit(limit=2)
-    assert [sample["leaf"] for sample in found["samples"]] == [1, 2]
+        found = await client.audit(made, limit=2)
+        assert kind == "text" or (await client.session(made).audit(limit=2))["samples"] == found["samples"]
+    assert [sample["leaf"] for sample in found["samples"]] == ([1, 2] if kind == "session" else [2, 3])
 
 
-async def test_sessions_are_drawn_until_there_is_enough(trial: SessionTrial) -> None:
-    for _ in range(5):
-        await episode(trial, await trial.create(), turns=1)
-    await trial.create()  # nothing to audit
+async def test_an_audit_of_a_text_shows_neither_text_nor_ids(trial: SessionTrial) -> None:
+    made = await text_rollout(trial, prompt="Be brief. Secretly")
+    told = json.dumps(await audit(trial, made))
+    (whole,) = await held(trial, "text", made)
+    assert "Secretly" not in told
+    assert whole["text"][-20:] not in told
+    assert json.dumps(whole["tokens"][:3])[1:-1] not in told
+
+
+async def test_episodes_are_drawn_until_there_is_enough(trial: SessionTrial) -> None:
+    for kind in (*KINDS, *KINDS, "text"):
+        await recorded(trial, kind, 1)
     said = await audited(trial, "--sample", "3", "--seed", "1")
     assert (said.status, said.report["samples"]) == (GOOD, 3)
+    assert said.report["sessions"] + said.report["text_rollouts"] == 3
 
 
-# The command
-
-
-def command(*flags: str) -> subprocess.CompletedProcess[str]:
-    """`miles-router audit` to its end."""
-    return subprocess.run(
-        [str(COMMAND), "audit", *flags], capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
-
-
-async def test_the_command_says_in_words_what_it_found_and_draws_it(trial: SessionTrial, tmp_path: Path) -> None:
-    wrong, picture = await trial.create("wrong"), tmp_path / "audit.png"
-    await episode(trial, wrong)
-    flags = ("--router", trial.router.url)
-    done = await asyncio.to_thread(command, *flags, "--plot", str(picture))
-    assert (done.returncode, done.stderr) == (GOOD, "")
-    assert done.stdout.splitlines()[0] == "1 samples of 1 sessions"
-    assert "GOOD: 0.95 of 144 tokens lie within 0.0000 nats" in done.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    with damaged(trial, wrong, shifted):
-        done = await asyncio.to_thread(command, *flags)
-    assert done.returncode == DIFFERENT
-    assert "TOO FAR: sample wrong/2" in done.stdout
-    assert "they are shifted by one" in done.stdout
-    turns_of(trial, wrong)[0].given = Piece.given([*turns_of(trial, wrong)[0].given.tokens[:-1].tolist(), 77])
-    done = await asyncio.to_thread(command, *flags)
-    assert done.returncode == DIFFERENT
-    assert "DIFFERENT PROMPTS" in done.stdout
-    assert "session wrong, turn 0, position" in done.stdout
-
-
-def test_the_command_says_in_one_line_what_is_wrong_with_a_flag_or_a_router(
-    capsys: pytest.CaptureFixture[str],
+async def test_a_router_with_texts_alone_is_audited_and_one_that_records_nothing_says_so(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    nobody = f"http://127.0.0.1:{free_ports(1)[0]}"
-    for flags, words in (
-        (("--router", nobody), "127.0.0.1"),
-        (("--router", "nowhere"), "base_url"),
-        (("--router", "http://x", "--sample", "0"), "--sample"),
-        (("--router", "http://x", "--quantile", "2"), "--quantile"),
-        (("--router", "http://x", "--nothing"), "--nothing"),
-        ((), "--router"),
-    ):
-        with pytest.raises(SystemExit) as end:
-            cli.main(["audit", *flags])
-        said = capsys.readouterr()
-        assert (end.value.code, said.out) == (2, "")
-        assert words in said.err.splitlines()[-1]
-
-
-def test_its_help_says_what_each_exit_status_means() -> None:
-    shown = command("--help").stdout
-    assert all(f"  {status}  " in shown for status in (GOOD, DIFFERENT, 2, NOTHING_COMPARABLE))
-
-
-async def test_who_watches_sees_how_far_it_is(trial: SessionTrial) -> None:
-    await episode(trial, await trial.create(), turns=1)
-    reader, terminal = pty.openpty()
-    flags = ("--router", trial.router.url, "--sample", "1")
-    done = await asyncio.to_thread(subprocess.run, [str(COMMAND), "audit", *flags], stderr=terminal, timeout=PATIENCE)
-    os.close(terminal)
-    shown = os.read(reader, 4096).decode()
-    os.close(reader)
-    assert done.returncode == GOOD
-    assert shown.startswith("\raudit [------------------------] 0/1")
-    assert shown.rstrip().endswith("audit [########################] 1/1")
-
-
-async def test_sessions_are_asked_for_no_faster_than_told(trial: SessionTrial) -> None:
-    for _ in range(3):
-        await trial.chat(await trial.create(), [user("Hi")])
-    async with RouterClient(trial.router.url) as client:
-        began = time.monotonic()
-        found = await collect(client, Sampling(count=3, rate=10.0), lambda done, of: None)
-    assert found.sessions == 3
-    assert time.monotonic() - began >= 0.2
+    keys: Any = {"api_key": DATA, "admin_api_key": "admin", "hf_checkpoint": tokenizer_directory("qwen3")}
+    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1") as worker:
+        router = await stage.router(worker.url, middlewares=TEXTS, **keys)
+        bearer = [("Content-Type", "application/json"), ("Authorization", f"Bearer {DATA}")]
+        body = json.dumps({"text": "Hi", "sampling_params": {"max_new_tokens": 40, "ignore_eos": True}}).encode()
+        assert (await router.ask("POST", GENERATE, bearer, body)).status == 200
+        said = await audited(SessionTrial(router, [worker]), "--api-key", DATA)
+        assert (said.status, said.report["text_rollouts"], said.report["total"]["tokens"]) == (GOOD, 1, 40)
+        nothing: Any = {}
+        for settings in (nothing, keys):
+            bare = await stage.router(worker.url, **settings)
+            with pytest.raises(ConfigError, match="unless a layer of it records"):
+                await audited(SessionTrial(bare, [worker]), "--api-key", DATA)

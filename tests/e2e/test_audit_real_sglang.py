@@ -16,12 +16,25 @@ import numpy as np
 import pytest
 
 from miles_router.audit.command import DIFFERENT, GOOD, NOTHING_COMPARABLE
+from miles_router.settings.config import MiddlewareSpec
 from miles_router.trajectory import Piece
 from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
-from tests.support.audits import Said, audited, damaged, episode, foreign, shifted
+from tests.support.audits import (
+    LONG,
+    Said,
+    audited,
+    damaged,
+    episode,
+    foreign,
+    layer_of,
+    shifted,
+    text_rollout,
+    text_rollouts,
+)
+from tests.support.cache_trial import CACHE
 from tests.support.real_sessions import real_sessions
-from tests.support.session_trial import ADD, SessionTrial, message_of, tool_result, user
+from tests.support.session_trial import ADD, SESSIONS, SessionTrial, message_of, tool_result, user
 
 pytestmark = pytest.mark.sglang
 
@@ -41,7 +54,8 @@ def worker() -> Iterator[RealWorker]:
 
 @pytest.fixture(scope="module")
 async def trial(worker: RealWorker) -> AsyncIterator[SessionTrial]:
-    async with real_sessions(worker) as (made, _):
+    layers = (MiddlewareSpec(SESSIONS), MiddlewareSpec(CACHE))
+    async with real_sessions(worker, middlewares=layers) as (made, _):
         yield made
 
 
@@ -69,39 +83,79 @@ async def session(trial: SessionTrial) -> str:
     return names[0]
 
 
-async def test_a_good_run_passes(trial: SessionTrial, session: str) -> None:
+@pytest.fixture(scope="module")
+async def rollout(trial: SessionTrial) -> str:
+    """A good one of text, among others, two turns each."""
+    names = [await text_rollout(trial, 2, f"Be brief. {number}") for number in range(EPISODES)]
+    return names[0]
+
+
+@pytest.fixture(params=["session", "rollout"])
+def wrong(request: pytest.FixtureRequest, session: str, rollout: str) -> str:
+    """What is to be damaged, among good ones of both kinds."""
+    return session if request.param == "session" else rollout
+
+
+async def test_a_good_run_passes(trial: SessionTrial, session: str, rollout: str) -> None:
     said = await audited(trial, *STRICT)
-    assert (said.status, said.report["samples"]) == (GOOD, EPISODES)
+    assert (said.status, said.report["samples"]) == (GOOD, 2 * EPISODES)
+    assert (said.report["sessions"], said.report["text_rollouts"]) == (EPISODES, EPISODES)
+    assert {kind: each["tokens"] for kind, each in said.report["by_kind"].items()} == {
+        "session": 2 * EPISODES * LONG["max_tokens"],
+        "text": 2 * EPISODES * LONG["max_tokens"],
+    }
     assert 0 < said.report["total"]["quantiles"]["1.0"] < 0.1, "decoding is no prefill, to the last bit"
     assert said.report["prompts"]["compared"] == 2 * EPISODES
-    assert (said.report["not_comparable"], said.report["prompts"]["not_compared"]) == ({}, {})
+    assert (said.report["not_comparable"], said.report["prompts"]["not_compared"]) == ({}, {"no_messages": 6})
 
 
 @pytest.mark.parametrize(("change", "slip"), [(shifted, 1), (foreign, None)], ids=["shifted", "foreign ids"])
 async def test_a_sample_that_is_shifted_or_has_foreign_ids_is_found(
-    trial: SessionTrial, session: str, change: Callable[[Piece], Piece], slip: int | None
+    trial: SessionTrial, wrong: str, change: Callable[[Piece], Piece], slip: int | None
 ) -> None:
-    with damaged(trial, session, change):
+    with damaged(trial, wrong, change):
         for limits in (STRICT, ()):
             said = await audited(trial, *limits)
-            assert (said.status, wrong_samples(said)) == (DIFFERENT, [session])
+            assert (said.status, wrong_samples(said)) == (DIFFERENT, [wrong])
             assert said.report["slip"] == slip
 
 
-async def test_what_was_sampled_at_another_temperature_is_compared_token_by_token(trial: SessionTrial) -> None:
-    session = await trial.create()
-    await episode(trial, session, turns=2, temperature=0.6)
-    named = ("--session", session)
+@pytest.mark.parametrize("kind", ["session", "text"])
+async def test_what_was_sampled_at_another_temperature_is_compared_token_by_token(
+    trial: SessionTrial, kind: str
+) -> None:
+    if kind == "text":
+        made = await text_rollout(trial, 2, "Warm or not.", sampling_params={"temperature": 0.6})
+    else:
+        made = await trial.create()
+        await episode(trial, made, turns=2, temperature=0.6)
+    named = ("--episode", made)
     good = await audited(trial, *STRICT, *named)
     assert (good.status, good.report["total"]["tokens"]) == (GOOD, 32)
     for change in (shifted, foreign):
-        with damaged(trial, session, change):
+        with damaged(trial, made, change):
             assert (await audited(trial, *STRICT, *named)).status == DIFFERENT
-    await trial.ask("DELETE", f"/sessions/{session}")
+    await forget(trial, made)
+
+
+async def test_greedy_by_top_k_is_divided_by_the_temperature_or_not_and_so_not_compared(trial: SessionTrial) -> None:
+    """Alone in its batch it is not: held against what is divided, a right one would be wrong."""
+    made = await text_rollout(trial, 1, "The first.", sampling_params={"temperature": 0.3, "top_k": 1})
+    said = await audited(trial, *STRICT, "--episode", made)
+    tokens = LONG["max_tokens"]
+    assert (said.status, said.report["not_comparable"]) == (NOTHING_COMPARABLE, {"reshaped_by_temperature": tokens})
+    (rollout,) = [each for each in text_rollouts(trial) if each.id == made]
+    (turn,) = rollout.turns.values()
+    assert turn.entry.asked is not None
+    turn.entry.asked = turn.entry.asked._replace(said={"temperature": 0.3})
+    assert (await audited(trial, *STRICT, "--episode", made)).status == DIFFERENT
+    turn.entry.asked = turn.entry.asked._replace(said={})
+    assert (await audited(trial, *STRICT, "--episode", made)).status == GOOD
+    await forget(trial, made)
 
 
 async def test_other_weights_under_the_same_version_are_found(
-    trial: SessionTrial, session: str, other_weights: str
+    trial: SessionTrial, session: str, rollout: str, other_weights: str
 ) -> None:
     await load(trial, other_weights)
     try:
@@ -109,11 +163,12 @@ async def test_other_weights_under_the_same_version_are_found(
     finally:
         await load(trial, str(ensure().dense_model))
     assert said.status == DIFFERENT
-    assert len(wrong_samples(said)) == EPISODES
+    assert len(wrong_samples(said)) == 2 * EPISODES
+    assert {"kind session", "kind text"} <= {*said.report["too_far"]}
     assert (await audited(trial)).status == GOOD
 
 
-async def test_tokens_of_another_version_are_not_compared(trial: SessionTrial, session: str) -> None:
+async def test_tokens_of_another_version_are_not_compared(trial: SessionTrial, session: str, rollout: str) -> None:
     for version, status in (("2", NOTHING_COMPARABLE), ("default", GOOD)):
         update = {"new_version": version, "abort_all_requests": False}
         assert (await trial.ask("POST", "/update_weight_version", update)).status == 200
@@ -151,6 +206,16 @@ def wrong_samples(said: Said) -> list[str]:
     """The sessions whose samples lie too far apart."""
     parts = [part for part in said.report["too_far"] if part.startswith("sample ")]
     return [part.partition(" ")[2].partition("/")[0] for part in parts]
+
+
+async def forget(trial: SessionTrial, made: str) -> None:
+    """It is none of the good run."""
+    if made.startswith("text@"):
+        (rollout,) = [each for each in text_rollouts(trial) if each.id == made]
+        for turn in list(rollout.turns.values())[::-1]:
+            layer_of(trial, "cache").cache.drop(turn.entry)
+    else:
+        await trial.ask("DELETE", f"/sessions/{made}")
 
 
 async def load(trial: SessionTrial, model: str) -> None:

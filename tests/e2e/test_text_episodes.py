@@ -197,7 +197,7 @@ async def test_a_text_that_a_restart_brings_back_is_an_episode_again(stage: Stag
             assert await the_rows(after) == []
             assert (await after.retrieve(text=text))["tokens"] == found["tokens"]
             (row,) = await the_rows(after)
-            assert (row["turns"], row["leaves"], row["workers"]) == (3, 1, [])
+            assert (row["turns"], row["leaves"], row["workers"]) == (3, 1, [first.worker.url])
             told = await got(after, f"episodes/{row['id']}/tokens")
             assert (told["tokens"], told["loss_mask"]) == (found["tokens"], found["loss_mask"])
             runs = [(run["start"], run["end"]) for run in found["weight_versions"]]

@@ -140,13 +140,18 @@ class SessionTrial:
 
 
 async def session_trial(
-    stage: Stage, *workers: SimulatedWorker | ScriptedWorker, options: Mapping[str, Any] | None = None, **settings: Any
+    stage: Stage,
+    *workers: SimulatedWorker | ScriptedWorker,
+    options: Mapping[str, Any] | None = None,
+    more: Sequence[MiddlewareSpec] = (),
+    **settings: Any,
 ) -> SessionTrial:
-    """A router with sessions before these workers. Scripted ones have a small tokenizer, which is quicker."""
+    """A router with sessions, and more layers, before these workers. Scripted ones have a small tokenizer, which is
+    quicker."""
     simulated = [worker for worker in workers if isinstance(worker, SimulatedWorker)]
     router = await stage.router(
         *(worker.url if isinstance(worker, SimulatedWorker) else worker for worker in workers),
-        middlewares=(MiddlewareSpec(SESSIONS, options or {}),),
+        middlewares=(MiddlewareSpec(SESSIONS, options or {}), *more),
         **{"hf_checkpoint": tokenizer_directory("qwen3") if simulated else checkpoint(), **settings},
     )
     return SessionTrial(router, simulated)
@@ -154,11 +159,16 @@ async def session_trial(
 
 @contextlib.asynccontextmanager
 async def simulated_sessions(
-    stage: Stage, *, options: Mapping[str, Any] | None = None, settings: Mapping[str, Any] | None = None, **worker: Any
+    stage: Stage,
+    *,
+    options: Mapping[str, Any] | None = None,
+    more: Sequence[MiddlewareSpec] = (),
+    settings: Mapping[str, Any] | None = None,
+    **worker: Any,
 ) -> AsyncIterator[SessionTrial]:
     """The same with one simulated worker of its own."""
     async with SimulatedWorker(tokenizer=qwen3(), **{"weight_version": "1", **worker}) as started:
-        yield await session_trial(stage, started, options=options, **(settings or {}))
+        yield await session_trial(stage, started, options=options, more=more, **(settings or {}))
 
 
 def chunks_of(body: bytes) -> list[Any]:

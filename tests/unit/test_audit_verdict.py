@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from miles_router.audit.report import lines
-from miles_router.audit.verdict import ENOUGH, AuditedSessions, Limits, Verdict, judge
+from miles_router.audit.verdict import ENOUGH, AuditedEpisodes, Limits, Verdict, judge
+from miles_router.trajectory import Malformed
 
 LIMITS = Limits(quantile=0.95, threshold=0.3)
+NO_PROMPTS: dict[str, Any] = {"compared": 0, "differ": 0, "differences": [], "not_compared": {}}
 
 
 def sample(leaf: int, apart: float, *, tokens: int = 100, **fields: Any) -> dict[str, Any]:
@@ -30,9 +33,13 @@ def sample(leaf: int, apart: float, *, tokens: int = 100, **fields: Any) -> dict
 
 
 def verdict(*samples: dict[str, Any], limits: Limits = LIMITS, **prompts: Any) -> Verdict:
-    found = AuditedSessions()
+    found = AuditedEpisodes()
     answered = {"compared": 1, "differ": 0, "differences": [], "not_compared": {}, **prompts}
-    found.add({"session_id": "s", "samples": list(samples), "prompts": answered})
+    for kind in ("session", "text"):
+        own = [each for each in samples if each.get("kind", "session") == kind]
+        found.add(
+            {"id": kind[0], "kind": kind, "samples": own, "prompts": answered if kind == "session" else NO_PROMPTS}
+        )
     return judge(found, limits)
 
 
@@ -55,6 +62,13 @@ def test_one_bad_worker_does_not_hide_among_good_ones() -> None:
     assert made.too_far == ["worker bad"], "its samples are too short to be judged by themselves"
 
 
+def test_one_bad_kind_does_not_hide_among_good_ones() -> None:
+    short: Any = {"tokens": ENOUGH - 1}
+    bad = [{**sample(100 + leaf, 1.0, **short, worker=str(leaf)), "kind": "text"} for leaf in range(2)]
+    made = verdict(*(sample(leaf, 0.0) for leaf in range(40)), *bad)
+    assert made.too_far == ["kind text"]
+
+
 def test_few_tokens_are_judged_together() -> None:
     made = verdict(sample(0, 1.0, tokens=3))
     assert made.too_far == ["all"]
@@ -65,6 +79,15 @@ def test_rare_outliers_are_no_alarm() -> None:
     one["spans"][0]["recomputed"][:4] = [-9.0] * 4
     assert verdict(one).good is True
     assert verdict(one, limits=Limits(quantile=1.0)).good is False
+
+
+def test_what_is_good_has_not_slipped() -> None:
+    """A span of few tokens may lie apart by chance, and fit those beside it."""
+    few = sample(1, 0.0, tokens=3)
+    few["spans"][0].update(recorded=[-2.0, -1.0, -1.0], recomputed=[-1.0, -2.0, -1.0])
+    made = verdict(sample(0, 0.0, tokens=1000), few)
+    assert (made.good, made.slip) == (True, None)
+    assert not any("shifted by one" in line for line in lines(made))
 
 
 @pytest.mark.parametrize("by", [1, -1])
@@ -102,3 +125,27 @@ def test_positions_are_grouped() -> None:
         "64-256": 96,
         "262144-": 100,
     }
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"recorded": [], "recomputed": []},
+        {"recorded": [-1.0], "recomputed": [-1.0, -2.0]},
+        {"recorded": [None], "recomputed": [-1.0]},
+        {"recorded": [[-1.0]], "recomputed": [[-1.0]]},
+        {"start": "here"},
+    ],
+)
+def test_what_is_no_answer_is_refused(changed: dict[str, Any]) -> None:
+    one = sample(0, 0.0, tokens=1)
+    one["spans"][0].update(changed)
+    with pytest.raises(Malformed):
+        verdict(one)
+
+
+def test_many_samples_are_judged_at_once() -> None:
+    began = time.process_time()
+    made = verdict(*(sample(leaf, 0.0, tokens=2, worker=str(leaf)) for leaf in range(10_000)))
+    assert len(made.parts["sample"]) == 10_000
+    assert time.process_time() - began < 20

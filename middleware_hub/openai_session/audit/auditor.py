@@ -2,163 +2,115 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
 
-import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 
-from middleware_hub.openai_session.audit.asking import Asker, NotRecomputed, Said
+from middleware_hub.auditing.asking import Asker
+from middleware_hub.auditing.audits import AuditSource, HeldEpisode
+from middleware_hub.auditing.routes import read_limit, written_report
+from middleware_hub.auditing.samples import AuditReport, LineAuditor, PromptReport
+from middleware_hub.auditing.spans import AuditedLine, AuditedTurn
+from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.audit.prompts import NotRendered, PromptCheck
-from middleware_hub.openai_session.audit.spans import Span, comparable, distribution
-from middleware_hub.openai_session.export.selection import trained_elsewhere
-from middleware_hub.openai_session.sessions.tree import Session, Turn, line_trajectory
-from miles_router.middlewares import Pace, Router
-from miles_router.trajectory.pieces import Logprobs, Tokens
-
-#: Tokens of a sample that are asked for one by one, where an engine tells no others at their temperature.
-ONE_BY_ONE = 32
-NOT_ASKED = "not_asked"
-#: Differences of prompts that an answer shows, and characters of what an engine says of a request that it refuses.
-SHOWN, SHOWN_CHARS = 16, 500
-
-
-@dataclass
-class PromptReport:
-    """What came of the prompts of some turns."""
-
-    compared: int = 0
-    differ: int = 0
-    differences: list[Mapping[str, Any]] = field(default_factory=list)
-    not_compared: Counter[str] = field(default_factory=Counter)
-
-    def as_json(self) -> dict[str, Any]:
-        """For the answer."""
-        shown = {"compared": self.compared, "differ": self.differ, "differences": self.differences}
-        return {**shown, "not_compared": dict(self.not_compared)}
+from middleware_hub.openai_session.sessions.store import SessionStore
+from middleware_hub.openai_session.sessions.tree import (
+    ADAPTER,
+    RESHAPED_BY,
+    SAMPLING,
+    Session,
+    Turn,
+    line_ends,
+    line_trajectory,
+)
+from miles_router.engines import paths
+from miles_router.engines.recomputing import AskedSampling
+from miles_router.middlewares import Pace, Watch
 
 
-class Auditor:
-    """Audits sessions of one router."""
+class SessionAuditor:
+    """Audits the sessions of one router."""
 
-    def __init__(self, router: Router, prompts: PromptCheck) -> None:
-        self._router = router
-        self._asker = Asker(router)
+    def __init__(self, store: SessionStore, archive: SessionArchive, asker: Asker, prompts: PromptCheck) -> None:
+        self._store = store
+        self._archive = archive
+        self._lines = LineAuditor(asker)
         self._prompts = prompts
 
-    async def audit(self, session: Session, limit: int) -> dict[str, Any]:
-        """Audit the newest leaves of a session, as it is now; each token in one of them.
+    def routes(self) -> Sequence[BaseRoute]:
+        """`POST /sessions/{id}/audit`."""
+        return [Route("/sessions/{session_id}/audit", self._answer, methods=["POST"])]
+
+    async def _answer(self, request: Request) -> Response:
+        session, limit = self._store.get(request.path_params["session_id"]), await read_limit(request)
+        with Watch(request.receive):
+            return await written_report({"session_id": session.id}, await self._audit(session, limit))
+
+    # As a source of audits
+
+    async def held(self) -> AsyncIterator[HeldEpisode]:
+        """As of `AuditSource`."""
+        self._store.expire()
+        for session in self._store:
+            if session.turns:
+                yield HeldEpisode(session.id, len(session.turns), session.used_at)
+        for kept in await self._archive.summaries():
+            if kept["turns"]:
+                yield HeldEpisode(kept["session_id"], kept["turns"], kept["last_used_at"])
+
+    async def audit(self, episode_id: str, limit: int) -> AuditReport | None:
+        """As of `AuditSource`; what is held and not in memory is brought back."""
+        await self._archive.load(episode_id)
+        session = self._store.find(episode_id)
+        return None if session is None else await self._audit(session, limit)
+
+    # One session
+
+    async def _audit(self, session: Session, limit: int) -> AuditReport:
+        """Audit the newest leaves of a session, as it is now; each token and each prompt once.
 
         Raises:
             RouterError: no worker can be asked.
         """
         leaves = [leaf for leaf in session.leaves() if any(turn.sampled for turn in leaf.line())][-limit:]
-        now, seen, prompts = self._router.pool.weight_version, set[Turn](), PromptReport()
-        samples = []
-        for leaf, elsewhere in zip(leaves, trained_elsewhere(leaves), strict=True):
+        report = await self._lines.audit(map(_audited, leaves))
+        seen, pace = set[Turn](), Pace()
+        for leaf in leaves:
             line = leaf.line()
-            samples.append(await self._sample(line, elsewhere, now))
-            await self._check_prompts(line, seen, prompts)
+            for turn in line:
+                if turn not in seen:
+                    await pace.step()
+                    await self._check_prompt(turn, line[0], report.prompts)
             seen.update(line)
-        return {"session_id": session.id, "weight_version": now, "samples": samples, "prompts": prompts.as_json()}
+        return report
 
-    async def _check_prompts(self, line: Sequence[Turn], seen: set[Turn], report: PromptReport) -> None:
-        pace = Pace()
-        for turn in line:
-            if turn in seen:
-                continue
-            await pace.step()
-            try:
-                difference = await self._prompts.difference(turn, line[0])
-            except NotRendered as reason:
-                report.not_compared[str(reason)] += 1
-                continue
-            report.compared += 1
-            if difference is not None:
-                report.differ += 1
-                report.differences += [difference][: SHOWN - len(report.differences)]
-
-    async def _sample(self, line: Sequence[Turn], elsewhere: Mapping[Turn, int], now: str | None) -> dict[str, Any]:
-        distributions = {turn: distribution(turn, await self._asker.assumed(turn)) for turn in line}
-        found = comparable(line, elsewhere, now, await self._asker.longest(), distributions)
-        trajectory = line_trajectory(line)
-        report = SampleReport(trajectory.tokens, trajectory.logprobs, Counter(found.others))
-        for asked in dict.fromkeys((span.adapter, span.temperature) for span in found.spans):
-            spans = [span for span in found.spans if (span.adapter, span.temperature) == asked]
-            await (self._compare(spans, report) if asked[1] == 1 else self._compare_some(spans, report))
-        return {
-            "leaf": line[-1].number,
-            "tokens": len(trajectory),
-            "compared": sum(each["end"] - each["start"] for each in report.shown),
-            "spans": report.shown,
-            "not_comparable": dict(report.others),
-            "refusals": report.refusals,
-        }
-
-    async def _compare(self, spans: Sequence[Span], report: SampleReport) -> None:
-        """Compare all of their tokens by one question."""
-        start, stop = spans[0].start - 1, spans[-1].end
+    async def _check_prompt(self, turn: Turn, root: Turn, report: PromptReport) -> None:
         try:
-            said = await self._asker.all(
-                report.tokens[:stop], start, spans[0].adapter, spans[0].version, _workers(spans)
-            )
-        except NotRecomputed as failure:
-            report.add_failure(failure, sum(span.end - span.start for span in spans))
-            return
-        for span in spans:
-            report.add(span, said, start + 1)
-
-    async def _compare_some(self, spans: Sequence[Span], report: SampleReport) -> None:
-        """Compare some of their tokens one by one: what is told of prompts is not divided by the temperature."""
-        positions = np.concatenate([np.arange(span.start, span.end) for span in spans])
-        picked = np.unique(np.linspace(0, len(positions) - 1, min(ONE_BY_ONE, len(positions))).astype(int))
-        if len(picked) < len(positions):
-            report.others[NOT_ASKED] += len(positions) - len(picked)
-        for position in map(int, positions[picked]):
-            span = next(span for span in spans if span.start <= position < span.end)
-            ids, token = report.tokens[:position], int(report.tokens[position])
-            try:
-                said = await self._asker.next(ids, token, span.temperature, span.adapter, span.version, _workers(spans))
-            except NotRecomputed as failure:
-                report.add_failure(failure, 1)
-                continue
-            report.add(span._replace(start=position, end=position + 1), said, position)
+            report.add(await self._prompts.difference(turn, root))
+        except NotRendered as reason:
+            report.not_compared[str(reason)] += 1
 
 
-@dataclass
-class SampleReport:
-    """What came of one line's tokens."""
-
-    tokens: Tokens
-    logprobs: Logprobs
-    others: Counter[str]
-    shown: list[dict[str, Any]] = field(default_factory=list)
-    refusals: list[str] = field(default_factory=list)
-
-    def add(self, span: Span, said: Said, first: int) -> None:
-        """A span that was compared; the first logprob that was said is of position `first`."""
-        self.shown.append(
-            {
-                "turn": span.turn.number,
-                "start": span.start,
-                "end": span.end,
-                "version": span.version,
-                "worker": span.turn.facts.get("worker"),
-                "recomputed_by": said.worker,
-                "recorded": self.logprobs[span.start : span.end],
-                "recomputed": said.logprobs[span.start - first : span.end - first],
-            }
-        )
-
-    def add_failure(self, failure: NotRecomputed, tokens: int) -> None:
-        """So many tokens that no engine has told."""
-        self.others[failure.reason] += tokens
-        said = failure.said[:SHOWN_CHARS]
-        if said and said not in self.refusals:
-            self.refusals.append(said)
+def _audited(leaf: Turn) -> AuditedLine:
+    line = leaf.line()
+    turns = [_audited_turn(turn, end) for turn, end in zip(line, line_ends(line), strict=True)]
+    return AuditedLine(leaf.number, line_trajectory(line), turns)
 
 
-def _workers(spans: Sequence[Span]) -> set[str]:
-    """Those that sampled them."""
-    return {str(span.turn.facts.get("worker")) for span in spans}
+def _audited_turn(turn: Turn, end: int) -> AuditedTurn:
+    facts = turn.facts
+    return AuditedTurn(
+        number=turn.number,
+        start=turn.prompt_tokens,
+        end=end,
+        pieces=turn.sampled,
+        worker=facts.get("worker"),
+        cache_versions=facts.get("cache_versions") or (),
+        asked=AskedSampling(facts.get(SAMPLING, {}), facts.get(RESHAPED_BY), facts.get(ADAPTER, "")),
+        chat=turn.path != paths.COMPLETIONS,
+    )
+
+
+_source: type[AuditSource] = SessionAuditor

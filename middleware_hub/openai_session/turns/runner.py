@@ -23,7 +23,7 @@ from miles_router.engines.models import DEFAULT
 from miles_router.engines.openai.chat import ids_obstacle
 from miles_router.engines.openai.choices import Choice, StreamShortfall
 from miles_router.engines.parsers import Parsers
-from miles_router.engines.recomputing import OF_THE_MODEL, adapter_in, reshaped_by
+from miles_router.engines.recomputing import AskedSampling
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.middlewares import (
     LAST_EVENT,
@@ -214,14 +214,13 @@ class TurnRunner:
     def _of_the_request(self, turn: PendingTurn, url: str | None) -> dict[str, Any]:
         """What an audit must know of it, where there is something to know."""
         fields, served = turn.fields, self._router.fleet.known_facts(url or "").served_model_name
-        adapter = adapter_in(fields, (served, DEFAULT) if served else ())
-        said = {name: fields[name] for name in OF_THE_MODEL if fields.get(name) is not None}
+        asked = AskedSampling.of_chat(fields, (served, DEFAULT) if served else ())
         facts = {
-            SAMPLING: said or None,
-            RESHAPED_BY: reshaped_by(fields),
+            SAMPLING: asked.said or None,
+            RESHAPED_BY: asked.reshaped_by,
             UNRENDERED: None if turn.prompt is not None or turn.path == paths.COMPLETIONS else ids_obstacle(fields),
         }
-        own = {} if adapter == "" else {ADAPTER: adapter}
+        own = {} if asked.adapter == "" else {ADAPTER: asked.adapter}
         return {**{name: value for name, value in facts.items() if value is not None}, **own}
 
 

@@ -23,6 +23,7 @@ from middleware_hub.radix_tree.entry import (
     unpacked_ends,
     unpacked_pieces,
 )
+from miles_router.engines.recomputing import AskedSampling
 from miles_router.middlewares import NOT_WRITTEN, RowsByKind, TrajectoryRows, header_of, with_header
 from miles_router.trajectory import Trajectory
 from miles_router.trajectory.rows import KINDS
@@ -58,6 +59,8 @@ def written_entry(entry: Entry, text: str, parent_text: str | None, *, with_rows
         "shown_chars": entry.shown_chars,
         "rank": entry.rank,
         "cache_versions": entry.cache_versions,
+        "asked": None if entry.asked is None else list(entry.asked),
+        "worker": entry.worker,
         "parent": None if parent is None else parent.serial,
         "reused": own.reused,
         "reused_chars": own.reused_chars,
@@ -108,6 +111,8 @@ def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) ->
         finish=header["finish"],
         rows=_rows(header["rows"]),
         cache_versions=tuple(header["cache_versions"]),
+        asked=None if (asked := header.get("asked")) is None else AskedSampling(*asked),
+        worker=header.get("worker"),
     )
     return RestoredEntry(record, serial, header["rank"], parent, reused, reused_chars)
 

@@ -106,9 +106,8 @@ class TextRollouts:
         before = self._turns.get(entry.parent) if entry.parent is not None and sampled else None
         rollout = before.rollout if before is not None else TextRollout(time.time())
         self._begin(rollout)
-        self._add(
-            rollout, entry, before, entry.reused if before is not None else 0, entry.first_sampled(), NOTHING_KNOWN
-        )
+        facts = NOTHING_KNOWN._replace(worker=entry.worker)
+        self._add(rollout, entry, before, entry.reused if before is not None else 0, entry.first_sampled(), facts)
 
     def _begin(self, rollout: TextRollout) -> None:
         if rollout.id not in self._by_id:
@@ -145,6 +144,13 @@ class TextRollouts:
         if not rollout.turns and not rollout.flights and self._by_id.pop(rollout.id, None) is not None:
             self._shelf.remove(rollout.place)
 
+    def __iter__(self) -> Iterator[TextRollout]:
+        return iter(tuple(self._by_id.values()))
+
+    def get(self, rollout_id: str) -> TextRollout | None:
+        """One by its id."""
+        return self._by_id.get(rollout_id)
+
     # As a source of episodes
 
     async def newest(self, before: EpisodePlace | None, most: int) -> Sequence[EpisodeView]:
@@ -153,7 +159,7 @@ class TextRollouts:
 
     async def find(self, episode_id: str) -> EpisodeView | None:
         """As of `EpisodeSource`."""
-        rollout = self._by_id.get(episode_id)
+        rollout = self.get(episode_id)
         return None if rollout is None else RolloutView(rollout, self._router)
 
 

@@ -109,6 +109,19 @@ class TextRollout:
         self.count = 0  # turns that it has had
         self.flights: list[Any] = []  # where the requests under way are
 
+    def continued(self) -> dict[int, int]:
+        """The turns that others go on from, and how many of their tokens some of these have."""
+        ends: dict[int, int] = {}
+        for turn in self.turns.values():
+            if turn.before is not None:
+                ends[turn.before.number] = max(ends.get(turn.before.number, 0), turn.kept)
+        return ends
+
+    def leaves(self) -> list[TextTurn]:
+        """The turns that none goes on from, oldest first."""
+        continued = self.continued()
+        return [turn for turn in self.turns.values() if turn.number not in continued]
+
     @property
     def place(self) -> EpisodePlace:
         """Where it stands among all."""

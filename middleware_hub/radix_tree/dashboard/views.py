@@ -49,7 +49,7 @@ class RolloutView:
         """Its row."""
         rollout = self._rollout
         turns = [*rollout.turns.values()]
-        continued = self._continued()
+        continued = rollout.continued()
         ends = {turn: continued.get(turn.number, len(turn.entry)) for turn in turns}
         versions = dict.fromkeys(span["version"] for turn in turns for span in turn.spans())
         return EpisodeRow(
@@ -109,14 +109,6 @@ class RolloutView:
         if held is None or channel.shape is None or held.count < stop:
             return None
         return channel.array(held.rows, start, stop)
-
-    def _continued(self) -> dict[int, int]:
-        """The turns that others go on from, and how many of their tokens some of these have."""
-        ends: dict[int, int] = {}
-        for turn in self._rollout.turns.values():
-            if turn.before is not None:
-                ends[turn.before.number] = max(ends.get(turn.before.number, 0), turn.kept)
-        return ends
 
     def _workers(self) -> list[str]:
         workers = (turn.facts.worker for turn in self._rollout.turns.values())

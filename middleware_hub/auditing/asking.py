@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from middleware_hub.openai_session.sessions.tree import Turn
 from miles_router.engines import paths, recomputing
 from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.facts import Facts
@@ -45,11 +44,16 @@ class Said(NamedTuple):
 
 
 class Asker:
-    """Asks the engines of one router."""
+    """Asks the engines of one router, for all of its layers."""
 
     def __init__(self, router: Router) -> None:
         self._router = router
         self._at_once = asyncio.Semaphore(AT_ONCE)
+
+    @property
+    def weight_version(self) -> str | None:
+        """The one that is loaded now."""
+        return self._router.pool.weight_version
 
     async def longest(self) -> int:
         """Tokens that every engine takes as a prompt."""
@@ -57,11 +61,13 @@ class Asker:
         windows = [length for length in known if length is not None]
         return max(0, min(windows) - RESERVED) if windows else 1 << 31
 
-    async def assumed(self, turn: Turn) -> list[Mapping[str, Any]]:
-        """What the engine that sampled a turn assumes where its request said nothing; the others' where it is gone."""
-        fleet, url = self._router.fleet, str(turn.facts.get("worker"))
-        known = [await fleet.facts(url)] if self._router.pool.find(url) is not None else await fleet.all_facts()
-        of_model, chat = self._router.generation_config, turn.path != paths.COMPLETIONS
+    async def assumed(self, worker: str | None, *, chat: bool) -> list[Mapping[str, Any]]:
+        """What the engine that sampled a generation assumes where its request said nothing; the others' where it is
+        gone. `chat`: whether it was one of chat."""
+        fleet, pool = self._router.fleet, self._router.pool
+        there = worker is not None and pool.find(worker) is not None
+        known = [await fleet.facts(str(worker))] if there else await fleet.all_facts()
+        of_model = self._router.generation_config
         return [each for facts in known or [Facts()] for each in recomputing.assumed(facts, of_model, chat=chat)]
 
     async def all(self, ids: Tokens, start: int, adapter: str, version: str, others: Collection[str]) -> Said:

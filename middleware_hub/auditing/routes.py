@@ -1,0 +1,87 @@
+"""`GET /episodes` and `POST /episodes/{id}/audit`: what can be audited, whichever layer of which process has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from middleware_hub.auditing.audits import Audits
+from middleware_hub.auditing.samples import AuditReport
+from miles_router.errors import BadRequest, NotFound
+from miles_router.middlewares import Exchange, Pace, Watch
+from miles_router.trajectory.json_parts import list_parts
+
+JSON = "application/json"
+LIMIT = "limit"
+FIELDS = frozenset({LIMIT})
+#: Samples of an episode that one request audits: where it does not say, and at most.
+USUAL, MOST = 8, 64
+
+
+def audit_routes(audits: Audits) -> Sequence[BaseRoute]:
+    """The routes, the same for each layer that has them."""
+    return [
+        Route("/episodes", partial(_held, audits), methods=["GET"]),
+        Route("/episodes/{id}/audit", partial(_audit, audits), methods=["POST"]),
+    ]
+
+
+async def _held(audits: Audits, request: Request) -> Response:
+    parts: list[tuple[bytes, ...]] = []
+    pace = Pace()
+    for kind, source in audits.sources.items():
+        async for each in source.held():
+            parts.append((orjson.dumps({"kind": kind, **each._asdict()}),))
+            await pace.step()
+    for answer in await audits.owners.answers(request.scope):
+        parts += [(orjson.dumps(each),) for each in answer["episodes"]]
+        await pace.step()
+    return Response(b"".join((b'{"episodes":', *list_parts(parts), b"}")), media_type=JSON)
+
+
+async def _audit(audits: Audits, request: Request) -> Response:
+    episode_id, limit = request.path_params["id"], await read_limit(request)
+    with Watch(request.receive):
+        for kind, source in audits.sources.items():
+            report = await source.audit(episode_id, limit)
+            if report is not None:
+                return await written_report({"id": episode_id, "kind": kind}, report)
+        elsewhere = await audits.owners.first_answer(request.scope, orjson.dumps({LIMIT: limit}))
+    if elsewhere is None:
+        raise NotFound(f"no episode {episode_id!r} is held")
+    status, headers, body = elsewhere
+    return Response(body, status, media_type=headers.get("content-type"))
+
+
+async def written_report(named: Mapping[str, object], report: AuditReport) -> Response:
+    """What an audit has found of the episode that is named so."""
+    pace, samples = Pace(), []
+    for sample in report.samples:  # each may have the logprobs of a whole context
+        samples.append(orjson.Fragment(orjson.dumps(sample, option=orjson.OPT_SERIALIZE_NUMPY)))
+        await pace.step()
+    found = {"weight_version": report.weight_version, "samples": samples, "prompts": report.prompts.as_json()}
+    return Response(orjson.dumps({**named, **found}), media_type=JSON)
+
+
+async def read_limit(request: Request) -> int:
+    """How many samples are to be audited, as the request's body says.
+
+    Raises:
+        BadRequest: it is no object, a field is unknown, or the number is none.
+    """
+    exchange = Exchange.of(request.scope)
+    raw = await exchange.read(request.receive)
+    body = exchange.loads(raw) if raw.strip() else {}
+    if not isinstance(body, Mapping):
+        raise BadRequest("the request body must be a JSON object")
+    if unknown := body.keys() - FIELDS:
+        raise BadRequest(f"unknown field {min(unknown)!r}; known are {', '.join(sorted(FIELDS))}")
+    limit = body.get(LIMIT, USUAL)
+    if type(limit) is not int or not 1 <= limit <= MOST:
+        raise BadRequest(f"{LIMIT} must be a whole number from 1 to {MOST}")
+    return limit
