@@ -211,7 +211,6 @@ async def test_a_worker_that_starts_as_a_half_registers_as_one(stage: Stage) -> 
         await until(lambda: not router.leftovers(), "the first probes are over")
 
 
-@pytest.mark.alone("processes may choose at the same instant")
 async def test_both_halves_have_fewest_in_flight(stage: Stage) -> None:
     async with halves(stage, 2, 2) as pair:
         for _ in range(4):

@@ -94,7 +94,6 @@ async def test_where_nobody_tells_the_shape_rows_are_flat(stage: Stage, moe: Moe
         assert trial.held["shape"] is None
 
 
-@pytest.mark.alone("each process learns by itself what rows look like")
 async def test_an_answer_of_another_width_than_the_first_is_not_held(stage: Stage) -> None:
     worker = await stage.worker()
     trial = await experts_trial(stage, worker, options={})

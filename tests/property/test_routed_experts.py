@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -267,7 +266,6 @@ def read(reply: RawReply, *, stream: bool) -> list[Any]:
     return answers_of(reply.body, stream=True)
 
 
-@pytest.mark.alone("what is in memory is bounded in each process")
 @settings(UNSHRUNK, max_examples=examples(80))
 @given(models, st.lists(asks, min_size=1, max_size=7))
 async def test_texts_have_the_experts_that_the_model_chose(model: Model, asks: list[Ask]) -> None:
@@ -378,7 +376,6 @@ def rid_of(generation: GenerationRecord) -> str:
     return generation.rid
 
 
-@pytest.mark.alone("what is in memory is bounded in each process")
 @settings(UNSHRUNK, max_examples=examples(40))
 @given(models, st.lists(turns, min_size=1, max_size=6))
 async def test_turns_have_the_experts_that_the_model_chose(model: Model, turns: list[Turn]) -> None:

@@ -189,8 +189,7 @@ class RouterOfProcesses(RunningRouter):
             await asyncio.sleep(STEP)
 
     async def _workers(self) -> list[dict[str, Any]]:
-        key = [] if self._key is None else [("Authorization", f"Bearer {self._key}")]
-        found: list[dict[str, Any]] = (await self.ask("GET", "/workers", key)).json()["workers"]
+        found: list[dict[str, Any]] = (await self.ask("GET", "/workers")).json()["workers"]
         return found
 
     def leftovers(self) -> list[str]:
