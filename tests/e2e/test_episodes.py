@@ -542,6 +542,7 @@ class Note:
         )
 
 
+@pytest.mark.alone("its layer has the same note in each process")
 async def test_a_layer_of_ones_own_has_episodes_in_the_same_list(stage: Stage) -> None:
     jotter = MiddlewareSpec("tests.e2e.test_episodes.Jotter")
     async with SimulatedWorker(tokenizer=qwen3()) as worker:

@@ -182,6 +182,7 @@ async def test_the_numbers_are_shown(simulated: SessionTrial) -> None:
 # Bounds
 
 
+@pytest.mark.alone("what is in memory is bounded in each process")
 async def test_no_more_sessions_are_made_than_may_be_held(stage: Stage, worker: ScriptedWorker) -> None:
     trial = await session_trial(stage, worker, options={"max_sessions": 2})
     await trial.create("a")

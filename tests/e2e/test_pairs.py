@@ -211,6 +211,7 @@ async def test_a_worker_that_starts_as_a_half_registers_as_one(stage: Stage) -> 
         await until(lambda: not router.leftovers(), "the first probes are over")
 
 
+@pytest.mark.alone("idle workers take turns in each process")
 async def test_both_halves_have_fewest_in_flight(stage: Stage) -> None:
     async with halves(stage, 2, 2) as pair:
         for _ in range(4):

@@ -179,7 +179,7 @@ async def test_the_model_is_found_wherever_it_stands_and_the_body_stays_as_it_is
     async with scene("actor", "judge") as made:
         sent = (body % SAID).encode()
         assert (await made.router.ask("POST", CHAT, JSON, sent)).status == 200
-        assert (made["judge"].door.last.body, len(made["actor"].door.generations)) == (sent, 0)
+        assert (made["judge"].door.at(CHAT)[-1].body, len(made["actor"].door.generations)) == (sent, 0)
 
 
 @pytest.mark.parametrize("headers", [[("Content-Encoding", "gzip")], [("Content-Type", "multipart/form-data")]])
@@ -382,7 +382,7 @@ async def with_adapters() -> AsyncIterator[Scene]:
 
 def applied(worker: SimulatedWorker) -> str | None:
     """The adapter of a worker's last generation."""
-    return worker.door.last.generation.lora_path
+    return worker.door.generations[-1].lora_path
 
 
 @pytest.mark.parametrize("path", ["/generate", CHAT, "/v1/completions", "/v1/messages"])

@@ -116,6 +116,7 @@ async def test_any_id_may_name_rows(stage: Stage, rid: str) -> None:
     assert (delivered.value("x-rid") or rid.encode()) == rid.encode()
 
 
+@pytest.mark.alone("the first process that has an id answers with what it has")
 async def test_of_two_generations_with_one_id_the_later_is_delivered(stage: Stage) -> None:
     async with simulated_experts(stage) as trial:
         for ids in ([40, 41], [42, 43, 44]):

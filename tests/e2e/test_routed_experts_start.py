@@ -94,6 +94,7 @@ async def test_where_nobody_tells_the_shape_rows_are_flat(stage: Stage, moe: Moe
         assert trial.held["shape"] is None
 
 
+@pytest.mark.alone("each process learns by itself what rows look like")
 async def test_an_answer_of_another_width_than_the_first_is_not_held(stage: Stage) -> None:
     worker = await stage.worker()
     trial = await experts_trial(stage, worker, options={})
@@ -112,7 +113,6 @@ TOLD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.alone("numbers are summed")
 @pytest.mark.parametrize("config", TOLD, ids=[str(number) for number in range(len(TOLD))])
 async def test_the_checkpoint_tells_the_shape(stage: Stage, tmp_path: Path, config: dict[str, Any]) -> None:
     build(tmp_path)

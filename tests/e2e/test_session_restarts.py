@@ -192,6 +192,7 @@ async def test_what_was_deleted_stays_deleted_and_its_name_is_free(restarts: Res
             assert (await after.read("gone"))["records"] == []
 
 
+@pytest.mark.alone("it reads trajectories without naming a session")
 async def test_finalized_sessions_that_headers_made_are_there_again(restarts: Restarts) -> None:
     named = [("X-Session-Id", "s-1"), ("X-Instance-Id", "i-1"), ("X-Turn-Id", "t-1")]
     async with restarts.started() as before:
@@ -264,6 +265,7 @@ async def test_a_group_that_is_aborted_ends_as_a_whole_though_the_disk_is_full(
             assert (await before.read(name))["metadata"]["end_reason"] == "aborted"
 
 
+@pytest.mark.alone("it reads trajectories without naming a session")
 async def test_a_drain_that_cannot_delete_everything_loses_nothing(
     restarts: Restarts, monkeypatch: pytest.MonkeyPatch
 ) -> None:

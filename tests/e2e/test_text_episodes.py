@@ -144,6 +144,7 @@ async def another(stage: Stage, trial: Trial, options: dict[str, Any] | None = N
     return Trial(router, trial.worker)
 
 
+@pytest.mark.alone("what is in memory is bounded in each process")
 async def test_what_is_evicted_is_gone_from_its_episode(stage: Stage, trial: Trial) -> None:
     small = await another(stage, trial, {"max_tokens": 60})
     for text in ("one", "two", "three", "four"):

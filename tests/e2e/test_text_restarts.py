@@ -138,6 +138,7 @@ async def test_only_what_a_text_may_find_is_read(restarts: Restarts) -> None:
             assert after.statistics()["entries"] == 2
 
 
+@pytest.mark.alone("what is in memory is bounded in each process")
 async def test_what_is_evicted_is_deleted_on_the_disk_too(restarts: Restarts) -> None:
     async with restarts.started(max_tokens=400) as before:
         answers = [await before.generate(text=f"Question {each}: {'x' * 40}") for each in range(12)]

@@ -115,6 +115,7 @@ async def test_rows_of_texts_that_were_not_written_are_said_to_be_missing(restar
             assert np.array_equal(array_of(await rows(after, {"rid": whole["rid"]})), truth(whole["tokens"]))
 
 
+@pytest.mark.alone("what is in memory is bounded in each process")
 async def test_rows_that_memory_let_go_of_are_deleted_on_the_disk_too(restarts: Restarts) -> None:
     async with restarts.started(keeper(1200), state_rows=True) as before:
         answers = [await before.generate(text=f"Question {each}: {'x' * 40}") for each in range(6)]
@@ -131,6 +132,7 @@ async def test_rows_that_memory_let_go_of_are_deleted_on_the_disk_too(restarts: 
             assert "for want of room" in (await rows(after, {"text": gone})).json()["error"]["message"]
 
 
+@pytest.mark.alone("what is in memory is bounded in each process")
 async def test_rows_of_texts_that_nobody_touched_are_deleted_where_there_is_no_room(restarts: Restarts) -> None:
     async with restarts.started(keeper(), state_rows=True) as before:
         answers = [await before.generate(text=f"Question {each}: {'x' * 40}") for each in range(6)]

@@ -79,6 +79,7 @@ async def idle_closed(worker: ScriptedWorker) -> None:
     await until(lambda: not worker.links, "no kept connection is left")
 
 
+@pytest.mark.alone("it slows connections that the test's process makes")
 async def test_one_whose_connection_was_being_made_waits_at_the_gate_and_the_connection_is_kept(
     stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -126,6 +126,7 @@ async def test_a_lost_connection_goes_to_another_worker_with_the_same_bytes(stag
     assert {received.values("x-kept")[0] for received in good.requests + bad.requests} == {b"1"}
 
 
+@pytest.mark.alone("idle workers take turns in each process")
 @pytest.mark.parametrize("headers", [[], [("X-Session-Id", "mine")]], ids=["least loaded", "with affinity"])
 async def test_the_worker_that_failed_is_not_asked_again_however_idle_or_wanted_it_is(
     stage: Stage, headers: list[tuple[str, str]]

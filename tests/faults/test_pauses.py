@@ -238,6 +238,7 @@ async def test_what_was_kept_in_place_and_then_aborted_is_cut_as_by_any_abort(
 # Who joins
 
 
+@pytest.mark.alone("idle workers take turns in each process")
 async def test_who_joins_a_paused_fleet_is_paused_before_anything_else_reaches_it(stage: Stage) -> None:
     old, new = await stage.worker(), await stage.worker()
     router = await stage.router(old)

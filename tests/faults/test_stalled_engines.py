@@ -38,6 +38,16 @@ async def on_each(*workers: SimulatedWorker) -> None:
     await until(lambda: all(worker.running for worker in workers), "one runs on each")
 
 
+async def one_on_each(router: RunningRouter, sick: SimulatedWorker, well: SimulatedWorker) -> list[asyncio.Task[Any]]:
+    """One after the other: two processes that choose at the same instant may choose the same worker. The first is long
+    enough to be there still."""
+    first = generating(router, 1000)
+    await until(lambda: sick.running or well.running, "one runs")
+    answers = [first, generating(router, 1000)]
+    await on_each(sick, well)
+    return answers
+
+
 def sampled(worker: SimulatedWorker) -> int:
     return sum(len(generation.output_ids) for generation in worker.engine.running.values())
 
@@ -78,8 +88,7 @@ async def test_what_a_stalled_engine_had_goes_on_elsewhere_and_nobody_elses_is_t
 async def test_it_keeps_its_reason_while_it_is_silent_and_comes_back_when_it_moves(stage: Stage) -> None:
     async with simulated(token_latency_s=0.002, stop_probability=0) as (sick, well):
         router = await stage.router(sick.url, well.url, **WATCHING)
-        answers = [generating(router) for _ in range(2)]
-        await on_each(sick, well)
+        answers = await one_on_each(router, sick, well)
         sick.stop_scheduler()
         assert [(await each).status for each in answers] == [200, 200]
         seen = len(sick.door.at("/health"))
@@ -145,8 +154,7 @@ async def test_answers_of_the_http_process_alone_do_not_hide_it(stage: Stage) ->
 async def test_it_is_found_though_its_health_has_failed_and_it_looks_paused(stage: Stage) -> None:
     async with simulated(token_latency_s=0.002, stop_probability=0, health_timeout_s=0.05) as (sick, well):
         router = await stage.router(sick.url, well.url, **{**WATCHING, "deep_health_check_interval": 0.01})
-        answers = [generating(router) for _ in range(2)]
-        await on_each(sick, well)
+        answers = await one_on_each(router, sick, well)
         sick.stop_scheduler()
         await until(lambda: not sick.engine.healthy, "its health has failed")
         assert [(await each).status for each in answers] == [200, 200]
@@ -158,8 +166,7 @@ async def test_it_is_found_while_a_pause_waits_for_it(stage: Stage) -> None:
     """Else it would fail every pause, and a trainer that tries again at once would never be rid of it."""
     async with simulated(token_latency_s=0.002, stop_probability=0) as (sick, well):
         router = await stage.router(sick.url, well.url, **WATCHING)
-        answers = [generating(router, 1000) for _ in range(2)]
-        await on_each(sick, well)
+        answers = await one_on_each(router, sick, well)
         sick.stop_scheduler()
         pausing = posting(router, "/pause_generation", mode="in_place")
         await becomes(router, sick, QUARANTINED)
@@ -174,8 +181,7 @@ async def test_it_is_found_while_a_pause_waits_for_it(stage: Stage) -> None:
 async def test_a_worker_that_leaves_is_still_watched(stage: Stage, query: str) -> None:
     async with simulated(token_latency_s=0.002, stop_probability=0) as (sick, well):
         router = await stage.router(sick.url, well.url, **WATCHING)
-        answers = [generating(router) for _ in range(2)]
-        await on_each(sick, well)
+        answers = await one_on_each(router, sick, well)
         sick.stop_scheduler()
         gone = await router.ask("POST", f"/remove_worker?url={sick.url}{query}")
         assert (gone.status, gone.json()["worker_urls"].keys()) == (200, {well.url})

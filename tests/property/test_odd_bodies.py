@@ -36,7 +36,7 @@ READING: Mapping[tuple[str, str], Any] = {
     ("POST", f"/sessions/{HELD}/samples"): {},
     ("POST", f"/sessions/{DONE}/samples"): {},
     ("GET", "/trajectory/stats"): None,
-    ("POST", "/trajectory/read"): {},
+    ("POST", "/trajectory/read"): {"session_id": DONE},
     ("POST", "/retrieve_from_text"): {"text": TEXT},
     ("POST", "/routed_experts"): {"session_id": DONE, "leaf": 0},
     ("GET", "/list_workers"): None,

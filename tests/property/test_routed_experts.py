@@ -24,6 +24,7 @@ from miles_router.trajectory.safetensors import unpack
 from tests.support.cache_trial import CACHE, checkpoint
 from tests.support.events import answers_of
 from tests.support.http import RawReply
+from tests.support.running_router import processes_used
 from tests.support.session_trial import CHAT, SESSIONS, Message, SessionTrial, qwen3, user
 from tests.support.stage import staged
 from tests.support.tiers import examples
@@ -108,7 +109,7 @@ class Play(SessionTrial):
     def check_account(self, exchanges: list[Exchange]) -> None:
         """The numbers are those of the door, and everything is within the budget."""
         held = self.held
-        assert held["bytes"] <= self.model.max_bytes
+        assert held["bytes"] <= self.model.max_bytes * processes_used()
         shape = self.model.shape
         assert held["shape"] == (vars(shape) if self.model.told else None)
         if self.plenty:

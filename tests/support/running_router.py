@@ -57,6 +57,11 @@ def use_processes(count: int) -> None:
     _processes = count
 
 
+def processes_used() -> int:
+    """How many they have, each with bounds of its own."""
+    return _processes
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server without signals, stopped by an event instead of a poll."""
 
@@ -189,7 +194,8 @@ class RouterOfProcesses(RunningRouter):
             await asyncio.sleep(STEP)
 
     async def _workers(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = (await self.ask("GET", "/workers")).json()["workers"]
+        headers = [] if self._key is None else [("Authorization", f"Bearer {self._key}")]
+        found: list[dict[str, Any]] = (await self.ask("GET", "/workers", headers)).json()["workers"]
         return found
 
     def leftovers(self) -> list[str]:

@@ -354,10 +354,8 @@ class WholeAdmin(Admin):
         shown = self.facts()
         for info in self._followers.infos():
             for name, facts in info["facts"].items():
-                shown[name] = {
-                    **shown.get(name, {}),
-                    **{each: fact for each, fact in facts.items() if fact is not None},
-                }
+                known = shown.setdefault(name, {})
+                known |= {each: fact for each, fact in facts.items() if fact is not None or each not in known}
         return {name: {**numbers_in(families, self.layers.get(name, {})), **each} for name, each in shown.items()}
 
     async def info(self, request: Request) -> Response:
