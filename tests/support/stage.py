@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import stat
+import traceback
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -118,7 +119,8 @@ class _Defects(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Note it."""
-        self.seen.append(f"{record.name}: {record.getMessage()} {record.exc_info}")
+        trace = "" if record.exc_info is None else "".join(traceback.format_exception(*record.exc_info))
+        self.seen.append(f"{record.name}: {record.getMessage()} {getattr(record, 'fields', '')}\n{trace}")
 
 
 def _tasks() -> set[asyncio.Task[Any]]:

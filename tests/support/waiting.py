@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from miles_router.tasks import within
+
 #: Seconds.
 PATIENCE = 120.0
 STEP = 0.005
@@ -38,7 +40,12 @@ async def soon(awaitable: Awaitable[Result]) -> Result:
     Raises:
         TimeoutError: not within `PATIENCE`; it is cancelled then.
     """
-    return await asyncio.wait_for(awaitable, PATIENCE)
+
+    async def waiting() -> Result:
+        return await awaitable
+
+    # Not `asyncio.wait_for`, which before Python 3.12 may lose a cancellation: who was cancelled would wait on.
+    return await within(PATIENCE, waiting(), name="what comes soon")
 
 
 def at_once(work: Coroutine[Any, Any, Result]) -> Result:
