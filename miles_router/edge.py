@@ -164,12 +164,13 @@ class TracedRouterApp(RouterApp):
     def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
         super()._report(error, exchange, scope, began=began)
         if exchange.flight.trace is not None:
-            exchange.flight.trace.error = error.type
+            exchange.flight.trace.detailed().error = error.type
 
     def _finished(self, scope: Scope, exchange: Exchange, status: int, started_at: float) -> None:
         super()._finished(scope, exchange, status, started_at)
-        if exchange.flight.trace is not None:
-            self._traces.finish(exchange, exchange.flight.trace, scope["path"], status, started_at)
+        turn = exchange.flight.trace
+        if turn is not None:
+            self._traces.finish(exchange, turn, scope["path"], status, started_at)
 
 
 def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:

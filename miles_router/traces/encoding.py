@@ -6,13 +6,14 @@ Written by hand: a turn's spans cost a few microseconds so, and a hundred with t
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 
 from miles_router.traces.context import TraceContext
 
 #: Characters of one attribute's value.
 MAX_VALUE = 512
+REQUEST_ID = "miles_router.request_id"
 INTERNAL, SERVER = 1, 2
 ERROR = b"\x7a\x02\x18\x02"  # Span.status (15) {code (3): 2}
 #: Span.flags (16), fixed32: sampled, and whether the parent is another process's (bits 8 and 9).
@@ -51,15 +52,6 @@ def attribute(key: str, value: Value) -> bytes:
 def repeated_attribute(key: str, value: str) -> bytes:
     """The same for a text that many spans have."""
     return attribute(key, value)
-
-
-def request_id(text: str) -> bytes:
-    """The attribute that each turn has with another value."""
-    data = text.encode("ascii", "replace")
-    size = len(data)
-    if size > 0x5F:  # lengths of two bytes
-        return attribute("miles_router.request_id", text)
-    return b"\x4a%c\x0a\x17miles_router.request_id\x12%c\x0a%c%b" % (size + 29, size + 2, size, data)
 
 
 def event(name: bytes, at: int) -> bytes:
@@ -115,6 +107,36 @@ def span(
     return _part(b"\x12", data)
 
 
+class TurnForm:
+    """Spans of turns that share all but their names, moments and request ids, of which one call writes each: it costs
+    a quarter of `span`.
+
+    Args:
+        attributes: that all of them have.
+        id_size: bytes of each request id.
+    """
+
+    __slots__ = ("_about", "_head", "_pack")
+
+    def __init__(self, attributes: bytes, id_size: int) -> None:
+        own = attribute(REQUEST_ID, "?" * id_size)
+        #: What does not differ: the rest of the event, name, kind, flags, attributes.
+        self._about = b"\x12\x0afirst_byte\x2a\x04turn\x30\x02" + _LOCAL_PARENT + attributes
+        self._about += own[: len(own) - id_size]
+        rest = struct.Struct(f"<16s2s8scQcQ3sQ{len(self._about)}s{id_size}s")
+        self._head = b"\x12" + varint(rest.size + 2) + b"\x0a\x10"
+        self._pack = struct.Struct(f"<{len(self._head)}s{rest.format[1:]}").pack
+
+    def written(self, context: TraceContext, start: int, first_byte: int, end: int, request_id: str) -> bytes:
+        """One that has no parent, with its event `first_byte`, as `span` gives it. Moments: Unix nanoseconds."""
+        trace_id, span_id, _ = context
+        own = request_id.encode("ascii")
+        head, about = self._head, self._about
+        return self._pack(
+            head, trace_id, b"\x12\x08", span_id, b"\x39", start, b"\x41", end, b"\x5a\x15\x09", first_byte, about, own
+        )
+
+
 class SpanEnvelope:
     """Around the spans of one request: who sends them. `resource`: what is known of this process."""
 
@@ -124,10 +146,12 @@ class SpanEnvelope:
         scope = _part(b"\x0a", name.encode()) + _part(b"\x12", version.encode())
         self._scope = _part(b"\x0a", scope)
 
-    def around(self, spans: Iterable[bytes]) -> bytes:
+    def around(self, spans: Collection[bytes]) -> bytes:
         """An `ExportTraceServiceRequest`."""
-        scope_spans = b"".join((self._scope, *spans))
-        return _part(b"\x0a", self._resource + _part(b"\x12", scope_spans))
+        inner = len(self._scope) + sum(map(len, spans))
+        head = b"\x12" + varint(inner)
+        size = varint(len(self._resource) + len(head) + inner)
+        return b"".join((b"\x0a", size, self._resource, head, self._scope, *spans))  # megabytes, copied once
 
 
 def _value(given: object) -> Value:

@@ -14,7 +14,16 @@ from hashlib import blake2b
 from typing import Protocol
 
 from miles_router.asgi.headers import RawHeaders
-from miles_router.traces.context import SPAN_BYTES, TRACE_BYTES, TRACEPARENT, TRACESTATE, TraceContext, new_id
+from miles_router.traces.context import (
+    HEADERS,
+    SPAN_BYTES,
+    TRACE_BYTES,
+    TRACEPARENT,
+    Header,
+    TraceContext,
+    new_span_id,
+    new_traces,
+)
 from miles_router.traces.encoding import attribute, span
 from miles_router.traces.turn import TurnTrace
 
@@ -25,7 +34,9 @@ _ABOUT_THE_RUN = ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES")
 
 
 class TraceSampling(Protocol):
-    """Decides what is kept: OpenTelemetry's sampler."""
+    """Decides what is kept: OpenTelemetry's sampler. `all_begin`: whether each trace is, and nobody has to be asked."""
+
+    all_begin: bool
 
     def begins(self, trace_id: bytes) -> bool:
         """Whether a trace is."""
@@ -50,8 +61,8 @@ class EpisodeSpan:
         #: Nobody adds to it any more but those that run.
         self.over = False
 
-    def spans(self) -> bytes:
-        """It, written."""
+    def written(self) -> bytes:
+        """It, as OTLP spells it."""
         about = attribute("session.id", self.session) + attribute("miles_router.turns", self.turns)
         return span(self.context, None, b"episode", self.began_ns, self.ended_ns, about)
 
@@ -60,44 +71,43 @@ class EpisodeTraces:
     """Places turns.
 
     Args:
-        take: is given each episode that is over.
+        take: is given the span of each episode that is over, written.
     """
 
-    def __init__(self, sampling: TraceSampling, take: Callable[[EpisodeSpan], None]) -> None:
+    def __init__(self, sampling: TraceSampling, take: Callable[[bytes], None]) -> None:
         self._sampling = sampling
+        #: First spans of traces of their own.
+        self.new = new_traces(None if sampling.all_begin else sampling.begins)
         self._take = take
         run = "\n".join(os.environ.get(name, "") for name in _ABOUT_THE_RUN)
         self._run = blake2b(run.encode("utf-8", "surrogateescape"), digest_size=32).digest()
         self._open: OrderedDict[str, EpisodeSpan] = OrderedDict()
         self._texts: OrderedDict[str, TraceContext] = OrderedDict()
 
-    def place(self, turn: TurnTrace, headers: RawHeaders | None = None, key: str | None = None) -> None:
+    def place(self, turn: TurnTrace, headers: RawHeaders | None = None, key: str | None = None) -> Header:
         """Find out which trace a turn belongs to: its client's, its session's, that of the text that it goes on from,
-        or its own.
+        or its own. Gives what names its span to an engine.
 
         Args:
             headers: of the request, which may name its client's span.
             key: what ties it to earlier ones: its session, where no layer has said which that is.
         """
-        turn.session = turn.session or key
         parent = None if headers is None else _parent(turn, headers)
-        if parent is not None:
-            turn.has_parent = True
-            self._put(turn, parent, sampled=self._sampling.follows(parent))
-        elif turn.session is not None:
-            turn.episode = self._enter(turn.session)
-            self._put(turn, turn.episode.context)
-        elif turn.earlier is not None:
-            self._put(turn, turn.earlier)
-        else:
-            ids = new_id(TRACE_BYTES + SPAN_BYTES)
-            trace_id, span_id = ids[:TRACE_BYTES], ids[TRACE_BYTES:]
-            turn.context = TraceContext(trace_id, span_id, self._sampling.begins(trace_id))
-
-    def _put(self, turn: TurnTrace, parent: TraceContext, *, sampled: bool | None = None) -> None:
-        kept = parent.sampled if sampled is None else sampled
-        turn.context = TraceContext(parent.trace_id, new_id(SPAN_BYTES), kept)
-        turn.parent_id = parent.span_id
+        details = turn.details
+        if key is not None and (details is None or details.session is None):
+            details = turn.detailed()
+            details.session = key
+        if details is not None:
+            if parent is not None:
+                details.has_parent = True
+                return _put(turn, parent, self._sampling.follows(parent))
+            if details.session is not None:
+                details.episode = self._enter(details.session)
+                return _put(turn, details.episode.context, details.episode.context.sampled)
+            if details.earlier is not None:
+                return _put(turn, details.earlier, details.earlier.sampled)
+        turn.context, header = next(self.new)
+        return header
 
     def _enter(self, session: str) -> EpisodeSpan:
         episode = self._open.get(session)
@@ -115,12 +125,12 @@ class EpisodeTraces:
         episode.running += 1
         return episode
 
-    def leave(self, episode: EpisodeSpan, began_ns: int) -> None:
-        """A turn of it is over, which began then."""
+    def leave(self, episode: EpisodeSpan, began_at: float) -> None:
+        """A turn of it is over, which began then by `time.perf_counter()`."""
         episode.running -= 1
         episode.turns += 1
         episode.ended_ns = time.time_ns()
-        episode.began_ns = min(episode.began_ns, began_ns)
+        episode.began_ns = min(episode.began_ns, episode.ended_ns - int((time.perf_counter() - began_at) * 1e9))
         if episode.over and not episode.running:
             self._tell(episode)
 
@@ -138,7 +148,7 @@ class EpisodeTraces:
 
     def _tell(self, episode: EpisodeSpan) -> None:
         if episode.context.sampled:
-            self._take(episode)
+            self._take(episode.written())
 
     def end_all(self) -> None:
         """The router ends."""
@@ -148,7 +158,8 @@ class EpisodeTraces:
     def generated(self, turn: TurnTrace, name: str) -> None:
         """A text may go on from the generation of this name, which belongs to a turn."""
         assert turn.context is not None
-        self._texts[name] = turn.context if turn.earlier is None or turn.has_parent else turn.earlier
+        details = turn.detailed()
+        self._texts[name] = turn.context if details.earlier is None or details.has_parent else details.earlier
         if len(self._texts) > MAX_TEXTS:
             self._texts.popitem(last=False)
 
@@ -157,13 +168,18 @@ class EpisodeTraces:
         return self._texts.get(name)
 
 
+def _put(turn: TurnTrace, parent: TraceContext, sampled: bool) -> Header:
+    turn.context = TraceContext(parent.trace_id, new_span_id(), sampled)
+    turn.detailed().parent_id = parent.span_id
+    return turn.context.header()
+
+
 def _parent(turn: TurnTrace, headers: RawHeaders) -> TraceContext | None:
     """The client's span. One that is named twice is none."""
     parents: list[bytes] = []
     for name, value in headers:
-        if name == TRACEPARENT:
-            parents.append(value)
-        elif name != TRACESTATE:
-            continue
-        turn.has_headers = True
+        if name in HEADERS:
+            turn.detailed().has_headers = True
+            if name == TRACEPARENT:
+                parents.append(value)
     return TraceContext.read(parents[0]) if len(parents) == 1 else None

@@ -82,11 +82,11 @@ class _SdkSampling:
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
-        self._all_begin = sampler in (ALWAYS_ON, DEFAULT_ON)  # as nearly always; asking costs some microseconds
+        self.all_begin = sampler in (ALWAYS_ON, DEFAULT_ON)
 
     def begins(self, trace_id: bytes) -> bool:
         """Whether a trace is kept."""
-        return self._all_begin or self._asked(None, trace_id)
+        return self.all_begin or self._asked(None, trace_id)
 
     def follows(self, parent: TraceContext) -> bool:
         """Whether what is part of a client's span is kept."""

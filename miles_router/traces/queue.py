@@ -1,17 +1,16 @@
-"""Records of turns and episodes on their way to whoever collects their spans. Nobody waits for that: what finds no room
-is dropped and counted.
+"""Records on their way to whoever collects spans: a turn with all its spans, or an episode. Nobody waits for that: what
+finds no room is dropped and counted.
 
-Spans are written by the thread that sends them, many in a row: in the midst of a request that takes thrice the time.
+A record is bytes: kept as objects, thousands of turns push what the next requests need out of the processor's caches.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from miles_router.metrics import Statistics, counter, gauge
 
@@ -19,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 #: Seconds in which the end of the router sends what waits.
 LAST_SECONDS = 5.0
-#: Records that are written before the event loop may go on.
-IN_A_ROW = 32
 SENT, FAILED, DROPPED = "sent", "failed", "dropped"
 #: Sends some spans; gives what is wrong, or None.
 Sender = Callable[[Sequence[bytes]], "str | None"]
@@ -41,22 +38,15 @@ class TraceStatistics(Statistics, prefix="miles_router_trace"):
     waiting_records = gauge("Turns and episodes whose spans wait to be sent.")
 
 
-class TraceRecord(Protocol):
-    """A turn or an episode that is over."""
-
-    def spans(self) -> bytes:
-        """Its spans, written."""
-        ...
-
-
 class SpanQueue:
-    """Takes records from the event loop, and has a thread write and send their spans."""
+    """Takes records from the event loop, and has a thread send them."""
 
     def __init__(self, send: Sender, bounds: QueueBounds) -> None:
         self._send = send
         self._bounds = bounds
-        self._records: deque[TraceRecord] = deque()
-        self._taken = self._gone = 0  # each is counted by one thread alone
+        self._records: deque[bytes] = deque()
+        #: How many may wait beside those that are being sent.
+        self._room = bounds.waiting
         self._wake = threading.Event()
         self._closed = False
         self._failing = False
@@ -67,17 +57,16 @@ class SpanQueue:
 
     @property
     def _waiting(self) -> int:
-        return self._taken - self._gone
+        return len(self._records) + self._bounds.waiting - self._room
 
-    def put(self, record: TraceRecord) -> None:
-        """Have its spans sent."""
-        waiting = self._taken - self._gone + 1
-        if waiting > self._bounds.waiting:
+    def put(self, record: bytes) -> None:
+        """Have it sent."""
+        records = self._records
+        if len(records) >= self._room:
             self.statistics.records[DROPPED] += 1
             return
-        self._taken += 1
-        self._records.append(record)
-        if waiting >= self._bounds.batch and not self._wake.is_set():
+        records.append(record)
+        if len(records) >= self._bounds.batch and not self._wake.is_set():
             self._wake.set()
 
     def start(self) -> None:
@@ -96,17 +85,17 @@ class SpanQueue:
         while not (self._closed and not self._records):
             woken = self._wake.wait(self._bounds.seconds)
             self._wake.clear()
-            while self._records and (self._waiting >= self._bounds.batch or self._closed or not woken):
+            while len(self._records) >= self._bounds.batch or (self._closed and self._records):
+                self._send_batch()
+            if not woken and self._records:  # once: what comes meanwhile would go in a request for each few
                 self._send_batch()
 
     def _send_batch(self) -> None:
-        batch: list[bytes] = []
-        while self._records and len(batch) < self._bounds.batch:
-            batch.append(self._records.popleft().spans())
-            if not len(batch) % IN_A_ROW:
-                time.sleep(0)  # requests go before
+        size = min(len(self._records), self._bounds.batch)
+        self._room -= size
+        batch = [self._records.popleft() for _ in range(size)]
         problem = self._send(batch)
-        self._gone += len(batch)
+        self._room = self._bounds.waiting
         self.statistics.records[SENT if problem is None else FAILED] += len(batch)
         if problem is not None and not self._failing:  # one line, however long it lasts
             logger.warning("traces_not_sent", extra={"fields": {"reason": problem}})

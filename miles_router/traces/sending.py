@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Coroutine
+from operator import itemgetter
 from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send
@@ -10,12 +11,14 @@ from miles_router.asgi.flight import Flight, Relief
 from miles_router.asgi.outlet import Outlet
 from miles_router.fleet.pool import WorkerPool
 from miles_router.forwarding.forwarder import Forwarded
-from miles_router.forwarding.outgoing import Outgoing
+from miles_router.forwarding.outgoing import Outgoing, outgoing
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import NotAdmitted
-from miles_router.traces.context import TRACEPARENT, TRACESTATE
+from miles_router.traces.context import HEADERS, TRACEPARENT
 from miles_router.traces.episodes import EpisodeTraces
-from miles_router.traces.turn import LegTimes, TurnTrace
+from miles_router.traces.turn import LegTimes, TurnDetails, TurnTrace
+
+_name = itemgetter(0)
 
 
 class TracedProxy(Proxy):
@@ -30,16 +33,27 @@ class TracedProxy(Proxy):
         self._workers = workers
 
     def _outgoing(self, scope: Scope, exchange: Exchange, body: bytes) -> Outgoing:
-        request = super()._outgoing(scope, exchange, body)
+        request = outgoing(scope, exchange.request_id, body)
         if request.generates:
-            turn = exchange.flight.trace
-            if turn is None:
-                turn = exchange.flight.trace = TurnTrace()
-            turn.sent(request, self._workers)
-            if turn.context is None:
-                self._episodes.place(turn, request.headers, request.key)
-            _write(turn, request)
+            flight, headers = exchange.flight, request.headers
+            if flight.trace is None and request.key is None and HEADERS.isdisjoint(map(_name, headers)):
+                context, header = next(self._episodes.new)  # sooner than `_place` does it
+                flight.trace = TurnTrace(context, request, self._workers)
+                headers.append(header)
+            else:
+                self._place(request, flight)
         return request
+
+    def _place(self, request: Outgoing, flight: Flight) -> None:
+        turn = flight.trace
+        if turn is None:
+            turn = flight.trace = TurnTrace()
+        turn.sent(request, self._workers)
+        context = turn.context
+        header = self._episodes.place(turn, request.headers, request.key) if context is None else context.header()
+        if turn.details is not None and turn.details.has_headers:
+            _drop(turn.details, request)
+        request.headers.append(header)
 
     def _forward(
         self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
@@ -51,12 +65,12 @@ class TracedProxy(Proxy):
     async def _forward_leg(
         self, turn: TurnTrace, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
     ) -> Relief | None:
-        leg = LegTimes()
-        turn.legs = [*turn.legs, leg]
+        leg, details = LegTimes(), turn.detailed()
+        details.legs = [*details.legs, leg]
         try:
             return await super()._forward(request, flight, scope, receive, _LegSend(send, leg))
         except NotAdmitted:  # nobody was asked
-            turn.legs = [each for each in turn.legs if each is not leg]
+            details.legs = [each for each in details.legs if each is not leg]
             raise
         finally:
             leg.over()
@@ -69,14 +83,11 @@ class TracedProxy(Proxy):
         await super()._relay(forwarded, send)
 
 
-def _write(turn: TurnTrace, request: Outgoing) -> None:
-    """Put the turn's own span in place of the client's. Unless it follows that one, the client's `tracestate` says
+def _drop(turn: TurnDetails, request: Outgoing) -> None:
+    """The turn's own span goes in place of the client's. Unless it follows that one, the client's `tracestate` says
     nothing of it, and goes too."""
-    assert turn.context is not None
-    if turn.has_headers:
-        dropped = (TRACEPARENT,) if turn.has_parent else (TRACEPARENT, TRACESTATE)
-        request.headers = [pair for pair in request.headers if pair[0] not in dropped]
-    request.headers.append((TRACEPARENT, turn.context.traceparent()))
+    dropped = (TRACEPARENT,) if turn.has_parent else HEADERS
+    request.headers = [pair for pair in request.headers if pair[0] not in dropped]
 
 
 class _LegSend:

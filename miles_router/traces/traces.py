@@ -60,11 +60,10 @@ class Traces:
         if turn.context is None:  # refused before anybody was asked
             self._episodes.place(turn)
         assert turn.context is not None
-        turn.ends(exchange, path, status, began_at)
         if turn.context.sampled:
-            self._queue.put(turn)
-        if turn.episode is not None:
-            self._episodes.leave(turn.episode, turn.began_ns)
+            self._queue.put(turn.spans(exchange, path, status, began_at))
+        if turn.details is not None and turn.details.episode is not None:
+            self._episodes.leave(turn.details.episode, began_at)
 
     # What layers tell
 
@@ -77,14 +76,15 @@ class Traces:
             goes_on: the engine's name of the generation that the text goes on from.
         """
         turn = flight.trace = flight.trace or TurnTrace()
-        turn.mode, turn.session = mode, session
+        details = turn.detailed()
+        details.mode, details.session = mode, session
         if goes_on is not None:
-            turn.earlier = self._episodes.first_turn(goes_on)
+            details.earlier = self._episodes.first_turn(goes_on)
 
     def prompt(self, flight: Flight, tokens: int) -> None:
         """The prompts of a request have so many tokens."""
         if flight.trace is not None:
-            flight.trace.given = tokens
+            flight.trace.detailed().given = tokens
 
     def answer(self, flight: Flight, tokens: int, finish: str, version: str | None, *, name: str | None = None) -> None:
         """A layer has read one answer.
@@ -98,9 +98,10 @@ class Traces:
         turn = flight.trace
         if turn is None or turn.context is None:
             return
-        turn.sampled = max(turn.sampled, 0) + tokens
-        turn.answers = [*turn.answers, finish]
-        turn.version = version or turn.version
+        details = turn.detailed()
+        details.sampled = max(details.sampled, 0) + tokens
+        details.answers = [*details.answers, finish]
+        details.version = version or details.version
         if name is not None:
             self._episodes.generated(turn, name)
 

@@ -21,7 +21,8 @@ def _timed(who: Waiting, name: bytes) -> Iterator[None]:
         yield
     finally:
         if turn is not None:
-            turn.waits = [*turn.waits, (name, begin, time.perf_counter(), b"")]
+            details = turn.detailed()
+            details.waits = [*details.waits, (name, begin, time.perf_counter(), b"")]
 
 
 class TracedQueue(AdmissionQueue):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,18 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from miles_router.traces import episodes, queue
-from miles_router.traces.context import TraceContext
-from miles_router.traces.encoding import MAX_VALUE, SpanEnvelope, attribute, event, request_id, span, varint
+from miles_router.traces.context import TraceContext, new_traces
+from miles_router.traces.encoding import (
+    MAX_VALUE,
+    REQUEST_ID,
+    SERVER,
+    SpanEnvelope,
+    TurnForm,
+    attribute,
+    event,
+    span,
+    varint,
+)
 from miles_router.traces.episodes import EpisodeTraces
 from miles_router.traces.queue import QueueBounds, SpanQueue
 from miles_router.traces.turn import TurnTrace
@@ -54,11 +65,19 @@ def test_a_span_is_read_as_it_was_given(parent: bytes | None, start: int, end: i
     assert (found.start_time_unix_nano, found.end_time_unix_nano) == (start, end)
 
 
-@given(st.text("ab-", min_size=1, max_size=128), st.integers(0, 2**64 - 1))
-def test_a_turns_own_values_are_read_as_they_were_given(text: str, moment: int) -> None:
-    found = read(span(CONTEXT, None, b"turn", 1, 2, request_id(text) + event(b"first_byte", moment)))
-    assert {each.key: each.value.string_value for each in found.attributes} == {"miles_router.request_id": text}
-    assert [(each.name, each.time_unix_nano) for each in found.events] == [("first_byte", moment)]
+MOMENTS = st.integers(0, 2**64 - 1)
+
+
+@given(st.text("ab-", max_size=600), st.lists(VALUES, max_size=4), MOMENTS, MOMENTS, MOMENTS)
+def test_a_form_writes_what_its_parts_would_be(
+    text: str, values: list[str | int | bool | float], start: int, head: int, end: int
+) -> None:
+    about = b"".join(attribute(f"key{number}", value) for number, value in enumerate(values))
+    given_id = text[:MAX_VALUE]
+    rest = about + attribute(REQUEST_ID, given_id) + event(b"first_byte", head)
+    in_parts = span(CONTEXT, None, b"turn", start, end, rest, kind=SERVER)
+    by_form = TurnForm(about, len(given_id)).written(CONTEXT, start, head, end, given_id)
+    assert read(by_form) == read(in_parts)
 
 
 @given(st.integers(0, 2**64 - 1))
@@ -70,19 +89,24 @@ def test_numbers_are_as_short_as_protobuf_has_them(number: int) -> None:
 def test_a_span_is_read_from_the_header_that_names_it(span_id: bytes, trace_id: bytes, sampled: bool) -> None:
     context = TraceContext(trace_id, span_id, sampled)
     zeros = not any(trace_id) or not any(span_id)
-    assert TraceContext.read(context.traceparent()) == (None if zeros else context)
+    assert TraceContext.read(context.header()[1]) == (None if zeros else context)
+
+
+@pytest.mark.parametrize("begins", [None, lambda trace_id: trace_id[0] < 128], ids=["all", "a half"])
+def test_new_traces_are_kept_as_their_sampler_says_and_have_names_of_their_own(
+    begins: Callable[[bytes], bool] | None,
+) -> None:
+    made = list(islice(new_traces(begins), 100))
+    assert {context.sampled for context, _ in made} == ({True} if begins is None else {True, False})
+    for context, header in made:
+        assert header == context.header()
+        assert context.sampled == (begins is None or begins(context.trace_id))
+    assert len({part for context, _ in made for part in (context.trace_id, context.span_id)}) == 200
 
 
 def test_a_later_version_is_read_as_the_first() -> None:
-    first = CONTEXT.traceparent()
+    _, first = CONTEXT.header()
     assert TraceContext.read(b"01" + first[2:] + b"-more") == CONTEXT
-
-
-class Nothing:
-    """A record without spans."""
-
-    def spans(self) -> bytes:
-        return b""
 
 
 def test_the_end_does_not_wait_for_a_collector_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +119,7 @@ def test_the_end_does_not_wait_for_a_collector_that_says_nothing(monkeypatch: py
 
     spans = SpanQueue(send, QueueBounds(10, 1, 3600.0))
     spans.start()
-    spans.put(Nothing())
+    spans.put(b"")
     assert asked.wait(120)
     spans.close()
     silent.set()
@@ -105,15 +129,41 @@ def test_batches_are_no_larger_than_they_may_be() -> None:
     sizes: list[int] = []
     spans = SpanQueue(lambda batch: sizes.append(len(batch)), QueueBounds(10, 4, 3600.0))
     for _ in range(10):
-        spans.put(Nothing())
-    spans.put(Nothing())
+        spans.put(b"")
+    spans.put(b"")
     spans.start()
     spans.close()
     assert (sizes, dict(spans.statistics.records)) == ([4, 4, 2], {"sent": 10, "failed": 0, "dropped": 1})
 
 
+def test_what_comes_while_the_last_ones_are_sent_waits_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def send(batch: Sequence[bytes]) -> None:
+        seen.append(f"sent {len(batch)}")
+        spans.put(b"meanwhile")
+
+    class Passing(threading.Event):
+        """Time is always up, until it has been three times."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            seen.append("waited")
+            if len(seen) > 4:
+                raise TimeoutError
+            return False
+
+    monkeypatch.setattr(threading, "Event", Passing)
+    spans = SpanQueue(send, QueueBounds(10, 4, 5.0))
+    spans.put(b"")
+    with pytest.raises(TimeoutError):
+        spans._run()
+    assert seen == ["waited", "sent 1", "waited", "sent 1", "waited"]
+
+
 class Everything:
     """Keeps all traces."""
+
+    all_begin = True
 
     def begins(self, trace_id: bytes) -> bool:
         return True
@@ -129,20 +179,22 @@ def turn_in(traces: EpisodeTraces, session: str | None) -> TurnTrace:
 
 
 def leave(traces: EpisodeTraces, turn: TurnTrace) -> None:
-    assert turn.episode is not None
-    traces.leave(turn.episode, 1)
+    assert turn.details is not None
+    assert turn.details.episode is not None
+    traces.leave(turn.details.episode, 1.0)
 
 
 def test_an_episode_that_ends_while_a_turn_runs_is_told_behind_it() -> None:
     told: list[Span] = []
-    traces = EpisodeTraces(Everything(), lambda episode: told.append(read(episode.spans())))
+    traces = EpisodeTraces(Everything(), lambda written: told.append(read(written)))
     turn = turn_in(traces, "s")
     traces.end("s")
     assert told == []
     leave(traces, turn)
     traces.end("s")
     (episode,) = told
-    assert episode.span_id == turn.parent_id
+    assert turn.details is not None
+    assert episode.span_id == turn.details.parent_id
     assert {each.key: each.value.int_value for each in episode.attributes}["miles_router.turns"] == 1
 
 
@@ -150,7 +202,7 @@ def test_the_oldest_sessions_and_texts_are_let_go(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(episodes, "MAX_EPISODES", 2)
     monkeypatch.setattr(episodes, "MAX_TEXTS", 2)
     told: list[Span] = []
-    traces = EpisodeTraces(Everything(), lambda episode: told.append(read(episode.spans())))
+    traces = EpisodeTraces(Everything(), lambda written: told.append(read(written)))
     for session in ("a", "b", "a", "c"):
         leave(traces, turn_in(traces, session))
     assert [each.attributes[0].value.string_value for each in told] == ["b"]
