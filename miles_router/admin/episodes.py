@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from miles_router.admin.gathering import one_page, one_run
+from miles_router.admin.hidden_texts import HiddenTexts, named_reason
 from miles_router.admin.tokens import BINARY, MOST_TOKENS, Slice, Vocabulary, written_slice
 from miles_router.asgi.watch import Watch
 from miles_router.errors import BadRequest, NotFound
@@ -59,12 +60,12 @@ class Wanted:
     reason: str | None = None
     worker: str | None = None
 
-    def takes(self, facets: Facets) -> bool:
-        """Whether one of them is wanted."""
+    def takes(self, facets: Facets, named: Collection[str]) -> bool:
+        """Whether one of them is wanted. Reasons that are not `named` are in words."""
         return (
             self.state in (None, facets.state)
             and self.group in (None, facets.group)
-            and (self.reason is None or self.reason in facets.reasons)
+            and (self.reason is None or self.reason in {named_reason(each, named) for each in facets.reasons})
             and (self.worker is None or self.worker in facets.workers)
         )
 
@@ -104,7 +105,8 @@ class EpisodeRoutes:
         _known(request, ())
         gate = self._router.gate
         shown = {"closed": gate.closed, "held": gate.held}
-        own = {**self._router.run.describe(), "gate": shown, "pauses": _pauses(self._pools)}
+        run = self._router.run.describe()
+        own = {**(run if self._text else self._hidden.run(run)), "gate": shown, "pauses": _pauses(self._pools)}
         return _json(one_run([own, *await self._router.owners.answers(request.scope)]))
 
     # The list
@@ -116,8 +118,6 @@ class EpisodeRoutes:
         more, pace = False, Pace()
         with Watch(request.receive):
             async for kind, view in self._newest(wanted):
-                if wanted.filters and not wanted.takes(view.facets()):
-                    continue
                 if len(rows) == wanted.limit:
                     more = True
                     break
@@ -129,7 +129,7 @@ class EpisodeRoutes:
         return _json(own if len(pages) == 1 else one_page(pages, wanted.limit, _cursor))
 
     async def _newest(self, wanted: Wanted) -> AsyncIterator[tuple[str, ListedEpisode]]:
-        """All episodes behind the place where a request begins, newest first."""
+        """The episodes that a request wants behind the place where it begins, newest first."""
         kinds = [wanted.kind] if wanted.kind is not None else [*self._router.episodes]
         waiting: dict[str, Sequence[ListedEpisode]] = dict.fromkeys(kinds, ())
         last: dict[str, EpisodePlace | None] = dict.fromkeys(kinds, wanted.after)
@@ -140,8 +140,10 @@ class EpisodeRoutes:
                 views = await self._router.episodes[kind].newest(last[kind], batch)
                 if len(views) < batch:
                     left.remove(kind)
-                waiting[kind] = views
+                waiting[kind] = await self._wanted_of(views, wanted, pace) if wanted.filters else views
                 last[kind] = views[-1].place if views else None
+            if any(not waiting[kind] for kind in left):
+                continue
             heads = [kind for kind in kinds if waiting[kind]]
             if not heads:
                 return
@@ -150,9 +152,17 @@ class EpisodeRoutes:
             waiting[newest] = waiting[newest][1:]
             await pace.step()
 
+    async def _wanted_of(self, views: Sequence[ListedEpisode], wanted: Wanted, pace: Pace) -> Sequence[ListedEpisode]:
+        found = []
+        for view in views:
+            if wanted.takes(view.facets(), self._reasons):
+                found.append(view)
+            await pace.step()
+        return found
+
     def _row(self, kind: str, view: ListedEpisode) -> dict[str, Any]:
         row = view.row()
-        return _described(kind, row if self._text else replace(row, label=None))
+        return _described(kind, row if self._text else self._hidden.row(row))
 
     def _wanted(self, request: Request) -> Wanted:
         """What a request wants.
@@ -188,7 +198,8 @@ class EpisodeRoutes:
             tree, following, ends, pace = BranchTree(), None, dict[int, bool](), Pace()
             for turn in found.view.turns():
                 parent = turn.parent if turn.parent in ends else None
-                tree.hang(turn.turn, parent, turn.end - turn.start, self._reason(turn.reason))
+                reason = turn.reason if self._text else self._hidden.reason(turn.reason)
+                tree.hang(turn.turn, parent, turn.end - turn.start, reason)
                 ends[turn.turn] = True
                 if parent is not None:
                     ends[parent] = False
@@ -200,9 +211,7 @@ class EpisodeRoutes:
         leaves = [number for number, is_leaf in ends.items() if is_leaf]
         for leaf in leaves:
             tree.end(leaf, leaf)
-        about = dict(found.view.about())
-        if not self._text:
-            about |= {"metadata": None, "contract": None}  # which may name texts to stop at, and ids
+        about = found.view.about() if self._text else self._hidden.about(found.view.about())
         row = self._row(*found)
         head = {"turns_total": row.pop("turns"), **row, **about, "text": self._text}
         behind = {"next_turn": following, "leaf_turns": leaves, "tree": tree.lines()}
@@ -210,20 +219,18 @@ class EpisodeRoutes:
         body = (_dumped(head)[:-1], b',"turns":', *parts, b",", _dumped(behind)[1:])
         return Response(b"".join(body), media_type=JSON)
 
-    def _turn(self, turn: TurnRow) -> dict[str, Any]:
-        described = dict(vars(turn))
-        if not self._text:
-            described |= {"reason": self._reason(turn.reason), "edit": without_text(turn.edit)}
-        return described
-
-    def _reason(self, reason: str | None) -> str | None:
-        """A reason in words may have words of a prompt."""
-        return reason if self._text or reason is None or reason in self._reasons else OTHER_REASON
+    def _turn(self, turn: TurnRow) -> Mapping[str, Any]:
+        return vars(turn) if self._text else self._hidden.turn(vars(turn))
 
     @cached_property
     def _reasons(self) -> set[str]:
         """Those that have a name."""
         return {OTHER_REASON, *(reason for source in self._router.episodes.values() for reason in source.reasons)}
+
+    @cached_property
+    def _hidden(self) -> HiddenTexts:
+        """What takes texts out."""
+        return HiddenTexts(self._reasons)
 
     def _wherever(self, answer: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         """The process that has the episode answers."""
@@ -263,25 +270,16 @@ class EpisodeRoutes:
             line = found.view.line(leaf)
             part = _part(given, len(line.trajectory))
             binary = BINARY in request.headers.get("accept", "")
-            hide = None if self._text else self._hidden
+            hide = None if self._text else self._hidden.turn_of_line
             write = partial(written_slice, found.view.place[1], line, part, self._vocabulary, hide, binary=binary)
             body = await asyncio.get_running_loop().run_in_executor(self._thread, write)
         return Response(body, media_type=BINARY if binary else JSON)
-
-    def _hidden(self, turn: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A turn of a line without its texts."""
-        return {**turn, "reason": self._reason(turn.get("reason")), "edit": without_text(turn.get("edit"))}
 
 
 def _pauses(pools: Pools) -> list[dict[str, Any]]:
     """When each pool's gate was closed, oldest first."""
     every = ({**each._asdict(), "model_id": pool.name or None} for pool in pools for each in pool.fleet.gate.times())
     return sorted(every, key=lambda each: each["start"])
-
-
-def without_text(edit: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """Which field of which message was changed, and not the texts."""
-    return None if edit is None else {**edit, "held": None, "sent": None}
 
 
 def _described(kind: str, row: EpisodeRow) -> dict[str, Any]:

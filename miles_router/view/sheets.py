@@ -23,6 +23,8 @@ from miles_router.view.entropy import expert_entropy
 Floats = npt.NDArray[np.floating[Any]]
 #: Of a sample's metadata: where its turns are, and why one begins a segment.
 TURNS, EDIT = "turns", "edit"
+#: Of the difference of two messages, beside the place of the message.
+EDITED = ("field", "held", "sent")
 #: Characters that are shown of what a sample has beside its tokens.
 SHOWN = 20_000
 NO_TURNS = "The turns in its metadata do not fit its tokens: turns and workers are not shown."
@@ -167,4 +169,19 @@ def fitting_turns(given: Any, length: int) -> tuple[list[dict[str, Any]], list[s
         if not before <= turn["start"] <= turn["end"] <= length:
             return [], [NO_TURNS]
         before = turn["end"]
-    return given, []
+    return [_as_shown(turn) for turn in given], []
+
+
+def _as_shown(turn: dict[str, Any]) -> dict[str, Any]:
+    """A turn whose words are words, whatever a file has in their place: scripts could not make some of it a text."""
+    edit = turn.get(EDIT)
+    words: dict[str, Any] = {name: _words(turn[name]) for name in ("reason", "worker") if name in turn}
+    if isinstance(edit, dict):
+        words[EDIT] = {"message": edit.get("message"), **{name: _words(edit.get(name)) for name in EDITED}}
+    elif EDIT in turn:
+        words[EDIT] = None
+    return {**turn, **words}
+
+
+def _words(value: object) -> str | None:
+    return value if value is None or isinstance(value, str) else as_json(value)

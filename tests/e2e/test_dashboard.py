@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from miles_router.admin.dashboard import HEADERS
+from miles_router.errors import BadRequest
 from tests.support import tiers
 from tests.support.browser import CONTRASTS, Browser, Page, PageFailed
 from tests.support.cache_trial import simulated_trial
@@ -34,6 +35,8 @@ from tests.support.fleet import held
 from tests.support.session_trial import ADD, message_of, simulated_sessions, user
 from tests.support.stage import Stage, staged
 from tests.support.under_way import under_way
+from tests.support.unseen import UNSEEN, seen
+from tests.support.waiting import until
 
 FORKED = "#/episodes/sum-18-0"
 COUNT = "document.getElementById('count').textContent"
@@ -249,6 +252,89 @@ async def test_of_thousands_of_episodes_those_are_drawn_that_are_seen(browser: B
             await count_is(page, "1 episode")
 
 
+def state_of(session: str) -> str:
+    """What the list says of one that is drawn."""
+    return f"document.querySelector('[data-key={session}] [role=gridcell]:nth-child(2)')?.textContent"
+
+
+async def scroll_to(page: Page, row: int, session: str) -> None:
+    await page.value(f"document.querySelector('#episodes .rows').scrollTop = {40 * row}")
+    await page.until(f"document.querySelector('[data-key={session}]')")
+
+
+async def test_what_is_seen_behind_the_first_page_is_read_anew_whatever_came_and_went_before_it(
+    browser: Browser, stage: Stage
+) -> None:
+    async with simulated_sessions(stage) as trial:
+        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
+        for number in range(450):
+            store.create(f"old-{number}")
+        async with dashboard(browser, trial.router.url, "#/episodes") as page:
+            await page.choose("#search", "old")
+            await count_is(page, "450 of 450 episodes")
+            await page.choose("#search", "")
+            for part in range(2):  # what is new pushes those behind it off the first page
+                for number in range(150):
+                    store.create(f"new-{part}-{number}")
+                await count_is(page, f"{450 + 150 * (part + 1)} episodes")
+            await scroll_to(page, 300, "old-449")
+            store.end(store.find("old-447"), "over")
+            await page.until(f"{state_of('old-447')} === 'ended'")
+            store.delete(store.find("old-249"))  # with which the second page began
+            store.delete(store.find("old-250"))
+            await scroll_to(page, 520, "old-225")
+            store.end(store.find("old-225"), "over")
+            await page.until(f"{state_of('old-225')} === 'ended'")
+            for number in range(600):  # more than a page, between two looks
+                store.create(f"newest-{number}")
+            await count_is(page, "1,348 episodes")
+            assert await page.value(state_of("old-225")) == "ended", "what is seen stays where it is"
+            for number in range(450):
+                if (session := store.find(f"old-{number}")) is not None:
+                    store.delete(session)
+            await page.value("document.querySelector('#episodes .rows').scrollTop = 0")
+            await count_is(page, "900 episodes")
+
+
+async def test_what_a_search_has_found_is_live(browser: Browser, stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
+        for number in range(450):
+            store.create(f"many-{number}", {"group": number % 2})
+        async with dashboard(browser, trial.router.url, "#/episodes?group=1") as page:
+            await page.choose("#search", "many-3")
+            await count_is(page, "56 of 225 episodes")
+            store.end(store.find("many-3"), "over")
+            await scroll_to(page, 60, "many-3")
+            await page.until(f"{state_of('many-3')} === 'ended'")
+            await page.choose("#search", "fresh")
+            await count_is(page, "0 of 225 episodes")
+            store.find("many-7").metadata = {"label": "fresh", "group": 1}
+            await count_is(page, "1 of 225 episodes")
+
+
+async def test_a_page_that_cannot_be_read_is_said_and_asked_for_again_with_the_next_look(
+    browser: Browser, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refused(cursor: str) -> Any:
+        asked.append(cursor)
+        raise BadRequest("not today")
+
+    async with simulated_sessions(stage) as trial:
+        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
+        for number in range(201):
+            store.create(f"many-{number}")
+        monkeypatch.setattr("miles_router.admin.episodes._place", refused)
+        async with browser.page() as page:  # which looks every two seconds
+            await page.open(f"{trial.router.url}/dashboard#/episodes")
+            await count_is(page, "200 episodes read, more behind")
+            await page.choose("#search", "many")
+            await page.until("document.getElementById('problem').textContent.includes('not today')")
+            assert len(asked) <= 2
+
+
 # One episode
 
 
@@ -349,6 +435,37 @@ async def test_what_goes_on_is_shown_without_loading_anew(browser: Browser, stag
         sampled = (await got(trial, "episodes/live"))["tokens"]["sampled"]
         await page.until(f"document.getElementById('sampled').textContent === '{sampled}'")
         assert await page.value("window.same") is True
+
+
+async def test_what_has_the_focus_is_open_or_seen_stays_while_an_episode_grows(browser: Browser, stage: Stage) -> None:
+    focus = "document.activeElement.textContent.split(' · ')[0].split(/(?<=turn \\d)\\d/)[0]"
+    rows = "document.querySelectorAll('.tree .row').length"
+    async with running_fleet(stage) as trial:
+        history = await sum_of(trial, "live")
+        await trial.chat("live", [*history, user("Are you sure?")], tools=[ADD])
+        for text in ("17 + 25 = 42", "43"):
+            await trial.chat("live", [*history[:3], {**history[3], "content": text}], tools=[ADD])
+        async with dashboard(browser, trial.router.url, "#/episodes/live?turn=4", width=500) as page:
+            await page.until(f"{rows} === 4")
+            await page.value("[...document.querySelectorAll('details')].forEach((at) => at.open = true)")
+            await page.value("document.querySelector('.tree .row:nth-child(4) button').focus()")
+            await page.value("document.querySelector('#goto').value = '3'")  # typed, and not yet entered
+            await page.value("document.querySelector('.tokens').scrollTop = 60")
+            await page.value("window.same = document.activeElement")
+            await trial.chat("live", [history[0], user("So far: 17 + 25.")])
+            await page.until(f"{rows} === 5")
+            assert await page.value("window.same === document.activeElement")
+            await page.value("document.querySelector('.tree .row:nth-child(5) button').focus()")
+            assert await page.value(focus) == "turn 5"
+            await trial.chat("live", [*history[:3], {**history[3], "content": "44"}], tools=[ADD])
+            await page.until(f"{rows} === 6")
+            assert await page.value(focus) == "turn 5", "another line stands there now"
+            assert await page.value(
+                "document.querySelector('.tree .row:nth-child(6)').contains(document.activeElement)"
+            )
+            assert await page.value("[...document.querySelectorAll('details')].every((at) => at.open)")
+            assert await page.value("document.querySelector('#goto').value") == "3"
+            assert await page.value("document.querySelector('.tokens').scrollTop") == 60
 
 
 async def test_a_text_rollout_is_an_episode_like_a_session(browser: Browser, stage: Stage) -> None:
@@ -484,6 +601,7 @@ HOSTILE = (
     "javascript:window.ran=1",
     "\u202egnp.exe<!--",
     "__proto__",
+    f"all{UNSEEN}of it",
 )
 
 
@@ -503,16 +621,18 @@ async def test_hostile_text_is_text_in_every_view(browser: Browser, stage: Stage
             await go(page, "#/run")
             assert (await table(page, "versions"))[0][0] == evil
             await go(page, "#/episodes")
-            assert [row[2] for row in await cells(page, "episodes")] == [*reversed(HOSTILE)]
+            assert [row[2] for row in await cells(page, "episodes")] == [*map(seen, reversed(HOSTILE))]
             for number, text in enumerate(HOSTILE):
                 await page.choose("#search", f"evil-{number}")
-                assert [row[0] for row in await cells(page, "episodes")] == [f"evil-{number} {text}"]
+                assert [row[0] for row in await cells(page, "episodes")] == [f"evil-{number} {seen(text)}"]
                 await go(page, f"#/episodes/evil-{number}")
                 assert (await page.text("[data-fact=label]"), await page.text("[data-fact=model]")) == (
-                    text,
-                    text.replace(":", " "),
+                    seen(text),
+                    seen(text.replace(":", " ")),
                 )
-                assert await page.text(".sent .message") == f"{text}!"
+                assert json.loads(await page.text("#about"))["metadata"]["label"] == text
+                assert not {*UNSEEN} & {*await page.value("document.body.innerText + document.body.textContent")}
+                assert await page.text(".sent .message") == f"{seen(text)}!"
                 await page.choose("#colour", "version")
                 await page.value("document.querySelector('[data-fact=group] a').click()")
                 await page.until("document.getElementById('side-by-side')")
@@ -523,6 +643,17 @@ async def test_hostile_text_is_text_in_every_view(browser: Browser, stage: Stage
                 0,
             ]
             assert await page.value("document.querySelectorAll('script').length") == 1
+
+
+async def test_a_difference_that_nobody_would_see_is_shown(browser: Browser, run: ExpertsTrial) -> None:
+    session = await run.create()
+    before, after = "Ignore\n this.", "Ignore\u200b\n\t\u00a0this.\n"
+    answer = message_of(await run.chat(session, [SYSTEM, user(before)]))
+    await run.chat(session, [SYSTEM, user(after), answer, user("Go on")])
+    marks = "[...document.querySelectorAll('.edit ins, .edit del')].map((at) => at.textContent)"
+    async with dashboard(browser, run.router.url, f"#/episodes/{session}") as page:
+        assert await page.value(marks) == [" ", "⟨U+200B⟩", "⇥⟨U+00A0⟩", "↵\n"]
+    await run.ask("DELETE", f"/sessions/{session}")
 
 
 async def test_the_policy_lets_nothing_run_that_is_not_the_routers_own(browser: Browser, run: ExpertsTrial) -> None:
@@ -573,6 +704,22 @@ async def test_nothing_is_asked_while_nobody_looks(browser: Browser, run: Expert
         await page.until("waiting.size === 1")
 
 
+async def test_who_is_slow_to_answer_is_asked_less_often(browser: Browser, run: ExpertsTrial) -> None:
+    slowly = """
+      window.waits = [];
+      const [set, ask] = [window.setTimeout, window.fetch];
+      window.setTimeout = (act, after, ...more) => {
+        if (after >= 2000) waits.push(after);
+        return set(act, after, ...more);
+      };
+      window.fetch = async (...what) => { await new Promise((done) => set(done, 400)); return ask(...what); };
+    """
+    async with browser.page() as page:
+        await page.send("Page.addScriptToEvaluateOnNewDocument", source=slowly)
+        await page.open(f"{run.router.url}/dashboard#/run")
+        assert await page.until("waits.at(-1)") > 9 * 2 * 399
+
+
 # Everybody
 
 
@@ -588,6 +735,35 @@ async def test_a_phone_shows_every_view_without_scrolling_sideways_in_any_light(
             ground = await page.value("getComputedStyle(document.body).backgroundColor")
             assert ground == ("rgb(17, 23, 29)" if dark else "rgb(255, 255, 255)")
             assert min(await page.value(CONTRASTS)) >= 4.5, address
+
+
+async def looked_again(page: Page) -> None:
+    """The page has asked for all that is seen, and shown it."""
+    looks = [each.endswith("/router/info") for each in page.asked].count(True)
+    await until(
+        lambda: [each.endswith("/router/info") for each in page.asked].count(True) > looks + 2, "it looks again"
+    )
+
+
+async def test_what_scrolls_sideways_has_a_name_and_keeps_the_focus_while_it_is_live(
+    browser: Browser, run: ExpertsTrial
+) -> None:
+    wide = "[...document.querySelectorAll('.wide')]"
+    places = {
+        "#/fleet": ["Workers"],
+        "#/episodes?group=prompt-18": ["Episodes side by side"],
+        "#/run": ["Staleness of trained tokens", "Forks by reason", "By weight version"],
+    }
+    async with dashboard(browser, run.router.url, width=320, height=640) as page:
+        for address, names in places.items():
+            await go(page, address)
+            assert await page.value(f"{wide}.map((at) => at.getAttribute('aria-label'))") == names
+            assert await page.value(f"{wide}.every((at) => at.tabIndex === 0 && at.role === 'region')")
+            await page.value("document.querySelector('.wide').focus()")
+            await page.value("document.activeElement.scrollLeft = 7")
+            await looked_again(page)
+            kept = "[document.activeElement.className, document.activeElement.scrollLeft]"
+            assert await page.value(kept) == ["wide", 7 if address != "#/run" else 0]
 
 
 async def test_a_reader_that_does_not_see_has_names_for_everything(browser: Browser, run: ExpertsTrial) -> None:

@@ -487,6 +487,10 @@ async def test_a_session_that_is_held_and_not_in_memory_is_found(stage: Stage, t
         assert {**after, "last_used_at": 0} == {**before, "last_used_at": 0}
 
 
+#: Why, as a layer of somebody's own may put it.
+WORDS = "in words that a prompt has"
+
+
 class Jotter:
     """A layer of somebody's own, which holds one episode of two tokens."""
 
@@ -497,6 +501,7 @@ class Jotter:
         self.shelf = EpisodeShelf[EpisodeView]()
         self.shelf.add((7.5, "note-1"), Note())
         router.episodes["note"] = self
+        router.run.record({"1": 1}, given=1, reused=0, reason=WORDS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.app(scope, receive, send)
@@ -512,26 +517,28 @@ class Note:
     place: EpisodePlace = (7.5, "note-1")
 
     def facets(self) -> Facets:
-        return Facets("idle", "g", ["whim"], [])
+        return Facets("idle", "g", ["whim", WORDS], [])
 
     def row(self) -> EpisodeRow:
         nothing: dict[str, Any] = dict.fromkeys(("label", "model", "finish_reason", "end_reason"))
-        count: dict[str, Any] = {"turns": 1, "under_way": 0, "segments": 1, "leaves": 1, "reasons": {"whim": 1}}
+        count: dict[str, Any] = {"turns": 1, "under_way": 0, "segments": 1, "leaves": 1}
+        count["reasons"] = {"whim": 1, "other": 1, WORDS: 2}
         times: dict[str, Any] = {"started_at": 7.5, "last_used_at": 8.0, "waited_s": 0.0}
         tokens = TokenCounts(2, 1, 1)
         lists: dict[str, Any] = {"weight_versions": [], "workers": []}
         return EpisodeRow(id="note-1", state="idle", group="g", tokens=tokens, **nothing, **count, **times, **lists)
 
     def about(self) -> dict[str, Any]:
-        return {"metadata": {"on": "paper"}, "contract": None, "untraced": 0}
+        return {"metadata": {"on": "paper"}, "contract": None, "untraced": 0, "aside": WORDS}
 
     def turns(self) -> list[TurnRow]:
         given: dict[str, Any] = {"prompt_tokens": 1, "given_tokens": 1, "dropped_tokens": 0, "start": 1, "end": 2}
-        return [TurnRow(turn=0, parent=None, reason="in words", spans=[], finish_reason="stop", **given)]
+        edit = {"message": 0, "field": "content", "held": WORDS, "sent": None, "aside": WORDS}
+        return [TurnRow(turn=0, parent=None, reason=WORDS, edit=edit, spans=[], finish_reason="stop", **given)]
 
     def line(self, leaf: int | None) -> EpisodeLine:
         trajectory = Trajectory([Piece.given([5]), Piece.sampled([6], [-0.5], "1")])
-        turns = [{"turn": 0, "start": 1, "end": 2}]
+        turns = [{"turn": 0, "start": 1, "end": 2, "reason": WORDS, "aside": WORDS}]
         return EpisodeLine(
             leaf=0,
             trajectory=trajectory,
@@ -554,17 +561,35 @@ async def test_a_layer_of_ones_own_has_episodes_in_the_same_list(stage: Stage) -
         assert [(row["kind"], row["id"]) for row in rows] == [("session", session), ("note", "note-1")]
         (note,) = (await got(trial, "episodes", reason="whim", kind="note", group="g"))["episodes"]
         assert note == rows[1]
+        assert (await got(trial, "episodes", reason="other"))["episodes"] == [note], "reasons in words"
         assert set(note) == ROW
         detail = await got(trial, "episodes/note-1")
         assert (detail["metadata"], detail["turns"][0]["reason"], detail["tree"][0]["samples"]) == (
-            *({"on": "paper"}, "in words", [0]),
+            *({"on": "paper"}, WORDS, [0]),
         )
         told = await got(trial, "episodes/note-1/tokens")
         assert (told["tokens"], told["sampled"], told["logprobs"]) == ([5, 6], [0, 1], [0.0, -0.5])
 
 
-async def test_with_text_off_reasons_in_words_are_other(stage: Stage) -> None:
+@pytest.mark.alone("its layer has the same note in each process")
+async def test_with_text_off_reasons_in_words_are_other_wherever_they_stand(stage: Stage) -> None:
     router = await stage.router(middlewares=(MiddlewareSpec("tests.e2e.test_episodes.Jotter"),), dashboard_text="off")
-    detail = (await router.ask("GET", "/router/episodes/note-1")).json()
+    tokens = "/router/episodes/note-1/tokens"
+    asked: Sequence[tuple[str, list[tuple[str, str]]]] = (
+        ("/router/episodes", []),
+        ("/router/episodes/note-1", []),
+        ("/router/run", []),
+        (tokens, []),
+        (tokens, BINARY),
+    )
+    replies = [await router.ask("GET", path, headers) for path, headers in asked]
+    assert [reply.status for reply in replies] == [200] * len(asked)
+    assert [path for (path, _), reply in zip(asked, replies, strict=True) if WORDS.encode() in reply.body] == []
+    listed, detail, run, told = (reply.json() for reply in replies[:4])
+    assert listed["episodes"][0]["reasons"] == detail["reasons"] == {"whim": 1, "other": 3}
     assert [turn["reason"] for turn in detail["turns"]] == [line["reason"] for line in detail["tree"]] == ["other"]
-    assert detail["metadata"] is None
+    assert (detail["metadata"], detail["untraced"]) == (None, 0)
+    assert [each["forks"] for name in ("intervals", "versions") for each in run[name]] == [{"other": 1}] * 2
+    assert told["turns"] == [{"turn": 0, "start": 1, "end": 2, "reason": "other", "edit": None}]
+    (row,) = (await router.ask("GET", "/router/episodes?reason=other")).json()["episodes"]
+    assert row["id"] == "note-1"

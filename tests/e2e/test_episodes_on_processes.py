@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from miles_router.testing import SimulatedWorker
-from tests.support.cache_trial import CACHE, checkpoint
+from tests.support.cache_trial import checkpoint
 from tests.support.http import ask
-from tests.support.layers import layered, ports, post, written
+from tests.support.layers import post, recording
 from tests.support.owned import name_of
-from tests.support.session_trial import CHAT, SESSIONS, user
+from tests.support.session_trial import CHAT, user
 
 NAMES = [name_of(index, 2, f"agent-{place}-") for place in range(2) for index in range(2)]
 TEXTS = 4
@@ -35,11 +34,7 @@ async def all_episodes(url: str, query: str) -> list[Any]:
 
 
 async def test_episodes_and_the_run_are_those_of_all_processes_whichever_is_asked(tmp_path: Path) -> None:
-    layers: tuple[tuple[str, dict[str, Any]], ...] = ((SESSIONS, {}), (CACHE, {}))
-    config = written(tmp_path, layers, hf_checkpoint=checkpoint())
-    worker = SimulatedWorker(tokenizer=checkpoint(), weight_version="1")
-    async with worker, layered(config, worker) as router:
-        own = [each.url for each in await ports(router)]
+    async with recording(tmp_path, checkpoint()) as own:
         for place, name in enumerate(NAMES):
             body = {"model": "m", "max_tokens": 4, "messages": [user("Hi")]}
             assert (await post(own[place // 2], CHAT, body, ("X-Session-Id", name))).status == 200
@@ -59,6 +54,8 @@ async def test_episodes_and_the_run_are_those_of_all_processes_whichever_is_aske
                 assert (detail["id"], detail["turns_total"]) == (each["id"], 1)
                 tokens = await get(url, f"/router/episodes/{quote(each['id'])}/tokens")
                 assert len(tokens["tokens"]) == each["tokens"]["all"]
+            for path in ("/episodes", "/sessions", "/router/episodes", f"/router/episodes/{NAMES[0]}", "/router/run"):
+                assert (await ask(url, "HEAD", path)).status == 200, path
             await get(url, "/router/episodes/nobody", 404)
             run = await get(url, "/router/run")
             for counts in (run["intervals"], run["versions"]):

@@ -20,6 +20,7 @@ from miles_router.view.sheets import sheet_of
 from tests.support.browser import CONTRASTS, Browser, Page, PageFailed
 from tests.support.stage import Stage
 from tests.support.token_pages import episode, page_of, page_of_file
+from tests.support.unseen import UNSEEN, seen
 
 GOLDEN = Path(__file__).resolve().parents[1] / "compat" / "miles_samples" / "v2_reward.safetensors"
 SHOWN = "document.getElementById('page').dataset.shown"
@@ -366,6 +367,7 @@ HOSTILE = (
     "<svg/onload=alert(1)>",
     "__proto__",
     "\u202egnp.exe<!--",
+    f"all{UNSEEN}of it",
     "' onfocus=alert(1) autofocus '",
     "long" * 99,
 )
@@ -407,9 +409,10 @@ async def test_hostile_text_is_text(browser: Browser, hostile_page: Path) -> Non
                 await page.choose("#colour", name)
             found = await read(page, [0, 1, 2])
             assert [json.loads(each["text"]) for each in found] == [*HOSTILE[:3]]
-            assert (found[1]["version"], found[1]["worker"]) == (text, text)
-            assert await page.text(".reasons strong") == text
-            assert await page.text(".tree ~ *, h3 code") == text
+            assert (found[1]["version"], found[1]["worker"]) == (seen(text), seen(text))
+            assert await page.text(".reasons strong") == seen(text)
+            assert await page.text(".tree ~ *, h3 code") == seen(text)
+            assert not {*UNSEEN} & {*await page.value("document.body.innerText + document.body.textContent")}
             assert text in json.loads(await page.text("details pre"))["metadata"]
             await page.choose("#search", text)
             assert await page.value("document.querySelectorAll('.list .row').length") >= 2
@@ -420,6 +423,38 @@ async def test_hostile_text_is_text(browser: Browser, hostile_page: Path) -> Non
         ]
         assert await page.value("document.querySelectorAll('script:not([type])').length") == 0
         assert await page.value("({}).hue") is None
+
+
+@pytest.mark.parametrize(
+    ("place", "shown"),
+    [
+        ({"reason": {"toString": 1, "valueOf": 1}}, '{"toString":1,"valueOf":1}'),
+        ({"reason": "x", "worker": [[{"toString": 1}]]}, "x"),
+        (
+            {"reason": "x", "edit": {"message": {"toString": 1}, "field": [1], "held": {"toString": 1}}},
+            '{"toString":1}',
+        ),
+        ({"reason": "x", "edit": "no difference"}, "x"),
+        ({"reason": "__proto__", "worker": "constructor", "__proto__": {"reason": "y"}}, "__proto__"),
+    ],
+)
+async def test_what_stands_in_the_place_of_words_is_shown_as_such(
+    browser: Browser, tmp_path: Path, place: dict[str, Any], shown: str
+) -> None:
+    turns = [{"turn": 0, "start": 1, "end": 3, **place}]
+    sample = Sample(**{**vars(hostile("x")), "metadata": {"session_id": "x", "turns": turns}})
+    async with opened(browser, page_of(tmp_path, [sample])) as page:
+        assert shown in await page.text(".reasons")
+        await page.choose("#colour", "worker")
+        await read(page, [1])
+        assert await page.value("({}).reason") is None
+
+
+async def test_marks_that_are_piled_up_do_not_stop_the_page(browser: Browser, tmp_path: Path) -> None:
+    text = "a" + "\u0301" * 100_000
+    async with opened(browser, page_of(tmp_path, [hostile(text), hostile(text)])) as page:
+        await choose_sample(page, 1)
+        assert await page.text(".reasons strong") == text[:9] + "⟨99992 more marks⟩"
 
 
 async def test_the_policy_stops_what_would_run(browser: Browser, pages: Path) -> None:

@@ -29,7 +29,7 @@ SHOWN = "document.getElementById('view').dataset.shown"
 #: The page looks again after a fifth of a second in place of two.
 QUICKLY = """
 const set = window.setTimeout;
-window.setTimeout = (act, after, ...more) => set(act, after === 2000 ? 200 : after, ...more);
+window.setTimeout = (act, after, ...more) => set(act, after >= 2000 ? 200 : after, ...more);
 """
 
 

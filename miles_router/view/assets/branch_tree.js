@@ -1,6 +1,6 @@
 // The turns of a session as a tree: a line for turns in a row, indented behind what they branch from.
 
-import {element, several} from "./elements.js";
+import {element, putInto, several} from "./elements.js";
 import {VirtualRows} from "./virtual_rows.js";
 
 const ROW = 48, DEEPEST = 8, MOST_ROWS = 8;
@@ -26,19 +26,38 @@ function firstSample(lines, place) {
   return null;
 }
 
-/** The tree of the session that `sample` is of. `choose(sample, turn)` shows another one from a turn on. */
+/** The tree of a session, in its `element`. `choose(sample, turn)` shows another sample from a turn on. */
 export class BranchTree {
-  constructor(tree, sample, choose) {
-    this._lines = tree.lines;
-    this._sample = sample;
-    this._path = lineage(tree.lines, sample);
+  constructor(choose) {
+    this._lines = [];
+    this._keys = [];
+    this._path = new Set();
     this._choose = choose;
-    const box = element("div", {class: "tree", role: "list", "aria-label": "Branches", tabindex: "0"});
-    box.style.height = `${Math.min(tree.lines.length, MOST_ROWS) * ROW + 2}px`;
-    const title = element("h3", {}, "Branches of ", element("code", {}, tree.session_id));
-    this.element = element("section", {class: "card", "aria-label": "Branch tree"}, title, box);
-    this._rows = new VirtualRows(box, ROW, (index) => this._row(index));
-    this._rows.reset(tree.lines.length);
+    this._box = element("div", {class: "tree", role: "list", "aria-label": "Branches", tabindex: "0"});
+    this._session = element("code");
+    const title = element("h3", {}, "Branches of ", this._session);
+    this.element = element("section", {class: "card", "aria-label": "Branch tree"}, title, this._box);
+    this._rows = new VirtualRows(this._box, ROW, (index) => this._row(index));
+  }
+
+  /** The tree that `sample` is of. Where the lines are those that are shown, and more behind them, they stay: with the
+   * focus, and under the pointer. */
+  show({session_id: session, lines}, sample) {
+    const keys = lines.map((line) => `${line.first} ${session}`), focused = this._focused();
+    const stays = this._keys.every((key, place) => key === keys[place]);
+    this._lines = lines;
+    this._keys = keys;
+    this._sample = sample;
+    this._path = lineage(lines, sample);
+    putInto(this._session, session);
+    this._box.style.height = `${Math.min(lines.length, MOST_ROWS) * ROW + 2}px`;
+    if (stays) {
+      this._rows.resize(lines.length);
+      for (const [index, row] of this._rows.drawn) this._fill(row, index);
+    } else {
+      this._rows.reset(lines.length);
+      this._focus(keys.indexOf(focused));
+    }
   }
 
   /** Once it is in the page: scrolls to where the sample ends. */
@@ -46,26 +65,39 @@ export class BranchTree {
     this._rows.reveal(Math.max(0, this._lines.findIndex((line) => line.samples.includes(this._sample))));
   }
 
+  _focused() {
+    return this._keys[this._rows.drawn.find(([, row]) => row.contains(document.activeElement))?.[0]];
+  }
+
+  _focus(place) {
+    if (place < 0) return;
+    this._rows.reveal(place);
+    this._rows.drawn.find(([index]) => index === place)[1].firstChild.focus({preventScroll: true});
+  }
+
   _row(index) {
-    const line = this._lines[index];
-    const turns = line.turns === 1 ? `turn ${line.first}` : `turns ${line.first} to ${line.last}`;
-    const ends = line.samples.length ? ` · sample ${line.samples.join(", ")}` : "";
-    const reason = line.reason === null ? "" : ` · ${line.reason}`;
-    const button = element(
-      "button",
-      {type: "button", "aria-current": line.samples.includes(this._sample) ? "true" : null},
-      element("span", {}, element("b", {}, turns), reason),
-      element("span", {class: "soft"}, `${several(line.tokens, "token")} sampled${ends}`),
-    );
-    button.title = `${turns}${reason}`;
+    const button = element("button", {type: "button"}, element("span"), element("span", {class: "soft"}));
     button.addEventListener("click", () => {
       // Where the chosen sample goes through the line it stays.
       const sample = this._path.has(index) ? this._sample : firstSample(this._lines, index);
-      if (sample !== null) this._choose(sample, line.first);
+      if (sample !== null) this._choose(sample, this._lines[index].first);
     });
-    const row = element("div", {role: "listitem", "aria-level": line.depth + 1}, button);
-    row.classList.add(`depth-${Math.min(line.depth, DEEPEST)}`);
-    row.classList.toggle("on-path", this._path.has(index));
+    const row = element("div", {role: "listitem"}, button);
+    this._fill(row, index);
     return row;
+  }
+
+  _fill(row, index) {
+    const line = this._lines[index], button = row.firstChild, [names, sums] = button.children;
+    const turns = line.turns === 1 ? `turn ${line.first}` : `turns ${line.first} to ${line.last}`;
+    const ends = line.samples.length ? ` · sample ${line.samples.join(", ")}` : "";
+    const reason = line.reason === null ? "" : ` · ${line.reason}`;
+    putInto(names, element("span", {title: `${turns}${reason}`}, element("b", {}, turns), reason));
+    putInto(sums, `${several(line.tokens, "token")} sampled${ends}`);
+    if (line.samples.includes(this._sample)) button.setAttribute("aria-current", "true");
+    else button.removeAttribute("aria-current");
+    row.setAttribute("aria-level", line.depth + 1);
+    row.dataset.depth = Math.min(line.depth, DEEPEST);
+    row.classList.toggle("on-path", this._path.has(index));
   }
 }

@@ -2,6 +2,7 @@
 
 import {counted} from "./elements.js";
 import {exactly} from "./sheet.js";
+import {visibleJson} from "./visible.js";
 
 const UNKNOWN = "not told", NONE = "none", HIDDEN = "hidden";
 
@@ -37,7 +38,7 @@ function versionText(sheet, position) {
 function textOf({kind, text}) {
   if (kind === "hidden") return HIDDEN;
   if (kind === "bytes") return "part of a character";
-  return kind === "id" ? UNKNOWN : JSON.stringify(text);
+  return kind === "id" ? UNKNOWN : visibleJson(JSON.stringify(text));
 }
 
 /** `[field, title, text]` of each. */

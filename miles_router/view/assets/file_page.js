@@ -1,6 +1,6 @@
 // The page of a file: its samples, of which one is open.
 
-import {several} from "./elements.js";
+import {entitle, putInto, several} from "./elements.js";
 import {Pieces} from "./pieces.js";
 import {SampleList} from "./sample_list.js";
 import {SampleView} from "./sample_view.js";
@@ -10,11 +10,12 @@ import {readBlock} from "./tensors.js";
 async function open() {
   const {facts: index} = await readBlock("index");
   const pieces = new Pieces(index.spelled ? (await readBlock("vocabulary")).tensors : null);
-  document.title = `${index.file} – tokens`;
-  document.getElementById("about").textContent = `${index.file}: ${several(index.samples.length, "sample")}`;
+  entitle(`${index.file} – tokens`);
+  const about = document.getElementById("about");
+  putInto(about, `${index.file}: ${several(index.samples.length, "sample")}`);
   if (!index.samples.length) {
     const why = index.why_empty === null ? "" : ` (${index.why_empty})`;
-    document.getElementById("about").textContent = `${index.file} has no samples${why}.`;
+    putInto(about, `${index.file} has no samples${why}.`);
     return;
   }
   const trees = new Map(index.trees.map((tree) => [tree.session_id, tree]));
@@ -37,7 +38,7 @@ async function open() {
 
 function failed(error) {
   const problem = document.getElementById("problem");
-  problem.textContent = `This page cannot be shown: ${error.message}`;
+  putInto(problem, `This page cannot be shown: ${error.message}`);
   problem.hidden = false;
 }
 

@@ -1,13 +1,6 @@
 // What tokens spell, and how that is shown: text as text, what is no whole character as bytes.
 
-const MARKS = new Map([["\n", "↵"], ["\r", "␍"], ["\t", "⇥"]]);
-// Controls, and what is not seen, turns the writing's direction, or has no glyph: shown by number.
-const UNSEEN = /[\p{Cc}\p{Cf}\p{Co}\p{Cn}\p{Zl}\p{Zp}]/gu;
-const NOT_ONE_SPACE = /[\p{Zs}--[ ]]/gv;
-
-function byNumber(character) {
-  return MARKS.get(character) ?? `⟨U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
-}
+import {marked} from "./visible.js";
 
 function hex(bytes, between) {
   return Array.from(bytes, (byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(between);
@@ -49,7 +42,6 @@ export class Pieces {
     } catch {
       return {text, bytes, shown: hex(known, "·"), kind: "bytes", breaks: false};
     }
-    const shown = text.replace(UNSEEN, byNumber).replace(NOT_ONE_SPACE, byNumber);
-    return {text, bytes, shown, kind: "text", breaks: text.includes("\n")};
+    return {text, bytes, shown: marked(text), kind: "text", breaks: text.includes("\n")};
   }
 }

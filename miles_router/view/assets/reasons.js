@@ -1,7 +1,8 @@
 // Why turns begin something new: the reason, and the two messages with their difference marked.
 
 import {difference} from "./difference.js";
-import {element, several} from "./elements.js";
+import {element, putInto, several} from "./elements.js";
+import {marked} from "./visible.js";
 
 const WORDS = new Map([
   ["retry", "the same messages were sent again"],
@@ -16,13 +17,12 @@ const WORDS = new Map([
 ]);
 const MOST = 50;
 
-/** One text, with what the other has not marked. */
-function marked(runs, kind, title) {
-  const text = element("p", {class: "message", dir: "auto"});
-  for (const [each, part] of runs) {
-    if (each === "same") text.append(part);
-    else if (each === kind) text.append(element(kind === "held" ? "del" : "ins", {}, part));
-  }
+/** One text, with what the other has not marked: line breaks and tabs as signs there. */
+function compared(runs, kind, title) {
+  const tag = kind === "held" ? "del" : "ins", seen = (part) => marked(part).replaceAll("↵", "↵\n");
+  const parts = runs.filter(([each]) => each === "same" || each === kind);
+  const text = element("p", {class: "message", dir: "auto"}, ...parts.map(([each, part]) =>
+    (each === "same" ? part : element(tag, {}, seen(part)))));
   return element("div", {class: kind}, element("h4", {}, title), text);
 }
 
@@ -34,35 +34,52 @@ function editOf({message, field, held, sent}) {
     "div",
     {class: "edit"},
     element("p", {}, where),
-    held === null ? element("p", {}, "One more message was sent.") : marked(runs, "held", "held"),
-    sent === null ? element("p", {}, "The message was left out.") : marked(runs, "sent", "sent"),
+    held === null ? element("p", {}, "One more message was sent.") : compared(runs, "held", "held"),
+    sent === null ? element("p", {}, "The message was left out.") : compared(runs, "sent", "sent"),
   );
 }
 
-/** The reasons of a sheet's turns; null where it has none. `go(position)` shows a place. */
-export function reasonsOf(sheet, go) {
-  const turns = sheet.turns.filter((turn) => turn.reason !== null && turn.reason !== undefined);
-  if (!turns.length) return null;
-  const list = element("ol", {class: "reasons"});
-  const draw = (shown) => {
-    for (const turn of shown) {
-      const reason = String(turn.reason), begin = element("button", {type: "button"}, `turn ${turn.turn}`);
-      begin.addEventListener("click", () => go(turn.start));
-      const words = WORDS.get(reason);
-      const line = element("p", {}, begin, " ", element("strong", {}, reason), words === undefined ? "" : `: ${words}`);
-      list.append(element("li", {}, line, ...(turn.edit ? [editOf(turn.edit)] : [])));
-    }
-  };
-  draw(turns.slice(0, MOST));
-  const title = element("h3", {}, "Why it begins anew");
-  const section = element("section", {class: "card", "aria-label": "Reasons"}, title, list);
-  if (turns.length > MOST) {
-    const rest = element("button", {type: "button"}, `Show ${several(turns.length - MOST, "more reason")}`);
-    rest.addEventListener("click", () => {
-      draw(turns.slice(MOST));
-      rest.remove();
+function lineOf(turn, go) {
+  const reason = String(turn.reason), words = WORDS.get(reason);
+  const begin = element("button", {type: "button"}, `turn ${turn.turn}`);
+  begin.addEventListener("click", () => go(turn.start));
+  const line = element("p", {}, begin, " ", element("strong", {}, reason), words === undefined ? "" : `: ${words}`);
+  return element("li", {}, line, ...(turn.edit ? [editOf(turn.edit)] : []));
+}
+
+/** The reasons of a sheet's turns, in its `element`. `go(position)` shows a place. */
+export class Reasons {
+  constructor(go) {
+    this._go = go;
+    this._turns = this._keys = [];
+    this._most = MOST;
+    this._list = element("ol", {class: "reasons"});
+    this._rest = element("button", {type: "button"});
+    this._rest.addEventListener("click", () => {
+      this._most = Infinity;
+      this._draw();
     });
-    section.append(rest);
+    const title = element("h3", {}, "Why it begins anew");
+    this.element = element("section", {class: "card", "aria-label": "Reasons"}, title, this._list, this._rest);
   }
-  return section;
+
+  /** Whether the sheet has any. Those that are shown already stay. */
+  show(sheet) {
+    const turns = sheet.turns.filter((turn) => turn.reason !== null && turn.reason !== undefined);
+    const keys = turns.map((turn) => JSON.stringify([turn.turn, turn.start, turn.reason, turn.edit]));
+    const others = this._keys.findIndex((key, place) => key !== keys[place]);
+    if (others >= 0) for (const line of [...this._list.children].slice(others)) line.remove();
+    if (others === 0) this._most = MOST;
+    this._turns = turns;
+    this._keys = keys;
+    this._draw();
+    return turns.length > 0;
+  }
+
+  _draw() {
+    const shown = this._turns.slice(this._list.children.length, this._most);
+    this._list.append(...shown.map((turn) => lineOf(turn, this._go)));
+    this._rest.hidden = this._turns.length <= this._most;
+    putInto(this._rest, `Show ${several(this._turns.length - this._most, "more reason")}`);
+  }
 }

@@ -1,6 +1,6 @@
 // The samples of a file: searched and filtered, one of them chosen.
 
-import {counted, element, several} from "./elements.js";
+import {counted, element, putInto, several} from "./elements.js";
 import {VirtualRows} from "./virtual_rows.js";
 
 const ROW = 44, MOST_ROWS = 6;
@@ -85,7 +85,7 @@ export class SampleList {
       const fits = (!status || status === `=${sample.status}`) && (!reason || sample.reasons.includes(reason.slice(1)));
       if (fits && words.every((word) => this._texts[place].includes(word))) this._matches.push(place);
     });
-    this._count.textContent = `${counted(this._matches.length)} of ${several(this._samples.length, "sample")}`;
+    putInto(this._count, `${counted(this._matches.length)} of ${several(this._samples.length, "sample")}`);
     this._box.style.height = `${Math.max(1, Math.min(this._samples.length, MOST_ROWS)) * ROW + 2}px`;
     this._rows.reset(this._matches.length);
   }

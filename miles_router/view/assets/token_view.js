@@ -2,9 +2,10 @@
 
 import {COLOURINGS, PLAIN} from "./colourings.js";
 import {detailsOf, spoken} from "./details.js";
-import {element} from "./elements.js";
+import {element, putInto} from "./elements.js";
 import {Widths, rowAt, rowsOf} from "./layout.js";
 import {VirtualRows} from "./virtual_rows.js";
+import {visibleJson} from "./visible.js";
 
 const ROW = 28;
 
@@ -14,7 +15,7 @@ export class TokenView {
     this._sheet = this._pieces = this._widths = null;
     this._starts = Int32Array.of(0);
     this._room = 0;
-    this._current = 0;
+    this._current = this._told = 0;
     this._wanted = "mask";
     this._build();
     this._rows = new VirtualRows(this._box, ROW, (index) => this._row(index));
@@ -67,6 +68,20 @@ export class TokenView {
 
   /** Another sheet, from a position on. */
   show(sheet, pieces, position = 0) {
+    this._take(sheet, pieces, position);
+    this._arrange();
+    this._goto.value = String(this._current);
+    this._describe(this._current);
+  }
+
+  /** The same sheet, grown: what is seen stays where it is, and what is told of. */
+  grow(sheet, pieces) {
+    this._take(sheet, pieces, this._current);
+    this._arrange({reveal: false});
+    this._describe(this._told);
+  }
+
+  _take(sheet, pieces, position) {
     this._sheet = sheet;
     this._pieces = pieces;
     this._current = Math.max(0, Math.min(position, sheet.length - 1));
@@ -76,13 +91,6 @@ export class TokenView {
       option.disabled = !COLOURINGS.find(({name}) => name === option.value).fits(sheet);
     }
     this._paint();
-    this._arrange();
-    this._describe(this._current);
-  }
-
-  /** The position of the current token. */
-  get current() {
-    return this._current;
   }
 
   /** Other colours. */
@@ -98,7 +106,8 @@ export class TokenView {
     this._current = Math.max(0, Math.min(position, this._sheet.length - 1));
     this._rows.reveal(rowAt(this._starts, this._current));
     this._mark();
-    this._live.textContent = spoken(this._describe(this._current));
+    this._goto.value = String(this._current);
+    putInto(this._live, spoken(this._describe(this._current)));
   }
 
   /** The colours that were asked for, or the first that this sheet has. */
@@ -112,14 +121,14 @@ export class TokenView {
   }
 
   /** Rows as wide as there is room. */
-  _arrange() {
+  _arrange({reveal = true} = {}) {
     const room = this._box.clientWidth - 8;
     if (this._sheet === null || room <= 0 || room === this._room) return;
     this._widths ??= new Widths(getComputedStyle(this._box).font);
     this._room = room;
     this._starts = rowsOf(this._sheet, this._pieces, this._widths, room);
     this._rows.reset(Math.max(0, this._starts.length - 1));
-    this._rows.reveal(rowAt(this._starts, this._current));
+    if (reveal) this._rows.reveal(rowAt(this._starts, this._current));
     this._mark();
   }
 
@@ -142,7 +151,7 @@ export class TokenView {
       "aria-posinset": position + 1,
       "aria-setsize": this._sheet.length,
       "aria-selected": position === this._current ? "true" : "false",
-      "aria-label": piece.shown.trim() ? null : JSON.stringify(piece.text),
+      "aria-label": piece.shown.trim() ? null : visibleJson(JSON.stringify(piece.text)),
     }, piece.shown);
     token.classList.toggle("sampled", this._sheet.isSampled(position) === true);
     token.style.width = `${Math.min(this._widths.of(piece.shown), this._room)}px`;
@@ -160,10 +169,10 @@ export class TokenView {
     token?.setAttribute("aria-selected", "true");
     if (token) this._box.setAttribute("aria-activedescendant", token.id);
     else this._box.removeAttribute("aria-activedescendant");
-    this._goto.value = String(this._current);
   }
 
   _describe(position) {
+    this._told = position;
     const details = position < (this._sheet?.length ?? 0) ? detailsOf(this._sheet, this._pieces, position) : [];
     this._details.replaceChildren(...details.map(([field, title, text]) =>
       element("div", {}, element("dt", {}, title), element("dd", {"data-field": field}, text))));

@@ -21,16 +21,26 @@ export class VirtualRows {
 
   /** Other rows: everything is drawn anew. */
   reset(count) {
+    this._drawn.clear();
+    this._space.replaceChildren();
+    this.resize(count);
+  }
+
+  /** More rows or fewer behind the same: what is drawn stays. */
+  resize(count) {
     this._count = count;
     this._space.style.height = `${count * this.rowHeight}px`;
-    this.redraw();
+    this.update();
+  }
+
+  /** `[index, row]` of those that are drawn. */
+  get drawn() {
+    return [...this._drawn];
   }
 
   /** The same rows, drawn anew. */
   redraw() {
-    this._drawn.clear();
-    this._space.replaceChildren();
-    this.update();
+    this.reset(this._count);
   }
 
   /** One row that is drawn, drawn anew. */

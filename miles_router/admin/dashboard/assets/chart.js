@@ -1,7 +1,7 @@
 // Lines over time, drawn by uPlot. Colours come from the style sheet, so that they follow the system's.
 
 import uPlot from "../uplot/uPlot.esm.js";
-import {element, several} from "../view/elements.js";
+import {element, putInto, several} from "../view/elements.js";
 
 const HEIGHT = 190, SLIM = 2, MOST_NAMED = 8, LEAST_S = 60;
 // The clock of the day, and the date where it changes: marks that lie seconds, hours, days apart.
@@ -54,7 +54,7 @@ export class TimeChart {
     const last = times.at(-1) ?? 0, first = Math.min(times[0] ?? 0, last - LEAST_S);
     this._bands = bands.filter(({start, end}) => end >= first && start <= last);
     const pauses = this._bands.length ? several(this._bands.length, "pause") : "";
-    this._words.textContent = [words, pauses].filter(Boolean).join("; ");
+    putInto(this._words, [words, pauses].filter(Boolean).join("; "));
     const names = JSON.stringify(lines.map(({name}) => name));
     if (names !== this._names) this._build(lines, names);
     this._shade(this._bands);

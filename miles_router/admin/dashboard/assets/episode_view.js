@@ -1,13 +1,14 @@
 // One episode: what it is, its turns, and its tokens as the token view shows them, live.
 
-import {counted, element} from "../view/elements.js";
+import {counted, element, putInto} from "../view/elements.js";
 import {Pieces} from "../view/pieces.js";
 import {SampleView} from "../view/sample_view.js";
 import {Sheet} from "../view/sheet.js";
+import {visibleJson} from "../view/visible.js";
 import {STATES, groupAddress, reasonsOf} from "./episodes_view.js";
 import {readLine} from "./line.js";
 import {pathOf, readJson} from "./router_client.js";
-import {putInto, section, stateChip} from "./tables.js";
+import {section, stateChip} from "./tables.js";
 import {WindowedTable} from "./windowed_table.js";
 import {ago, clock, duration, hostOf} from "./words.js";
 
@@ -81,7 +82,7 @@ export class EpisodeView {
     this._from = null; // the turn to begin at
     this._heading = element("h2", {id: "episode-id"});
     this._facts = element("dl", {class: "details", id: "facts"});
-    this._about = element("pre", {tabindex: "0", id: "about"});
+    this._about = element("pre", {tabindex: "0", id: "about", role: "region", "aria-label": "Metadata and contract"});
     this._hidden = element("p", {class: "notice", id: "hidden-text", hidden: true}, HIDDEN);
     this._empty = element("p", {class: "soft", id: "no-turns", hidden: true}, "No turn is recorded yet.");
     this._turns = new WindowedTable({
@@ -104,10 +105,10 @@ export class EpisodeView {
     this._leaf = this._episode = null;
     this._from = turn === null ? null : Number(turn);
     this._drawn = "";
-    this._heading.textContent = id;
+    putInto(this._heading, id);
     this._tokens.hidden = true;
     this._facts.replaceChildren(); // of another one, they would stand under this name until its own are known
-    this._about.textContent = "";
+    putInto(this._about, "");
     this._turns.rewind();
     this._turns.show([]);
   }
@@ -142,8 +143,7 @@ export class EpisodeView {
         element("div", {}, element("dt", {}, title), element("dd", {"data-fact": title}))));
     }
     pairs.forEach(([, value], place) => putInto(this._facts.children[place].lastChild, value));
-    const about = JSON.stringify({metadata: episode.metadata, contract: episode.contract}, null, 2);
-    if (this._about.textContent !== about) this._about.textContent = about;
+    putInto(this._about, visibleJson(JSON.stringify({metadata: episode.metadata, contract: episode.contract}, null, 2)));
   }
 
   _choose(leaf, turn) {
@@ -165,7 +165,7 @@ export class EpisodeView {
       tree: tree.length > 1 ? {session_id: this._id, lines: tree} : null,
       sample: leaf,
       turn: this._from,
-      position: grown ? this._sample.tokens.current : 0,
+      grown,
     });
     this._from = null;
     this._drawn = state;

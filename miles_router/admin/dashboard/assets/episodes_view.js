@@ -1,9 +1,9 @@
 // The episodes: searched and filtered, live, and those of one group side by side.
 
-import {counted, element, several} from "../view/elements.js";
+import {counted, element, putInto, several} from "../view/elements.js";
 import {EpisodePages} from "./episode_pages.js";
 import {groupTable} from "./group_table.js";
-import {stateChip} from "./tables.js";
+import {refill, stateChip} from "./tables.js";
 import {WindowedTable} from "./windowed_table.js";
 import {ago, duration, hostOf} from "./words.js";
 
@@ -56,10 +56,10 @@ function textOf(row) {
 
 /** `open` takes filters out of the address, `refresh` reads what is seen. */
 export class EpisodesView {
-  constructor({lookAgain}) {
+  constructor() {
     this.title = "Episodes";
-    this._lookAgain = lookAgain;
     this._pages = new EpisodePages({});
+    this._failure = null; // why the last reading on was none
     this._build();
     this._table.onScroll(() => {
       if (this._table.seen[1] + NEAR > this._shown.length && !this._pages.whole) this._readOn();
@@ -84,7 +84,7 @@ export class EpisodesView {
     this._count = element("p", {class: "count", role: "status", id: "count"});
     this._hidden = element("p", {class: "notice", id: "hidden-text", hidden: true},
       "Labels are hidden: this router shows no texts (--dashboard-text off).");
-    this._group = element("div");
+    this._group = element("section", {class: "card", "aria-label": "Side by side", hidden: true});
     this._shown = [];
     this._table = new WindowedTable({
       id: "episodes", label: "Episodes", columns: COLUMNS, rowHeight: ROW, mostRows: MOST_ROWS, keyOf: (row) => row.id,
@@ -108,8 +108,10 @@ export class EpisodesView {
     for (const name of FILTERS) this._set(this._fields[name], filters[name]);
     if (JSON.stringify(filters) === JSON.stringify(this._pages.filters)) return;
     this._pages = new EpisodePages(filters);
+    this._failure = null;
+    this._shown = []; // what others have is none of these
     this._table.rewind();
-    this._count.textContent = "";
+    putInto(this._count, "");
   }
 
   /** A value that nobody knows is a filter all the same: the router says what is wrong with it. */
@@ -127,10 +129,13 @@ export class EpisodesView {
   async refresh({info, signal}) {
     this._nameWorkers(info.workers);
     const pages = this._pages;
-    await pages.again(...this._table.seen, signal);
+    const [first, last] = this._table.seen;
+    await pages.again(this._shown.slice(first, last + 1), signal);
     if (pages !== this._pages) return;
     this._found();
-    if (this._search.value.trim() && !pages.whole) this._readOn();
+    const failure = this._failure;
+    this._failure = null;
+    if (failure !== null) throw failure;
   }
 
   /** Reads on, and while somebody searches to the end. */
@@ -143,10 +148,10 @@ export class EpisodesView {
         await pages.more();
         if (pages === this._pages) this._found();
       } while (pages === this._pages && this._search.value.trim() && !pages.whole);
-    } catch {
-      this._lookAgain(); // which says what is wrong
+    } catch (error) {
+      if (pages === this._pages) this._failure = error; // the next look says it, and no sooner: this may fail each time
     } finally {
-      this._reading = null;
+      if (this._reading === pages) this._reading = null;
     }
   }
 
@@ -157,8 +162,7 @@ export class EpisodesView {
     this._shown = rows.filter(fits); // a list of its own: the table compares it with the one before
     this._hidden.hidden = text;
     const read = whole ? several(rows.length, "episode") : `${counted(rows.length)} episodes read, more behind`;
-    const said = words.length ? `${counted(this._shown.length)} of ${read}` : read;
-    if (this._count.textContent !== said) this._count.textContent = said;
+    putInto(this._count, words.length ? `${counted(this._shown.length)} of ${read}` : read);
     this._table.show(this._shown);
     this._showGroup();
     if (words.length && !whole) this._readOn();
@@ -169,7 +173,8 @@ export class EpisodesView {
     const rows = this._pages.filters.group ? this._shown : null, state = JSON.stringify(rows);
     if (state === this._grouped) return;
     this._grouped = state;
-    this._group.replaceChildren(...(rows === null ? [] : [groupTable(rows)]));
+    this._group.hidden = rows === null;
+    refill(this._group, ...(rows === null ? [] : groupTable(rows)));
   }
 
   _nameWorkers(workers) {

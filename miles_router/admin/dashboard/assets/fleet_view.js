@@ -1,10 +1,10 @@
 // The fleet: who the workers are, what they have to do, and why some of them take nothing.
 
-import {counted, element, several} from "../view/elements.js";
+import {counted, element, putInto, several} from "../view/elements.js";
 import {TimeChart, colourOf} from "./chart.js";
 import {readJson} from "./router_client.js";
 import {bandsOf} from "./run_numbers.js";
-import {bar, numberCard, section, stateChip, table} from "./tables.js";
+import {bar, numberCard, refill, section, stateChip, table} from "./tables.js";
 import {ago, clock, duration, percent} from "./words.js";
 
 const STATES = ["ready", "quarantined", "outdated", "paused", "draining"];
@@ -46,9 +46,8 @@ function versionsOf(workers) {
 
 function stepsOf(layers) {
   const steps = layers.map((layer) => {
-    const chip = element("span", {class: "chip"}, layer.name);
-    chip.title = `${layer.path} ${JSON.stringify(layer.options)}`;
-    return element("li", {}, chip);
+    const title = `${layer.path} ${JSON.stringify(layer.options)}`;
+    return element("li", {}, element("span", {class: "chip", title}, layer.name));
   });
   return [...steps, element("li", {}, element("span", {class: "chip"}, "worker"))];
 }
@@ -101,8 +100,8 @@ export class FleetView {
     this._bands = bandsOf(run);
     this._cards(info, run.versions);
     const {workers} = info, most = Math.max(0, ...workers.map((worker) => worker.in_flight));
-    this._workers.replaceChildren(workers.length
-      ? table(TITLES, workers.map((worker) => rowOf(worker, most)), {id: "workers-table"})
+    refill(this._workers, workers.length
+      ? table("Workers", TITLES, workers.map((worker) => rowOf(worker, most)), {id: "workers-table"})
       : element("p", {class: "soft"}, "None is registered. Workers register with POST /add_worker?url=http://HOST:PORT"));
     this._versions.replaceChildren(...versionsOf(workers).map(([version, count]) =>
       element("li", {}, element("b", {}, version), `: ${several(count, "worker")}`)));
@@ -114,7 +113,7 @@ export class FleetView {
   _cards(info, versions) {
     const sum = (name) => versions.reduce((so, each) => so + each[name], 0);
     const set = (id, text) => {
-      this._numbers.querySelector(`#${id}`).textContent = text;
+      putInto(this._numbers.querySelector(`#${id}`), text);
     };
     set("workers", `${info.workers_routable} of ${info.workers_total}`);
     this._numbers.querySelector("#workers").classList.toggle("bad", info.workers_routable === 0);
@@ -131,11 +130,12 @@ export class FleetView {
     const rows = out.map((each) => [nameOf(each), stateChip(each.state, STATES), ago(each.since), each.reason]);
     const changes = this._memory.changes.map(({at, url, before, after, reason}) =>
       [clock(at), url, `${before} → ${after}`, reason]);
-    this._out.replaceChildren(
-      rows.length ? table(["Worker", "State", "Since", "Reason"], rows, {id: "out"})
+    refill(
+      this._out,
+      rows.length ? table("Workers out of rotation", ["Worker", "State", "Since", "Reason"], rows, {id: "out"})
         : element("p", {class: "soft"}, "No worker is."),
       ...(changes.length ? [element("h4", {}, "Changes that this page has seen"),
-        table(["At", "Worker", "State", "Reason"], changes, {id: "changes"})] : []),
+        table("Changes of state", ["At", "Worker", "State", "Reason"], changes, {id: "changes"})] : []),
     );
   }
 

@@ -1,7 +1,7 @@
 // The episodes of one group side by side: a column for each, a line for each fact.
 
 import {counted, element} from "../view/elements.js";
-import {bar, section, stateChip} from "./tables.js";
+import {bar, scroller, stateChip} from "./tables.js";
 import {duration} from "./words.js";
 
 const MOST = 64;
@@ -25,14 +25,14 @@ function facts(rows) {
   ];
 }
 
-/** A section with the first of these rows. */
+/** A heading, and a table of the first of these rows. */
 export function groupTable(rows) {
   const some = rows.slice(0, MOST);
-  if (!some.length) return element("p", {class: "soft"}, "No episode of this group is held.");
+  if (!some.length) return [element("p", {class: "soft"}, "No episode of this group is held.")];
   const head = element("tr", {}, element("td"), ...some.map((row) =>
     element("th", {scope: "col"}, element("a", {href: `#/episodes/${encodeURIComponent(row.id)}`}, row.id))));
   const lines = facts(some).map(([title, cell]) =>
     element("tr", {}, element("th", {scope: "row"}, title), ...some.map((row) => element("td", {}, cell(row)))));
   const made = element("table", {id: "side-by-side"}, element("thead", {}, head), element("tbody", {}, ...lines));
-  return section("Side by side", element("div", {class: "wide", tabindex: "0", role: "group"}, made));
+  return [element("h3", {}, "Side by side"), scroller("Episodes side by side", made)];
 }

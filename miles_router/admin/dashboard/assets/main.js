@@ -1,5 +1,6 @@
 // The dashboard: which view is shown, the key that the router asks for, and one beat for all that is live.
 
+import {entitle, putInto} from "../view/elements.js";
 import {EpisodeView} from "./episode_view.js";
 import {EpisodesView} from "./episodes_view.js";
 import {FleetMemory} from "./fleet_memory.js";
@@ -8,14 +9,14 @@ import {KeyNeeded, keepKey, readJson} from "./router_client.js";
 import {RunView} from "./run_view.js";
 import {ago, clock, keepTime} from "./words.js";
 
-const BEAT_MS = 2000;
+const BEAT_MS = 2000, REST = 9; // a look of one second is followed by nine in which nothing is asked
 const $ = (id) => document.getElementById(id);
 
 const memory = new FleetMemory();
 const shared = {memory, lookAgain: () => beat()};
 const makers = {
   fleet: () => new FleetView(shared),
-  episodes: () => new EpisodesView(shared),
+  episodes: () => new EpisodesView(),
   episode: () => new EpisodeView(shared),
   run: () => new RunView(),
 };
@@ -51,7 +52,7 @@ function turn() {
     if (here) link.setAttribute("aria-current", link.dataset.view === name ? "page" : "true");
     else link.removeAttribute("aria-current");
   }
-  document.title = `${view.title} – miles-router`;
+  entitle(`${view.title} – miles-router`);
   beat();
 }
 
@@ -59,7 +60,7 @@ function turn() {
 async function beat() {
   clearTimeout(timer);
   asking?.abort();
-  const mine = asking = new AbortController(), {signal} = mine, shown = view, {hash} = location;
+  const mine = asking = new AbortController(), {signal} = mine, shown = view, {hash} = location, began = performance.now();
   try {
     const info = await readJson("router/info", signal);
     keepTime(info.now);
@@ -71,7 +72,7 @@ async function beat() {
   } catch (error) {
     if (!signal.aborted) failed(error);
   } finally {
-    if (mine === asking && !document.hidden) timer = setTimeout(beat, BEAT_MS);
+    if (mine === asking && !document.hidden) timer = setTimeout(beat, Math.max(BEAT_MS, REST * (performance.now() - began)));
   }
 }
 
@@ -81,13 +82,13 @@ function live(hash) {
   $("view").hidden = false;
   $("view").dataset.shown = hash;
   $("live").dataset.live = "yes";
-  say("live", "live");
+  putInto($("live"), "live");
 }
 
 function showState({version, gate}) {
-  $("version").textContent = version;
+  putInto($("version"), version);
   const text = gateText(gate);
-  say("gate", text);
+  putInto($("gate"), text);
   $("gate").hidden = !text;
 }
 
@@ -103,13 +104,8 @@ function gateText(gate) {
   return `${reasons.join(". ")}. ${gate.held} ${gate.held === 1 ? "request waits" : "requests wait"}.`;
 }
 
-/** A text that is read out where it is another one. */
-function say(id, text) {
-  if ($(id).textContent !== text) $(id).textContent = text;
-}
-
 function problem(text) {
-  say("problem", text);
+  putInto($("problem"), text);
   $("problem").hidden = !text;
   $("view").classList.toggle("old", Boolean(text));
 }
@@ -117,16 +113,16 @@ function problem(text) {
 function failed(error) {
   memory.interrupt();
   $("live").dataset.live = "no";
-  $("live").textContent = lastSeen === null ? "not connected" : `last seen ${ago(lastSeen)}`;
+  putInto($("live"), lastSeen === null ? "not connected" : `last seen ${ago(lastSeen)}`);
   if (error instanceof KeyNeeded) keyNeeded(error.message);
   else if (error.name === "TimeoutError" || error instanceof TypeError) {
-    problem(`The router cannot be reached (${error.message}). Asking again every 2 seconds.`);
+    problem(`The router cannot be reached (${error.message}). Asking again and again.`);
   } else problem(error.message);
 }
 
 function keyNeeded(text) {
   $("view").hidden = $("gate").hidden = true;
-  $("live").textContent = "key needed";
+  putInto($("live"), "key needed");
   if (text || $("login").hidden) problem(text);
   if ($("login").hidden) {
     $("login").hidden = false;

@@ -1,10 +1,10 @@
 // The run: what was sampled and what of it is trained, forks, staleness, and the time that went into waiting.
 
-import {counted, element} from "../view/elements.js";
+import {counted, element, putInto} from "../view/elements.js";
 import {TimeChart} from "./chart.js";
 import {readJson} from "./router_client.js";
 import {Seconds, added, bandsOf, recentRate, total} from "./run_numbers.js";
-import {bar, numberCard, section, table} from "./tables.js";
+import {bar, numberCard, refill, section, table} from "./tables.js";
 import {ago, duration, percent} from "./words.js";
 
 const SPANS = [[600, "10 minutes"], [3600, "hour"], [21600, "6 hours"], [86400, "day"]];
@@ -28,10 +28,10 @@ function rowOf(version, most) {
 }
 
 /** Lines with a bar each, in an order of their own. */
-function barList(id, titles, counts, order) {
+function barList(id, label, titles, counts, order) {
   const entries = [...counts].sort(order), most = Math.max(0, ...entries.map(([, count]) => count));
   if (!entries.length) return element("p", {class: "soft", id}, "None.");
-  return table(titles, entries.map(([name, count]) => [name, bar(count, most, counted(count))]), {id});
+  return table(label, titles, entries.map(([name, count]) => [name, bar(count, most, counted(count))]), {id});
 }
 
 function inWords(rate) {
@@ -86,8 +86,8 @@ export class RunView {
     this._cards();
     const {versions} = this._run, most = Math.max(0, ...versions.map(({sampled}) => sampled));
     const newest = [...versions].reverse();
-    this._versions.replaceChildren(table(TITLES, newest.map((each) => rowOf(each, most)), {id: "versions"}));
-    this._forks.replaceChildren(barList("forks", ["Reason", "Turns"], added(versions, "forks"), mostFirst));
+    refill(this._versions, table("By weight version", TITLES, newest.map((each) => rowOf(each, most)), {id: "versions"}));
+    refill(this._forks, barList("forks", "Forks by reason", ["Reason", "Turns"], added(versions, "forks"), mostFirst));
     this._draw();
   }
 
@@ -95,7 +95,7 @@ export class RunView {
     const {versions} = this._run, rate = recentRate(this._run, RATE_S);
     const sum = (name) => versions.reduce((so, each) => so + each[name], 0);
     const set = (id, text) => {
-      this._numbers.querySelector(`#${id}`).textContent = text;
+      putInto(this._numbers.querySelector(`#${id}`), text);
     };
     set("rate", rate >= 10 ? counted(Math.round(rate)) : rate.toFixed(1));
     set("sampled", counted(sum("sampled")));
@@ -117,6 +117,6 @@ export class RunView {
       `the last ten seconds: ${inWords(sampled.at(-1))} sampled, ${inWords(trained.at(-1))} trained`);
     this._waits.draw(times, [line("waiting", waiting)], bands);
     const stale = added(seconds.intervals, "staleness");
-    this._staleness.replaceChildren(barList("staleness", ["Behind", "Tokens"], stale, byNumber));
+    refill(this._staleness, barList("staleness", "Staleness of trained tokens", ["Behind", "Tokens"], stale, byNumber));
   }
 }

@@ -1,6 +1,6 @@
 // Cards and tables that all views use.
 
-import {element} from "../view/elements.js";
+import {element, haveInside} from "../view/elements.js";
 
 /** A card with one number under its name; `id` finds it. */
 export function numberCard(id, title) {
@@ -12,12 +12,27 @@ export function section(title, ...children) {
   return element("section", {class: "card", "aria-label": title}, element("h3", {}, title), ...children);
 }
 
-/** A table of texts or elements; it scrolls sideways by itself. */
-export function table(titles, rows, attributes = {}) {
+/** What may be wider than the page: it scrolls sideways by itself, with keys too. */
+export function scroller(label, wide) {
+  return element("div", {class: "wide", tabindex: "0", role: "region", "aria-label": label}, wide);
+}
+
+/** A table of texts or elements under a name. */
+export function table(label, titles, rows, attributes = {}) {
   const head = element("tr", {}, ...titles.map((title) => element("th", {scope: "col"}, title)));
   const body = rows.map((cells) => element("tr", {}, ...cells.map((cell) => element("td", {}, cell))));
-  const made = element("table", attributes, element("thead", {}, head), element("tbody", {}, ...body));
-  return element("div", {class: "wide", tabindex: "0", role: "group"}, made);
+  return scroller(label, element("table", attributes, element("thead", {}, head), element("tbody", {}, ...body)));
+}
+
+/** These in the place of others. A scroller of the same name stays, with the focus and scrolled as it is. */
+export function refill(place, ...contents) {
+  const nameOf = (each) => (each.matches(".wide") ? each.getAttribute("aria-label") : null);
+  const before = new Map([...place.children].map((each) => [nameOf(each), each]));
+  haveInside(place, contents.map((each) => {
+    const stays = nameOf(each) === null ? undefined : before.get(nameOf(each));
+    if (stays !== undefined && !stays.isEqualNode(each)) stays.replaceChildren(...each.children);
+    return stays ?? each;
+  }));
 }
 
 /** A bar as long as its share of the most, with its number in front. */
@@ -26,12 +41,6 @@ export function bar(value, most, text, colour = null) {
   fill.style.width = `${most > 0 ? 100 * value / most : 0}%`;
   if (colour !== null) fill.style.background = colour;
   return element("span", {class: "load"}, element("b", {}, text), track);
-}
-
-/** Content in the place of another, unless it reads the same: what a finger is on stays there. */
-export function putInto(place, content) {
-  const made = content instanceof Element ? content : document.createTextNode(content);
-  if (place.textContent !== made.textContent) place.replaceChildren(made);
 }
 
 /** A state as a word with a colour; what is no known state is a word alone. */

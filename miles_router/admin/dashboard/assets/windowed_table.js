@@ -1,8 +1,7 @@
 // A table of any length, of which only those rows are drawn that are seen; gone through by keys.
 
-import {element} from "../view/elements.js";
+import {element, putInto} from "../view/elements.js";
 import {VirtualRows} from "../view/virtual_rows.js";
-import {putInto} from "./tables.js";
 
 /** Columns are `{title, kind, cell}`: `cell(row)` gives an element or a text, `kind` is a class of the style sheet.
  * `keyOf(row)` names a row for good, `choose(row)` opens one. */
@@ -50,18 +49,16 @@ export class WindowedTable {
   /** Other rows, or the same with other values; what is seen stays where it is. */
   show(data) {
     const [top] = this.seen, key = this._data[top] === undefined ? null : this._keyOf(this._data[top]);
-    const count = this._data.length;
     this._data = data;
     this.element.setAttribute("aria-rowcount", String(data.length + 1));
     this._box.style.height = `${Math.max(1, Math.min(data.length, this._mostRows)) * this._height + 2}px`;
     const moved = this._box.scrollTop > 0 && key !== null ? data.findIndex((row) => this._keyOf(row) === key) - top : 0;
-    if (count !== data.length || moved !== 0) {
-      this._rows.reset(data.length);
-      if (moved > 0) {
-        this._box.scrollTop += moved * this._height;
-        this._rows.update();
-      }
-    } else this._renew();
+    this._rows.resize(data.length);
+    if (moved > 0) {
+      this._box.scrollTop += moved * this._height;
+      this._rows.update();
+    }
+    this._renew();
     this._mark();
   }
 
