@@ -96,7 +96,7 @@ def create_app(
     upstream = Upstream(
         connect_timeout=config.connect_timeout, max_connections=config.max_connections, backlog=clients.backlog
     )
-    probes, fan_out = Probes(upstream, timeout=config.health_check_timeout), FanOut(upstream)
+    probes, fan_out = Probes(upstream, timeout=config.health_check_timeout), duty.fan_out(upstream)
     metrics, loop_delay = Metrics(), LoopDelay()
     metrics.register(clients)
     metrics.register(loop_delay)
@@ -305,8 +305,13 @@ def _own_routes(
         listed=(*CLIENT_PATHS, *config.data_paths, *layered),
         keys_of_layers=[layer.key_of for layer in layers if isinstance(layer, HasKeys)],
     )
-    fences = [Route(path, _WrongMethod()) for path in dict.fromkeys((*opened, *administration, *control))]
-    return OwnRoutes((*chain(*groups), *fences, *extra), default=stack), doors
+    own = _fences((*opened, *administration, *control))
+    layers_own = _fences(_path(route) for route in extra if isinstance(route, Route))
+    return OwnRoutes((*chain(*groups), *own, *extra, *layers_own), default=stack), doors
+
+
+def _fences(paths: Iterable[str]) -> list[Route]:
+    return [Route(path, _WrongMethod()) for path in dict.fromkeys(paths)]
 
 
 def _path(route: BaseRoute) -> str:
@@ -324,7 +329,7 @@ def _fixed_segment(route: BaseRoute) -> str:
 
 
 class _WrongMethod:
-    """Stands behind the router's own routes, for methods that none of them takes."""
+    """Stands behind the router's own routes and those of layers, for methods that none of them takes."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raise MethodNotAllowed(f"{scope['path']} does not take {scope['method']}")

@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 
 import orjson
 
-from miles_router.client.errors import ErrorReply, FanOutFailed, InvalidReply, NotConnected
+from miles_router.client.errors import ErrorReply, FanOutFailed, NotConnected
 from miles_router.client.transport import Request, Transport
 
 #: What happens to generations under way: they come back partial, are queued again, or stay where they are.
@@ -136,11 +136,7 @@ class FleetControl:
 
     async def workers(self) -> list[WorkerInfo]:
         """Every registered worker."""
-        answer = await self._admin.json(Request("GET", "/workers", repeatable=True))
-        if not isinstance(answer, dict) or not isinstance(answer.get("workers"), list):
-            raise InvalidReply("GET /workers was answered without workers")
-        workers: list[WorkerInfo] = answer["workers"]
-        return workers
+        return await self._admin.listed("/workers", "workers")
 
     async def add_worker(self, url: str, *, api_key: str | None = None, **attributes: Any) -> WorkerInfo:
         """Register a worker; harmless when repeated. Attributes, `labels` for example, are shown; its `model_id` says

@@ -233,21 +233,13 @@ class RouterClient(FleetControl):
 
     async def sessions(self) -> list[SessionInfo]:
         """The sessions that the router holds."""
-        answer = await self._transport.json(Request("GET", "/sessions", repeatable=True))
-        if not isinstance(answer, dict) or not isinstance(answer.get("sessions"), list):
-            raise InvalidReply("GET /sessions was answered without sessions")
-        sessions: list[SessionInfo] = answer["sessions"]
-        return sessions
+        return await self._transport.listed("/sessions", "sessions")
 
     # Episodes: sessions and text rollouts
 
     async def episodes(self) -> list[EpisodeInfo]:
         """The sessions and text rollouts that `audit` takes."""
-        answer = await self._transport.json(Request("GET", "/episodes", repeatable=True))
-        if not isinstance(answer, dict) or not isinstance(answer.get("episodes"), list):
-            raise InvalidReply("GET /episodes was answered without episodes")
-        episodes: list[EpisodeInfo] = answer["episodes"]
-        return episodes
+        return await self._transport.listed("/episodes", "episodes")
 
     async def audit(self, episode_id: str, *, limit: int = 8) -> dict[str, Any]:
         """What the engines say of an episode's recorded tokens now, beside what was recorded: docs/audit.md has the

@@ -116,6 +116,14 @@ class Transport:
                 f"{request.method} {request.path} was answered with a body that is not JSON: {error}"
             ) from None
 
+    async def listed(self, path: str, name: str) -> list[Any]:
+        """The list of this name in the reply to GET. Raises as `json`."""
+        answer = await self.json(Request("GET", path, repeatable=True))
+        if not isinstance(answer, dict) or not isinstance(answer.get(name), list):
+            raise InvalidReply(f"GET {path} was answered without {name}")
+        found: list[Any] = answer[name]
+        return found
+
     async def bytes(self, request: Request) -> bytes:
         """The whole body of the reply.
 

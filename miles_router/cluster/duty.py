@@ -11,12 +11,14 @@ from starlette.routing import BaseRoute
 
 from miles_router.admin.routes import Admin
 from miles_router.control.control import Control
+from miles_router.control.fan_out import FanOut
 from miles_router.control.health import HealthMonitor
 from miles_router.edge import RouterApp
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.admission import Admission
 from miles_router.fleet.pool import WorkerPool
+from miles_router.forwarding.upstream import Upstream
 from miles_router.pools.pools import Pools
 from miles_router.pools.registrations import Registrations
 from miles_router.settings.config import RouterConfig
@@ -56,6 +58,10 @@ class Duty:
     def fleet(self, **parts: Any) -> Fleet:
         """Its fleet."""
         return Fleet(**parts)
+
+    def fan_out(self, upstream: Upstream) -> FanOut:
+        """How engines are told anything beside requests."""
+        return FanOut(upstream)
 
     def control(self, name: str, **parts: Any) -> Control:
         """Its control requests."""

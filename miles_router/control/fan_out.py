@@ -20,6 +20,7 @@ from miles_router.errors import PartlyFailed, UpstreamError, UpstreamTimeout
 from miles_router.fleet.fleet import Order
 from miles_router.fleet.workers import Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing, send
+from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Upstream
 
 logger = logging.getLogger(__name__)
@@ -94,8 +95,11 @@ class FanOut:
         outcome = await self.ask_one(worker, outgoing_order(order), QUICK)
         return None if outcome.ok else outcome.body.decode(errors="replace")
 
+    async def _send(self, worker: Worker, request: Outgoing) -> Reply:
+        return await send(self._upstream, worker, request, slot=False)
+
     async def _exchange(self, worker: Worker, request: Outgoing) -> Outcome:
-        reply = await send(self._upstream, worker, request, slot=False)
+        reply = await self._send(worker, request)
         try:
             return Outcome(worker, reply.status, reply.headers, await reply.read_all(MAX_ANSWER))
         finally:

@@ -89,9 +89,9 @@ class Owners:
         Raises:
             OwnerUnavailable: one does not answer: what the others say is not all there is.
         """
-        found = []
+        found, reading = [], _reading(scope)
         for other in self.others(scope):
-            status, _, body = await self.ask(other, scope, b"")
+            status, _, body = await self.ask(other, reading, b"")
             if status != 200:
                 raise OwnerUnavailable(f"process {other} answers {status}")
             found.append(orjson.loads(body))
@@ -104,8 +104,9 @@ class Owners:
         Raises:
             OwnerUnavailable: as of `ask`.
         """
+        reading = _reading(scope)
         for other in self.others(scope):
-            status, headers, answer = await self.ask(other, scope, body)
+            status, headers, answer = await self.ask(other, reading, body)
             if status != 404:
                 return status, headers, answer
         return None
@@ -121,3 +122,8 @@ class Owners:
     def own_url(self, base_url: str) -> str | None:
         """Where this process alone is reached, for a client that knows the router by `base_url`."""
         return None
+
+
+def _reading(scope: Scope) -> Scope:
+    """The same request, with GET in place of HEAD: an answer to that has no body to read."""
+    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope

@@ -24,7 +24,9 @@ from miles_router.cluster.control.data import DataDuty
 from miles_router.cluster.control.plane import ControlDuty
 from miles_router.cluster.control.table import Counts
 from miles_router.cluster.nodes.duty import MachineDuty
+from miles_router.cluster.nodes.leases import Seat
 from miles_router.cluster.nodes.machines import Machine, Machines
+from miles_router.cluster.nodes.membership import Membership
 from miles_router.cluster.nodes.plane import MachinesDuty, end_process, rows_for
 from miles_router.cluster.owners.ownership import ClusterOwners
 from miles_router.cluster.peers import Peers
@@ -119,14 +121,11 @@ def _serve(assigned: Assignment, index: int) -> None:
     counts = Counts(assigned.table, peers.count, index)
     duty: DataDuty
     if isinstance(assigned.node, Machine):
-        duty = MachineDuty(
-            assigned.node,
-            peers,
-            counts,
-            generation=assigned.generation,
-            fenced=_kill_this,
-            surplus=end_process,
+        seat = Seat(assigned.node.life, assigned.node.index, index)
+        membership = Membership(
+            assigned.node, seat, counts, generation=assigned.generation, fenced=_kill_this, surplus=end_process
         )
+        duty = MachineDuty(membership, peers, counts)
         owners: ClusterOwners = duty.owners
     else:
         duty = DataDuty(peers, counts, generation=assigned.generation)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sqlite3
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,7 +18,9 @@ from miles_router import cli
 from miles_router.app import create_app
 from miles_router.cluster.control.table import Counts, make_table
 from miles_router.cluster.nodes.duty import MachineDuty
+from miles_router.cluster.nodes.leases import Seat
 from miles_router.cluster.nodes.machines import Machine, Machines
+from miles_router.cluster.nodes.membership import Membership
 from miles_router.cluster.peers import Peers
 from miles_router.errors import ConfigError
 from miles_router.serving.process import SUCCEEDED
@@ -28,7 +29,7 @@ from miles_router.testing import SimulatedWorker
 from tests.support.brake import Brake
 from tests.support.fleet import asked, by_path
 from tests.support.http import CutReply, RawReply, ask
-from tests.support.machines import Part, RunningMachines, machines
+from tests.support.machines import Part, RunningMachines, machines, stand_still, wired
 from tests.support.scripted_worker import BODY, ScriptedWorker, reply, script
 from tests.support.session_trial import SESSIONS, qwen3, user
 from tests.support.stage import Stage
@@ -186,25 +187,6 @@ async def test_with_keys_all_that_machines_answer_together_works_and_without_one
                     assert {each["id"] for each in told.json()["episodes"]} == {*made}
 
 
-class Wire:
-    """Stands before a machine, and keeps what others send it."""
-
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self.sent = bytearray()
-
-    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", self._port)
-        relaying = [self._relay(reader, back, self.sent), self._relay(there, writer, bytearray())]
-        await asyncio.gather(*relaying, return_exceptions=True)
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
-        while data := await reader.read(65536):
-            kept += data
-            writer.write(data)
-        writer.close()
-
-
 async def raw(node: Part, request: bytes) -> RawReply:
     """The answer to these bytes."""
     head, _, body = request.partition(b"\r\n\r\n")
@@ -225,10 +207,8 @@ async def test_a_request_of_another_machine_is_believed_once_as_it_was_sent_and_
         router = RunningMachines(
             tmp_path, stack_of(stack), 2, LEASE, {"state_dir": str(tmp_path / "state"), **settings}
         )
-        wire = Wire(router.nodes[1].listener.getsockname()[1])
-        server = await asyncio.start_server(wire.take, "127.0.0.1", 0)
-        stack.callback(server.close)
-        router.nodes[1].url, direct = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", router.nodes[1].url
+        wire = await stack.enter_async_context(wired(router.nodes[1].listener))
+        router.nodes[1].url, direct = f"http://{wire.address}", router.nodes[1].url
         await router.start()
         one, other = router.nodes
         other.url = direct
@@ -242,23 +222,38 @@ async def test_a_request_of_another_machine_is_believed_once_as_it_was_sent_and_
         assert (await with_key(one, "clients", "POST", turn, **HI)).status == 200
         sent = bytes(wire.sent)
         assert b"x-miles-router-node: forward" in sent
+        wire.sent.clear()
+        assert (await with_key(one, "clients", "POST", f"/episodes/{session}/audit")).status == 200
+        assert b"x-miles-router-node: forward" in wire.sent, "not asked: nobody knows how long it takes"
         for each in (listing, sent):
             assert router.machines.secret.encode() not in each
+        for again in (sent, listing):
+            answer = await raw(other, again)
+            assert (answer.status, answer.error_type) in ((403, "node_unproven"), (503, "owner_unavailable")), again
         for altered in (
-            sent,
-            listing,
             sent.replace(b"POST /sessions", b"POST /Sessions"),
             listing.replace(b"GET", b"HEAD"),
             sent.replace(b"content-type: application/json", b"content-type: application/jsonl"),
             sent.replace(b"x-miles-router-node: forward", b"x-miles-router-node: ask"),
-            sent.replace(b'"max_tokens":4', b'"max_tokens":5'),
             b"GET /sessions HTTP/1.1\r\nx-miles-router-node: " + router.machines.secret.encode() + b"\r\n\r\n",
             b"GET /sessions HTTP/1.1\r\nx-miles-router-node: ask 0 1 1 0 0 0\r\n\r\n",
         ):
             answer = await raw(other, altered)
-            assert answer.status in (403, 503), altered
-            if altered.startswith((b"POST", b"GET")):
-                assert answer.json()["error"]["type"] in ("node_unproven", "owner_unavailable"), altered
+            assert (answer.status, answer.values("x-miles-router-node")) == (403, [b"refused"]), altered
+        wire.whole.clear()  # what was shown before is refused for that alone
+        wire.sent.clear()
+        late = asyncio.ensure_future(with_key(one, "clients", "POST", turn, **HI))
+        await until(lambda: b'"max_tokens":4' in wire.sent, "it is on its way")
+        unseen = bytes(wire.sent)
+        for before, after in (
+            (b"content-type: application/json", b"content-type: application/jsonl"),
+            (b"POST /sessions", b"POST /Sessions"),
+            (b'"max_tokens":4', b'"max_tokens":5'),  # the last: its stamp is taken, and its body is none
+        ):
+            assert before in unseen
+            assert (await raw(other, unseen.replace(before, after))).status in (403, 503), after
+        wire.whole.set()
+        assert (await late).status == 502, "it was taken, and its answer went elsewhere"
         elsewhere = await raw(one, listing)
         assert elsewhere.status == 403, "it was sent to another machine"
         records = (await with_key(other, "clients", "GET", f"/sessions/{session}")).json()["records"]
@@ -270,17 +265,6 @@ def stack_of(stack: contextlib.AsyncExitStack) -> contextlib.ExitStack:
     return stack.enter_context(contextlib.ExitStack())
 
 
-def commits(state: Path) -> bool:
-    """Whether somebody is within a commit to what belongs to the router as a whole."""
-    with contextlib.closing(sqlite3.connect(state / "control.sqlite", isolation_level=None, timeout=0)) as connection:
-        try:
-            connection.execute("BEGIN IMMEDIATE")
-        except sqlite3.OperationalError:
-            return True
-        connection.execute("ROLLBACK")
-        return False
-
-
 async def test_a_control_plane_that_is_lost_without_a_word_is_left_for_the_one_that_is_named_next(
     stage: Stage, tmp_path: Path
 ) -> None:
@@ -289,11 +273,7 @@ async def test_a_control_plane_that_is_lost_without_a_word_is_left_for_the_one_t
     async with running(worker, tmp_path) as router:
         one, other = router.nodes
         first, router.control = router.control, router.part("next")
-        first.send(signal.SIGSTOP)  # its connections stay, and nothing comes by them
-        while commits(tmp_path):
-            first.send(signal.SIGCONT)
-            await asyncio.sleep(STEP)
-            first.send(signal.SIGSTOP)
+        await stand_still(first, tmp_path)  # its connections stay, and nothing comes by them
         asking = asyncio.ensure_future(one.ask("POST", "/remove_worker", url="http://127.0.0.1:1"))
         router.start_control()
         await router.control.serves()
@@ -317,9 +297,11 @@ def test_without_ray_the_command_says_what_to_install(
 
 
 def test_what_only_its_own_machine_finds_is_no_layer_of_several(tmp_path: Path) -> None:
-    counts, machine = make_table(1), Machine(Machines(2, 1, "secret"), 0, "life", "127.0.0.1", tmp_path)
-    duty = MachineDuty(machine, Peers(0, 1, tmp_path), Counts(counts, 1, 0), generation=1, fenced=abort, surplus=abort)
-    os.close(counts)
+    table, machine = make_table(1), Machine(Machines(2, 1, "secret"), 0, "life", "127.0.0.1", tmp_path)
+    counts = Counts(table, 1, 0)
+    os.close(table)
+    membership = Membership(machine, Seat("life", 0, 0), counts, generation=1, fenced=abort, surplus=abort)
+    duty = MachineDuty(membership, Peers(0, 1, tmp_path), counts)
     texts = MiddlewareSpec("middleware_hub.radix_tree_middleware.RadixTreeMiddleware")
     config = RouterConfig(middlewares=(texts,), hf_checkpoint=tokenizer_directory("qwen3"), state_dir=str(tmp_path))
     with pytest.raises(ConfigError, match="RadixTreeMiddleware keeps what only its own machine can find"):

@@ -55,9 +55,13 @@ class Member:
         """One request on a connection of its own."""
         return await ask(self.url, method, target, headers, body)
 
-    def open_files(self) -> int:
-        """Descriptors that it has."""
-        return len(os.listdir(f"/proc/{self.process.pid}/fd"))
+    def open_files(self) -> list[str]:
+        """What its descriptors are of."""
+        found: list[str] = []
+        for each in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                found.append(os.readlink(each))
+        return found
 
     def kill(self, kind: signal.Signals = signal.SIGKILL) -> None:
         """Send it a signal; wait for its end if that is one."""

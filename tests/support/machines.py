@@ -10,6 +10,7 @@ import pickle
 import secrets
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -107,6 +108,77 @@ class Part:
         return answer
 
 
+class Wire:
+    """Stands before a port, and keeps what is sent there.
+
+    Attributes:
+        whole: cleared, it takes connections and bytes, and nothing comes out of it: a network that is lost.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.address = ""
+        self.sent = bytearray()
+        self.whole = asyncio.Event()
+        self.whole.set()
+        self._port = port
+
+    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection."""
+        there, back = await asyncio.open_connection(HOST, self._port)
+        relaying = [self._relay(reader, back, self.sent), self._relay(there, writer, bytearray())]
+        await asyncio.gather(*relaying, return_exceptions=True)
+
+    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, kept: bytearray) -> None:
+        try:
+            while data := await reader.read(65536):
+                kept += data
+                await self.whole.wait()
+                writer.write(data)
+        finally:
+            await self.whole.wait()
+            writer.close()
+
+
+@contextlib.asynccontextmanager
+async def wired(listener: socket.socket) -> AsyncIterator[Wire]:
+    """A wire to whoever listens there."""
+    wire = Wire(listener.getsockname()[1])
+    server = await asyncio.start_server(wire.take, HOST, 0)
+    wire.address = f"{HOST}:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield wire
+    finally:
+        wire.whole.set()
+        server.close()
+
+
+async def stand_still(control: Part, state: Path) -> None:
+    """Stop a control plane, though not within a commit: nobody else could take its slot over."""
+    control.send(signal.SIGSTOP)
+    while _commits(state):
+        control.send(signal.SIGCONT)
+        await asyncio.sleep(STEP)
+        control.send(signal.SIGSTOP)
+
+
+def _commits(state: Path) -> bool:
+    """Whether somebody is within a commit to what belongs to the router as a whole."""
+    with contextlib.closing(sqlite3.connect(state / "control.sqlite", isolation_level=None, timeout=0)) as connection:
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError:
+            return True
+        connection.execute("ROLLBACK")
+        return False
+
+
+def term(state: Path) -> int:
+    """Of the control plane that decides."""
+    with contextlib.closing(sqlite3.connect(state / "control.sqlite")) as connection:
+        epoch: int = connection.execute("SELECT epoch FROM slot").fetchone()[0]
+        return epoch
+
+
 class RunningMachines:
     """The control plane, and a process of each machine."""
 
@@ -118,6 +190,8 @@ class RunningMachines:
         self._stack = stack
         self.control = self.part("control")
         self.nodes = [self.part(f"node-{index}") for index in range(count)]
+        #: Of those that were started last.
+        self.lives = [""] * count
 
     def part(self, name: str) -> Part:
         """A place for a process."""
@@ -138,10 +212,14 @@ class RunningMachines:
         self._file().write_text(f"{HOST}:{self.control.listener.getsockname()[1]}", encoding="ascii")
         self.control.start(self._assigned(None, self.machines))
 
-    def start_node(self, index: int) -> None:
-        """Start the process of a machine."""
-        part = self.nodes[index]
-        node = Machine(self.machines, index, secrets.token_hex(8), HOST, self._file(), part.url)
+    def start_node(self, index: int, control: str | None = None) -> None:
+        """Start the process of a machine; `control`: where it reaches the control plane, if not as all others."""
+        part, file = self.nodes[index], self._file()
+        if control is not None:
+            file = self._directory / f"control-{index}"
+            file.write_text(control, encoding="ascii")
+        self.lives[index] = secrets.token_hex(8)
+        node = Machine(self.machines, index, self.lives[index], HOST, file, part.url)
         part.start(self._assigned(0, node))
 
     def _file(self) -> Path:

@@ -48,6 +48,7 @@ class Scene:
         self.rows = [Counts(table, 2, row) for row in range(2)]
         self.counts = Counts(table, 2)
         self.followers = Followers(self.counts, lambda: dict(self.decided), patience=patience)
+        self.leading: list[asyncio.Task[None]] = []
 
     @contextlib.asynccontextmanager
     async def connected(self, process: int, data: Data) -> AsyncIterator[Channel]:
@@ -58,6 +59,7 @@ class Scene:
         channels = [Channel(*ours, {}), Channel(*theirs, handlers, frozenset({"follow"}))]
         running = [spawn(each.run(), name="a channel") for each in channels]
         leading = spawn(self.followers.serve(Follower(channels[0], process)), name="lead")
+        self.leading.append(leading)
         try:
             yield channels[1]
         finally:
@@ -149,6 +151,27 @@ async def test_who_has_ended_is_waited_for_no_longer(table: int) -> None:
     await asyncio.sleep(0)
     scene.counts.clear(0)
     await soon(known)
+
+
+async def test_who_has_connected_anew_is_not_ended_for_what_it_does_not_say_where_it_was_before(table: int) -> None:
+    scene, deaf, one = Scene(table, patience=0.5), Data(), Data()
+    one.may.set()
+    sender = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])  # noqa: ASYNC220
+    try:
+        async with scene.connected(sender.pid, deaf):
+            scene.rows[0].send(sender.pid)
+            known = asyncio.ensure_future(scene.followers.caught_up())
+            await until(lambda: deaf.heard, "it is asked to follow")
+            async with scene.connected(sender.pid, one):
+                await soon(known)
+                await soon(asyncio.wait({scene.leading[0]}))
+                assert sender.poll() is None
+                scene.decided["pool a"] = 1
+                await soon(scene.followers.caught_up())
+                assert one.heard[-1]["sections"] == {"pool a": 1}
+    finally:
+        sender.kill()
+        sender.wait()
 
 
 @pytest.mark.parametrize("connected", [True, False])

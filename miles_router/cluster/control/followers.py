@@ -88,8 +88,11 @@ class Followers:
             self._moved()
 
     def greet(self, follower: Follower) -> None:
-        """One is connected, and will be served."""
-        self._followers[follower.process] = follower
+        """One is connected, and will be served. Where it was connected before, nothing is expected there any more: who
+        has connected anew is not to be ended for what it has left."""
+        before, self._followers[follower.process] = self._followers.get(follower.process), follower
+        if before is not None and before is not follower:
+            before.channel.close()
         self._moved()
 
     async def _lead(self, follower: Follower) -> None:
@@ -99,7 +102,8 @@ class Followers:
         try:
             await tasks.within(self._patience, work, name="lead")
         except TimeoutError:
-            await self._end(follower.process)
+            if self._followers.get(follower.process) is follower:
+                await self._end(follower.process)
             raise ChannelLost("it does not follow") from None
         follower.at, follower.sections = number, sections
         self._moved()
@@ -190,7 +194,8 @@ class Followers:
                     try:
                         await tasks.within(self._patience, follower.channel.ask("ping"), name="ping")
                     except TimeoutError:
-                        await self._end(follower.process)
+                        if self._followers.get(follower.process) is follower:
+                            await self._end(follower.process)
             answer: Message = asking.result()
             return answer
         except ChannelLost:

@@ -3,7 +3,7 @@ while its leases are fresh, and has other machines answer what is theirs."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -15,8 +15,6 @@ from miles_router.asgi.path import decoded
 from miles_router.cluster.control.data import DataDuty, Link
 from miles_router.cluster.control.table import Counts
 from miles_router.cluster.nodes.forwarding import Kept, Neighbours
-from miles_router.cluster.nodes.leases import Seat
-from miles_router.cluster.nodes.machines import Machine
 from miles_router.cluster.nodes.membership import Membership
 from miles_router.cluster.nodes.owners import MachinesOwners, OnNode, purpose_of
 from miles_router.cluster.nodes.seen import Seen
@@ -74,33 +72,19 @@ class LeasedGate(Gate):
 
 
 class MachineDuty(DataDuty):
-    """A process that takes requests on one of several machines.
-
-    Args:
-        generation, fenced, surplus: as `Membership`.
-    """
+    """A process that takes requests on one of several machines."""
 
     shares_state = True
 
-    def __init__(
-        self,
-        node: Machine,
-        peers: Peers,
-        counts: Counts,
-        *,
-        generation: int,
-        fenced: Callable[[], None],
-        surplus: Callable[[], None],
-    ) -> None:
-        seat = Seat(node.life, node.index, peers.index)
-        self.membership = Membership(node, seat, counts, generation=generation, fenced=fenced, surplus=surplus)
+    def __init__(self, membership: Membership, peers: Peers, counts: Counts) -> None:
+        self.membership, node = membership, membership.node
         super().__init__(peers, counts, generation=0)
-        self.slots = self.membership.claimable
+        self.slots = membership.claimable
         place = Address(node.index, node.life)
-        stamps = Stamps(node.machines.secret, place, self.membership.life_of, lambda: self.membership.beat, Seen(peers))
-        self._neighbours = Neighbours(stamps, self.membership.url_of, connect_timeout=CONNECT)
-        self.membership.lost = self._neighbours.lost
-        self.owners = MachinesOwners(peers, self.membership, self._neighbours)
+        stamps = Stamps(node.machines.secret, place, membership.life_of, lambda: membership.beat, Seen(peers))
+        self._neighbours = Neighbours(stamps, membership.url_of, connect_timeout=CONNECT)
+        membership.lost = self._neighbours.lost
+        self.owners = MachinesOwners(peers, membership, self._neighbours)
 
     def _link_to(self, peers: Peers, generation: int) -> Link:
         return self.membership

@@ -127,7 +127,8 @@ class Neighbours:
             if error.refused or error.exhausted or method in READING:
                 raise OwnerUnavailable(f"machine {node} has this, and cannot be reached; ask again") from None
             raise OwnerLost(f"machine {node} was lost while it was asked; it may have done it") from None
-        if first(reply.headers, HEADER) is not None:  # a lost connection was made anew, and what was sent, sent again
+        # A lost connection was made anew, and what was sent, sent again. In other answers the header is a worker's.
+        if reply.status == NodeUnproven.status and first(reply.headers, HEADER) is not None:
             reply.close()
             raise OwnerLost(f"machine {node} has had this before, and its answer was lost")
         return reply

@@ -212,6 +212,27 @@ class Authority:
         return {slot: member.seat.node for slot, member in self._owner.items()}
 
 
+class Term:
+    """For how long a control plane knows that it alone decides, whatever stands still meanwhile: for the seconds of a
+    lease since it began to make sure. Whoever succeeds it decides nothing for `SLACK` times as long.
+
+    Args:
+        seconds: of a lease.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until = float("-inf")
+
+    def confirmed(self, began: float) -> None:
+        """It has made sure, and began to do so then."""
+        self._until = max(self._until, began + self._seconds)
+
+    def is_certain(self, now: float) -> bool:
+        """Whether nobody else can decide anything yet."""
+        return now < self._until
+
+
 class Tenancy:
     """What one process has leases of."""
 

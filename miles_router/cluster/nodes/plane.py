@@ -2,7 +2,8 @@
 
 It cannot end a process on another machine. Instead it waits until the leases of one that does not follow have run out:
 without them that one sends no generation. Whether it is still the only control plane it finds out in the state
-directory, where a younger one has taken its slot over; it does so before it prolongs anything.
+directory, where a younger one has taken its slot over; it does so before it prolongs anything, and before it tells
+engines anything. At the write itself it asks the clock: it may have stood still in between.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,15 @@ from miles_router.cluster.control.channel import ChannelLost, Handler, Message
 from miles_router.cluster.control.followers import TELL, Followers
 from miles_router.cluster.control.plane import ControlDuty
 from miles_router.cluster.control.table import Counts
-from miles_router.cluster.nodes.leases import Authority, Seat
+from miles_router.cluster.nodes.leases import Authority, Seat, Term
 from miles_router.cluster.nodes.machines import Machines, clock
 from miles_router.cluster.nodes.proof import ACCEPTS, CONNECTS, prove
-from miles_router.errors import StateError, StateOutdated
+from miles_router.control.fan_out import FanOut
+from miles_router.errors import StateError, StateOutdated, UpstreamError
+from miles_router.fleet.workers import Worker
+from miles_router.forwarding.outgoing import Outgoing, send
+from miles_router.forwarding.reply import Reply
+from miles_router.forwarding.upstream import NotAdmitted, Upstream
 from miles_router.pools.pools import Pools
 from miles_router.pools.registrations import OWNER
 from miles_router.slots import CONTROL
@@ -92,6 +98,28 @@ class DistantFollowers(Followers):
         return False
 
 
+class LeadersFanOut(FanOut):
+    """Tells engines nothing unless this control plane alone decides.
+
+    Args:
+        confirmed: makes sure of that.
+        is_certain: whether it has been so since, asked at each write.
+    """
+
+    def __init__(
+        self, upstream: Upstream, confirmed: Callable[[], Awaitable[bool]], is_certain: Callable[[], bool]
+    ) -> None:
+        super().__init__(upstream)
+        self._confirmed = confirmed
+        self._is_certain = is_certain
+
+    async def _send(self, worker: Worker, request: Outgoing) -> Reply:
+        while await self._confirmed():
+            with suppress(NotAdmitted):
+                return await send(self._upstream, worker, request, slot=False, admit=self._is_certain)
+        raise UpstreamError("nothing was sent: another control plane may decide by now")
+
+
 class MachinesDuty(ControlDuty):
     """The control plane of several machines.
 
@@ -111,6 +139,7 @@ class MachinesDuty(ControlDuty):
         self._listener = listener
         self._ended = ended
         self._authority: Authority
+        self._term = Term(machines.lease)
         #: Where machines are reached, by their lives.
         self._urls: dict[str, str] = {}
         #: By which requests between machines are known to be new. It goes on under the next control plane.
@@ -156,6 +185,10 @@ class MachinesDuty(ControlDuty):
             return
         await self._welcome(reader, writer)
 
+    def fan_out(self, upstream: Upstream) -> FanOut:
+        """See `Duty`."""
+        return LeadersFanOut(upstream, self._confirmed, lambda: self._term.is_certain(clock()))
+
     def _handlers(self) -> dict[str, Handler]:
         return {**super()._handlers(), "lease": self._lease, "leave": self._leave, "ping": self._ping}
 
@@ -195,7 +228,7 @@ class MachinesDuty(ControlDuty):
 
     async def _confirmed(self) -> bool:
         """Whether it still decides. Once another one does, it ends."""
-        store = self._registrations.store
+        store, began = self._registrations.store, clock()
         assert store is not None
         try:
             await store.commit(OWNER, [Change("lease", 0, secrets.token_bytes(8))], slot=CONTROL)
@@ -206,6 +239,7 @@ class MachinesDuty(ControlDuty):
         except StateError as error:
             logger.error("lease_not_prolonged", extra={"fields": {"reason": str(error)}})
             return False
+        self._term.confirmed(began)
         return True
 
     @asynccontextmanager
