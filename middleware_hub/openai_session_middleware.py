@@ -16,7 +16,7 @@ from typing import Any
 from starlette.routing import BaseRoute
 
 from middleware_hub.auditing.audits import Audits
-from middleware_hub.auditing.routes import audit_routes
+from middleware_hub.auditing.routes import audit_routes, audited
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.audit.auditor import SessionAuditor
 from middleware_hub.openai_session.audit.prompts import PromptCheck
@@ -32,7 +32,7 @@ from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.face import RunSettings
 from middleware_hub.openai_session.sessions.address import PREFIX, SESSIONS, addressed, key_of, within
 from middleware_hub.openai_session.sessions.equality import equality
-from middleware_hub.openai_session.sessions.store import Bounds, SessionStore
+from middleware_hub.openai_session.sessions.store import ID, Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
@@ -203,6 +203,8 @@ class OpenAISessionMiddleware:
             return path[len(PREFIX) :].partition("/")[0] or None
         if path == SESSIONS:
             return BODY_SAYS if scope["method"] == "POST" else None
+        if (episode := audited(path)) is not None:
+            return episode if ID.fullmatch(episode) else None  # else it is another layer's
         names = (dialect.owner_name(scope) for dialect in self._dialects)
         return next((name for name in names if name is not None), None)
 

@@ -19,6 +19,7 @@ from miles_router.trajectory.json_parts import list_parts
 JSON = "application/json"
 LIMIT = "limit"
 FIELDS = frozenset({LIMIT})
+EPISODES, AUDIT = "/episodes/", "/audit"
 #: Samples of an episode that one request audits: where it does not say, and at most.
 USUAL, MOST = 8, 64
 
@@ -27,8 +28,16 @@ def audit_routes(audits: Audits) -> Sequence[BaseRoute]:
     """The routes, the same for each layer that has them."""
     return [
         Route("/episodes", partial(_held, audits), methods=["GET"]),
-        Route("/episodes/{id}/audit", partial(_audit, audits), methods=["POST"]),
+        Route(f"{EPISODES}{{id}}{AUDIT}", partial(_audit, audits), methods=["POST"]),
     ]
+
+
+def audited(path: str) -> str | None:
+    """The episode whose audit this path asks for. A layer that can tell by its name which process has it says so: an
+    audit takes as long as the engines do, and so is no question that processes ask each other."""
+    if not path.startswith(EPISODES) or not path.endswith(AUDIT):
+        return None
+    return path[len(EPISODES) : -len(AUDIT)] or None
 
 
 async def _held(audits: Audits, request: Request) -> Response:

@@ -27,8 +27,8 @@ from miles_router.state.rows import Change, StateRow, Sync
 
 #: "MRst": whose file it is (`PRAGMA application_id`).
 APPLICATION = 0x4D527374
-#: Of the tables below (`PRAGMA user_version`).
-FORMAT = 1
+#: Of the tables below, and of what the router and its layers put into them (`PRAGMA user_version`).
+FORMAT = 2
 TABLES = (
     "CREATE TABLE entries (owner TEXT NOT NULL, kind TEXT NOT NULL, key NOT NULL, value BLOB NOT NULL, "
     "sum INTEGER NOT NULL, "

@@ -161,8 +161,10 @@ async def test_an_answer_has_both_logprobs_of_each_span_and_nothing_else_is_chan
 
 async def test_a_session_is_audited_beneath_its_own_path_too(trial: SessionTrial) -> None:
     session = await recorded(trial, "session")
+    before = (await trial.ask("GET", "/episodes")).json()
     own = await trial.ask("POST", f"/sessions/{session}/audit", {})
     found = await audit(trial, session)
+    assert (await trial.ask("GET", "/episodes")).json() == before, "when it was used last, too"
     assert (found.pop("id"), found.pop("kind")) == (session, "session")
     assert own.json() == {"session_id": session, **found}
 

@@ -12,10 +12,10 @@ from miles_router.testing import SimulatedWorker
 from tests.support.audits import GENERATE_PATH, LONG, audited_at
 from tests.support.cache_trial import CACHE, SHORT, checkpoint
 from tests.support.http import ask
-from tests.support.layers import layered, ports, post, written
+from tests.support.layers import post, recording
 from tests.support.owned import name_of
 from tests.support.restarts import StateDirectories
-from tests.support.session_trial import CHAT, SESSIONS, user
+from tests.support.session_trial import CHAT, user
 
 TEXTS = 4
 
@@ -44,11 +44,7 @@ async def test_texts_are_audited_after_a_kill_as_they_were_asked_for(tmp_path: P
 
 
 async def test_episodes_of_all_processes_are_audited_whichever_is_asked(tmp_path: Path) -> None:
-    layers: tuple[tuple[str, dict[str, Any]], ...] = ((SESSIONS, {}), (CACHE, {}))
-    config = written(tmp_path, layers, hf_checkpoint=checkpoint())
-    worker = SimulatedWorker(tokenizer=checkpoint(), weight_version="1")
-    async with worker, layered(config, worker) as router:
-        own = [each.url for each in await ports(router)]
+    async with recording(tmp_path, checkpoint()) as own:
         names = [name_of(index, 2, "agent-") for index in range(2)]
         for url, name in zip(own, names, strict=True):
             body: dict[str, Any] = {"model": "m", "messages": [user("Hi")], **LONG}

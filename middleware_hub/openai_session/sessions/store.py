@@ -138,7 +138,13 @@ class SessionStore:
         return session
 
     def get(self, session_id: str) -> Session:
-        """The session with this id, now the most recently used.
+        """The session with this id, now the most recently used. Raises as `look_at`."""
+        session = self.look_at(session_id)
+        self._used(session)
+        return session
+
+    def look_at(self, session_id: str) -> Session:
+        """The session with this id; that somebody looked is no use of it.
 
         Raises:
             SessionNotFound: there is none (any more).
@@ -148,11 +154,10 @@ class SessionStore:
         if session is None:
             self.check_lost(session_id)
             raise SessionNotFound(f"no session {session_id!r}; make it with POST /sessions")
-        self._used(session)
         return session
 
     def find(self, session_id: str) -> Session | None:
-        """The session with this id, if there is one; that somebody looked is no use of it."""
+        """As `look_at`; None where there is none."""
         self.expire()
         return self._sessions.get(session_id)
 

@@ -111,8 +111,8 @@ def read_entry(serial: int, data: bytes, before: Mapping[int, RestoredEntry]) ->
         finish=header["finish"],
         rows=_rows(header["rows"]),
         cache_versions=tuple(header["cache_versions"]),
-        asked=None if (asked := header.get("asked")) is None else AskedSampling(*asked),
-        worker=header.get("worker"),
+        asked=None if (asked := header["asked"]) is None else AskedSampling(*asked),
+        worker=header["worker"],
     )
     return RestoredEntry(record, serial, header["rank"], parent, reused, reused_chars)
 

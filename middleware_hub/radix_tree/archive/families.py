@@ -78,7 +78,7 @@ class Family:
         family = cls(root, slot, known["chars"], known["number"], loaded=False)
         family.tokens, family.serial = known["tokens"], known["serial"]
         family.version, family.rank = known["version"], known["rank"]
-        family.rows.nbytes = known.get("row_bytes", 0)
+        family.rows.nbytes = known["row_bytes"]
         return family
 
     def head(self) -> bytes:

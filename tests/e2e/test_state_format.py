@@ -1,0 +1,132 @@
+"""What stands in a state directory has a format with a number: another one is refused by name, and none changes without
+its number."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from miles_router.errors import ConfigError
+from miles_router.settings.config import MiddlewareSpec
+from miles_router.slots import slot_of
+from miles_router.state.inspection import holdings
+from miles_router.state.rows import header_of
+from miles_router.state.slot_file import FORMAT
+from miles_router.state.store import StateStore
+from miles_router.testing import SimulatedWorker
+from tests.support.cache_trial import CACHE, SHORT
+from tests.support.experts_trial import EXPERTS, MOE, SHAPE
+from tests.support.running_router import RunningRouter, running_router
+from tests.support.session_trial import ADD, SESSIONS, qwen3, user
+from tests.support.tokenizers import tokenizer_directory
+
+JSON = [("Content-Type", "application/json")]
+#: Of rows' fields, those that have fields of their own.
+PARTS = ("tally", "used")
+
+
+@contextlib.asynccontextmanager
+async def on(directory: Path) -> AsyncIterator[RunningRouter]:
+    """A router with every layer that holds something there."""
+    layers = (MiddlewareSpec(SESSIONS), MiddlewareSpec(CACHE), MiddlewareSpec(EXPERTS, {"moe_shape": SHAPE}))
+    model = tokenizer_directory("qwen3")
+    async with SimulatedWorker(tokenizer=qwen3(), weight_version="1", moe=MOE) as worker:
+        settings: dict[str, Any] = {"middlewares": layers, "hf_checkpoint": model, "state_rows": True}
+        async with running_router(worker.url, state_dir=str(directory), **settings) as router:
+            await router.probed()
+            yield router
+
+
+#: What the rows of each kind say of themselves in the format with this number; the others are names, lists, or the
+#: user's own. Whoever changes one raises `FORMAT`, and so this number.
+HELD: tuple[int, Mapping[str, str]] = (
+    2,
+    {
+        "worker": "api_key attributes pool url",
+        "session": "bytes closed contract created_at end_reason finalized finish_reason group key made_by_a_turn "
+        "metadata model segments tally tokens turns used used_at",
+        "session.tally": "leaves reasons sampled tokens versions waited_s workers",
+        "session.used": "tokens turns",
+        "turn": "answer choice context dropped edit ended_itself facts finish_reason first given given_of messages "
+        "origin parent path reason rows sampled segment side_call tools unrecorded_history",
+        "reply": "digest headers path turn_id",
+        "response": "created_at cut_call id own seals settings turn usage",
+        "untraced": "at path reason request_id",
+        "family": "blocks bytes chars number rank row_bytes serial tokens version",
+        "entry": "asked cache_versions far finish own parent rank reused reused_chars rid rows runs shared_chars "
+        "shown_chars text worker",
+        "rows": "parent start type width",
+    },
+)
+NO_FIELDS = {"run", "rid", "message", "context", "tools", "settings"}
+
+
+def make_older(directory: Path) -> None:
+    """All that is there is of the format before this one."""
+    for path in directory.glob("*.sqlite"):
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            connection.execute(f"PRAGMA user_version = {FORMAT - 1}")
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def said(directory: Path) -> dict[str, str]:
+    """The fields of each kind of rows."""
+    found: dict[str, str] = {}
+    for path in directory.glob("*.sqlite"):
+        with contextlib.closing(sqlite3.connect(path)) as connection:
+            for kind, value in connection.execute("SELECT kind, value FROM entries"):
+                if kind not in NO_FIELDS:
+                    held = orjson.loads(value.partition(b"\n")[0]) if value[:1] == b"{" else header_of(value)[0]
+                    places = {kind: held, **{f"{kind}.{name}": held[name] for name in PARTS if name in held}}
+                    found |= {place: " ".join(sorted(each)) for place, each in places.items()}
+    return found
+
+
+async def test_what_is_held_changes_with_the_number_of_its_format_alone(tmp_path: Path) -> None:
+    turn: dict[str, Any] = {"messages": [user("Hi.")], "max_tokens": 4, "tools": [ADD]}
+    for_responses = {"model": "m", "input": "Hello", "max_output_tokens": 4}
+    async with on(tmp_path) as router:
+        for path, headers, body in (
+            ("/sessions", (), {"session_id": "s"}),
+            ("/sessions/s/v1/chat/completions", [("X-Turn-Id", "1")], turn),
+            ("/sessions/s/v1/responses", (), for_responses),
+            ("/sessions/s/generate", (), {"text": "x", "sampling_params": SHORT}),
+            ("/generate", (), {"text": "Hi", "sampling_params": SHORT}),
+            ("/add_worker?url=http://127.0.0.1:1", (), {}),
+        ):
+            answer = await router.ask("POST", path, [*JSON, *headers], orjson.dumps(body))
+            assert answer.status == 200, answer
+    number, held = HELD
+    assert said(tmp_path) == held
+    assert number == FORMAT
+
+
+@pytest.mark.alone("several processes open slots at their start, and refuse it there")
+async def test_a_directory_of_another_format_is_refused_by_name_and_left_as_it_is(tmp_path: Path) -> None:
+    async with on(tmp_path) as router:
+        await router.ask("POST", "/sessions", JSON, b'{"session_id": "s"}')
+    make_older(tmp_path)
+    before = contents(tmp_path)
+    refused = f"its format is {FORMAT - 1}, and this miles-router reads {FORMAT}"
+    with pytest.raises(ConfigError, match=f"^state_dir: .*control.sqlite: {refused}"):
+        StateStore(tmp_path).check()
+    with pytest.raises(ConfigError, match=f"^state: .*: {refused}"):
+        list(holdings(tmp_path))
+    assert contents(tmp_path) == before
+    for name in ("control.sqlite", "control.acknowledged"):
+        (tmp_path / name).unlink()
+    async with on(tmp_path) as router:
+        answer = await router.ask("GET", "/sessions/s")
+        assert (answer.status, answer.json()["error"]["type"]) == (500, "state_foreign")
+        assert refused in answer.json()["error"]["message"]
+    name = f"slot-{slot_of('s'):02d}.sqlite"
+    assert contents(tmp_path)[name] == before[name]
