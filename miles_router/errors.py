@@ -124,7 +124,7 @@ class UnknownModel(NotFound):
 
 
 class MethodNotAllowed(BadRequest):
-    """A path of the router's own that does not take this method."""
+    """A path of the router's own, or of a middleware's, that does not take this method."""
 
     status = 405
     type = "method_not_allowed"

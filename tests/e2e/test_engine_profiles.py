@@ -47,7 +47,9 @@ async def test_a_worker_that_has_not_said_what_it_is_gets_no_request(stage: Stag
     assert worker.requests == []
     says(worker)
     worker.next(script(in_json(orjson.dumps(answered([7], [7, 8], 2)))))
-    assert (await post(router, "/generate", **GENERATE)).json()["output_ids"] == [7, 8]
+    while (answer := await post(router, "/generate", **GENERATE)).status == 502:  # no answer within 0.1 s, again
+        assert "has not said yet" in answer.json()["error"]["message"]
+    assert answer.json()["output_ids"] == [7, 8]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,8 @@ async def test_who_can_do_it_gets_what_another_engine_cannot(stage: Stage) -> No
         assert [len(each.door.at("/v1/chat/completions")) for each in (unable, able)] == [0, 4]
         for _ in range(4):
             assert (await post(router, "/generate", **GENERATE)).status == 200
-        assert [len(each.door.at("/generate")) for each in (unable, able)] == [2, 2]
+        given = [len(each.door.at("/generate")) for each in (unable, able)]
+        assert (sum(given), 0 in given) == (4, False), "of several processes each takes turns by itself"
         refused = await post(router, "/release_memory_occupation")
         assert (refused.status, refused.error_type) == (501, "unsupported_by_engine")
         assert not able.door.at("/release_memory_occupation"), "nobody sleeps where one cannot"

@@ -87,8 +87,9 @@ async def test_a_worker_behind_a_path_prefix_gets_it_in_front_of_every_path(stag
     worker = await stage.worker()
     router = await stage.router(f"{worker.url}/engines/0/")
     await router.ask("GET", "/a%2Db?c=d")
-    assert worker.requests[-1].target == b"/engines/0/a%2Db?c=d"
-    assert {received.target for received in worker.requests[:-1]} <= {
+    asked = [received.target for received in worker.requests]
+    assert asked.count(b"/engines/0/a%2Db?c=d") == 1
+    assert {*asked} - {b"/engines/0/a%2Db?c=d"} <= {
         b"/engines/0/model_info",
         b"/engines/0/ready",
         b"/engines/0/server_info",

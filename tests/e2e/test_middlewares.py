@@ -37,6 +37,9 @@ async def test_a_class_answers_its_own_route_and_leaves_the_rest_to_the_workers(
     assert not worker.requests
     assert (await router.ask("GET", "/tagging/x/y")).status == 200
     assert worker.requests[0].path == "/tagging/x/y"
+    refused = await router.ask("POST", "/tagging/x")
+    assert (refused.status, refused.error_type) == (405, "method_not_allowed")
+    assert len(worker.requests) == 1
 
 
 async def test_lifespans_are_entered_outermost_first_and_left_in_reverse() -> None:

@@ -154,6 +154,7 @@ async def test_while_an_update_is_under_way_no_two_generations_share_a_cache(sta
         assert len(set(keys(worker))) == 4
 
 
+@pytest.mark.alone("connections are bounded in each process")
 async def test_a_request_that_waits_for_a_connection_meanwhile_has_the_new_cache(stage: Stage) -> None:
     async with fleet(stage, token_latency_s=LATENCY, settings={"max_connections": 1}) as (worker, router):
         async with endless(router, worker):
@@ -192,7 +193,8 @@ async def test_a_worker_that_comes_back_with_an_older_cache_keeps_it_to_itself(s
         other.engine.weight_version = "2"
         assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
         assert [(await generate(router))["cached_tokens"] for _ in range(2)] == [0, 0]
-        assert (worker.engine.reused, other.engine.reused) == (set(), set())
+        reused = worker.engine.reused | other.engine.reused
+        assert {pair for pair in reused if len({*pair}) > 1} == set(), "of other weights"
 
 
 async def test_a_path_that_takes_no_key_is_said_and_counted(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:

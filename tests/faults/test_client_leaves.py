@@ -165,6 +165,7 @@ async def test_a_hundred_clients_leave_at_once(stage: Stage) -> None:
     await assert_given_up(stage, router, leavers=100)
 
 
+@pytest.mark.alone("connections are bounded in each process")
 async def test_while_it_waits_for_one_of_the_connections_that_are_allowed(stage: Stage) -> None:
     """The place in the queue is given up, and not the connection of another request."""
     worker = (await stage.worker()).always(script(HANG))

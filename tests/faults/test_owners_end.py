@@ -90,7 +90,7 @@ async def test_many_connections_and_owners_leave_no_descriptor_behind() -> None:
         names = [name for index in range(3) for name, _ in zip(names_of(index, 3), range(4), strict=False)]
         for member in made.members:
             assert told(await member.ask("GET", f"/owned/{names[0]}"))
-        before = [member.open_files() for member in made.members]
+        before = [len(member.open_files()) for member in made.members]
 
         async def agent(place: int) -> None:
             async with await Client.connect(made.members[place % 3].url) as client:
@@ -101,11 +101,11 @@ async def test_many_connections_and_owners_leave_no_descriptor_behind() -> None:
 
         await asyncio.gather(*map(agent, range(30)))
 
-        def left() -> list[int]:
+        def left() -> list[list[str]]:
             now = [member.open_files() for member in made.members]
-            return [number for number, then in zip(now, before, strict=True) if number > then]
+            return [files for files, then in zip(now, before, strict=True) if len(files) > then]
 
-        await until(lambda: not left(), "no descriptor is left")
+        await until(lambda: not left(), lambda: f"no descriptor is left: {before} before, and now {left()}")
 
 
 async def test_sessions_of_a_process_that_was_killed_are_lost_by_name() -> None:

@@ -13,11 +13,13 @@ from urllib.parse import urlsplit
 import psutil
 
 from miles_router.testing import SimulatedWorker
+from tests.support.cache_trial import CACHE
 from tests.support.forks import fork_router
 from tests.support.http import RawReply, ask
 from tests.support.owned import name_of
 from tests.support.processes import Processes, processes
 from tests.support.running_router import RouterOfProcesses, Start
+from tests.support.session_trial import SESSIONS
 
 JSON = [("Content-Type", "application/json")]
 
@@ -39,6 +41,16 @@ async def layered(
     start = start or partial(fork_router, tokenizer=_checkpoint(config))
     async with processes(urls, *given, count=count, expect_status=expect_status, start=start) as router:
         yield router
+
+
+@contextlib.asynccontextmanager
+async def recording(directory: Path, checkpoint: str) -> AsyncIterator[list[str]]:
+    """A router of two processes that records sessions and texts, before a worker; gives where each process is
+    reached."""
+    config = written(directory, ((SESSIONS, {}), (CACHE, {})), hf_checkpoint=checkpoint)
+    worker = SimulatedWorker(tokenizer=checkpoint, weight_version="1")
+    async with worker, layered(config, worker) as router:
+        yield [each.url for each in await ports(router)]
 
 
 def _checkpoint(config: Path) -> str | None:

@@ -72,7 +72,7 @@ class Stage:
 
     async def nothing_under_way(self) -> float:
         """Every lease is back, every request's task has ended, no worker is busy. Says how long that took."""
-        return await until(lambda: not self._under_way(), f"nothing under way: {self._under_way()}")
+        return await until(lambda: not self._under_way(), lambda: f"nothing under way: {self._under_way()}")
 
     def _under_way(self) -> list[str]:
         if given_up(self.routers):

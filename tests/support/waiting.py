@@ -20,8 +20,11 @@ STEP = 0.005
 Result = TypeVar("Result")
 
 
-async def until(condition: Callable[[], object], what: str, *, deadline: float = PATIENCE) -> float:
+async def until(condition: Callable[[], object], what: str | Callable[[], str], *, deadline: float = PATIENCE) -> float:
     """Wait until `condition()` is true and say how many seconds that took.
+
+    Args:
+        what: it waits for; where it is a function, that is asked once the wait was in vain.
 
     Raises:
         AssertionError: it is still false after `deadline` seconds.
@@ -29,7 +32,7 @@ async def until(condition: Callable[[], object], what: str, *, deadline: float =
     start = time.monotonic()
     while not condition():
         if time.monotonic() - start > deadline:
-            raise AssertionError(f"after {deadline:g} s still not: {what}")
+            raise AssertionError(f"after {deadline:g} s still not: {what if isinstance(what, str) else what()}")
         await asyncio.sleep(STEP)
     return time.monotonic() - start
 

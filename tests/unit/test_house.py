@@ -113,3 +113,15 @@ def test_the_glossary_has_classes_that_there_are() -> None:
     assert named - classes == set()
     words = Counter(re.findall(r"\*\*([^*]+)\*\*", glossary))
     assert [word for word, times in words.items() if times > 1] == [], "a word has one meaning, in one place"
+
+
+def test_texts_come_into_pages_by_one_door_which_shows_all_of_them() -> None:
+    assets = [ROUTER / "view" / "assets", ROUTER / "admin" / "dashboard" / "assets"]
+    scripts = [path for folder in assets for path in folder.glob("*.js") if path.name != "elements.js"]
+    writes = re.compile(
+        r"(textContent|innerText|innerHTML|outerHTML|document\.title|nodeValue) = "
+        r"|createElement\(\"(?!canvas)|createTextNode|insertAdjacent|document\.write|setAttribute\(\"(title|aria-label)"
+    )
+    found = [f"{name(path)}: {each[0]}" for path in scripts for each in writes.finditer(path.read_text("utf-8"))]
+    assert scripts
+    assert found == []

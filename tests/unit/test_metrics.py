@@ -180,14 +180,18 @@ def shown(statistics: Statistics) -> dict[tuple[str, tuple[tuple[str, str], ...]
     }
 
 
-def test_what_is_declared_once_is_shown_as_json_and_to_prometheus() -> None:
-    counts = counted(waiting=3)
+def count_some(counts: Counts) -> None:
     counts.capped += 2
     counts.refused["batch"] += 1
     counts.pairs["x", 1] += 4
     counts.text, counts.ids = 5, 6
     counts.waited.observe(0.5)
     counts.held["/generate"].observe(2)
+
+
+def test_what_is_declared_once_is_shown_as_json_and_to_prometheus() -> None:
+    counts = counted(waiting=3)
+    count_some(counts)
     assert counts.numbers() == {
         "capped": 2,
         "refused": {"batch": 1},
@@ -279,12 +283,7 @@ def test_a_process_that_has_ended_leaves_what_it_has_counted() -> None:
 def test_numbers_of_one_process_are_what_they_are_without_others() -> None:
     counts = counted(waiting=3)
     assert numbers_in(families(counts), counts.declared()) == counts.numbers(), "nothing was counted yet"
-    counts.capped += 2
-    counts.refused["batch"] += 1
-    counts.pairs["x", 1] += 4
-    counts.text, counts.ids = 5, 6
-    counts.waited.observe(0.5)
-    counts.held["/generate"].observe(2)
+    count_some(counts)
     assert numbers_in(families(counts), counts.declared()) == counts.numbers()
 
 
