@@ -40,6 +40,9 @@ pytestmark = pytest.mark.sglang
 
 #: Random weights find every token about as likely: wrong ones are some 0.4 nats away, and right ones 0.002.
 STRICT = ("--threshold", "0.1")
+#: At which one bad sample of six is found by itself: nine tenths of its tokens are some 0.35 nats away, give or take
+#: 0.04, and of all tokens 0.11. (By default 0.3 nats are too far: too near to what is found here to rely on.)
+LAX = ("--quantile", "0.9", "--threshold", "0.2")
 EPISODES = 3
 #: Numbers in a row of most weights.
 HIDDEN = 64
@@ -114,9 +117,10 @@ async def test_a_sample_that_is_shifted_or_has_foreign_ids_is_found(
     trial: SessionTrial, wrong: str, change: Callable[[Piece], Piece], slip: int | None
 ) -> None:
     with damaged(trial, wrong, change):
-        for limits in (STRICT, ()):
+        for limits, is_found_in_all in ((STRICT, True), (LAX, False)):
             said = await audited(trial, *limits)
             assert (said.status, wrong_samples(said)) == (DIFFERENT, [wrong])
+            assert ("all" in said.report["too_far"]) == is_found_in_all
             assert said.report["slip"] == slip
 
 
