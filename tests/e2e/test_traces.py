@@ -13,6 +13,8 @@ import time
 from typing import Any
 
 import pytest
+import requests
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
 from miles_router.app import create_app
 from miles_router.errors import ConfigError
@@ -395,6 +397,25 @@ async def test_a_collector_that_refuses_is_in_nobodys_way(stage: Stage, collecto
     assert (await generate(router)).status == 200
     await until(lambda: traces.statistics.records["sent"] == 1, "another")
     assert await counted(router) == {"sent": 1, "failed": 1, "dropped": 0}
+
+
+async def test_what_an_exporter_raises_ends_no_more_than_one_request(
+    stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest that may be installed does so where an answer is late."""
+
+    def export(exporter: OTLPSpanExporter, spans: object) -> None:
+        raise requests.ReadTimeout
+
+    router = await stage.router(await stage.worker(), **ON)
+    traces = router.app.router.traces
+    assert traces is not None
+    with monkeypatch.context() as late:
+        late.setattr(OTLPSpanExporter, "export", export)
+        assert (await generate(router)).status == 200
+        await until(lambda: traces.statistics.records["failed"] == 1, "a span")
+    assert (await generate(router)).status == 200
+    await until(lambda: traces.statistics.records["sent"] == 1, "another")
 
 
 async def test_what_finds_no_room_is_dropped_and_counted(
