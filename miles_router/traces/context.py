@@ -68,18 +68,25 @@ def new_traces(begins: Callable[[bytes], bool] | None) -> Iterator[tuple[TraceCo
     """First spans of traces that nobody has begun, each with what names it to an engine; there is no end of them.
 
     Args:
-        begins: whether a trace of this name is kept; None where all are.
+        begins: whether a trace of this name is kept; None where all are. It is asked once the trace is wanted, for it
+            may go by the clock, and what it raises ends no more than that trace.
     """
-    return chain.from_iterable(map(_some, repeat(begins)))
+    named = chain.from_iterable(map(_some, repeat(_IN_A_ROW)))
+    return named if begins is None else map(partial(_decided, begins), named)
 
 
-def _some(begins: Callable[[bytes], bool] | None) -> list[tuple[TraceContext, Header]]:
-    while _NO_SPAN in (ids := os.urandom(_IN_A_ROW * _IDS.size)):  # zeros name nothing
+def _some(count: int) -> list[tuple[TraceContext, Header]]:
+    while _NO_SPAN in (ids := os.urandom(count * _IDS.size)):  # zeros name nothing
         pass
     in_hex = _IDS_IN_HEX.iter_unpack(ids.hex().encode())
     return [
         (_context((trace_id, span_id, True)), (TRACEPARENT, _KEPT % written))
-        if begins is None or begins(trace_id)
-        else (_context((trace_id, span_id, False)), (TRACEPARENT, _NOT_KEPT % written))
         for (trace_id, span_id), written in zip(_IDS.iter_unpack(ids), in_hex, strict=True)
     ]
+
+
+def _decided(begins: Callable[[bytes], bool], named: tuple[TraceContext, Header]) -> tuple[TraceContext, Header]:
+    (trace_id, span_id, _), (_, written) = named
+    if begins(trace_id):
+        return named
+    return _context((trace_id, span_id, False)), (TRACEPARENT, written[:-1] + b"0")

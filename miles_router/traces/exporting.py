@@ -114,9 +114,12 @@ class _Sender:
         """Send some; gives what is wrong, or None."""
         self._session.body = self._envelope.around(spans)
         self._session.problem = "no answer"
-        # Of nothing, since what it would encode is encoded: the session has it.
-        if self._exporter.export([]) is SpanExportResult.SUCCESS:
-            return None
+        try:
+            # Of nothing, since what it would encode is encoded: the session has it.
+            if self._exporter.export([]) is SpanExportResult.SUCCESS:
+                return None
+        except requests.RequestException:  # exporters as of 1.27 catch lost connections, and no answer that is late
+            pass
         return self._session.problem
 
     def close(self) -> None:

@@ -92,8 +92,8 @@ class SpanQueue:
 
     def _send_batch(self) -> None:
         size = min(len(self._records), self._bounds.batch)
-        self._room -= size
         batch = [self._records.popleft() for _ in range(size)]
+        self._room -= size  # only now: what is counted twice takes the room of what comes meanwhile
         problem = self._send(batch)
         self._room = self._bounds.waiting
         self.statistics.records[SENT if problem is None else FAILED] += len(batch)

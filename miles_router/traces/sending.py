@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Coroutine
 from operator import itemgetter
 from typing import Any
@@ -38,7 +39,7 @@ class TracedProxy(Proxy):
             flight, headers = exchange.flight, request.headers
             if flight.trace is None and request.key is None and HEADERS.isdisjoint(map(_name, headers)):
                 context, header = next(self._episodes.new)  # sooner than `_place` does it
-                flight.trace = TurnTrace(context, request, self._workers)
+                flight.trace = TurnTrace(context, request, self._workers, time.perf_counter())
                 headers.append(header)
             else:
                 self._place(request, flight)

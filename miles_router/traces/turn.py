@@ -29,19 +29,22 @@ Part = tuple[bytes, float, float, bytes]
 class TurnTrace:
     """One turn on its way: what its flight does not know of it."""
 
-    __slots__ = ("context", "details", "request", "workers")
+    __slots__ = ("context", "details", "reached_at", "request", "workers")
 
     def __init__(
         self,
         context: TraceContext | None = None,
         request: Outgoing | None = None,
         workers: WorkerPool | None = None,
+        reached_at: float = 0.0,
     ) -> None:
         #: Its own span, once it is decided which trace that belongs to.
         self.context = context
         #: What was sent last, and to workers of which pool.
         self.request = request
         self.workers = workers
+        #: When the innermost app had it first; 0 before that.
+        self.reached_at = reached_at
         #: What most turns of texts do not have.
         self.details: TurnDetails | None = None
 
@@ -54,7 +57,7 @@ class TurnTrace:
     def sent(self, request: Outgoing, workers: WorkerPool) -> None:
         """The innermost app has it, and asks one of these workers."""
         if self.request is None:
-            self.detailed().reached_at = time.perf_counter()
+            self.reached_at = time.perf_counter()
         elif self.request.tried:
             self.detailed().lost += len(self.request.tried)
         self.request, self.workers = request, workers
@@ -79,7 +82,7 @@ class TurnTrace:
             begin_ns = ended_ns - int((ended_at - began_at) * 1e9)
             head_ns = ended_ns - int((ended_at - head_at) * 1e9)
             return form.written(context, begin_ns, head_ns, ended_ns, exchange.request_id)
-        moments = began_at, head_at, ended_at, ended_ns
+        moments = began_at, self.reached_at, head_at, ended_at, ended_ns
         end = TurnEnd(exchange.request_id, path, status, *moments, worker, version)
         return b"".join(self.detailed().spans(context, end))
 
@@ -109,8 +112,6 @@ class TurnDetails:
     version: str | None = None
     #: The type of what has failed.
     error: str | None = None
-    #: When the innermost app had it first; 0 where nobody has had anything to do before.
-    reached_at = 0.0
     #: Workers that could not be reached.
     lost = 0
     waits: Sequence[Part] = ()
@@ -132,8 +133,8 @@ class TurnDetails:
 
     def _parts(self, end: TurnEnd) -> Iterator[Part]:
         is_read = self.mode is not PASSTHROUGH  # else nothing is done before the innermost app, and nothing after it
-        if is_read and self.reached_at:
-            yield b"prepare", end.began_at, self.reached_at, b""
+        if is_read and end.reached_at:
+            yield b"prepare", end.began_at, end.reached_at, b""
         yield from self.waits
         for leg in self.legs or self._only_leg(end):
             about = leg.about()
@@ -147,7 +148,7 @@ class TurnDetails:
         """That of a turn which no layer has read."""
         if end.worker is None:
             return []
-        leg = LegTimes(max([self.reached_at or end.began_at, *(wait[2] for wait in self.waits)]))
+        leg = LegTimes(max([end.reached_at, *(wait[2] for wait in self.waits)]))
         leg.worker, leg.version = end.worker, end.version
         leg.head_at, leg.ended_at = end.head_at, end.ended_at
         return [leg]
@@ -181,6 +182,8 @@ class TurnEnd(NamedTuple):
     path: str
     status: int
     began_at: float
+    #: When the innermost app had it first; 0 where it never had.
+    reached_at: float
     #: When a reply began.
     head_at: float | None
     ended_at: float

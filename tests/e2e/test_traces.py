@@ -9,9 +9,12 @@ import os
 import re
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
+import requests
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
 from miles_router.app import create_app
 from miles_router.errors import ConfigError
@@ -20,7 +23,7 @@ from miles_router.testing import SimulatedWorker
 from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint
 from tests.support.collector import CollectedSpan, Collector
 from tests.support.fleet import gate, held, posting
-from tests.support.http import RawReply, ask
+from tests.support.http import RawReply, ask, request
 from tests.support.running_router import RunningRouter, router_process
 from tests.support.scripted_worker import RESET, ScriptedWorker, reply, script
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
@@ -130,6 +133,19 @@ async def test_what_fails_says_why(stage: Stage, collector: Collector) -> None:
     )
     (head,) = collector.parts(turn)
     assert (head.name, head.attributes["miles_router.worker"]) == ("first_byte", worker.url)
+
+
+async def test_the_time_in_which_a_client_sends_its_request_is_no_workers(stage: Stage, collector: Collector) -> None:
+    worker = (await stage.worker()).always(script(RESET))
+    client = await stage.client(await stage.router(worker, **ON))
+    await client.send(request("POST", "/generate", [("Content-Length", str(len(BODY))), ("Expect", "100-continue")]))
+    assert b"100 Continue" in await client.read_raw()
+    sent_at = time.time_ns()
+    await client.send(BODY)
+    assert (await client.read("POST")).status == 502
+    (turn,) = await collector.come("turn", 1)
+    (head,) = collector.parts(turn)
+    assert turn.start < sent_at < head.start
 
 
 async def test_other_workers_that_were_tried_are_counted(stage: Stage, collector: Collector) -> None:
@@ -313,11 +329,11 @@ async def test_the_exporters_settings_are_obeyed(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-tenant=me")
     await generate(await stage.router(await stage.worker(), **ON))
     await until(lambda: collector.requests, "a request")
-    request = collector.requests[0]
-    assert request.values("x-tenant") == [b"me"]
-    assert request.values("content-type") == [b"application/x-protobuf"]
-    assert request.values("content-encoding") == [b"gzip"]
-    assert b"miles_router.worker" in gzip.decompress(request.body)
+    sent = collector.requests[0]
+    assert sent.values("x-tenant") == [b"me"]
+    assert sent.values("content-type") == [b"application/x-protobuf"]
+    assert sent.values("content-encoding") == [b"gzip"]
+    assert b"miles_router.worker" in gzip.decompress(sent.body)
 
 
 @pytest.mark.parametrize(
@@ -383,6 +399,25 @@ async def test_a_collector_that_refuses_is_in_nobodys_way(stage: Stage, collecto
     assert await counted(router) == {"sent": 1, "failed": 1, "dropped": 0}
 
 
+async def test_what_an_exporter_raises_ends_no_more_than_one_request(
+    stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest that may be installed does so where an answer is late."""
+
+    def export(exporter: OTLPSpanExporter, spans: object) -> None:
+        raise requests.ReadTimeout
+
+    router = await stage.router(await stage.worker(), **ON)
+    traces = router.app.router.traces
+    assert traces is not None
+    with monkeypatch.context() as late:
+        late.setattr(OTLPSpanExporter, "export", export)
+        assert (await generate(router)).status == 200
+        await until(lambda: traces.statistics.records["failed"] == 1, "a span")
+    assert (await generate(router)).status == 200
+    await until(lambda: traces.statistics.records["sent"] == 1, "another")
+
+
 async def test_what_finds_no_room_is_dropped_and_counted(
     stage: Stage, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,9 +450,9 @@ async def test_no_text_and_no_key_is_told(stage: Stage, collector: Collector) ->
     answer = await generate(router, ("Authorization", "Bearer the-secret-key"))
     assert answer.status == 200
     await collector.come("turn", 1)
-    for request in collector.requests:
-        assert SECRET.encode() not in request.body
-        assert b"the-secret-key" not in request.body
+    for each in collector.requests:
+        assert SECRET.encode() not in each.body
+        assert b"the-secret-key" not in each.body
 
 
 async def test_without_the_setting_nothing_of_it_is_loaded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
@@ -104,6 +105,25 @@ def test_new_traces_are_kept_as_their_sampler_says_and_have_names_of_their_own(
     assert len({part for context, _ in made for part in (context.trace_id, context.span_id)}) == 200
 
 
+def test_a_sampler_is_asked_once_a_trace_is_wanted_and_one_that_fails_ends_no_more_than_that() -> None:
+    asked: list[bytes] = []
+
+    def begins(trace_id: bytes) -> bool:
+        asked.append(trace_id)
+        if len(asked) == 2:
+            raise OSError
+        return False
+
+    traces = new_traces(begins)
+    first, _ = next(traces)
+    assert asked == [first.trace_id]
+    with pytest.raises(OSError, match=r"^$"):
+        next(traces)
+    third, header = next(traces)
+    assert asked[2:] == [third.trace_id]
+    assert (third.sampled, header) == (False, third.header())
+
+
 def test_a_later_version_is_read_as_the_first() -> None:
     _, first = CONTEXT.header()
     assert TraceContext.read(b"01" + first[2:] + b"-more") == CONTEXT
@@ -158,6 +178,25 @@ def test_what_comes_while_the_last_ones_are_sent_waits_for_its_time(monkeypatch:
     with pytest.raises(TimeoutError):
         spans._run()
     assert seen == ["waited", "sent 1", "waited", "sent 1", "waited"]
+
+
+def test_what_is_taken_to_be_sent_takes_no_room_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Taken(deque[bytes]):
+        """Another record comes while the first is taken out."""
+
+        def popleft(self) -> bytes:
+            if not spans.statistics.records["sent"] and b"meanwhile" not in self:
+                spans.put(b"meanwhile")
+            return super().popleft()
+
+    monkeypatch.setattr(queue, "deque", Taken)
+    sizes: list[int] = []
+    spans = SpanQueue(lambda batch: sizes.append(len(batch)), QueueBounds(10, 6, 3600.0))
+    for _ in range(6):
+        spans.put(b"")
+    spans.start()
+    spans.close()
+    assert (sizes, dict(spans.statistics.records)) == ([6, 1], {"sent": 7, "failed": 0, "dropped": 0})
 
 
 class Everything:
