@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
-from miles_router.asgi.flight import Flight, Relief
+from miles_router.asgi.flight import Flight, Move, Relief
 from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.watch import Watch
@@ -104,7 +104,7 @@ class Proxy:
         """Ask a worker, and relay its reply; gives who answers the client, where that is somebody else."""
         forwarded = await self._forwarder.open(request, flight)
         flight.first_byte_at = time.perf_counter()
-        relief = None if flight.move is None else flight.move.relief(scope, receive, send)
+        relief = None if flight.move is None else self._relief(flight.move, flight, scope, receive, send)
         try:
             await self._relay(forwarded, send if relief is None else relief.take)
         except UpstreamBroken:
@@ -113,6 +113,10 @@ class Proxy:
         finally:
             forwarded.close()
         return relief
+
+    def _relief(self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send) -> Relief | None:
+        """Who takes the reply that has begun, as another worker is to go on with it."""
+        return move.relief(scope, receive, send)
 
     async def _relay(self, forwarded: Forwarded, send: Send) -> None:
         """Give the client what a worker answers. Raises as `relay`."""

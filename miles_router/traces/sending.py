@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send
-from miles_router.asgi.flight import Flight, Relief
+from miles_router.asgi.flight import Flight, Move, Relief
 from miles_router.asgi.outlet import Outlet
 from miles_router.fleet.pool import WorkerPool
 from miles_router.forwarding.forwarder import Forwarded
@@ -77,6 +77,14 @@ class TracedProxy(Proxy):
             leg.over()
             if leg.head_at is None:
                 leg.worker = flight.worker_url
+
+    def _relief(self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send) -> Relief | None:
+        relief, turn = super()._relief(move, flight, scope, receive, send), flight.trace
+        if relief is not None and turn is not None:
+            leg = send.leg if isinstance(send, _LegSend) else turn.first_leg()
+            leg.worker, leg.head_at = flight.worker_url, flight.first_byte_at
+            leg.version = self._workers.version_of(flight.worker_url)
+        return relief
 
     async def _relay(self, forwarded: Forwarded, send: Send) -> None:
         if isinstance(send, _LegSend):

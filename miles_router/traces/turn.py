@@ -62,6 +62,13 @@ class TurnTrace:
             self.detailed().lost += len(self.request.tried)
         self.request, self.workers = request, workers
 
+    def first_leg(self) -> LegTimes:
+        """The asking that is under way, in a turn that nobody reads. It ends where the one that follows begins."""
+        details = self.detailed()
+        leg = details.unread_leg(self.reached_at)
+        details.legs = [leg]
+        return leg
+
     def spans(self, exchange: Exchange, path: str, status: int, began_at: float) -> bytes:
         """Its span and those of its parts, now that it is over.
 
@@ -136,7 +143,7 @@ class TurnDetails:
         if is_read and end.reached_at:
             yield b"prepare", end.began_at, end.reached_at, b""
         yield from self.waits
-        for leg in self.legs or self._only_leg(end):
+        for leg in self._ended_legs(end):
             about = leg.about()
             yield b"first_byte", leg.began_at, leg.ended_at if leg.head_at is None else leg.head_at, about
             if leg.head_at is not None:
@@ -144,11 +151,21 @@ class TurnDetails:
         if is_read and self.legs:
             yield b"parsing", max(leg.ended_at for leg in self.legs), end.ended_at, b""
 
+    def _ended_legs(self, end: TurnEnd) -> Sequence[LegTimes]:
+        legs = self.legs or self._only_leg(end)
+        for leg, next_began in zip(legs, [*(each.began_at for each in legs[1:]), end.ended_at], strict=True):
+            leg.ended_at = leg.ended_at or next_began
+        return legs
+
+    def unread_leg(self, reached_at: float) -> LegTimes:
+        """An asking of which nothing was taken down, in a turn that the innermost app had first at that moment."""
+        return LegTimes(max([reached_at, *(wait[2] for wait in self.waits)]))
+
     def _only_leg(self, end: TurnEnd) -> list[LegTimes]:
         """That of a turn which no layer has read."""
         if end.worker is None:
             return []
-        leg = LegTimes(max([end.reached_at, *(wait[2] for wait in self.waits)]))
+        leg = self.unread_leg(end.reached_at)
         leg.worker, leg.version = end.worker, end.version
         leg.head_at, leg.ended_at = end.head_at, end.ended_at
         return [leg]

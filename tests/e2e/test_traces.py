@@ -24,6 +24,7 @@ from tests.support.cache_trial import CACHE, JSON, SHORT, Trial, checkpoint
 from tests.support.collector import CollectedSpan, Collector
 from tests.support.fleet import gate, held, posting
 from tests.support.http import RawReply, ask, request
+from tests.support.moving import moving
 from tests.support.running_router import RunningRouter, router_process
 from tests.support.scripted_worker import RESET, ScriptedWorker, reply, script
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
@@ -157,6 +158,24 @@ async def test_other_workers_that_were_tried_are_counted(stage: Stage, collector
     turns = await collector.come("turn", 2)
     assert max(turn.attributes.get("miles_router.lost_workers", 0) for turn in turns) == 1
     assert {turn.attributes["miles_router.worker"] for turn in turns} == {workers[1].url}
+
+
+@pytest.mark.alone("generations do not move to idler workers")
+async def test_a_generation_that_moves_shows_both_of_its_workers(stage: Stage, collector: Collector) -> None:
+    async with moving(stage, **ON) as scene:
+        await scene.run(2)
+        await scene.open()
+        await scene.moved(1)
+        await scene.end()
+        turns = await collector.come("turn", 2)
+        (moved,) = [turn for turn in turns if len(collector.parts(turn)) > 2]
+        parts = collector.parts(moved)
+    assert [part.name for part in parts] == ["first_byte", "generation"] * 2
+    workers = [part.attributes["miles_router.worker"] for part in parts]
+    assert (workers[0], workers[2]) == (workers[1], workers[3])
+    assert workers[0] != workers[3] == moved.attributes["miles_router.worker"]
+    assert all(within(part, moved) for part in parts)
+    assert [part.end for part in parts[:-1]] <= [part.start for part in parts[1:]], "one behind the other"
 
 
 async def test_only_what_generates_is_traced(stage: Stage, collector: Collector) -> None:
