@@ -113,6 +113,10 @@ class LeadersFanOut(FanOut):
         self._confirmed = confirmed
         self._is_certain = is_certain
 
+    def reading(self) -> FanOut:
+        """See `FanOut`: whoever decides, engines may be asked."""
+        return FanOut(self._upstream)
+
     async def _send(self, worker: Worker, request: Outgoing) -> Reply:
         while await self._confirmed():
             with suppress(NotAdmitted):
