@@ -98,7 +98,7 @@ class Control:
 
     async def engine_metrics(self, workers: Iterable[Worker]) -> str:
         """What these engines say about themselves, as Prometheus reads it. Raises as `engine_metrics`."""
-        return await engine_metrics(workers, self._fan_out, self._read_timeout)
+        return await engine_metrics(workers, self._fan_out.reading(), self._read_timeout)
 
 
 def _object(body: bytes) -> Mapping[str, Any]:

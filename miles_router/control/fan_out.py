@@ -95,6 +95,10 @@ class FanOut:
         outcome = await self.ask_one(worker, outgoing_order(order), QUICK)
         return None if outcome.ok else outcome.body.decode(errors="replace")
 
+    def reading(self) -> FanOut:
+        """For what changes nothing at an engine."""
+        return self
+
     async def _send(self, worker: Worker, request: Outgoing) -> Reply:
         return await send(self._upstream, worker, request, slot=False)
 

@@ -7,13 +7,14 @@ from contextlib import asynccontextmanager
 
 from miles_router.cluster.nodes.leases import Term
 from miles_router.cluster.nodes.plane import LeadersFanOut
+from miles_router.control.engine_metrics import engine_metrics
 from miles_router.control.fan_out import Outcome, outgoing_order
 from miles_router.control.table import PAUSE
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
 from tests.support.fleet import asked, by_path
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.scripted_worker import ScriptedWorker, reply, script
 from tests.support.waiting import PATIENCE
 
 SECONDS = 8.0
@@ -78,3 +79,17 @@ async def test_one_that_stood_still_before_it_wrote_makes_sure_again() -> None:
     async with leader.telling() as (outcome, heard):
         assert outcome.ok
         assert (heard, leader.asked) == ([PAUSE.path], 2)
+
+
+async def test_what_engines_say_of_themselves_is_asked_whoever_decides() -> None:
+    leader = Leader(False)
+    async with ScriptedWorker() as engine:
+        engine.always(by_path(metrics=script(reply(b"up 1\n"))))
+        upstream = Upstream()
+        try:
+            fan_out = LeadersFanOut(upstream, leader.confirmed, lambda: False)
+            worker = Worker(parse_worker_url(engine.url))
+            assert "up{" in await engine_metrics([worker], fan_out.reading(), PATIENCE)
+        finally:
+            await upstream.close()
+    assert leader.asked == 0

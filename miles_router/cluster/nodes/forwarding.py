@@ -19,7 +19,7 @@ from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
 from miles_router.fleet.workers import Pulse
 from miles_router.forwarding.proxy import relay
 from miles_router.forwarding.reply import Reply
-from miles_router.forwarding.upstream import Upstream
+from miles_router.forwarding.upstream import Admit, NotAdmitted, Upstream
 from miles_router.metrics import Metrics
 
 #: Among a scope's extensions, where another machine has sent the request: what for.
@@ -122,7 +122,10 @@ class Neighbours:
             target = b"%b?%b" % (target, scope["query_string"])
         kept.append((HEADER, self._stamps.made(purpose, node, method, target, kept, body)))
         try:
-            reply = await self._upstream.open(address, method, target, kept, body, pulse=self._pulse)
+            admit = None if method in READING else self._once_in_a_beat()
+            reply = await self._upstream.open(address, method, target, kept, body, admit=admit, pulse=self._pulse)
+        except NotAdmitted:
+            raise OwnerLost(f"machine {node} was lost while it was asked; it may have done it") from None
         except UpstreamUnreachable as error:
             if error.refused or error.exhausted or method in READING:
                 raise OwnerUnavailable(f"machine {node} has this, and cannot be reached; ask again") from None
@@ -132,6 +135,18 @@ class Neighbours:
             reply.close()
             raise OwnerLost(f"machine {node} has had this before, and its answer was lost")
         return reply
+
+    def _once_in_a_beat(self) -> Admit:
+        """Lets a request be sent again where a kept connection was lost, as long as the other machine remembers it: for
+        too old it would be told to ask again, and have it done twice."""
+        beat, sent = self._stamps.beat, False
+
+        def admit() -> bool:
+            nonlocal sent
+            again, sent = sent, True
+            return not again or self._stamps.beat == beat
+
+        return admit
 
     def _address(self, node: int) -> WorkerUrl:
         url = self._url_of(node)

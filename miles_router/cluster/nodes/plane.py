@@ -24,7 +24,7 @@ from miles_router.cluster.control.channel import ChannelLost, Handler, Message
 from miles_router.cluster.control.followers import TELL, Followers
 from miles_router.cluster.control.plane import ControlDuty
 from miles_router.cluster.control.table import Counts
-from miles_router.cluster.nodes.leases import Authority, Seat, Term
+from miles_router.cluster.nodes.leases import EPOCHS, Authority, Seat, Term
 from miles_router.cluster.nodes.machines import Machines, clock
 from miles_router.cluster.nodes.proof import ACCEPTS, CONNECTS, prove
 from miles_router.control.fan_out import FanOut
@@ -113,6 +113,10 @@ class LeadersFanOut(FanOut):
         self._confirmed = confirmed
         self._is_certain = is_certain
 
+    def reading(self) -> FanOut:
+        """See `FanOut`: whoever decides, engines may be asked."""
+        return FanOut(self._upstream)
+
     async def _send(self, worker: Worker, request: Outgoing) -> Reply:
         while await self._confirmed():
             with suppress(NotAdmitted):
@@ -153,6 +157,7 @@ class MachinesDuty(ControlDuty):
         store = self._registrations.store
         assert store is not None
         term = await store.take_over(CONTROL)
+        self._beats = (term - 1) * EPOCHS  # none that any before it has had, also where nobody is left who knows them
         machines = self._machines
         self._authority = Authority(
             nodes=machines.count,

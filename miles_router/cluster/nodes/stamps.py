@@ -56,6 +56,11 @@ class Stamps:
         self._beat = beat
         self._seen = seen
 
+    @property
+    def beat(self) -> int:
+        """The last one that was heard."""
+        return self._beat()
+
     def made(self, purpose: bytes, node: int, method: str, target: bytes, headers: RawHeaders, body: bytes) -> bytes:
         """For a request to another machine."""
         beat, nonce, digest = self._beat(), secrets.token_hex(NONCE).encode(), hashlib.sha256(body).hexdigest().encode()
