@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
-from miles_router.middlewares.episodes import OTHER_REASON, EpisodeRow
+from miles_router.middlewares.episodes import OTHER_REASON, EpisodeRow, TurnRow
 
 Json = Mapping[str, Any]
 #: Of a turn of a line, beside its reason and edit; of an episode, beside its turns.
@@ -17,6 +17,9 @@ TURN = {
     *("versions", "asked_at", "first_token_at", "answered_at"),
 }
 ABOUT = {"untraced"}
+#: Of a turn beside its tokens, and of each of its spans.
+TURN_ROW = {each.name for each in fields(TurnRow)}
+SPAN = ("start", "end", "version", "worker")
 #: Of the difference of two messages.
 EDIT = ("message", "field")
 
@@ -45,7 +48,8 @@ class HiddenTexts:
 
     def row(self, row: EpisodeRow) -> EpisodeRow:
         """Of a list."""
-        return replace(row, label=None, reasons=self.counts(row.reasons))
+        shown = {each.name: getattr(row, each.name) for each in fields(EpisodeRow)}
+        return EpisodeRow(**{**shown, "label": None, "reasons": self.counts(row.reasons)})
 
     def about(self, about: Json) -> Json:
         """What stands beside the turns of an episode. A contract may name texts to stop at, and ids."""
@@ -53,11 +57,16 @@ class HiddenTexts:
 
     def turn(self, turn: Json) -> Json:
         """Of an episode."""
-        return {**turn, "reason": self.reason(turn.get("reason")), "edit": _without_texts(turn.get("edit"))}
+        spans = [{name: span.get(name) for name in SPAN} for span in turn["spans"]]
+        return {**self._turn(turn, TURN_ROW), "spans": spans}
 
     def turn_of_line(self, turn: Json) -> Json:
         """Of the tokens up to a leaf, where layers may say more of it."""
-        return self.turn({name: value for name, value in turn.items() if name in {*TURN, "reason", "edit"}})
+        return self._turn(turn, TURN)
+
+    def _turn(self, turn: Json, names: Collection[str]) -> Json:
+        shown = {name: value for name, value in turn.items() if name in names}
+        return {**shown, "reason": self.reason(turn.get("reason")), "edit": _without_texts(turn.get("edit"))}
 
     def run(self, run: Json) -> Json:
         """What the run has come to."""

@@ -179,6 +179,35 @@ async def test_the_list_is_the_routers_and_filters_leave_what_the_router_leaves(
         ]
 
 
+async def test_fields_show_the_filters_of_the_address_wherever_the_focus_is(
+    browser: Browser, run: ExpertsTrial
+) -> None:
+    values = "['state', 'group'].map((id) => document.getElementById(id).value)"
+    async with dashboard(browser, run.router.url, "#/episodes") as page:
+        for field, value in (("group", "prompt-17"), ("state", "ended")):
+            await page.value(f"document.getElementById('{field}').focus()")
+            await page.choose(f"#{field}", value)
+            await page.until(f"{SHOWN}.includes('{field}={value}')")
+            await page.value("history.back()")
+            await page.until(f"!{SHOWN}.includes('{field}={value}')")
+            assert await page.value(values) == ["", ""]
+
+
+async def test_rows_of_other_filters_are_seen_as_such_until_there_are_own(browser: Browser, run: ExpertsTrial) -> None:
+    slowly = "const ask = window.fetch; window.fetch = async (...what) => { await window.gate; return ask(...what); }"
+    async with dashboard(browser, run.router.url, "#/episodes?group=prompt-17") as page:
+        await page.value(f"(() => {{ {slowly} }})(); window.gate = new Promise((open) => window.open = open); 0")
+        await page.choose("#group", "prompt-18")
+        old = "document.querySelector('#episodes').classList.contains('old')"
+        await page.until(old)
+        assert await page.value("document.getElementById('side-by-side').checkVisibility()") is False
+        await page.value("open()")
+        await page.until(f"{SHOWN} === '#/episodes?group=prompt-18'")
+        assert await page.value(old) is False
+        assert await page.value("document.getElementById('side-by-side').checkVisibility()")
+        assert {row[2] for row in await cells(page, "episodes")} == {"prompt-18"}
+
+
 async def test_a_filter_that_the_router_refuses_says_why_and_the_page_goes_on(
     browser: Browser, run: ExpertsTrial
 ) -> None:
@@ -311,6 +340,66 @@ async def test_what_a_search_has_found_is_live(browser: Browser, stage: Stage) -
             await count_is(page, "0 of 225 episodes")
             store.find("many-7").metadata = {"label": "fresh", "group": 1}
             await count_is(page, "1 of 225 episodes")
+
+
+async def test_what_is_seen_stays_where_it_is_when_others_go_and_while_one_looks_elsewhere(
+    browser: Browser, stage: Stage
+) -> None:
+    top = "document.querySelector('#episodes [data-key=old-145]')?.getBoundingClientRect().top"
+    async with simulated_sessions(stage) as trial:
+        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
+        for number in range(450):
+            store.create(f"old-{number}")
+        async with dashboard(browser, trial.router.url, "#/episodes?state=idle") as page:
+            await page.choose("#search", "old")
+            await count_is(page, "450 of 450 episodes")
+            await page.choose("#search", "")
+            await scroll_to(page, 300, "old-149")
+            before = await page.value(top)
+            for number in (*range(440, 445), 149):  # the last is the first that is seen
+                store.end(store.find(f"old-{number}"), "over")
+            await count_is(page, "444 episodes")
+            assert await page.value(top) == before
+            await go(page, "#/episodes/old-145")
+            await go(page, "#/episodes?state=idle")
+            await page.until(f"{top} === {before}")
+            await go(page, "#/episodes?state=ended")
+            assert await page.value("document.querySelector('#episodes .rows').scrollTop") == 0
+
+
+async def test_a_link_side_by_side_keeps_the_focus_while_its_group_is_live(browser: Browser, stage: Stage) -> None:
+    async with simulated_sessions(stage) as trial:
+        store = trial.router.app.layers[0].store  # type: ignore[attr-defined]
+        for number in range(3):
+            store.create(f"one-{number}", {"group": "g"})
+        async with dashboard(browser, trial.router.url, "#/episodes?group=g") as page:
+            await page.value("document.querySelector('#side-by-side th:nth-child(3) a').focus()")
+            store.create("another", {"group": "g"})
+            await count_is(page, "4 episodes")
+            assert await page.value("document.activeElement.textContent") == "one-1"
+            store.delete(store.find("one-1"))
+            await count_is(page, "3 episodes")
+            assert await page.value("document.activeElement.className") == "wide"
+
+
+async def test_who_has_read_as_many_as_are_kept_is_told_that_there_are_more(
+    browser: Browser, run: ExpertsTrial
+) -> None:
+    async with dashboard(browser, run.router.url) as page:
+        found = await page.value(
+            """(async () => {
+              const {EpisodePages} = await import("/dashboard/own/episode_pages.js");
+              window.fetch = async (path) => {
+                const after = Number(new URLSearchParams(path.split("?")[1]).get("after") ?? 99999);
+                const episodes = Array.from({length: 200}, (_, at) => ({id: "x", started_at: after - at - 1}));
+                return new Response(JSON.stringify({episodes, next: String(after - 200), text: true}));
+              };
+              const pages = new EpisodePages({});
+              while (!pages.whole) await pages.more();
+              return [pages.rows.length, pages.ends];
+            })()"""
+        )
+    assert found == [50_000, False]
 
 
 async def test_a_page_that_cannot_be_read_is_said_and_asked_for_again_with_the_next_look(
@@ -468,6 +557,21 @@ async def test_what_has_the_focus_is_open_or_seen_stays_while_an_episode_grows(b
             assert await page.value("document.querySelector('.tokens').scrollTop") == 60
 
 
+async def test_another_episode_of_the_same_name_has_its_own_tokens(browser: Browser, stage: Stage) -> None:
+    shown = "[...document.querySelectorAll('.token')].map((at) => Number(at.dataset.tokenId))"
+    async with running_fleet(stage) as trial:
+        await trial.create("again")
+        await trial.chat("again", [user("What is 17 plus 25?")])
+        async with dashboard(browser, trial.router.url, "#/episodes/again") as page:
+            await trial.ask("DELETE", "/sessions/again")
+            await page.until("!document.getElementById('problem').hidden")
+            await trial.create("again")
+            await trial.chat("again", [user("And 17 minus 25?")])
+            told = (await got(trial, "episodes/again/tokens"))["tokens"]
+            await page.until(f"JSON.stringify({shown}) === '{json.dumps(told, separators=(',', ':'))}'")
+            page.problems.clear()  # of the answer 404 meanwhile
+
+
 async def test_a_text_rollout_is_an_episode_like_a_session(browser: Browser, stage: Stage) -> None:
     async with simulated_trial(stage) as trial:
         first = await trial.generate(text="one")
@@ -567,6 +671,7 @@ async def test_the_page_asks_for_the_key_and_takes_the_right_one(browser: Browse
             await page.until(f"document.getElementById('problem').textContent === {json.dumps(said)}")
         await page.until(f"{LIVE} && {SHOWN} === '#/run'")
         assert await page.value("document.getElementById('login').hidden")
+        assert await page.value("document.activeElement.id") == "main"
         assert "admin" not in await page.value("document.documentElement.outerHTML.replace('administration', '')")
 
 
@@ -720,7 +825,41 @@ async def test_who_is_slow_to_answer_is_asked_less_often(browser: Browser, run: 
         assert await page.until("waits.at(-1)") > 9 * 2 * 399
 
 
+async def test_who_slept_through_a_look_is_awake_within_a_minute(browser: Browser, run: ExpertsTrial) -> None:
+    asleep = """
+      window.waits = [];
+      const set = window.setTimeout, now = performance.now.bind(performance);
+      let slept = 0;
+      performance.now = () => now() + (slept += 8 * 3600 * 1000);
+      window.setTimeout = (act, after, ...more) => {
+        if (after >= 2000) waits.push(after);
+        return set(act, after, ...more);
+      };
+    """
+    async with browser.page() as page:
+        await page.send("Page.addScriptToEvaluateOnNewDocument", source=asleep)
+        await page.open(f"{run.router.url}/dashboard")
+        assert await page.until("waits.at(-1)") == 60_000
+
+
+async def test_an_address_that_nobody_has_is_the_fleets(browser: Browser, run: ExpertsTrial) -> None:
+    async with dashboard(browser, run.router.url, "#/run") as page:
+        for address in ("#/constructor", "#/__proto__", "#/episode", "#/"):
+            await go(page, address)
+            assert await page.text("title") == "Fleet – miles-router"
+
+
 # Everybody
+
+
+async def test_the_link_to_the_content_stays_in_its_view(browser: Browser, run: ExpertsTrial) -> None:
+    async with dashboard(browser, run.router.url, FORKED) as page:
+        await page.press("Tab")
+        assert await page.value("document.activeElement.className") == "skip"
+        await page.press("Enter")
+        await page.until("document.activeElement.id === 'main'")
+        await looked_again(page)
+        assert await page.value(f"[location.hash, {SHOWN}]") == [FORKED, FORKED]
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -8,6 +8,7 @@ import itertools
 import json
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -490,6 +491,13 @@ async def test_a_session_that_is_held_and_not_in_memory_is_found(stage: Stage, t
 #: Why, as a layer of somebody's own may put it.
 WORDS = "in words that a prompt has"
 
+SPAN = {"start": 1, "end": 2, "version": "1", "worker": None, "aside": WORDS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotedRow(EpisodeRow):
+    aside: str = WORDS
+
 
 class Jotter:
     """A layer of somebody's own, which holds one episode of two tokens."""
@@ -526,7 +534,7 @@ class Note:
         times: dict[str, Any] = {"started_at": 7.5, "last_used_at": 8.0, "waited_s": 0.0}
         tokens = TokenCounts(2, 1, 1)
         lists: dict[str, Any] = {"weight_versions": [], "workers": []}
-        return EpisodeRow(id="note-1", state="idle", group="g", tokens=tokens, **nothing, **count, **times, **lists)
+        return NotedRow(id="note-1", state="idle", group="g", tokens=tokens, **nothing, **count, **times, **lists)
 
     def about(self) -> dict[str, Any]:
         return {"metadata": {"on": "paper"}, "contract": None, "untraced": 0, "aside": WORDS}
@@ -534,7 +542,7 @@ class Note:
     def turns(self) -> list[TurnRow]:
         given: dict[str, Any] = {"prompt_tokens": 1, "given_tokens": 1, "dropped_tokens": 0, "start": 1, "end": 2}
         edit = {"message": 0, "field": "content", "held": WORDS, "sent": None, "aside": WORDS}
-        return [TurnRow(turn=0, parent=None, reason=WORDS, edit=edit, spans=[], finish_reason="stop", **given)]
+        return [TurnRow(turn=0, parent=None, reason=WORDS, edit=edit, spans=[SPAN], finish_reason="stop", **given)]
 
     def line(self, leaf: int | None) -> EpisodeLine:
         trajectory = Trajectory([Piece.given([5]), Piece.sampled([6], [-0.5], "1")])
@@ -562,7 +570,7 @@ async def test_a_layer_of_ones_own_has_episodes_in_the_same_list(stage: Stage) -
         (note,) = (await got(trial, "episodes", reason="whim", kind="note", group="g"))["episodes"]
         assert note == rows[1]
         assert (await got(trial, "episodes", reason="other"))["episodes"] == [note], "reasons in words"
-        assert set(note) == ROW
+        assert set(note) == {*ROW, "aside"}
         detail = await got(trial, "episodes/note-1")
         assert (detail["metadata"], detail["turns"][0]["reason"], detail["tree"][0]["samples"]) == (
             *({"on": "paper"}, WORDS, [0]),

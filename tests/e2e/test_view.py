@@ -450,8 +450,19 @@ async def test_what_stands_in_the_place_of_words_is_shown_as_such(
         assert await page.value("({}).reason") is None
 
 
-async def test_marks_that_are_piled_up_do_not_stop_the_page(browser: Browser, tmp_path: Path) -> None:
-    text = "a" + "\u0301" * 100_000
+async def test_who_asks_for_all_reasons_is_led_to_the_first_of_the_others(browser: Browser, tmp_path: Path) -> None:
+    turns = [{"turn": number, "start": 1, "end": 1, "reason": "x"} for number in range(60)]
+    sample = Sample(**{**vars(hostile("x")), "metadata": {"session_id": "x", "turns": turns}})
+    async with opened(browser, page_of(tmp_path, [sample])) as page:
+        assert await page.text(".reasons ~ button") == "Show 10 more reasons"
+        await page.click(".reasons ~ button")
+        assert await page.value("document.activeElement.textContent") == "turn 50"
+        assert await page.value("document.querySelectorAll('.reasons li').length") == 60
+
+
+@pytest.mark.parametrize("marks", ["\u0301\u0301", "\u0301\u20dd", "\u0301\U0001e130"])
+async def test_marks_that_are_piled_up_do_not_stop_the_page(browser: Browser, tmp_path: Path, marks: str) -> None:
+    text = "a" + marks * 50_000
     async with opened(browser, page_of(tmp_path, [hostile(text), hostile(text)])) as page:
         await choose_sample(page, 1)
         assert await page.text(".reasons strong") == text[:9] + "⟨99992 more marks⟩"

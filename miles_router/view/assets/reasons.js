@@ -56,8 +56,10 @@ export class Reasons {
     this._list = element("ol", {class: "reasons"});
     this._rest = element("button", {type: "button"});
     this._rest.addEventListener("click", () => {
+      const first = this._list.children.length;
       this._most = Infinity;
       this._draw();
+      this._list.children[first].querySelector("button").focus(); // this one is gone
     });
     const title = element("h3", {}, "Why it begins anew");
     this.element = element("section", {class: "card", "aria-label": "Reasons"}, title, this._list, this._rest);

@@ -3,7 +3,7 @@
 
 const UNSEEN = /[[\p{Cc}\p{Cf}\p{Cs}\p{Co}\p{Cn}\p{Zl}\p{Zp}\p{Zs}\p{Default_Ignorable_Code_Point}\u2800]--[ ]]/gv;
 // Marks upon one letter: more of them reach over what stands around, and thousands stop a browser.
-const PILED = /(\p{Mn}{8})\p{Mn}+/gu;
+const PILED = /(\p{M}{8})(\p{M}+)/gu;
 const KEPT = new Set(["\n", "\t"]);
 const MARKS = new Map([["\n", "↵"], ["\r", "␍"], ["\t", "⇥"]]);
 
@@ -30,7 +30,7 @@ export function marked(text) {
 }
 
 function unpiled(text) {
-  return text.replace(PILED, (all, first) => `${first}⟨${all.length - first.length} more marks⟩`);
+  return text.replace(PILED, (_, first, more) => `${first}⟨${[...more].length} more marks⟩`);
 }
 
 /** JSON, which stays JSON of the same. */

@@ -27,6 +27,11 @@ export class EpisodePages {
     return this._end === null || this.rows.length >= MOST;
   }
 
+  /** Whether no episode stands behind the rows. */
+  get ends() {
+    return this._end === null;
+  }
+
   /** Reads on, behind the last row. */
   more(signal) {
     return this._inTurn(async () => {

@@ -155,8 +155,8 @@ export class EpisodeView {
 
   /** The tokens up to a leaf, where they are others than those that are shown. */
   async _drawLeaf(signal) {
-    const {tree, leaf_turns: leaves, turns, tokens} = this._episode, leaf = this._leaf;
-    const state = JSON.stringify([this._id, leaf, leaves, turns.length, tokens.trained]);
+    const {tree, leaf_turns: leaves, turns, tokens, started_at: began} = this._episode, leaf = this._leaf;
+    const state = JSON.stringify([this._id, began, leaf, leaves, turns.length, tokens]);
     if (state === this._drawn) return;
     const line = await readLine(this._id, leaf, signal), sheet = new Sheet(line);
     const pieces = new Pieces(line.vocabulary, {hidden: !line.facts.text});

@@ -112,13 +112,22 @@ export class EpisodesView {
     this._shown = []; // what others have is none of these
     this._table.rewind();
     putInto(this._count, "");
+    // Until their own are known, those of others are seen as such.
+    this._table.element.classList.add("old");
+    this._group.hidden = true;
+    this._grouped = undefined;
+  }
+
+  /** It is in the page again. */
+  back() {
+    this._table.back();
   }
 
   /** A value that nobody knows is a filter all the same: the router says what is wrong with it. */
   _set(field, value) {
     const options = [...(field.options ?? [])];
     if (field.options && !options.some((option) => option.value === value)) field.append(element("option", {value}, value));
-    if (document.activeElement !== field) field.value = value;
+    if (field.value.trim() !== value) field.value = value;
   }
 
   _filter() {
@@ -157,12 +166,13 @@ export class EpisodesView {
 
   /** Shows what a search leaves of the rows that were read. */
   _found() {
-    const words = this._search.value.toLowerCase().split(/\s+/).filter(Boolean), {rows, whole, text} = this._pages;
+    const words = this._search.value.toLowerCase().split(/\s+/).filter(Boolean), {rows, whole, ends, text} = this._pages;
     const fits = (row) => words.every((word) => textOf(row).includes(word));
     this._shown = rows.filter(fits); // a list of its own: the table compares it with the one before
     this._hidden.hidden = text;
-    const read = whole ? several(rows.length, "episode") : `${counted(rows.length)} episodes read, more behind`;
+    const read = ends ? several(rows.length, "episode") : `${counted(rows.length)} episodes read, more behind`;
     putInto(this._count, words.length ? `${counted(this._shown.length)} of ${read}` : read);
+    this._table.element.classList.remove("old");
     this._table.show(this._shown);
     this._showGroup();
     if (words.length && !whole) this._readOn();

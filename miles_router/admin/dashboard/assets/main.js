@@ -9,7 +9,8 @@ import {KeyNeeded, keepKey, readJson} from "./router_client.js";
 import {RunView} from "./run_view.js";
 import {ago, clock, keepTime} from "./words.js";
 
-const BEAT_MS = 2000, REST = 9; // a look of one second is followed by nine in which nothing is asked
+// A look of one second is followed by nine in which nothing is asked; one during which the machine slept by a minute.
+const BEAT_MS = 2000, REST = 9, MOST_REST_MS = 60_000;
 const $ = (id) => document.getElementById(id);
 
 const memory = new FleetMemory();
@@ -35,7 +36,7 @@ function addressed() {
       return {name: "episodes", id: null, parameters};
     }
   }
-  return {name: name in makers && name !== "episode" ? name : "fleet", id: null, parameters};
+  return {name: Object.hasOwn(makers, name) && name !== "episode" ? name : "fleet", id: null, parameters};
 }
 
 function turn() {
@@ -45,6 +46,7 @@ function turn() {
   view.open?.(id, parameters);
   if (view !== before) {
     $("view").replaceChildren(view.element);
+    view.back?.();
     if (before !== null) $("main").focus({preventScroll: true});
   }
   for (const link of document.querySelectorAll("nav a")) {
@@ -72,11 +74,16 @@ async function beat() {
   } catch (error) {
     if (!signal.aborted) failed(error);
   } finally {
-    if (mine === asking && !document.hidden) timer = setTimeout(beat, Math.max(BEAT_MS, REST * (performance.now() - began)));
+    if (mine === asking && !document.hidden) timer = setTimeout(beat, restAfter(performance.now() - began));
   }
 }
 
+function restAfter(took) {
+  return Math.min(MOST_REST_MS, Math.max(BEAT_MS, REST * took));
+}
+
 function live(hash) {
+  if ($("login").contains(document.activeElement)) $("main").focus({preventScroll: true}); // before it goes
   $("login").hidden = true;
   problem("");
   $("view").hidden = false;
@@ -136,6 +143,10 @@ $("login").addEventListener("submit", (event) => {
   $("key").value = "";
   problem("");
   beat();
+});
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault(); // its address is that of no view
+  $("main").focus();
 });
 addEventListener("hashchange", turn);
 document.addEventListener("visibilitychange", () => {

@@ -24,15 +24,24 @@ export function table(label, titles, rows, attributes = {}) {
   return scroller(label, element("table", attributes, element("thead", {}, head), element("tbody", {}, ...body)));
 }
 
-/** These in the place of others. A scroller of the same name stays, with the focus and scrolled as it is. */
+/** These in the place of others. A scroller of the same name stays, scrolled as it is, and with the focus: its own, or a
+ * link's in it. */
 export function refill(place, ...contents) {
   const nameOf = (each) => (each.matches(".wide") ? each.getAttribute("aria-label") : null);
   const before = new Map([...place.children].map((each) => [nameOf(each), each]));
   haveInside(place, contents.map((each) => {
     const stays = nameOf(each) === null ? undefined : before.get(nameOf(each));
-    if (stays !== undefined && !stays.isEqualNode(each)) stays.replaceChildren(...each.children);
+    if (stays !== undefined && !stays.isEqualNode(each)) refillScroller(stays, each.children);
     return stays ?? each;
   }));
+}
+
+function refillScroller(scroller, contents) {
+  const focused = scroller.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
+  scroller.replaceChildren(...contents);
+  if (focused === null) return;
+  const links = [...scroller.querySelectorAll("a")], link = links.find((each) => each.getAttribute("href") === focused);
+  (link ?? scroller).focus({preventScroll: true});
 }
 
 /** A bar as long as its share of the most, with its number in front. */

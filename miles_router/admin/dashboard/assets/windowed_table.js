@@ -15,6 +15,7 @@ export class WindowedTable {
     this._choose = choose;
     this._data = [];
     this._current = null;
+    this._top = 0; // how far it is scrolled
     const head = element("div", {role: "row", class: "head", "aria-rowindex": 1}, ...columns.map(({title, kind}) =>
       element("span", {role: "columnheader", class: kind}, title)));
     this._box = element("div", {class: "rows", role: "rowgroup"});
@@ -27,6 +28,9 @@ export class WindowedTable {
     this._rows = new VirtualRows(this._box, rowHeight, (index) => this._row(index));
     this.element.addEventListener("keydown", (event) => this._key(event));
     this._box.addEventListener("click", (event) => this._click(event));
+    this.onScroll(() => {
+      this._top = this._box.scrollTop;
+    });
   }
 
   /** First and last place that is seen. */
@@ -42,24 +46,39 @@ export class WindowedTable {
 
   /** To the first row. */
   rewind() {
-    this._box.scrollTop = 0;
+    this._box.scrollTop = this._top = 0;
     this._current = null;
+  }
+
+  /** To where it was: what has left the page and is back in it is scrolled to its beginning. */
+  back() {
+    this._box.scrollTop = this._top;
+    this._rows.update();
   }
 
   /** Other rows, or the same with other values; what is seen stays where it is. */
   show(data) {
-    const [top] = this.seen, key = this._data[top] === undefined ? null : this._keyOf(this._data[top]);
+    const top = this._box.scrollTop, moved = top > 0 ? this._moved(data) : 0;
     this._data = data;
     this.element.setAttribute("aria-rowcount", String(data.length + 1));
     this._box.style.height = `${Math.max(1, Math.min(data.length, this._mostRows)) * this._height + 2}px`;
-    const moved = this._box.scrollTop > 0 && key !== null ? data.findIndex((row) => this._keyOf(row) === key) - top : 0;
     this._rows.resize(data.length);
-    if (moved > 0) {
-      this._box.scrollTop += moved * this._height;
+    if (moved !== 0) {
+      this._box.scrollTop = top + moved * this._height;
       this._rows.update();
     }
     this._renew();
     this._mark();
+  }
+
+  /** By how many places other rows have moved the first of those that are seen and still there. */
+  _moved(data) {
+    const [first, last] = this.seen;
+    for (const [place, row] of this._data.slice(first, last + 1).entries()) {
+      const key = this._keyOf(row), now = data.findIndex((each) => this._keyOf(each) === key);
+      if (now >= 0) return now - first - place;
+    }
+    return 0;
   }
 
   /** Draws anew what reads otherwise, cell by cell: what is clicked on meanwhile stays there. */
