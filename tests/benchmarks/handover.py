@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import http.client
 import itertools
 import secrets
 import socket
@@ -34,7 +33,8 @@ from miles_router.slots import slot_of
 from tests.benchmarks.peers import REPO
 from tests.benchmarks.process import HOST, free_port, started
 from tests.benchmarks.procstat import scheduled_seconds
-from tests.benchmarks.session_turns import CHAT, LAYER
+from tests.benchmarks.scale.loads import SAMPLED, Agent
+from tests.benchmarks.session_turns import LAYER
 from tests.support.cluster import cluster
 from tests.support.http import request
 from tests.support.machines import Part, machines
@@ -42,8 +42,6 @@ from tests.support.owned import OWNED, name_of
 from tests.support.tokenizers import tokenizer_directory
 
 LAYERS = (OWNED, MiddlewareSpec(LAYER))
-#: Turns of a session, and tokens of each answer.
-TURNS, SAMPLED = 20, 100
 END = b"0\r\n\r\n"
 MB = 1 << 20
 #: Seconds of a lease.
@@ -86,28 +84,9 @@ def _read_reply(sock: socket.socket) -> None:
 def turns(url: str, like: str, sessions: int) -> int:
     """So many sessions one after the other, on one connection, that are where what is named so is; gives how many turns
     that were."""
-    client = http.client.HTTPConnection(url.removeprefix("http://"))
-    said = {"role": "user", "content": "the sum of item 42 " * (SAMPLED // 5)}
-
-    def post(path: str, body: Any) -> Any:
-        client.request("POST", path, orjson.dumps(body), {"content-type": "application/json"})
-        client.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        answer = client.getresponse()
-        data = answer.read()
-        if answer.status != 200:
-            raise RuntimeError(f"{answer.status} {data[:300]!r}")
-        return orjson.loads(data)
-
-    for _ in range(sessions):
-        name = next(name for name in iter(lambda: secrets.token_hex(8), "") if slot_of(name) == slot_of(like))
-        post("/sessions", {"session_id": name})
-        messages = [said]
-        for _ in range(TURNS):
-            asked = {"model": "m", "messages": messages, "max_tokens": 500}
-            answer = post(f"/sessions/{name}{CHAT}", asked)
-            messages += [answer["choices"][0]["message"], said]
-    client.close()
-    return sessions * TURNS
+    names = (name for name in iter(lambda: secrets.token_hex(8), "") if slot_of(name) == slot_of(like))
+    with contextlib.closing(Agent(int(url.rpartition(":")[2]), kept=True)) as agent:
+        return sum(agent.session(lambda: True, session_id=name) for name in itertools.islice(names, sessions))
 
 
 def loads() -> dict[str, Callable[[Pair, bool], int]]:

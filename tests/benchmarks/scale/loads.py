@@ -164,34 +164,45 @@ def _together(clients: int, seconds: float, client: Callable[[Callable[[], bool]
         return sum(each.result() for each in counting)
 
 
+class Agent:
+    """Takes turns, on one connection or on one each."""
+
+    def __init__(self, port: int, *, kept: bool) -> None:
+        self._client = http.client.HTTPConnection(HOST, port, timeout=60)
+        self._headers = {"content-type": "application/json", **({} if kept else {"connection": "close"})}
+
+    def session(self, going: Callable[[], bool], **named: str) -> int:
+        """The turns of one session, each with its whole history, as long as it goes on; gives how many there were."""
+        path = f"/sessions/{self._post('/sessions', named)['session_id']}{CHAT}"
+        said = {"role": "user", "content": "the sum of item 42 " * (SAMPLED // 5)}
+        messages, done = [said], 0
+        while going() and done < TURNS:
+            answer = self._post(path, {"model": "m", "messages": messages, "max_tokens": 500})
+            messages += [answer["choices"][0]["message"], said]
+            done += 1
+        return done
+
+    def _post(self, path: str, body: Any) -> Any:
+        self._client.request("POST", path, orjson.dumps(body), self._headers)
+        if self._client.sock is not None:
+            self._client.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        answer = self._client.getresponse()
+        data = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(f"{answer.status} {data[:300]!r}")
+        return orjson.loads(data)
+
+    def close(self) -> None:
+        """Close its connection."""
+        self._client.close()
+
+
 def _turns(*, kept: bool) -> Callable[[int, float, int], int]:
-    """Agents with one session after the other, each turn with its whole history."""
+    """Agents with one session after the other."""
 
     def agent(port: int, going: Callable[[], bool]) -> int:
-        done = 0
-        client = http.client.HTTPConnection(HOST, port, timeout=60)
-        said = {"role": "user", "content": "the sum of item 42 " * (SAMPLED // 5)}
-
-        def post(path: str, body: Any) -> Any:
-            headers = {"content-type": "application/json", **({} if kept else {"connection": "close"})}
-            client.request("POST", path, orjson.dumps(body), headers)
-            if client.sock is not None:
-                client.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            answer = client.getresponse()
-            data = answer.read()
-            if answer.status != 200:
-                raise RuntimeError(f"{answer.status} {data[:300]!r}")
-            return orjson.loads(data)
-
-        while going():
-            path = f"/sessions/{post('/sessions', {})['session_id']}{CHAT}"
-            messages = [said]
-            while going() and len(messages) < 2 * TURNS:
-                answer = post(path, {"model": "m", "messages": messages, "max_tokens": 500})
-                messages += [answer["choices"][0]["message"], said]
-                done += 1
-        client.close()
-        return done
+        with contextlib.closing(Agent(port, kept=kept)) as agent:
+            return sum(agent.session(going) for _ in iter(going, False))
 
     return lambda port, seconds, clients: _together(clients, seconds, partial(agent, port))
 
