@@ -74,9 +74,12 @@ class SlowDial:
 
 
 async def idle_closed(worker: ScriptedWorker) -> None:
-    for link in tuple(worker.links):
-        link.close()
-    await until(lambda: not worker.links, "no kept connection is left")
+    def closed() -> bool:
+        for link in tuple(worker.links):  # at each look: another process may have made one meanwhile
+            link.close()
+        return not worker.links
+
+    await until(closed, "no kept connection is left")
 
 
 @pytest.mark.alone("it slows connections that the test's process makes")

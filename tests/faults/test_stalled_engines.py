@@ -15,16 +15,17 @@ from miles_router.testing import SimulatedWorker
 from tests.support.descriptors import no_descriptors
 from tests.support.fleet import JSON, PROBING, becomes, info, post, posting, simulated
 from tests.support.http import CutReply, ask
-from tests.support.running_router import RunningRouter
+from tests.support.running_router import RunningRouter, processes_used
 from tests.support.scripted_worker import HANG, reply, script
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 from tests.support.waiting import until
 
 READY, PAUSED, QUARANTINED = WorkerState.READY, WorkerState.PAUSED, WorkerState.QUARANTINED
-STALL = 0.15
+#: Of several processes, whose signs of life come by way of another one, on a machine that has other things to do.
+STALL = 0.15 if processes_used() == 1 else 1.0
 WATCHING: dict[str, Any] = {**PROBING, "stall_timeout": STALL}
-REASON = "stalled: its engine gave no sign of life for 0.15 s"
+REASON = f"stalled: its engine gave no sign of life for {STALL:g} s"
 #: Many times what it takes to give an engine up.
 LONG = 4 * STALL
 
@@ -193,10 +194,13 @@ async def test_what_a_wholly_silent_worker_had_is_lost_too(stage: Stage) -> None
     silent, well = await stage.worker(), await stage.worker()
     router = await stage.router(silent, well, **WATCHING)
     silent.always(script(HANG))
-    answers = [posting(router) for _ in range(2)]
-    await until(lambda: silent.busy == 1, "one waits")
+    answers = [posting(router)]
+    while not silent.busy:  # each process takes turns by itself
+        await until(lambda: silent.busy or answers[-1].done(), "one has it")
+        if not silent.busy:
+            answers.append(posting(router))
     silent.model_info = silent.health = silent.standing["/health_generate"] = script(HANG)
-    assert [(await each).status for each in answers] == [200, 200]
+    assert {(await each).status for each in answers} == {200}
     assert await stalls(router) == 1
 
 

@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -159,6 +160,7 @@ PLANS = st.lists(st.tuples(st.sampled_from(CONDUCTS), st.sampled_from(sorted(DEE
 HAPPENINGS = st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 2)), max_size=5)
 
 
+@pytest.mark.alone("it takes workers out of rotation from inside")
 @settings(max_examples=examples(40))
 @given(plans=PLANS, events=HAPPENINGS)
 async def test_counts_return_to_zero_after_any_mix(

@@ -331,7 +331,9 @@ class DressageDialect:
         return as_response({"status": "ok", **self._state()})
 
     async def _pause_state(self, request: Request) -> Response:
-        return as_response(self._state())
+        state, others = self._state(), await self._sessions.store.owners.answers(request.scope)
+        waiting = self._router.gate.held + sum(each["waiting"] for each in others)  # all else is known everywhere
+        return as_response({**state, "waiting": waiting})
 
     def _state(self) -> dict[str, object]:
         gate, pool = self._router.gate, self._router.pool
