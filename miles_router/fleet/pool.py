@@ -259,10 +259,10 @@ class WorkerPool:
         if len(candidates) == 1:
             unit = candidates[0]
         elif known is None:
-            unit = policy.choose(candidates, Need(None, 0, tokens, body))
+            unit = policy.choose(candidates, Need(None, 0, 0, tokens, body))
         else:
             home = known.unit if known.unit in candidates else None
-            unit = policy.choose(candidates, Need(home, known.stayed, tokens, body))
+            unit = policy.choose(candidates, Need(home, known.stayed, known.running, tokens, body))
         self._choices += 1
         unit.chosen_at = self._choices
         at = None if key is None else self.homes.settle(key, known, unit, candidates, at_home, tokens)

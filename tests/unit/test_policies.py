@@ -96,6 +96,25 @@ def test_a_session_counts_while_its_tool_works() -> None:
     assert pool.lease(policy).worker is empty
 
 
+def test_a_session_leaves_a_worker_with_far_more_in_flight_between_its_turns() -> None:
+    pool, policy = pool_of(2), LeastInFlight()
+    first = turn(pool, policy, "a", 16_000)
+    busy = [pool.lease(policy, preferred=first.worker.url) for _ in range(4)]
+    other = pool.lease(policy)
+    assert other.worker is not first.worker
+    assert turn(pool, policy, "a", 16_000) is first, "4 < 1.5 * 1 + 3 + 1"
+    busy += [pool.lease(policy, preferred=first.worker.url) for _ in range(2)]
+    assert released(pool.lease(policy, "a")) is first.worker, "it generates nothing"
+    running = pool.lease(policy, "a", tokens=16_000, preferred=first.worker.url)
+    assert turn(pool, policy, "a", 16_000) is first, "a turn of it runs there"
+    running.release()
+    moved = turn(pool, policy, "a", 16_000)
+    assert moved is not first
+    for lease in busy:
+        lease.release()
+    assert turn(pool, policy, "a", 16_000) is moved
+
+
 def test_a_key_stays_when_a_worker_joins() -> None:
     pool, policy = pool_of(2), LeastInFlight()
     homes = {key: released(pool.lease(policy, key)) for key in "abcdef"}

@@ -22,6 +22,8 @@ class Need(NamedTuple):
     home: Unit | None = None
     #: How many requests of its session that has had since the session came there.
     stayed: int = 0
+    #: How many requests of its session are in flight.
+    running: int = 0
     #: Tokens of its prompt, as its bytes tell; 0 for a request that generates nothing.
     tokens: int = 0
     #: The request as it came; empty for one that generates nothing.

@@ -20,6 +20,9 @@ REQUEST = 8_000
 FULL = 0.85
 #: Each so many requests it is looked at whether a session leaves its worker.
 SETTLED = 3
+#: A session leaves a worker that has so many times as many requests in flight as another one, and so many more, and one
+#: more for each so many tokens of its prompt, which are computed anew there.
+TIMES, MORE, LONG = 1.5, 3, 16_000
 
 
 def _load(unit: Unit) -> tuple[int, int]:
@@ -28,15 +31,23 @@ def _load(unit: Unit) -> tuple[int, int]:
 
 class LeastInFlight:
     """Fewest requests in flight and sessions at home, which will come back; ties go to the worker that was chosen
-    longest ago, so no position in the list wins. A session stays at home, even on a busier worker."""
+    longest ago, so no position in the list wins. A session stays at home, even on a busier worker; but between two of
+    its turns it leaves one that has far more in flight than another. That one is slower, or the other has come later
+    or is done with its own, and computing the prefix anew pays."""
 
     def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
         """See `Policy`."""
-        if need.home is not None:
-            return need.home
+        home = need.home
+        if home is not None and (home.in_flight < MORE or need.running or not need.tokens):
+            return home
         # Without a function that is called for each: among hundreds that would take up to twice as long.
         loads = [(unit.in_flight + unit.sessions, unit.chosen_at, place) for place, unit in enumerate(candidates)]
-        return candidates[min(loads)[2]]
+        best = candidates[min(loads)[2]]
+        return best if home is None or _has_far_more(home, best, need.tokens) else home
+
+
+def _has_far_more(home: Unit, best: Unit, tokens: int) -> bool:
+    return home.in_flight >= TIMES * best.in_flight + MORE + tokens / LONG
 
 
 class LeastTokens:
