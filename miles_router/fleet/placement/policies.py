@@ -22,7 +22,7 @@ FULL = 0.85
 SETTLED = 3
 #: A session leaves a worker that has so many times as many requests in flight as another one, and so many more, and one
 #: more for each so many tokens of its prompt, which are computed anew there.
-TIMES, MORE, LONG = 1.5, 3, 16_000
+TIMES, MORE, LONG = 1.5, 2, 16_000
 
 
 def _load(unit: Unit) -> tuple[int, int]:
