@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -95,6 +96,10 @@ async def pair() -> AsyncIterator[Pair]:
         yield made, other
 
 
+#: What ends one request, when its client has left, must not end the next.
+rids = (f"r-{number}" for number in itertools.count())
+
+
 async def both(pair: Pair, session: str, body: dict[str, Any]) -> tuple[RawReply, RawReply]:
     """The router's reply and the other worker's."""
     through = await pair[0].ask("POST", f"/sessions/{session}{CHAT}", body)
@@ -116,7 +121,7 @@ def steady(answer: Any) -> Any:
 async def test_an_agent_is_given_the_worker_s_answer_and_nothing_it_did_not_ask_for(
     pair: Pair, asked: dict[str, Any]
 ) -> None:
-    body = {"model": "m", "messages": HI, "temperature": 0, "rid": "r", "max_tokens": 8, **asked}
+    body = {"model": "m", "messages": HI, "temperature": 0, "rid": next(rids), "max_tokens": 8, **asked}
     through, direct = await both(pair, await pair[0].create(), body)
     assert (through.status, direct.status) == (200, 200)
     assert through.value("content-type") == direct.value("content-type")
@@ -130,7 +135,7 @@ async def test_an_agent_is_given_the_worker_s_answer_and_nothing_it_did_not_ask_
 async def test_an_agent_is_given_the_worker_s_stream_and_nothing_it_did_not_ask_for(
     pair: Pair, asked: dict[str, Any]
 ) -> None:
-    body = {"model": "m", "messages": HI, "temperature": 0, "rid": "r", "max_tokens": 8, "stream": True, **asked}
+    body = {"model": "m", "messages": HI, "temperature": 0, "rid": next(rids), "max_tokens": 8, "stream": True, **asked}
     through, direct = await both(pair, await pair[0].create(), body)
     assert through.status == direct.status
     assert through.value("content-type") == direct.value("content-type")

@@ -29,6 +29,7 @@ from tests.support.session_trial import CHAT, SESSIONS, Message, SessionTrial, q
 from tests.support.stage import staged
 from tests.support.tiers import examples
 from tests.support.tokenizers import tokenizer_directory
+from tests.support.waiting import until
 
 EXPERTS = "middleware_hub.routed_experts_middleware.RoutedExpertsMiddleware"
 GENERATE, DELIVER = "/generate", "/routed_experts"
@@ -387,7 +388,7 @@ async def test_turns_have_the_experts_that_the_model_chose(model: Model, turns: 
         await agent.check()
         play.check_account(play.worker.door.at(CHAT))
         assert (await play.ask("DELETE", f"/sessions/{agent.session}")).status in (200, 204)
-        assert (play.held["bytes"], play.held["generations"]) == (0, 0), "they go with the session"
+        await until(lambda: (play.held["bytes"], play.held["generations"]) == (0, 0), "they go with the session")
 
 
 async def test_a_conversation_that_goes_on_brings_each_row_once() -> None:

@@ -137,7 +137,8 @@ class Client:
 
     def reset(self) -> None:
         """Leave at once and rudely: the other side sees a reset."""
-        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
+        if (own := self._writer.get_extra_info("socket")) is not None:  # else the other side has left before
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_ON_CLOSE)
         self._writer.transport.abort()
 
     async def ask(
