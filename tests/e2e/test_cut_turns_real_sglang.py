@@ -96,6 +96,13 @@ def check(sample: Any, legs: list[Generation], text: str) -> None:
     assert before["version"] != after["version"]
 
 
+def shown(chunks: Any) -> Any:
+    """What a stream has shown, but for line ends behind its text: on a busy machine the engine hands several tokens on
+    at once, and its parser shows or swallows what stands between two calls as they come."""
+    streamed = read_stream(chunks)
+    return streamed._replace(message={**streamed.message, "content": (streamed.message["content"] or "").rstrip("\n")})
+
+
 @pytest.mark.parametrize("name", size(heavy=list(ANSWERS), otherwise=["calls"]))
 async def test_a_whole_answer_goes_on(scene: Scene, name: str) -> None:
     text = ANSWERS[name]
@@ -115,4 +122,4 @@ async def test_a_stream_goes_on(scene: Scene, name: str) -> None:
     for cut in places(text):
         answer, sample, legs = await scene.turn(text, cut, **fields)
         check(sample, legs, text)
-        assert read_stream(answer) == read_stream(uncut), cut
+        assert shown(answer) == shown(uncut), cut
