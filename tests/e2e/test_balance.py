@@ -24,9 +24,10 @@ keyed = pytest.mark.parametrize(("path", "headers"), [*KEYS.values()], ids=[*KEY
 
 async def took(router: RunningRouter, workers: list[ScriptedWorker], path: str, headers: Pairs = ()) -> ScriptedWorker:
     """The worker that took this request."""
-    before = [len(worker.requests) for worker in workers]
+    before, in_flight = [len(worker.requests) for worker in workers], router.pool.in_flight
     assert (await router.ask("GET", path, headers)).status == 200
     (taker,) = [w for w, seen in zip(workers, before, strict=True) if len(w.requests) > seen]
+    await until(lambda: router.pool.in_flight <= in_flight, "its answer is over for the router, too")
     return taker
 
 
