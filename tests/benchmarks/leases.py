@@ -22,6 +22,8 @@ from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import parse_worker_url
 
 LEASES = 4_000
+#: Of each prompt.
+TOKENS = 5_000
 #: Requests in flight on each unit meanwhile.
 BUSY = 8
 
@@ -56,7 +58,7 @@ def microseconds(pool: WorkerPool, others: list[WorkerPool], policy: Policy, key
     for each in keys:
         leases = [other.lease(policy) for other in others]
         begin = time.thread_time()
-        pool.lease(policy, each).release()
+        pool.lease(policy, each, tokens=TOKENS).release()
         taken += time.thread_time() - begin
         for lease in leases:
             lease.release()

@@ -115,6 +115,16 @@ def test_a_session_leaves_a_worker_with_far_more_in_flight_between_its_turns() -
     assert turn(pool, policy, "a", 16_000) is moved
 
 
+def test_of_a_large_fleet_it_looks_at_some_workers_at_each_turn_and_at_others_at_the_next() -> None:
+    pool, policy = pool_of(100), LeastInFlight()
+    first = turn(pool, policy, "a", 100)
+    _busy = [pool.lease(policy, preferred=worker.url) for worker in pool for _ in range(9)]
+    idle = pool.add(parse_worker_url("http://idle"))
+    turns = [turn(pool, policy, "a", 100) for _ in range(200)]
+    assert {*turns} == {first, *idle.units}
+    assert turns[-1].worker is idle
+
+
 def test_a_key_stays_when_a_worker_joins() -> None:
     pool, policy = pool_of(2), LeastInFlight()
     homes = {key: released(pool.lease(policy, key)) for key in "abcdef"}

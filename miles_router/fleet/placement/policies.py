@@ -23,6 +23,8 @@ SETTLED = 3
 #: A session leaves a worker that has so many times as many requests in flight as another one, and so many more, and one
 #: more for each so many tokens of its prompt, which are computed anew there.
 TIMES, MORE, LONG = 1.5, 2, 16_000
+#: Workers that it looks at for that at each turn.
+LOOKED = 16
 
 
 def _load(unit: Unit) -> tuple[int, int]:
@@ -38,12 +40,22 @@ class LeastInFlight:
     def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
         """See `Policy`."""
         home = need.home
-        if home is not None and (home.in_flight < MORE or need.running or not need.tokens):
-            return home
+        if home is not None:
+            if home.in_flight < MORE or need.running or not need.tokens:
+                return home
+            candidates = _some(candidates, home.chosen_at)
         # Without a function that is called for each: among hundreds that would take up to twice as long.
         loads = [(unit.in_flight + unit.sessions, unit.chosen_at, place) for place, unit in enumerate(candidates)]
         best = candidates[min(loads)[2]]
         return best if home is None or _has_far_more(home, best, need.tokens) else home
+
+
+def _some(candidates: Sequence[Unit], turn: int) -> Sequence[Unit]:
+    """As many as it costs little to look at, others each time."""
+    if len(candidates) <= LOOKED:
+        return candidates
+    start = turn % len(candidates)
+    return candidates[start : start + LOOKED]
 
 
 def _has_far_more(home: Unit, best: Unit, tokens: int) -> bool:
