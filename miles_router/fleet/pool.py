@@ -122,7 +122,10 @@ class WorkerPool:
 
     def version_of(self, url: str | None) -> str | None:
         """The weight version of the worker at a normal URL, as the router knows it now; None where there is none."""
-        return None if (worker := self.find(url or "")) is None else worker.weight_version
+        if url is None:
+            return None
+        worker = self._workers.get(url) or self._leaving.get(url)
+        return None if worker is None else worker.weight_version
 
     # Registration
 

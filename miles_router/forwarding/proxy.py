@@ -17,7 +17,7 @@ from miles_router.engines.paths import GENERATE
 from miles_router.errors import BadRequest, FleetPaused, UpstreamBroken
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
-from miles_router.forwarding.forwarder import ABORTED, AnyReply, Forwarded, Forwarder
+from miles_router.forwarding.forwarder import ABORTED, AnyReply, Forwarder
 from miles_router.forwarding.outgoing import Outgoing, outgoing
 from miles_router.forwarding.pairs import PairInterrupted
 from miles_router.forwarding.reply import Reply
@@ -106,7 +106,7 @@ class Proxy:
         flight.first_byte_at = time.perf_counter()
         relief = None if flight.move is None else self._relief(flight.move, flight, scope, receive, send)
         try:
-            await self._relay(forwarded, send if relief is None else relief.take)
+            await relay(forwarded.reply, send if relief is None else relief.take, self._metrics)
         except UpstreamBroken:
             if relief is None:
                 raise
@@ -117,10 +117,6 @@ class Proxy:
     def _relief(self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send) -> Relief | None:
         """Who takes the reply that has begun, as another worker is to go on with it."""
         return move.relief(scope, receive, send)
-
-    async def _relay(self, forwarded: Forwarded, send: Send) -> None:
-        """Give the client what a worker answers. Raises as `relay`."""
-        await relay(forwarded.reply, send, self._metrics)
 
 
 async def relay(reply: AnyReply, send: Send, metrics: Metrics) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import os
 import re
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, repeat, starmap
 from typing import NamedTuple
 
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
@@ -20,13 +20,17 @@ _SAMPLED = 1
 _FIRST_VERSION, _NO_VERSION = b"00", b"ff"
 _KEPT, _NOT_KEPT = b"00-%b-%b-01", b"00-%b-%b-00"
 _MAX_LENGTH = 512
+#: How a `traceparent` of ours ends whose span is kept, and how one whose is not.
+SAMPLED, NOT_SAMPLED = b"1", b"0"
 
 #: Traces whose names are made in a row: in the midst of a request each takes thrice the time.
 _IN_A_ROW = 32
-_IDS, _IDS_IN_HEX = struct.Struct(f"{TRACE_BYTES}s{SPAN_BYTES}s"), struct.Struct(f"{2 * TRACE_BYTES}s{2 * SPAN_BYTES}s")
+_ID_BYTES = TRACE_BYTES + SPAN_BYTES
+_IDS = struct.Struct(f"x{TRACE_BYTES}s{SPAN_BYTES}sx")
+_IDS_IN_HEX = struct.Struct(f"{2 * TRACE_BYTES}s{2 * SPAN_BYTES}s" * _IN_A_ROW)
+_ROW = _KEPT * _IN_A_ROW
+_VALUES = struct.Struct(f"{len(_KEPT % (b'', b'')) + 2 * _ID_BYTES}s")
 _NO_SPAN = bytes(SPAN_BYTES)
-#: A name and a value, as requests have them.
-Header = tuple[bytes, bytes]
 
 
 class TraceContext(NamedTuple):
@@ -47,14 +51,10 @@ class TraceContext(NamedTuple):
             return None
         return cls(trace_id, span_id, bool(int(found[4], 16) & _SAMPLED))
 
-    def header(self) -> Header:
-        """What names it to an engine."""
+    def value(self) -> bytes:
+        """The `traceparent` that names it to an engine."""
         ids = self.trace_id.hex().encode(), self.span_id.hex().encode()
-        return TRACEPARENT, (_KEPT if self.sampled else _NOT_KEPT) % ids
-
-
-#: As its class does it, without a frame of the interpreter.
-_context = partial(tuple.__new__, TraceContext)
+        return (_KEPT if self.sampled else _NOT_KEPT) % ids
 
 
 def new_span_id() -> bytes:
@@ -64,29 +64,28 @@ def new_span_id() -> bytes:
     return made
 
 
-def new_traces(begins: Callable[[bytes], bool] | None) -> Iterator[tuple[TraceContext, Header]]:
-    """First spans of traces that nobody has begun, each with what names it to an engine; there is no end of them.
+def new_traces(begins: Callable[[bytes], bool] | None) -> Iterator[bytes]:
+    """First spans of traces that nobody has begun, each as the `traceparent` that names it; there is no end of them.
 
     Args:
         begins: whether a trace of this name is kept; None where all are. It is asked once the trace is wanted, for it
             may go by the clock, and what it raises ends no more than that trace.
     """
-    named = chain.from_iterable(map(_some, repeat(_IN_A_ROW)))
+    named = chain.from_iterable(chain.from_iterable(map(_VALUES.iter_unpack, starmap(_some, repeat(())))))
     return named if begins is None else map(partial(_decided, begins), named)
 
 
-def _some(count: int) -> list[tuple[TraceContext, Header]]:
-    while _NO_SPAN in (ids := os.urandom(count * _IDS.size)):  # zeros name nothing
+def _some() -> bytes:
+    while _NO_SPAN in (ids := os.urandom(_IN_A_ROW * _ID_BYTES)):  # zeros name nothing
         pass
-    in_hex = _IDS_IN_HEX.iter_unpack(ids.hex().encode())
-    return [
-        (_context((trace_id, span_id, True)), (TRACEPARENT, _KEPT % written))
-        for (trace_id, span_id), written in zip(_IDS.iter_unpack(ids), in_hex, strict=True)
-    ]
+    return _ROW % _IDS_IN_HEX.unpack(ids.hex().encode())
 
 
-def _decided(begins: Callable[[bytes], bool], named: tuple[TraceContext, Header]) -> tuple[TraceContext, Header]:
-    (trace_id, span_id, _), (_, written) = named
-    if begins(trace_id):
-        return named
-    return _context((trace_id, span_id, False)), (TRACEPARENT, written[:-1] + b"0")
+def _decided(begins: Callable[[bytes], bool], value: bytes) -> bytes:
+    ((trace_id, _),) = ids_of([value])
+    return value if begins(trace_id) else value[:-1] + NOT_SAMPLED
+
+
+def ids_of(values: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:
+    """Trace and span that each of some `traceparent` of ours names."""
+    return _IDS.iter_unpack(bytes.fromhex(b"".join(values).replace(b"-", b"").decode()))

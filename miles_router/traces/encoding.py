@@ -127,12 +127,10 @@ class TurnForm:
         self._head = b"\x12" + varint(rest.size + 2) + b"\x0a\x10"
         self._pack = struct.Struct(f"<{len(self._head)}s{rest.format[1:]}").pack
 
-    def written(self, context: TraceContext, start: int, first_byte: int, end: int, request_id: str) -> bytes:
+    def written(self, trace_id: bytes, span_id: bytes, start: int, first_byte: int, end: int, request_id: str) -> bytes:
         """One that has no parent, with its event `first_byte`, as `span` gives it. Moments: Unix nanoseconds."""
-        trace_id, span_id, _ = context
-        own = request_id.encode("ascii")
-        head, about = self._head, self._about
-        return self._pack(
+        pack, own, head, about = self._pack, request_id.encode("ascii"), self._head, self._about
+        return pack(
             head, trace_id, b"\x12\x08", span_id, b"\x39", start, b"\x41", end, b"\x5a\x15\x09", first_byte, about, own
         )
 

@@ -19,9 +19,7 @@ from miles_router.traces.context import (
     SPAN_BYTES,
     TRACE_BYTES,
     TRACEPARENT,
-    Header,
     TraceContext,
-    new_span_id,
     new_traces,
 )
 from miles_router.traces.encoding import attribute, span
@@ -84,9 +82,9 @@ class EpisodeTraces:
         self._open: OrderedDict[str, EpisodeSpan] = OrderedDict()
         self._texts: OrderedDict[str, TraceContext] = OrderedDict()
 
-    def place(self, turn: TurnTrace, headers: RawHeaders | None = None, key: str | None = None) -> Header:
+    def place(self, turn: TurnTrace, headers: RawHeaders | None = None, key: str | None = None) -> bytes:
         """Find out which trace a turn belongs to: its client's, its session's, that of the text that it goes on from,
-        or its own. Gives what names its span to an engine.
+        or its own. Gives the `traceparent` that names its span to an engine.
 
         Args:
             headers: of the request, which may name its client's span.
@@ -100,14 +98,14 @@ class EpisodeTraces:
         if details is not None:
             if parent is not None:
                 details.has_parent = True
-                return _put(turn, parent, self._sampling.follows(parent))
+                return turn.follows(parent, self._sampling.follows(parent))
             if details.session is not None:
                 details.episode = self._enter(details.session)
-                return _put(turn, details.episode.context, details.episode.context.sampled)
+                return turn.follows(details.episode.context, details.episode.context.sampled)
             if details.earlier is not None:
-                return _put(turn, details.earlier, details.earlier.sampled)
-        turn.context, header = next(self.new)
-        return header
+                return turn.follows(details.earlier, details.earlier.sampled)
+        turn.traceparent = next(self.new)
+        return turn.traceparent
 
     def _enter(self, session: str) -> EpisodeSpan:
         episode = self._open.get(session)
@@ -166,12 +164,6 @@ class EpisodeTraces:
     def first_turn(self, name: str) -> TraceContext | None:
         """The first turn of the text that this generation belongs to."""
         return self._texts.get(name)
-
-
-def _put(turn: TurnTrace, parent: TraceContext, sampled: bool) -> Header:
-    turn.context = TraceContext(parent.trace_id, new_span_id(), sampled)
-    turn.detailed().parent_id = parent.span_id
-    return turn.context.header()
 
 
 def _parent(turn: TurnTrace, headers: RawHeaders) -> TraceContext | None:

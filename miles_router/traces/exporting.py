@@ -22,6 +22,7 @@ from miles_router.traces.context import TraceContext
 from miles_router.traces.encoding import SpanEnvelope
 from miles_router.traces.queue import QueueBounds, SpanQueue
 from miles_router.traces.traces import Traces
+from miles_router.traces.turn import written
 from miles_router.version import __version__
 
 NAME = "miles-router"
@@ -52,7 +53,7 @@ def open_traces() -> Traces | None:
     logging.getLogger("opentelemetry.exporter").setLevel(logging.CRITICAL)
     provider = TracerProvider(resource=_resource(), shutdown_on_exit=False)
     sender = _Sender(SpanEnvelope(dict(provider.resource.attributes), NAME, __version__))
-    return Traces(_SdkSampling(provider.sampler), SpanQueue(sender.send, _bounds()), sender.close)
+    return Traces(_SdkSampling(provider.sampler), SpanQueue(written, sender.send, _bounds()), sender.close)
 
 
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Coroutine
 from operator import itemgetter
+from time import perf_counter
 from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send
 from miles_router.asgi.flight import Flight, Move, Relief
 from miles_router.asgi.outlet import Outlet
 from miles_router.fleet.pool import WorkerPool
-from miles_router.forwarding.forwarder import Forwarded
 from miles_router.forwarding.outgoing import Outgoing, outgoing
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import NotAdmitted
 from miles_router.traces.context import HEADERS, TRACEPARENT
 from miles_router.traces.episodes import EpisodeTraces
-from miles_router.traces.turn import LegTimes, TurnDetails, TurnTrace
+from miles_router.traces.turn import LegTimes, TurnDetails, TurnTrace, begin_turn
 
 _name = itemgetter(0)
+# CPython 3.11 looks names up anew each time where they are asked of a class, of `super` or of a constant.
+_none_are_of_traces = HEADERS.isdisjoint
+_forward = Proxy._forward
 
 
 class TracedProxy(Proxy):
@@ -31,16 +33,18 @@ class TracedProxy(Proxy):
     def __init__(self, episodes: EpisodeTraces, workers: WorkerPool, *parts: Any, **options: Any) -> None:
         super().__init__(*parts, **options)
         self._episodes = episodes
+        self._new = episodes.new
         self._workers = workers
 
     def _outgoing(self, scope: Scope, exchange: Exchange, body: bytes) -> Outgoing:
         request = outgoing(scope, exchange.request_id, body)
         if request.generates:
             flight, headers = exchange.flight, request.headers
-            if flight.trace is None and request.key is None and HEADERS.isdisjoint(map(_name, headers)):
-                context, header = next(self._episodes.new)  # sooner than `_place` does it
-                flight.trace = TurnTrace(context, request, self._workers, time.perf_counter())
-                headers.append(header)
+            if flight.trace is None and request.key is None and _none_are_of_traces(map(_name, headers)):
+                turn = flight.trace = TurnTrace()  # sooner than `_place` does it
+                turn.traceparent = traceparent = next(self._new)
+                turn.request, turn.workers, turn.reached_at, turn.details = request, self._workers, perf_counter(), None
+                headers.append((TRACEPARENT, traceparent))
             else:
                 self._place(request, flight)
         return request
@@ -48,19 +52,18 @@ class TracedProxy(Proxy):
     def _place(self, request: Outgoing, flight: Flight) -> None:
         turn = flight.trace
         if turn is None:
-            turn = flight.trace = TurnTrace()
+            turn = flight.trace = begin_turn()
         turn.sent(request, self._workers)
-        context = turn.context
-        header = self._episodes.place(turn, request.headers, request.key) if context is None else context.header()
+        traceparent = turn.traceparent or self._episodes.place(turn, request.headers, request.key)
         if turn.details is not None and turn.details.has_headers:
             _drop(turn.details, request)
-        request.headers.append(header)
+        request.headers.append((TRACEPARENT, traceparent))
 
     def _forward(
         self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, Relief | None]:
-        if flight.trace is None or isinstance(send, Outlet):
-            return super()._forward(request, flight, scope, receive, send)
+        if isinstance(send, Outlet) or flight.trace is None:
+            return _forward(self, request, flight, scope, receive, send)
         return self._forward_leg(flight.trace, request, flight, scope, receive, send)
 
     async def _forward_leg(
@@ -69,7 +72,7 @@ class TracedProxy(Proxy):
         leg, details = LegTimes(), turn.detailed()
         details.legs = [*details.legs, leg]
         try:
-            return await super()._forward(request, flight, scope, receive, _LegSend(send, leg))
+            return await super()._forward(request, flight, scope, receive, _LegSend(send, leg, flight, self._workers))
         except NotAdmitted:  # nobody was asked
             details.legs = [each for each in details.legs if each is not leg]
             raise
@@ -82,14 +85,8 @@ class TracedProxy(Proxy):
         relief, turn = super()._relief(move, flight, scope, receive, send), flight.trace
         if relief is not None and turn is not None:
             leg = send.leg if isinstance(send, _LegSend) else turn.first_leg()
-            leg.worker, leg.head_at = flight.worker_url, flight.first_byte_at
-            leg.version = self._workers.version_of(flight.worker_url)
+            leg.begins(flight, self._workers)
         return relief
-
-    async def _relay(self, forwarded: Forwarded, send: Send) -> None:
-        if isinstance(send, _LegSend):
-            send.leg.begins(forwarded.worker)
-        await super()._relay(forwarded, send)
 
 
 def _drop(turn: TurnDetails, request: Outgoing) -> None:
@@ -103,13 +100,17 @@ class _LegSend:
     """The `send` of one leg: told of the last message after the leg is over. What a layer does with the whole answer
     is no part of the generation."""
 
-    __slots__ = ("_send", "leg")
+    __slots__ = ("_flight", "_send", "_workers", "leg")
 
-    def __init__(self, send: Send, leg: LegTimes) -> None:
+    def __init__(self, send: Send, leg: LegTimes, flight: Flight, workers: WorkerPool) -> None:
         self._send = send
+        self._flight = flight
+        self._workers = workers
         self.leg = leg
 
     def __call__(self, message: Message) -> Awaitable[None]:
-        if not message.get("more_body", True):
+        if message["type"] == "http.response.start":
+            self.leg.begins(self._flight, self._workers)
+        elif not message.get("more_body", True):
             self.leg.over()
         return self._send(message)

@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from time import perf_counter
 
 from miles_router.asgi.exchange import Exchange
 from miles_router.asgi.flight import Flight
 from miles_router.fleet.pool import WorkerPool
+from miles_router.traces.context import SAMPLED
 from miles_router.traces.episodes import EpisodeTraces, TraceSampling
 from miles_router.traces.queue import SpanQueue
 from miles_router.traces.sending import TracedProxy
-from miles_router.traces.turn import TurnTrace
+from miles_router.traces.turn import PlainTurn, TurnTrace, begin_turn
 from miles_router.traces.waiting import TracedGate
 
 
@@ -27,8 +29,9 @@ class Traces:
     #: What a router is made of that traces its turns.
     gate = TracedGate
 
-    def __init__(self, sampling: TraceSampling, queue: SpanQueue, close: Callable[[], None]) -> None:
+    def __init__(self, sampling: TraceSampling, queue: SpanQueue[PlainTurn], close: Callable[[], None]) -> None:
         self._queue = queue
+        self._turns, self._in_a_row = queue.turns, queue.in_a_row
         self._close = close
         self._episodes = EpisodeTraces(sampling, queue.put)
         #: What `GET /metrics` shows.
@@ -57,10 +60,23 @@ class Traces:
             status: that its client was sent; 0 for none.
             began_at: by `time.perf_counter()`.
         """
-        if turn.context is None:  # refused before anybody was asked
+        flight, request, workers = exchange.flight, turn.request, turn.workers
+        traceparent, head_at, worker = turn.traceparent, flight.first_byte_at, flight.worker_url
+        if (turn.details is not None or traceparent is None or head_at is None) or (
+            workers is None or request is None or request.tried
+        ):
+            self._finish_parts(exchange, turn, path, status, began_at)
+        elif traceparent.endswith(SAMPLED):
+            version, turns, ended_at = workers.version_of(worker), self._turns, perf_counter()
+            turns.append((traceparent, path, worker, version, status, exchange.request_id, began_at, head_at, ended_at))
+            if len(turns) >= self._in_a_row:
+                self._queue.write()
+
+    def _finish_parts(self, exchange: Exchange, turn: TurnTrace, path: str, status: int, began_at: float) -> None:
+        """The same for a turn that a layer has read, that has waited, or that nobody has answered."""
+        if turn.traceparent is None:  # refused before anybody was asked
             self._episodes.place(turn)
-        assert turn.context is not None
-        if turn.context.sampled:
+        if turn.is_sampled:
             self._queue.put(turn.spans(exchange, path, status, began_at))
         if turn.details is not None and turn.details.episode is not None:
             self._episodes.leave(turn.details.episode, began_at)
@@ -75,7 +91,7 @@ class Traces:
             session: the session that it belongs to.
             goes_on: the engine's name of the generation that the text goes on from.
         """
-        turn = flight.trace = flight.trace or TurnTrace()
+        turn = flight.trace = flight.trace or begin_turn()
         details = turn.detailed()
         details.mode, details.session = mode, session
         if goes_on is not None:
@@ -96,7 +112,7 @@ class Traces:
             name: the engine's of the generation, where a text may go on from it.
         """
         turn = flight.trace
-        if turn is None or turn.context is None:
+        if turn is None or turn.traceparent is None:
             return
         details = turn.detailed()
         details.sampled = max(details.sampled, 0) + tokens

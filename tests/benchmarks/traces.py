@@ -1,22 +1,25 @@
 """What traces cost the router: CPU time of a small request with `--otel` and without it, of the whole process, the
 exporter's thread included.
 
-    python -m tests.benchmarks.traces [--quick] [--repeat 15] [--against CHECKOUT]
+    python -m tests.benchmarks.traces [--quick] [--repeat 10] [--against CHECKOUT]
 
 A fast worker answers 133 bytes to each request of 1 kB, and a collector takes every span of every request. Both routers
-run beside each other for the whole time and are asked in turn, so that what else the machine does hits both; the median
-over the rounds is told. With `--against`, the router of another checkout is a third, which says what traces cost that
-are off.
+run beside each other for the whole time, and are asked in turn for a twentieth of a second each, so that what else the
+machine does hits both; the median over the rounds is told. With `--against`, the router of another checkout is a third,
+which says what traces cost that are off.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -29,6 +32,8 @@ from tests.benchmarks.report import environment, number, table
 
 OFF, ON, BEFORE = "off", "on", "before"
 CONNECTIONS = 8
+#: Seconds for which one router is asked before the next one is.
+MOMENT = 0.05
 COLLECTOR = """    server {{
         listen {host}:{port};
         client_max_body_size 64m;
@@ -68,16 +73,45 @@ def router(source: Path, worker: int, collected_at: int, log: Path, *options: st
         yield port, pid
 
 
-def load(port: int, seconds: float, script: Path) -> int:
-    """Ask for so long; how many answers there were."""
-    command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{max(1, round(seconds))}s", "-s", str(script)]
-    output = subprocess.run(
-        [*command, f"http://{HOST}:{port}"], capture_output=True, text=True, timeout=seconds + 60, check=True
-    ).stdout
+@contextlib.contextmanager
+def load(port: int, script: Path, seconds: int) -> Iterator[subprocess.Popen[str]]:
+    """What asks a router for so many seconds of the clock, once it may."""
+    command = ["wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "-s", str(script), f"http://{HOST}:{port}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        process.send_signal(signal.SIGSTOP)
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def answers(process: subprocess.Popen[str]) -> int:
+    """How many it was given, once it is done."""
+    output, _ = process.communicate()
     found = output.partition('RESULT {"requests": ')[2].partition(",")[0]
     assert found, output
     assert '"bad": 0' in output, output
     return int(found)
+
+
+def alternating(routers: dict[str, tuple[int, int]], script: Path, seconds: float) -> dict[str, float]:
+    """Microseconds of CPU for a request to each router: each is asked for a moment, in turn, for so long in all."""
+    total = round(seconds * len(routers)) + 1
+    with contextlib.ExitStack() as stack:
+        loads = {name: stack.enter_context(load(port, script, total)) for name, (port, _) in routers.items()}
+        before = {name: scheduled_seconds(pid) for name, (_, pid) in routers.items()}
+        end = time.monotonic() + seconds * len(routers)
+        there, back = [*loads.values()], [*loads.values()][::-1]
+        for process in itertools.cycle([*there, *back]):
+            process.send_signal(signal.SIGCONT)
+            time.sleep(MOMENT)
+            process.send_signal(signal.SIGSTOP)
+            if time.monotonic() > end:
+                break
+        for process in loads.values():
+            process.send_signal(signal.SIGCONT)
+        done = {name: answers(process) for name, process in loads.items()}
+    return {name: (scheduled_seconds(pid) - before[name]) / done[name] * 1e6 for name, (_, pid) in routers.items()}
 
 
 def spans_sent(port: int) -> dict[str, float]:
@@ -102,16 +136,11 @@ def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[
             )
             for name, source in sources.items()
         }
-        for port, _ in routers.values():
-            load(port, 1, script)
+        alternating(routers, script, 1.0)
         spent: dict[str, list[float]] = {name: [] for name in routers}
         for turn in range(options.repeat):
-            names = [*routers][turn % len(routers) :] + [*routers][: turn % len(routers)]
-            for name in names:
-                port, pid = routers[name]
-                before = scheduled_seconds(pid)
-                done = load(port, options.seconds, script)
-                spent[name].append((scheduled_seconds(pid) - before) / done * 1e6)
+            for name, each in alternating(routers, script, options.seconds).items():
+                spent[name].append(each)
             print(f"\r{turn + 1}/{options.repeat} rounds", end="", file=sys.stderr, flush=True)
         print(file=sys.stderr)
         return spent, spans_sent(routers[ON][0])
@@ -120,8 +149,8 @@ def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three rounds of 1 s: a smoke test")
-    parser.add_argument("--repeat", type=int, default=15, help="rounds (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each router in a round (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=10, help="rounds (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each router in a round (default: %(default)s)")
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measure its router too")
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub markdown")
     options = parser.parse_args()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from miles_router.traces import episodes, queue
-from miles_router.traces.context import TraceContext, new_traces
+from miles_router.traces.context import TraceContext, ids_of, new_traces
 from miles_router.traces.encoding import (
     MAX_VALUE,
     REQUEST_ID,
@@ -27,8 +28,8 @@ from miles_router.traces.encoding import (
     varint,
 )
 from miles_router.traces.episodes import EpisodeTraces
-from miles_router.traces.queue import QueueBounds, SpanQueue
-from miles_router.traces.turn import TurnTrace
+from miles_router.traces.queue import QueueBounds, Sender, SpanQueue
+from miles_router.traces.turn import TurnTrace, begin_turn
 
 CONTEXT = TraceContext(b"t" * 16, b"s" * 8, True)
 VALUES = st.text() | st.integers(-(2**63), 2**63 - 1) | st.booleans() | st.floats(allow_nan=False)
@@ -77,7 +78,7 @@ def test_a_form_writes_what_its_parts_would_be(
     given_id = text[:MAX_VALUE]
     rest = about + attribute(REQUEST_ID, given_id) + event(b"first_byte", head)
     in_parts = span(CONTEXT, None, b"turn", start, end, rest, kind=SERVER)
-    by_form = TurnForm(about, len(given_id)).written(CONTEXT, start, head, end, given_id)
+    by_form = TurnForm(about, len(given_id)).written(CONTEXT.trace_id, CONTEXT.span_id, start, head, end, given_id)
     assert read(by_form) == read(in_parts)
 
 
@@ -90,7 +91,7 @@ def test_numbers_are_as_short_as_protobuf_has_them(number: int) -> None:
 def test_a_span_is_read_from_the_header_that_names_it(span_id: bytes, trace_id: bytes, sampled: bool) -> None:
     context = TraceContext(trace_id, span_id, sampled)
     zeros = not any(trace_id) or not any(span_id)
-    assert TraceContext.read(context.header()[1]) == (None if zeros else context)
+    assert TraceContext.read(context.value()) == (None if zeros else context)
 
 
 @pytest.mark.parametrize("begins", [None, lambda trace_id: trace_id[0] < 128], ids=["all", "a half"])
@@ -98,11 +99,13 @@ def test_new_traces_are_kept_as_their_sampler_says_and_have_names_of_their_own(
     begins: Callable[[bytes], bool] | None,
 ) -> None:
     made = list(islice(new_traces(begins), 100))
-    assert {context.sampled for context, _ in made} == ({True} if begins is None else {True, False})
-    for context, header in made:
-        assert header == context.header()
-        assert context.sampled == (begins is None or begins(context.trace_id))
-    assert len({part for context, _ in made for part in (context.trace_id, context.span_id)}) == 200
+    contexts = [TraceContext.read(value) for value in made]
+    assert [None if context is None else context.value() for context in contexts] == made
+    assert [None if context is None else context[:2] for context in contexts] == [*ids_of(made)]
+    kept = [context for context in contexts if context is not None]
+    assert {context.sampled for context in kept} == ({True} if begins is None else {True, False})
+    assert all(context.sampled == (begins is None or begins(context.trace_id)) for context in kept)
+    assert len({part for context in kept for part in (context.trace_id, context.span_id)}) == 200
 
 
 def test_a_sampler_is_asked_once_a_trace_is_wanted_and_one_that_fails_ends_no_more_than_that() -> None:
@@ -115,18 +118,32 @@ def test_a_sampler_is_asked_once_a_trace_is_wanted_and_one_that_fails_ends_no_mo
         return False
 
     traces = new_traces(begins)
-    first, _ = next(traces)
-    assert asked == [first.trace_id]
+    assert next(traces).split(b"-")[1:] == [asked[0].hex().encode(), ANY, b"00"]
     with pytest.raises(OSError, match=r"^$"):
         next(traces)
-    third, header = next(traces)
-    assert asked[2:] == [third.trace_id]
-    assert (third.sampled, header) == (False, third.header())
+    third = next(traces)
+    assert third.split(b"-")[1:] == [asked[2].hex().encode(), ANY, b"00"]
+    assert len(asked) == 3
 
 
 def test_a_later_version_is_read_as_the_first() -> None:
-    _, first = CONTEXT.header()
-    assert TraceContext.read(b"01" + first[2:] + b"-more") == CONTEXT
+    assert TraceContext.read(b"01" + CONTEXT.value()[2:] + b"-more") == CONTEXT
+
+
+def queue_of(send: Sender, waiting: int, batch: int, seconds: float = 3600.0) -> SpanQueue[tuple[str]]:
+    """One whose turns are a letter each."""
+
+    def write(turns: Sequence[tuple[str]]) -> bytes:
+        return "".join(letter for (letter,) in turns).encode()
+
+    return SpanQueue(write, send, QueueBounds(waiting, batch, seconds))
+
+
+def put_turns(spans: SpanQueue[tuple[str]], letters: str) -> None:
+    for letter in letters:
+        spans.turns.append((letter,))
+        if len(spans.turns) >= spans.in_a_row:
+            spans.write()
 
 
 def test_the_end_does_not_wait_for_a_collector_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +154,7 @@ def test_the_end_does_not_wait_for_a_collector_that_says_nothing(monkeypatch: py
         asked.set()
         silent.wait()
 
-    spans = SpanQueue(send, QueueBounds(10, 1, 3600.0))
+    spans = queue_of(send, 10, 1)
     spans.start()
     spans.put(b"")
     assert asked.wait(120)
@@ -145,15 +162,25 @@ def test_the_end_does_not_wait_for_a_collector_that_says_nothing(monkeypatch: py
     silent.set()
 
 
-def test_batches_are_no_larger_than_they_may_be() -> None:
+@pytest.mark.parametrize(("kind", "expected"), [("written", [4, 4, 2]), ("turns", [4, 3, 3])])
+def test_batches_are_no_larger_than_they_may_be(kind: str, expected: list[int]) -> None:
     sizes: list[int] = []
-    spans = SpanQueue(lambda batch: sizes.append(len(batch)), QueueBounds(10, 4, 3600.0))
-    for _ in range(10):
-        spans.put(b"")
-    spans.put(b"")
+    spans = queue_of(lambda batch: sizes.append(len(b"".join(batch))), 10, 4)
+    for _ in range(11):
+        spans.put(b"a") if kind == "written" else put_turns(spans, "a")
     spans.start()
     spans.close()
-    assert (sizes, dict(spans.statistics.records)) == ([4, 4, 2], {"sent": 10, "failed": 0, "dropped": 1})
+    assert (sizes, dict(spans.statistics.records)) == (expected, {"sent": 10, "failed": 0, "dropped": 1})
+
+
+def test_turns_are_written_in_a_row_and_the_last_ones_when_they_are_sent() -> None:
+    sent: list[Sequence[bytes]] = []
+    spans = queue_of(sent.append, 1000, 500)
+    put_turns(spans, "a" * 64 + "b" * 64 + "c")
+    spans.put(b"d")
+    spans.start()
+    spans.close()
+    assert sent == [[b"a" * 64, b"b" * 64, b"d", b"c"]]
 
 
 def test_what_comes_while_the_last_ones_are_sent_waits_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,30 +200,45 @@ def test_what_comes_while_the_last_ones_are_sent_waits_for_its_time(monkeypatch:
             return False
 
     monkeypatch.setattr(threading, "Event", Passing)
-    spans = SpanQueue(send, QueueBounds(10, 4, 5.0))
+    spans = queue_of(send, 10, 4)
     spans.put(b"")
     with pytest.raises(TimeoutError):
         spans._run()
     assert seen == ["waited", "sent 1", "waited", "sent 1", "waited"]
 
 
-def test_what_is_taken_to_be_sent_takes_no_room_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Taken(deque[bytes]):
-        """Another record comes while the first is taken out."""
+def test_what_is_being_sent_takes_room_once() -> None:
+    def send(batch: Sequence[bytes]) -> None:
+        if not spans.statistics.records["sent"]:
+            put_turns(spans, "mmmmm")
+            assert spans.statistics.records["dropped"] == 1
 
-        def popleft(self) -> bytes:
-            if not spans.statistics.records["sent"] and b"meanwhile" not in self:
-                spans.put(b"meanwhile")
-            return super().popleft()
-
-    monkeypatch.setattr(queue, "deque", Taken)
-    sizes: list[int] = []
-    spans = SpanQueue(lambda batch: sizes.append(len(batch)), QueueBounds(10, 6, 3600.0))
-    for _ in range(6):
-        spans.put(b"")
+    spans = queue_of(send, 10, 6)
+    put_turns(spans, "aaaaaa")
     spans.start()
     spans.close()
-    assert (sizes, dict(spans.statistics.records)) == ([6, 1], {"sent": 7, "failed": 0, "dropped": 0})
+    assert dict(spans.statistics.records) == {"sent": 10, "failed": 0, "dropped": 1}
+
+
+def test_no_turn_is_lost_or_sent_twice_while_both_threads_write() -> None:
+    letters = "".join(chr(ord("a") + number % 26) for number in range(20_000))
+    sent: list[bytes] = []
+
+    def send(batch: Sequence[bytes]) -> None:
+        assert batch
+        sent.extend(batch)
+
+    spans = queue_of(send, len(letters), 3, 1e-6)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        spans.start()
+        put_turns(spans, letters)
+        spans.close()
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(b"".join(sent).decode()) == sorted(letters)
+    assert spans.statistics.records["sent"] == len(letters)
 
 
 class Everything:
@@ -212,7 +254,7 @@ class Everything:
 
 
 def turn_in(traces: EpisodeTraces, session: str | None) -> TurnTrace:
-    turn = TurnTrace()
+    turn = begin_turn()
     traces.place(turn, key=session)
     return turn
 
