@@ -1,12 +1,13 @@
 """What traces cost the router: CPU time of a small request with `--otel` and without it, of the whole process, the
 exporter's thread included.
 
-    python -m tests.benchmarks.traces [--quick] [--repeat 10] [--against CHECKOUT]
+    python -m tests.benchmarks.traces [--quick] [--repeat 12] [--delay-ms 4] [--against CHECKOUT]
 
-A fast worker answers 133 bytes to each request of 1 kB, and a collector takes every span of every request. Both routers
-run beside each other for the whole time, and are asked in turn for a twentieth of a second each, so that what else the
-machine does hits both; the median over the rounds is told. With `--against`, the router of another checkout is a third,
-which says what traces cost that are off.
+A fast worker answers 133 bytes to each request of 1 kB, and a collector takes every span of every request. In each
+round both routers are started anew, and asked in turn for a twentieth of a second each, so that what else the machine
+does hits both; the median over the rounds is told. With `--delay-ms` each of the 8 connections pauses between its
+requests, so that routers are not busy all the time. With `--against`, the router of another checkout is a third, which
+says what traces cost that are off.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -114,43 +116,48 @@ def alternating(routers: dict[str, tuple[int, int]], script: Path, seconds: floa
     return {name: (scheduled_seconds(pid) - before[name]) / done[name] * 1e6 for name, (_, pid) in routers.items()}
 
 
-def spans_sent(port: int) -> dict[str, float]:
+def spans_sent(port: int) -> dict[str, int]:
     """What has become of a router's spans."""
     done = subprocess.run(["curl", "-s", f"http://{HOST}:{port}/metrics"], capture_output=True, text=True, check=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("miles_router_trace_records_total{")]
-    return {line.partition('"')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+    return {line.partition('"')[2].partition('"')[0]: int(float(line.rpartition(" ")[2])) for line in lines}
 
 
-def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, float]]:
+def measured(options: argparse.Namespace) -> tuple[dict[str, list[float]], Counter[str]]:
     """Microseconds of CPU by router, one for each round; and what became of the spans."""
     sources = {OFF: REPO, ON: REPO, **({BEFORE: options.against.resolve()} if options.against else {})}
+    spent: dict[str, list[float]] = {name: [] for name in sources}
+    outcomes: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="traces-")))
         worker = stack.enter_context(running_backend(root / "backend")).ports["small"]
         collected_at = stack.enter_context(collector(root / "collector"))
         script = root / "load.lua"
-        script.write_text(WRK_SCRIPT % request_body(False).decode())
-        routers = {
-            name: stack.enter_context(
-                router(source, worker, collected_at, root / name, *(["--otel", "true"] if name == ON else []))
-            )
-            for name, source in sources.items()
-        }
-        alternating(routers, script, 1.0)
-        spent: dict[str, list[float]] = {name: [] for name in routers}
+        pause = f"function delay() return {options.delay_ms} end\n" if options.delay_ms else ""
+        script.write_text(WRK_SCRIPT % request_body(False).decode() + pause)
         for turn in range(options.repeat):
-            for name, each in alternating(routers, script, options.seconds).items():
-                spent[name].append(each)
+            with contextlib.ExitStack() as started_now:  # where a process has its memory makes a difference of percents
+                routers = {
+                    name: started_now.enter_context(
+                        router(source, worker, collected_at, root / name, *(["--otel", "true"] if name == ON else []))
+                    )
+                    for name, source in sources.items()
+                }
+                alternating(routers, script, 1.0)
+                for name, each in alternating(routers, script, options.seconds).items():
+                    spent[name].append(each)
+                outcomes.update(spans_sent(routers[ON][0]))
             print(f"\r{turn + 1}/{options.repeat} rounds", end="", file=sys.stderr, flush=True)
-        print(file=sys.stderr)
-        return spent, spans_sent(routers[ON][0])
+    print(file=sys.stderr)
+    return spent, outcomes
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three rounds of 1 s: a smoke test")
-    parser.add_argument("--repeat", type=int, default=10, help="rounds (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each router in a round (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=12, help="rounds (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each router in a round (default: %(default)s)")
+    parser.add_argument("--delay-ms", type=int, default=0, help="between the requests of a connection (default: none)")
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="measure its router too")
     parser.add_argument("--markdown", action="store_true", help="print the table as GitHub markdown")
     options = parser.parse_args()
