@@ -269,7 +269,7 @@ async def test_agents_samples_have_the_rows_that_their_workers_gave(
         remembered, fresh = Share(), Share()
         for session in (*agents.sessions, twins):
             mine = {each.rid: each for each in went.of(session)}
-            (door,) = {each.door for each in mine.values()}
+            door = went.of(session)[-1].door  # a session may leave a worker that has more to do
             told = (await made.ask("POST", f"/sessions/{session}/samples", {}))["samples"]
             read = [await client.session(session).collect(format=form) for form in ("json", "safetensors")]
             for sample, plain, binary in zip(told, *read, strict=True):

@@ -106,7 +106,6 @@ def check_session(
     """
     by_rid = {each.rid: each for each in passed}
     assert len(by_rid) == len(passed), "engines name each answer of their own"
-    assert len({each.door for each in passed}) == 1, "the session stayed on one worker"
     lines = [line_of(sample, by_rid) for sample in samples]
     trained: Counter[tuple[str, int]] = Counter()
     for sample, line in zip(samples, lines, strict=True):
@@ -213,7 +212,8 @@ def _check_continuation(
     said = asked[turn.request_id].messages[len(asked[parent.request_id].messages) + 1 :]
     text = ("" if turn.prompt[held - 1] == IM_END else "<|im_end|>") + "\n" + "".join(_markup(said))
     assert turn.prompt[held:] == plain.encode(text), (plain.decode(turn.prompt[held:]), text)
-    assert turn.cached >= held - 1 - PAGE, "all but the last sampled token, which it never read"
+    if turn.door == parent.door:  # a session may leave a worker that has more to do
+        assert turn.cached >= held - 1 - PAGE, "all but the last sampled token, which it never read"
     proved.continued += 1
     proved.prompts += len(turn.prompt)
     proved.held += held
