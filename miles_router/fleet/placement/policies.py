@@ -24,7 +24,7 @@ SETTLED = 3
 #: more for each so many tokens of its prompt, which are computed anew there.
 TIMES, MORE, LONG = 1.5, 2, 16_000
 #: Workers that it looks at for that at each turn.
-LOOKED = 16
+LOOKED = 8
 
 
 def _load(unit: Unit) -> tuple[int, int]:
