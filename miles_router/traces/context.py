@@ -9,7 +9,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import chain, repeat, starmap
+from itertools import chain
 from typing import NamedTuple
 
 TRACEPARENT, TRACESTATE = b"traceparent", b"tracestate"
@@ -21,7 +21,7 @@ _FIRST_VERSION, _NO_VERSION = b"00", b"ff"
 _KEPT, _NOT_KEPT = b"00-%b-%b-01", b"00-%b-%b-00"
 _MAX_LENGTH = 512
 #: How a `traceparent` of ours ends whose span is kept, and how one whose is not.
-SAMPLED, NOT_SAMPLED = b"1", b"0"
+SAMPLED, _NOT_SAMPLED = b"1", b"0"
 
 #: Traces whose names are made in a row: in the midst of a request each takes thrice the time.
 _IN_A_ROW = 32
@@ -71,7 +71,7 @@ def new_traces(begins: Callable[[bytes], bool] | None) -> Iterator[bytes]:
         begins: whether a trace of this name is kept; None where all are. It is asked once the trace is wanted, for it
             may go by the clock, and what it raises ends no more than that trace.
     """
-    named = chain.from_iterable(chain.from_iterable(map(_VALUES.iter_unpack, starmap(_some, repeat(())))))
+    named = chain.from_iterable(chain.from_iterable(map(_VALUES.iter_unpack, iter(_some, b""))))
     return named if begins is None else map(partial(_decided, begins), named)
 
 
@@ -83,7 +83,7 @@ def _some() -> bytes:
 
 def _decided(begins: Callable[[bytes], bool], value: bytes) -> bytes:
     ((trace_id, _),) = ids_of([value])
-    return value if begins(trace_id) else value[:-1] + NOT_SAMPLED
+    return value if begins(trace_id) else value[:-1] + _NOT_SAMPLED
 
 
 def ids_of(values: Iterable[bytes]) -> Iterator[tuple[bytes, bytes]]:

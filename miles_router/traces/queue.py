@@ -58,7 +58,7 @@ class SpanQueue(Generic[Turn]):
         self._bounds = bounds
         #: Turns that are over and not written. Who appends one here has them written once there are so many.
         self.turns: deque[Turn] = deque()
-        self.in_a_row = min(_IN_A_ROW, bounds.batch)
+        self.in_a_row = min(_IN_A_ROW, bounds.batch, 1 + bounds.waiting // _IN_A_ROW)
         #: Records that are, with how many they are.
         self._written: deque[tuple[int, bytes]] = deque()
         #: Held by whoever writes, and counts it.
@@ -69,13 +69,19 @@ class SpanQueue(Generic[Turn]):
         self._closed = False
         self._failing = False
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
-        self.statistics = TraceStatistics(waiting_records=lambda: self._waiting)
+        self.statistics = TraceStatistics(waiting_records=lambda: self.waiting)
         for outcome in (SENT, FAILED, DROPPED):
             self.statistics.records[outcome] = 0
 
     @property
-    def _waiting(self) -> int:
+    def waiting(self) -> int:
+        """Records that wait, and those that are being sent."""
         return self._put - self._gone + len(self.turns)
+
+    @property
+    def _room(self) -> int:
+        """For so many more to be written, with what is kept free for turns that are not."""
+        return max(0, self._bounds.waiting - (self.in_a_row - 1) - (self._put - self._gone))
 
     @property
     def _left(self) -> int:
@@ -85,7 +91,7 @@ class SpanQueue(Generic[Turn]):
     def put(self, record: bytes) -> None:
         """Have what is written sent."""
         with self._writing:
-            if self._waiting >= self._bounds.waiting:
+            if not self._room:
                 self.statistics.records[DROPPED] += 1
                 return
             self._written.append((1, record))
@@ -95,9 +101,7 @@ class SpanQueue(Generic[Turn]):
     def write(self) -> None:
         """Write the turns that are over, and have them sent."""
         with self._writing:
-            room = self._bounds.waiting - (self.in_a_row - 1) - (self._put - self._gone)
-            dropped = min(len(self.turns), len(self.turns) - room)
-            for _ in range(dropped):
+            for _ in range(len(self.turns) - self._room):
                 self.turns.pop()
                 self.statistics.records[DROPPED] += 1
             self._write()
@@ -123,7 +127,7 @@ class SpanQueue(Generic[Turn]):
         self._wake.set()
         self._thread.join(LAST_SECONDS)
         if self._thread.is_alive():
-            fields = {"reason": "the router ends", "records": self._waiting}
+            fields = {"reason": "the router ends", "records": self.waiting}
             logger.warning("traces_not_sent", extra={"fields": fields})
 
     def _run(self) -> None:

@@ -89,6 +89,7 @@ async def test_every_position_of_every_sample_is_what_the_engine_was_given_or_sa
     assert 0 < went.broken_off <= len(agents.log.left)
     assert agents.log.repeated > 0
     assert 0.3 < proved.streamed / proved.turns < 0.7
+    assert proved.stayed > proved.continued / 2
     assert proved.new_versions.total() > 0
     assert min(proved.new_versions[how] for how in ("streamed", "whole")) >= SOME
     assert min(proved.finishes[finish] for finish in ("stop", "length", "tool_calls")) > 0

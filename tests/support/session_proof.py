@@ -50,6 +50,7 @@ class Proved:
     carried_on: int = 0  # turns that were cut
     given_back: int = 0  # of these, as they were cut
     continued: int = 0  # turns that were sent as ids
+    stayed: int = 0  # of these, those whose session had not left its worker
     dropped: int = 0  # stop tokens that the engine was not given again
     prompts: int = 0  # tokens of the prompts of continued turns
     held: int = 0  # of these, given or sampled before
@@ -64,7 +65,8 @@ class Proved:
             f"carried on; new weights in the middle of {dict(self.new_versions)}; {self.samples} samples: "
             f"{self.positions} positions compared, {self.trained} trained, {self.dropped} stop tokens dropped\n"
             f"branches {dict(self.reasons)}, ends {dict(self.finishes)}\n"
-            f"{self.continued} turns continued, {self.prompts} prompt tokens: {self.held / self.prompts:.2%} held, "
+            f"{self.continued} turns continued, {self.stayed} of them on the same worker, {self.prompts} prompt "
+            f"tokens: {self.held / self.prompts:.2%} held, "
             f"{self.cached / self.prompts:.2%} in the engine's prefix cache"
         )
 
@@ -213,6 +215,7 @@ def _check_continuation(
     text = ("" if turn.prompt[held - 1] == IM_END else "<|im_end|>") + "\n" + "".join(_markup(said))
     assert turn.prompt[held:] == plain.encode(text), (plain.decode(turn.prompt[held:]), text)
     if turn.door == parent.door:  # a session may leave a worker that has more to do
+        proved.stayed += 1
         assert turn.cached >= held - 1 - PAGE, "all but the last sampled token, which it never read"
     proved.continued += 1
     proved.prompts += len(turn.prompt)

@@ -162,25 +162,45 @@ def test_the_end_does_not_wait_for_a_collector_that_says_nothing(monkeypatch: py
     silent.set()
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("written", [4, 4, 2]), ("turns", [4, 3, 3])])
-def test_batches_are_no_larger_than_they_may_be(kind: str, expected: list[int]) -> None:
+@pytest.mark.parametrize("kind", ["written", "turns"])
+def test_batches_are_no_larger_than_they_may_be(kind: str) -> None:
     sizes: list[int] = []
     spans = queue_of(lambda batch: sizes.append(len(b"".join(batch))), 10, 4)
     for _ in range(11):
         spans.put(b"a") if kind == "written" else put_turns(spans, "a")
     spans.start()
     spans.close()
-    assert (sizes, dict(spans.statistics.records)) == (expected, {"sent": 10, "failed": 0, "dropped": 1})
+    assert (sizes, dict(spans.statistics.records)) == ([4, 4, 2], {"sent": 10, "failed": 0, "dropped": 1})
 
 
 def test_turns_are_written_in_a_row_and_the_last_ones_when_they_are_sent() -> None:
     sent: list[Sequence[bytes]] = []
-    spans = queue_of(sent.append, 1000, 500)
+    spans = queue_of(sent.append, 10_000, 500)
     put_turns(spans, "a" * 64 + "b" * 64 + "c")
     spans.put(b"d")
     spans.start()
     spans.close()
     assert sent == [[b"a" * 64, b"b" * 64, b"d", b"c"]]
+
+
+@given(
+    waiting=st.integers(1, 300),
+    batch=st.integers(1, 300),
+    runs=st.lists(st.tuples(st.booleans(), st.integers(1, 300)), max_size=6),
+)
+def test_what_waits_is_never_more_than_may_and_hardly_less(
+    waiting: int, batch: int, runs: list[tuple[bool, int]]
+) -> None:
+    spans = queue_of(lambda _: None, waiting, min(batch, waiting))
+    dropped = 0
+    for are_turns, count in runs:
+        for _ in range(count):
+            put_turns(spans, "a") if are_turns else spans.put(b"a")
+        now = spans.statistics.records["dropped"]
+        assert spans.waiting <= waiting
+        assert now == dropped or spans.waiting >= waiting - waiting // 64
+        dropped = now
+    assert spans.waiting + dropped == sum(count for _, count in runs)
 
 
 def test_what_comes_while_the_last_ones_are_sent_waits_for_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
