@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 from starlette.routing import Router as Routes
@@ -25,9 +25,6 @@ from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp, Restores
 from miles_router.pools.pools import Pools
 from miles_router.settings.config import RouterConfig
-
-if TYPE_CHECKING:
-    from miles_router.traces.traces import Traces
 
 logger = logging.getLogger(__name__)
 #: In place of a status.
@@ -152,28 +149,6 @@ class RouterApp:
         if self._access_log:
             fields = {**_fields(exchange, scope), "status": status, "seconds": round(seconds, 4)}
             access_logger.info("request", extra={"fields": fields})
-
-
-_finished = RouterApp._finished
-
-
-class TracedRouterApp(RouterApp):
-    """The same, with a trace of each turn."""
-
-    def __init__(self, traces: Traces, **parts: Any) -> None:
-        super().__init__(**parts)
-        self._traces = traces
-
-    def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
-        super()._report(error, exchange, scope, began=began)
-        if exchange.flight.trace is not None:
-            exchange.flight.trace.detailed().error = error.type
-
-    def _finished(self, scope: Scope, exchange: Exchange, status: int, started_at: float) -> None:
-        _finished(self, scope, exchange, status, started_at)  # `super` would look it up anew each time
-        turn = exchange.flight.trace
-        if turn is not None:
-            self._traces.finish(exchange, turn, scope["path"], status, started_at)
 
 
 def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:

@@ -122,7 +122,7 @@ class WorkerPool:
 
     def version_of(self, url: str | None) -> str | None:
         """The weight version of the worker at a normal URL, as the router knows it now; None where there is none."""
-        worker = None if url is None else self.find(url)
+        worker = self._workers.get(url) or self._leaving.get(url) if url else None  # `find`, without its call
         return None if worker is None else worker.weight_version
 
     # Registration

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
+from miles_router.asgi.headers import REQUEST_DROPPED, TRACE_HEADERS, RawHeaders, end_to_end
 from miles_router.engines.ranks import RankWish
 from miles_router.fleet.gate import SESSION_PREFIX, computes, generates
 from miles_router.fleet.workers import Worker
@@ -13,6 +13,8 @@ from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Admit, Upstream
 
 AFFINITY_HEADERS = (b"x-smg-routing-key", b"x-session-id")
+#: What may link a request to others: what ties it to earlier ones, and the trace that it is part of.
+LINKS = frozenset(AFFINITY_HEADERS) | TRACE_HEADERS
 MAX_KEY_LENGTH = 512
 DROPPED = REQUEST_DROPPED | {b"x-request-id"}
 
@@ -40,6 +42,7 @@ class Outgoing:
         "generates",
         "headers",
         "key",
+        "linked",
         "method",
         "pair",
         "path",
@@ -59,6 +62,7 @@ class Outgoing:
         *,
         generates: bool = False,
         computes: bool = False,
+        linked: bool = False,
         preferred: str | None = None,
         path: str = "",
     ) -> None:
@@ -69,6 +73,8 @@ class Outgoing:
         self.key = key
         self.generates = generates
         self.computes = computes
+        #: Whether its headers or its path may link it to others; if not, no key does, nor a trace.
+        self.linked = linked
         #: The target's path, decoded; empty where no engine has to be asked otherwise.
         self.path = path
         #: The URL of the worker that takes it, while that one takes requests.
@@ -89,9 +95,16 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing
     if scope["query_string"]:
         target = b"%b?%b" % (target, scope["query_string"])
     path = scope["path"]
-    key, generating = affinity_key(path, headers), generates(path)
+    linked = path.startswith(SESSION_PREFIX)
+    for name, _ in headers:
+        if name in LINKS:
+            linked = True
+            break
+    key, generating = affinity_key(path, headers) if linked else None, generates(path)
     computing = generating or computes(path)
-    return Outgoing(scope["method"], target, headers, body, key, generates=generating, computes=computing, path=path)
+    return Outgoing(
+        scope["method"], target, headers, body, key, generates=generating, computes=computing, linked=linked, path=path
+    )
 
 
 def affinity_key(path: str, headers: RawHeaders) -> str | None:

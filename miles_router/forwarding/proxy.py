@@ -6,6 +6,8 @@ Bodies are not parsed here. The request is held whole, so that it can go to a se
 from __future__ import annotations
 
 import time
+from collections.abc import Coroutine
+from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.flight import Flight, Move, Relief
@@ -63,7 +65,10 @@ class Proxy:
                 try:
                     with Watch(receive, self._request_timeout) as watch:
                         flight.stop = watch.stop
-                        relief = await self._forward(request, flight, scope, receive, send)
+                        if isinstance(send, Outlet):
+                            relief = await self._forward(request, flight, scope, receive, send)
+                        else:
+                            relief = await self._forward_to_layer(request, flight, scope, receive, send)
                     break
                 except NotAdmitted as interrupted:
                     flight.worker_url = None  # nobody has it
@@ -113,6 +118,12 @@ class Proxy:
         finally:
             forwarded.close()
         return relief
+
+    def _forward_to_layer(
+        self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
+    ) -> Coroutine[Any, Any, Relief | None]:
+        """The same where a layer has wrapped `send`."""
+        return self._forward(request, flight, scope, receive, send)
 
     def _relief(self, move: Move, flight: Flight, scope: Scope, receive: Receive, send: Send) -> Relief | None:
         """Who takes the reply that has begun, as another worker is to go on with it."""

@@ -3,6 +3,7 @@
 context      W3C Trace Context, as headers carry it
 encoding     spans as OTLP's protobuf spells them
 turn         one turn on its way, and its moments
+plain        turns that are one span, written some in a row
 episodes     which turns are one trace
 waiting      the gate and the queue for room, which take down who waits
 sending      the innermost app, which tells engines whose span they are part of

@@ -17,7 +17,7 @@ REQUEST_ID = "miles_router.request_id"
 INTERNAL, SERVER = 1, 2
 ERROR = b"\x7a\x02\x18\x02"  # Span.status (15) {code (3): 2}
 #: Span.flags (16), fixed32: sampled, and whether the parent is another process's (bits 8 and 9).
-_LOCAL_PARENT, _REMOTE_PARENT = b"\x85\x01\x01\x01\x00\x00", b"\x85\x01\x01\x03\x00\x00"
+LOCAL_PARENT, _REMOTE_PARENT = b"\x85\x01\x01\x01\x00\x00", b"\x85\x01\x01\x03\x00\x00"
 _MOMENT = struct.Struct("<Q")
 _TIMES = struct.Struct("<cQcQ")  # Span.start_time_unix_nano (7), end_time_unix_nano (8)
 
@@ -102,37 +102,9 @@ def span(
         kind,
         _TIMES.pack(b"\x39", start, b"\x41", end),
         rest,
-        _REMOTE_PARENT if remote else _LOCAL_PARENT,
+        _REMOTE_PARENT if remote else LOCAL_PARENT,
     )
     return _part(b"\x12", data)
-
-
-class TurnForm:
-    """Spans of turns that share all but their names, moments and request ids, of which one call writes each: it costs
-    a quarter of `span`.
-
-    Args:
-        attributes: that all of them have.
-        id_size: bytes of each request id.
-    """
-
-    __slots__ = ("_about", "_head", "_pack")
-
-    def __init__(self, attributes: bytes, id_size: int) -> None:
-        own = attribute(REQUEST_ID, "?" * id_size)
-        #: What does not differ: the rest of the event, name, kind, flags, attributes.
-        self._about = b"\x12\x0afirst_byte\x2a\x04turn\x30\x02" + _LOCAL_PARENT + attributes
-        self._about += own[: len(own) - id_size]
-        rest = struct.Struct(f"<16s2s8scQcQ3sQ{len(self._about)}s{id_size}s")
-        self._head = b"\x12" + varint(rest.size + 2) + b"\x0a\x10"
-        self._pack = struct.Struct(f"<{len(self._head)}s{rest.format[1:]}").pack
-
-    def written(self, trace_id: bytes, span_id: bytes, start: int, first_byte: int, end: int, request_id: str) -> bytes:
-        """One that has no parent, with its event `first_byte`, as `span` gives it. Moments: Unix nanoseconds."""
-        pack, own, head, about = self._pack, request_id.encode("ascii"), self._head, self._about
-        return pack(
-            head, trace_id, b"\x12\x08", span_id, b"\x39", start, b"\x41", end, b"\x5a\x15\x09", first_byte, about, own
-        )
 
 
 class SpanEnvelope:

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from hashlib import blake2b
 from typing import Protocol
 
-from miles_router.asgi.headers import RawHeaders
+from miles_router.asgi.headers import TRACE_HEADERS, RawHeaders
 from miles_router.traces.context import (
-    HEADERS,
     SPAN_BYTES,
     TRACE_BYTES,
     TRACEPARENT,
@@ -170,7 +169,7 @@ def _parent(turn: TurnTrace, headers: RawHeaders) -> TraceContext | None:
     """The client's span. One that is named twice is none."""
     parents: list[bytes] = []
     for name, value in headers:
-        if name in HEADERS:
+        if name in TRACE_HEADERS:
             turn.detailed().has_headers = True
             if name == TRACEPARENT:
                 parents.append(value)

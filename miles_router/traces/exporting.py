@@ -20,9 +20,9 @@ from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, set_s
 from miles_router.errors import ConfigError
 from miles_router.traces.context import TraceContext
 from miles_router.traces.encoding import SpanEnvelope
+from miles_router.traces.plain import written
 from miles_router.traces.queue import QueueBounds, SpanQueue
 from miles_router.traces.traces import Traces
-from miles_router.traces.turn import written
 from miles_router.version import __version__
 
 NAME = "miles-router"

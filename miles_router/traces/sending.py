@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Coroutine
-from operator import itemgetter
 from time import perf_counter
 from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Message, Receive, Scope, Send
 from miles_router.asgi.flight import Flight, Move, Relief
-from miles_router.asgi.outlet import Outlet
+from miles_router.asgi.headers import TRACE_HEADERS
 from miles_router.fleet.pool import WorkerPool
 from miles_router.forwarding.outgoing import Outgoing, outgoing
 from miles_router.forwarding.proxy import Proxy
 from miles_router.forwarding.upstream import NotAdmitted
-from miles_router.traces.context import HEADERS, TRACEPARENT
+from miles_router.traces.context import TRACEPARENT
 from miles_router.traces.episodes import EpisodeTraces
 from miles_router.traces.turn import LegTimes, TurnDetails, TurnTrace, begin_turn
-
-_name = itemgetter(0)
-# CPython 3.11 looks names up anew each time where they are asked of a class, of `super` or of a constant.
-_none_are_of_traces = HEADERS.isdisjoint
-_forward = Proxy._forward
 
 
 class TracedProxy(Proxy):
@@ -39,12 +33,13 @@ class TracedProxy(Proxy):
     def _outgoing(self, scope: Scope, exchange: Exchange, body: bytes) -> Outgoing:
         request = outgoing(scope, exchange.request_id, body)
         if request.generates:
-            flight, headers = exchange.flight, request.headers
-            if flight.trace is None and request.key is None and _none_are_of_traces(map(_name, headers)):
+            flight = exchange.flight
+            if flight.trace is None and not request.linked:
+                traceparent = next(self._new)
                 turn = flight.trace = TurnTrace()  # sooner than `_place` does it
-                turn.traceparent = traceparent = next(self._new)
+                turn.traceparent = traceparent
                 turn.request, turn.workers, turn.reached_at, turn.details = request, self._workers, perf_counter(), None
-                headers.append((TRACEPARENT, traceparent))
+                request.headers.append((TRACEPARENT, traceparent))
             else:
                 self._place(request, flight)
         return request
@@ -59,11 +54,11 @@ class TracedProxy(Proxy):
             _drop(turn.details, request)
         request.headers.append((TRACEPARENT, traceparent))
 
-    def _forward(
+    def _forward_to_layer(
         self, request: Outgoing, flight: Flight, scope: Scope, receive: Receive, send: Send
     ) -> Coroutine[Any, Any, Relief | None]:
-        if isinstance(send, Outlet) or flight.trace is None:
-            return _forward(self, request, flight, scope, receive, send)
+        if flight.trace is None:
+            return self._forward(request, flight, scope, receive, send)
         return self._forward_leg(flight.trace, request, flight, scope, receive, send)
 
     async def _forward_leg(
@@ -72,7 +67,7 @@ class TracedProxy(Proxy):
         leg, details = LegTimes(), turn.detailed()
         details.legs = [*details.legs, leg]
         try:
-            return await super()._forward(request, flight, scope, receive, _LegSend(send, leg, flight, self._workers))
+            return await self._forward(request, flight, scope, receive, _LegSend(send, leg, flight, self._workers))
         except NotAdmitted:  # nobody was asked
             details.legs = [each for each in details.legs if each is not leg]
             raise
@@ -92,7 +87,7 @@ class TracedProxy(Proxy):
 def _drop(turn: TurnDetails, request: Outgoing) -> None:
     """The turn's own span goes in place of the client's. Unless it follows that one, the client's `tracestate` says
     nothing of it, and goes too."""
-    dropped = (TRACEPARENT,) if turn.has_parent else HEADERS
+    dropped = (TRACEPARENT,) if turn.has_parent else TRACE_HEADERS
     request.headers = [pair for pair in request.headers if pair[0] not in dropped]
 
 

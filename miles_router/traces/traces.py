@@ -6,16 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from time import perf_counter
 
 from miles_router.asgi.exchange import Exchange
 from miles_router.asgi.flight import Flight
 from miles_router.fleet.pool import WorkerPool
-from miles_router.traces.context import SAMPLED
 from miles_router.traces.episodes import EpisodeTraces, TraceSampling
+from miles_router.traces.plain import PlainTurn
 from miles_router.traces.queue import SpanQueue
 from miles_router.traces.sending import TracedProxy
-from miles_router.traces.turn import PlainTurn, TurnTrace, begin_turn
+from miles_router.traces.turn import TurnTrace, begin_turn
 from miles_router.traces.waiting import TracedGate
 
 
@@ -30,8 +29,8 @@ class Traces:
     gate = TracedGate
 
     def __init__(self, sampling: TraceSampling, queue: SpanQueue[PlainTurn], close: Callable[[], None]) -> None:
-        self._queue = queue
-        self._turns, self._in_a_row = queue.turns, queue.in_a_row
+        #: It takes plain turns from whoever finishes requests.
+        self.queue = queue
         self._close = close
         self._episodes = EpisodeTraces(sampling, queue.put)
         #: What `GET /metrics` shows.
@@ -44,40 +43,26 @@ class Traces:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """While it is entered, spans are sent; at its end the last ones."""
-        self._queue.start()
+        self.queue.start()
         try:
             yield
         finally:
             self._episodes.end_all()
-            await asyncio.to_thread(self._queue.close)
+            await asyncio.to_thread(self.queue.close)
             self._close()
 
     def finish(self, exchange: Exchange, turn: TurnTrace, path: str, status: int, began_at: float) -> None:
-        """A turn is over.
+        """A turn is over that is no plain one: a layer has read it, it has waited, or nobody has answered it.
 
         Args:
             path: that its client asked.
             status: that its client was sent; 0 for none.
             began_at: by `time.perf_counter()`.
         """
-        flight, request, workers = exchange.flight, turn.request, turn.workers
-        traceparent, head_at, worker = turn.traceparent, flight.first_byte_at, flight.worker_url
-        if (turn.details is not None or traceparent is None or head_at is None) or (
-            workers is None or request is None or request.tried
-        ):
-            self._finish_parts(exchange, turn, path, status, began_at)
-        elif traceparent.endswith(SAMPLED):
-            version, turns, ended_at = workers.version_of(worker), self._turns, perf_counter()
-            turns.append((traceparent, path, worker, version, status, exchange.request_id, began_at, head_at, ended_at))
-            if len(turns) >= self._in_a_row:
-                self._queue.write()
-
-    def _finish_parts(self, exchange: Exchange, turn: TurnTrace, path: str, status: int, began_at: float) -> None:
-        """The same for a turn that a layer has read, that has waited, or that nobody has answered."""
         if turn.traceparent is None:  # refused before anybody was asked
             self._episodes.place(turn)
         if turn.is_sampled:
-            self._queue.put(turn.spans(exchange, path, status, began_at))
+            self.queue.put(turn.spans(exchange, path, status, began_at))
         if turn.details is not None and turn.details.episode is not None:
             self._episodes.leave(turn.details.episode, began_at)
 

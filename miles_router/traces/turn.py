@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from operator import itemgetter
 from time import perf_counter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,8 +13,8 @@ from miles_router.fleet.gate import endpoint
 from miles_router.fleet.pool import WorkerPool
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.metrics.metrics import route_class
-from miles_router.traces.context import SAMPLED, SPAN_BYTES, TraceContext, ids_of, new_span_id
-from miles_router.traces.encoding import ERROR, REQUEST_ID, SERVER, TurnForm, attribute, event, repeated_attribute, span
+from miles_router.traces.context import SAMPLED, SPAN_BYTES, TraceContext, new_span_id
+from miles_router.traces.encoding import ERROR, REQUEST_ID, SERVER, attribute, event, repeated_attribute, span
 
 if TYPE_CHECKING:
     from miles_router.traces.episodes import EpisodeSpan
@@ -24,14 +22,8 @@ if TYPE_CHECKING:
 #: Of a request in which no layer has read anything.
 PASSTHROUGH = "passthrough"
 _LAST_ID = (1 << 8 * SPAN_BYTES) - 1
-_traceparent = itemgetter(0)
 #: A part of a turn: its name, begin, end and attributes. Moments are those of `time.perf_counter()`.
 Part = tuple[bytes, float, float, bytes]
-
-
-#: A turn that is one span: the `traceparent` that names it, its path, worker, that one's weight version, status and
-#: request id, and when it began, had its first byte, and ended.
-PlainTurn = tuple[bytes, str, str | None, str | None, int, str, float, float, float]
 
 
 class TurnTrace:
@@ -193,7 +185,7 @@ class TurnDetails:
     def _about(self, end: TurnEnd) -> Iterator[bytes]:
         last = self.legs[-1] if self.legs else None
         worker, known = (end.worker, end.version) if last is None else (last.worker, last.version)
-        yield from _common(end.path, self.mode, worker, self.version or known, end.status)
+        yield from common_attributes(end.path, self.mode, worker, self.version or known, end.status)
         yield attribute(REQUEST_ID, end.request_id)
         if self.session is not None:
             yield attribute("session.id", self.session)
@@ -235,26 +227,7 @@ class TurnEnd(NamedTuple):
         return self.ended_ns - int((self.ended_at - moment) * 1e9)
 
 
-def written(turns: Sequence[PlainTurn]) -> bytes:
-    """The spans of some turns. In a row each takes a quarter of the time that it takes at the end of its request, where
-    the processor's caches have other code."""
-    zero = time.time_ns() - int(perf_counter() * 1e9)  # Unix nanoseconds when the other clock began
-    spans = []
-    named = zip(ids_of(map(_traceparent, turns)), turns, strict=True)
-    for (trace_id, span_id), (_, path, worker, version, status, request_id, began_at, head_at, ended_at) in named:
-        form = _form(path, worker, version, status, len(request_id))
-        begin, first, end = zero + int(began_at * 1e9), zero + int(head_at * 1e9), zero + int(ended_at * 1e9)
-        spans.append(form.written(trace_id, span_id, begin, first, end, request_id))
-    return b"".join(spans)
-
-
-@lru_cache(maxsize=4096)
-def _form(path: str, worker: str | None, version: str | None, status: int, id_size: int) -> TurnForm:
-    """Of turns that no layer has read."""
-    return TurnForm(b"".join(_common(path, PASSTHROUGH, worker, version, status)), id_size)
-
-
-def _common(path: str, mode: str, worker: str | None, version: str | None, status: int) -> Iterator[bytes]:
+def common_attributes(path: str, mode: str, worker: str | None, version: str | None, status: int) -> Iterator[bytes]:
     """The attributes that many turns share."""
     yield attribute("miles_router.route", route_class(endpoint(path)))
     yield attribute("miles_router.mode", mode)

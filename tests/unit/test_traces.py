@@ -15,34 +15,35 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from miles_router.traces import episodes, queue
-from miles_router.traces.context import TraceContext, ids_of, new_traces
+from miles_router.traces.context import TraceContext, new_traces
 from miles_router.traces.encoding import (
     MAX_VALUE,
-    REQUEST_ID,
-    SERVER,
     SpanEnvelope,
-    TurnForm,
     attribute,
-    event,
     span,
     varint,
 )
 from miles_router.traces.episodes import EpisodeTraces
+from miles_router.traces.plain import PlainTurn, written
 from miles_router.traces.queue import QueueBounds, Sender, SpanQueue
-from miles_router.traces.turn import TurnTrace, begin_turn
+from miles_router.traces.turn import TurnDetails, TurnEnd, TurnTrace, begin_turn
 
 CONTEXT = TraceContext(b"t" * 16, b"s" * 8, True)
 VALUES = st.text() | st.integers(-(2**63), 2**63 - 1) | st.booleans() | st.floats(allow_nan=False)
 IDS = st.binary(min_size=8, max_size=8)
 
 
-def read(data: bytes) -> Span:
-    """A span as the protocol's own messages read it."""
+def read_all(data: bytes) -> list[Span]:
+    """Spans as the protocol's own messages read them."""
     message = ExportTraceServiceRequest.FromString(SpanEnvelope({"service.name": "me"}, "n", "1").around([data]))
     (scope,) = message.resource_spans[0].scope_spans
     assert (scope.scope.name, scope.scope.version) == ("n", "1")
-    only: Span = scope.spans[0]
-    assert len(scope.spans) == 1
+    return list(scope.spans)
+
+
+def read(data: bytes) -> Span:
+    """The same of one span."""
+    (only,) = read_all(data)
     return only
 
 
@@ -67,19 +68,34 @@ def test_a_span_is_read_as_it_was_given(parent: bytes | None, start: int, end: i
     assert (found.start_time_unix_nano, found.end_time_unix_nano) == (start, end)
 
 
-MOMENTS = st.integers(0, 2**64 - 1)
+NAMES = st.text(st.characters(codec="ascii", categories=["L", "N", "P"]), min_size=1, max_size=600)
+MOMENTS = st.floats(0, 1e6)
+CONTEXTS = st.builds(TraceContext, st.binary(min_size=16, max_size=16), IDS, st.just(True))
+PLAIN_TURNS = st.builds(
+    lambda context, *rest: (context.value(), *rest),
+    *(CONTEXTS, st.just("/generate"), st.none() | NAMES, st.none() | NAMES, st.sampled_from([0, 200, 404, 503]), NAMES),
+    *(MOMENTS, MOMENTS, MOMENTS),
+)
 
 
-@given(st.text("ab-", max_size=600), st.lists(VALUES, max_size=4), MOMENTS, MOMENTS, MOMENTS)
-def test_a_form_writes_what_its_parts_would_be(
-    text: str, values: list[str | int | bool | float], start: int, head: int, end: int
-) -> None:
-    about = b"".join(attribute(f"key{number}", value) for number, value in enumerate(values))
-    given_id = text[:MAX_VALUE]
-    rest = about + attribute(REQUEST_ID, given_id) + event(b"first_byte", head)
-    in_parts = span(CONTEXT, None, b"turn", start, end, rest, kind=SERVER)
-    by_form = TurnForm(about, len(given_id)).written(CONTEXT.trace_id, CONTEXT.span_id, start, head, end, given_id)
-    assert read(by_form) == read(in_parts)
+@given(st.lists(PLAIN_TURNS, min_size=1, max_size=4))
+def test_plain_turns_are_written_as_others_are(turns: list[PlainTurn]) -> None:
+    for turn, found in zip(turns, read_all(written(turns)), strict=True):
+        context = TraceContext.read(turn[0])
+        if context is None:
+            continue  # zeros name nothing, and are never given
+        path, worker, version, status, request_id, *moments = turn[1:]
+        details = TurnDetails()
+        end = TurnEnd(request_id, path, status, 0.0, 0.0, 0.0, 0.0, 10**15, worker, version)
+        wanted = read(b"".join(details.spans(context, end)))
+        began, first, ended = (int(moment * 1e9) for moment in moments)
+        zero = found.start_time_unix_nano - began
+        assert found.end_time_unix_nano - zero == ended
+        assert found.events[0].time_unix_nano - zero == first
+        wanted.start_time_unix_nano = found.start_time_unix_nano
+        wanted.end_time_unix_nano = found.end_time_unix_nano
+        wanted.events[0].time_unix_nano = found.events[0].time_unix_nano
+        assert found == wanted
 
 
 @given(st.integers(0, 2**64 - 1))
@@ -101,7 +117,6 @@ def test_new_traces_are_kept_as_their_sampler_says_and_have_names_of_their_own(
     made = list(islice(new_traces(begins), 100))
     contexts = [TraceContext.read(value) for value in made]
     assert [None if context is None else context.value() for context in contexts] == made
-    assert [None if context is None else context[:2] for context in contexts] == [*ids_of(made)]
     kept = [context for context in contexts if context is not None]
     assert {context.sampled for context in kept} == ({True} if begins is None else {True, False})
     assert all(context.sampled == (begins is None or begins(context.trace_id)) for context in kept)
