@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,7 +27,7 @@ from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
 from miles_router.control.requests import OwnRequests
 from miles_router.control.stalls import StallWatch
-from miles_router.edge import RouterApp
+from miles_router.edge import RouterApp, TracedRouterApp
 from miles_router.engines.paths import CLIENT_PATHS
 from miles_router.errors import (
     ConfigError,
@@ -130,7 +130,7 @@ def create_app(
         metrics.register(numbers)
     routes.lifespan_context = _lifespan(layers, duty, owners, pools, upstream, store, registrations, loop_delay, traces)
     _register_metrics(router, layers)
-    made = duty.app if traces is None else _traced(traces)
+    made = duty.app if traces is None else partial(TracedRouterApp, traces)
     return made(config=config, pools=pools, routes=routes, doors=doors, stack=stack, layers=layers, clients=clients)
 
 
@@ -222,13 +222,6 @@ def _pool(
     return ModelPool(
         name, router, innermost, probes, health, lambda: _looking_after(duty, fleet, health, stalls, mover)
     )
-
-
-def _traced(traces: Traces) -> Callable[..., RouterApp]:
-    """What makes the outermost app with these traces."""
-    from miles_router.traced_edge import TracedRouterApp  # nothing of it is loaded unless it is asked for
-
-    return partial(TracedRouterApp, traces)
 
 
 def open_traces() -> Traces | None:

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from starlette.routing import Router as Routes
@@ -25,6 +25,9 @@ from miles_router.metrics import ClientStatistics
 from miles_router.middlewares.contract import ASGIApp, Restores
 from miles_router.pools.pools import Pools
 from miles_router.settings.config import RouterConfig
+
+if TYPE_CHECKING:
+    from miles_router.traces.traces import Traces
 
 logger = logging.getLogger(__name__)
 #: In place of a status.
@@ -149,6 +152,41 @@ class RouterApp:
         if self._access_log:
             fields = {**_fields(exchange, scope), "status": status, "seconds": round(seconds, 4)}
             access_logger.info("request", extra={"fields": fields})
+
+
+_finished = RouterApp._finished
+
+
+class TracedRouterApp(RouterApp):
+    """The same, with a trace of each turn."""
+
+    def __init__(self, traces: Traces, **parts: Any) -> None:
+        super().__init__(**parts)
+        self._traces = traces
+        self._kept, self._plain_turns, self._in_a_row = traces.kept, traces.queue.turns, traces.queue.in_a_row
+
+    def _report(self, error: RouterError, exchange: Exchange, scope: Scope, *, began: bool) -> None:
+        super()._report(error, exchange, scope, began=began)
+        if exchange.flight.trace is not None:
+            exchange.flight.trace.detailed().error = error.type
+
+    def _finished(self, scope: Scope, exchange: Exchange, status: int, started_at: float) -> None:
+        _finished(self, scope, exchange, status, started_at)  # `super` would look it up anew each time
+        flight = exchange.flight
+        turn = flight.trace
+        if turn is None:
+            return
+        request, workers, traceparent, head_at = turn.request, turn.workers, turn.traceparent, flight.first_byte_at
+        if (turn.details is not None or traceparent is None or head_at is None) or (
+            workers is None or request is None or request.tried
+        ):
+            self._traces.finish(exchange, turn, scope["path"], status, started_at)
+        elif traceparent.endswith(self._kept):  # here, since a call more costs each small request some thousandths
+            path, worker, turns = scope["path"], flight.worker_url, self._plain_turns
+            version, own, ended_at = workers.version_of(worker), exchange.request_id, time.perf_counter()
+            turns.append((traceparent, path, worker, version, status, own, started_at, head_at, ended_at))
+            if len(turns) >= self._in_a_row:
+                self._traces.queue.write()
 
 
 def _fields(exchange: Exchange, scope: Scope) -> dict[str, object]:

@@ -10,6 +10,7 @@ from functools import partial
 from miles_router.asgi.exchange import Exchange
 from miles_router.asgi.flight import Flight
 from miles_router.fleet.pool import WorkerPool
+from miles_router.traces.context import SAMPLED
 from miles_router.traces.episodes import EpisodeTraces, TraceSampling
 from miles_router.traces.plain import PlainTurn
 from miles_router.traces.queue import SpanQueue
@@ -27,6 +28,8 @@ class Traces:
 
     #: What a router is made of that traces its turns.
     gate = TracedGate
+    #: How the `traceparent` of a span that is kept ends.
+    kept = SAMPLED
 
     def __init__(self, sampling: TraceSampling, queue: SpanQueue[PlainTurn], close: Callable[[], None]) -> None:
         #: It takes plain turns from whoever finishes requests.
