@@ -38,7 +38,9 @@ async def simulated(**options: Any) -> AsyncIterator[str]:
 @contextlib.asynccontextmanager
 async def client_of(url: str) -> AsyncIterator[WorkerClient]:
     timeout = aiohttp.ClientTimeout(total=2 * PATIENCE)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    # An engine ends a connection that was idle for 5 s, maybe just as it is used again: none is.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         client = WorkerClient(url, session)
         yield client
         await client.settle()

@@ -111,4 +111,4 @@ async def test_every_position_of_every_sample_is_what_a_worker_was_given_or_samp
     assert proved.carried_on > 0
     assert proved.new_versions.total() > 0
     assert min(proved.finishes[finish] for finish in ("stop", "length", "tool_calls")) > 0
-    assert {"retry", "edited_history", "compaction", "sub_agent", "changed_tools", "parallel"} < set(proved.reasons)
+    assert {"retry", "edited_history", "compaction", "sub_agent", "changed_tools"} < set(proved.reasons)

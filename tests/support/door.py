@@ -150,6 +150,7 @@ class Door:
                 body = orjson.loads(exchange.body)
                 read = streamed_chat(body, exchange.parts, versions) if body.get("stream") else None
                 for each in read or whole_chat(body, exchange.reply):
+                    each.arrived = exchange.arrived
                     each.session = exchange.headers.get("x-session-id", "")
                     each.request_id = exchange.headers.get("x-request-id", "")
                     yield each
@@ -180,13 +181,15 @@ class Chats:
 
 
 def chats_of(doors: Sequence[Door], *, version: str) -> Chats:
-    """`version` is that of the workers at the beginning."""
-    found = Chats(broken_off=sum(door.chats_broken_off() for door in doors))
+    """`version` is that of the workers at the beginning. One that was cut may have been carried on behind another door:
+    it is told under its first one."""
+    legs: list[Generation] = []
     for number, door in enumerate(doors):
-        for each in whole_generations(door.chats(version=version)):
+        for each in door.chats(version=version):
             each.door = number
-            found.generations.append(each)
-    return found
+            legs.append(each)
+    whole = whole_generations(sorted(legs, key=lambda each: each.arrived))
+    return Chats(whole, broken_off=sum(door.chats_broken_off() for door in doors))
 
 
 def _request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:

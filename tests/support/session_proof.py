@@ -92,7 +92,11 @@ async def check_sessions(http: aiohttp.ClientSession, agents: Agents, went: Chat
         assert found["metadata"]["untraced"] == []
         proved.given_back += sum(record["finish_reason"] == "abort" for record in found["records"])
         reasons = Counter(record["reason"] for record in found["records"])
-        assert reasons == {reason: n for (of, reason), n in agents.log.reasons.items() if of == session}
+        wanted: Counter[str | None] = Counter({why: n for (of, why), n in agents.log.reasons.items() if of == session})
+        # Of two questions at once the second may come when the first is answered: then it edits history.
+        late = max(0, wanted["parallel"] - reasons["parallel"])
+        wanted.update(edited_history=late, parallel=-late)
+        assert reasons == +wanted, (session, reasons, wanted)
     assert proved.turns + left == len(went.generations), "each belongs to one of the sessions"
     assert len(agents.log.asked) - len(kept) == agents.log.repeated
     return proved
@@ -151,7 +155,7 @@ def line_of(sample: Sample, by_rid: Mapping[str, Generation]) -> list[Turn]:
         start = len(generation.prompt)
         assert generation.prompt == whole[:start], "each turn continues the one before"
         kept = common_length(generation.sampled, whole[start:])
-        assert (told["start"], told["end"]) == (start, start + kept)
+        assert (told["start"], told["end"]) == (start, start + kept), (generation.sampled, whole[start:], told)
         assert told["cached_tokens"] == (generation.cached or (None if generation.streamed else 0))
         assert told["versions"] == "engine" or (generation.streamed and told["versions"] == "router")
         found.append(Turn(generation, start, kept, told["turn"] not in untrained))
