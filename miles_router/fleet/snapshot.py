@@ -9,17 +9,30 @@ from dataclasses import dataclass
 from miles_router.fleet.workers import Role, Unit, Worker, WorkerState
 
 
+class Units(tuple[Unit, ...]):
+    """Some, in order; whether one is among them is told at once, however many they are."""
+
+    def __init__(self, units: Iterable[Unit] = ()) -> None:
+        self._members = frozenset(self)
+
+    def __contains__(self, unit: object) -> bool:
+        return unit in self._members
+
+
+NO_UNITS = Units()
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Those who take requests; a later one has a higher number."""
 
     number: int = 0
-    routable: tuple[Unit, ...] = ()
-    paused: tuple[Unit, ...] = ()
+    routable: Units = NO_UNITS
+    paused: Units = NO_UNITS
     #: Of the routable ones, those that compute prompts for others,
-    prefill: tuple[Unit, ...] = ()
+    prefill: Units = NO_UNITS
     #: and those that a generation may be sent to, by itself or with one of `prefill`.
-    generating: tuple[Unit, ...] = ()
+    generating: Units = NO_UNITS
     #: Whether ranks are among all these.
     ranked: bool = False
 
@@ -30,10 +43,10 @@ class Snapshot:
         for worker in workers:
             if worker.state in units:
                 units[worker.state] += worker.units
-        routable, paused = (tuple(each) for each in units.values())
-        prefill = tuple(unit for unit in routable if unit.worker.role is Role.PREFILL)
+        routable, paused = (Units(each) for each in units.values())
+        prefill = Units(unit for unit in routable if unit.worker.role is Role.PREFILL)
         barred = Role.PREFILL if prefill else Role.DECODE
-        generating = tuple(unit for unit in routable if unit.worker.role is not barred)
+        generating = Units(unit for unit in routable if unit.worker.role is not barred)
         ranked = any(unit.rank is not None for unit in (*routable, *paused))
         return cls(number, routable, paused, prefill, generating, ranked)
 

@@ -210,6 +210,24 @@ def test_a_lease_is_on_a_unit_of_the_snapshot() -> None:
     lease.release()
 
 
+def test_a_snapshot_knows_who_is_among_its_units() -> None:
+    scene = Scene.of("abc")
+    before = scene.pool.snapshot
+    gone = scene["b"]
+    scene.pool.remove(gone)
+    after = scene.pool.snapshot
+    for units, members in (
+        (before.routable, "abc"),
+        (after.routable, "ac"),
+        (after.generating, "ac"),
+        (after.paused, ""),
+    ):
+        assert [unit.worker for unit in units] == [gone if name == "b" else scene[name] for name in members]
+        assert all(unit in units for unit in units)
+    assert gone.units[0] in before.routable
+    assert gone.units[0] not in after.routable
+
+
 # Removal and drain
 
 

@@ -50,7 +50,7 @@ class Admission:
 
     def places(self, key: str | None, units: Sequence[Unit], tokens: int) -> Sequence[Unit]:
         """Those of the units where a generation may go: all, unless it begins a session and some have room for it."""
-        if not tokens or not self.begins(key):
+        if not self._share or not tokens or not self.begins(key):
             return units
         return [unit for unit in units if unit not in self._reserved and self._room(unit) >= tokens] or units
 

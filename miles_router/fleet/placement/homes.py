@@ -71,8 +71,9 @@ class Homes:
         `settle` must follow. Who comes back too late to have counted is learned from like all others: the mean would
         stay too short for ever."""
         self.expire()
-        home = None if key is None else self._homes.get(key)
-        if home is not None and not home.running:
+        if key is None or (home := self._homes.get(key)) is None:
+            return None
+        if not home.running:
             self._uncount(home)
             absence = min(LONGEST, self._now() - home.since)
             self._mean = absence if self._mean is None else self._mean + _WEIGHT * (absence - self._mean)
@@ -90,11 +91,11 @@ class Homes:
         """Where a session is at home, now that a request of it goes to `unit`; None where it is elsewhere. It moves
         when its policy has it move, when nothing can be sent home, or nobody answers there, and when nothing was
         generated there. Where this request alone cannot, for it was just lost there, its home is kept."""
-        lost = home is not None and home.unit is not unit and home.unit not in candidates
-        lost = lost and (not tokens or self.begun(key))
-        if home is not None and lost and home.unit in routable and not home.unit.worker.failures:
-            self.stay_away(home)
-            return None
+        if home is not None and home.unit is not unit and home.unit not in candidates:
+            lost = not tokens or self.begun(key)
+            if lost and home.unit in routable and not home.unit.worker.failures:
+                self.stay_away(home)
+                return None
         return self.enter(key, home, unit, tokens)
 
     def enter(self, key: str, home: SessionHome | None, unit: Unit, tokens: int) -> SessionHome:
@@ -109,16 +110,19 @@ class Homes:
                 home.unit.sessions -= home.running > 0
                 unit.sessions += home.running > 0
                 home.unit, home.stayed = unit, 0
-        unit.sessions += home.running == 0
+        if not home.running:
+            unit.sessions += 1
         home.running += 1
         home.stayed += 1
-        home.prompts += tokens > 0
+        if tokens:
+            home.prompts += 1
         return home
 
     def leave(self, home: SessionHome, tokens: int, *, answered: bool) -> None:
         """One of its requests has ended. One that was not answered has added nothing to what it holds."""
         home.running -= 1
-        home.prompts -= tokens > 0
+        if tokens:
+            home.prompts -= 1
         if answered:
             home.tokens = tokens or home.tokens
         if not home.running:
@@ -141,11 +145,12 @@ class Homes:
 
     def expire(self) -> None:
         """Count nobody who has been away for too long."""
-        if not self._away:
+        away = self._away
+        if not away:
             return
         limit = LONGEST if self._mean is None else min(LONGEST, max(SHORTEST, PATIENCE * self._mean))
         latest = self._now() - limit
-        while self._away and (home := next(iter(self._away.values()))).since < latest:
+        while away and (home := next(iter(away.values()))).since < latest:
             self._uncount(home)
 
     def _uncount(self, home: SessionHome) -> None:

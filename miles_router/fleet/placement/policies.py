@@ -44,10 +44,20 @@ class LeastInFlight:
             if home.in_flight < MORE or need.running or not need.tokens:
                 return home
             candidates = _some(candidates, home.chosen_at)
-        # Without a function that is called for each: among hundreds that would take up to twice as long.
-        loads = [(unit.in_flight + unit.sessions, unit.chosen_at, place) for place, unit in enumerate(candidates)]
-        best = candidates[min(loads)[2]]
+        best = _least_busy(candidates)
         return best if home is None or _has_far_more(home, best, need.tokens) else home
+
+
+def _least_busy(candidates: Sequence[Unit]) -> Unit:
+    """As `min` by requests and sessions, then by `chosen_at`: with a key for each, among hundreds, that takes three
+    times as long."""
+    best = candidates[0]
+    least = best.in_flight + best.sessions
+    for unit in candidates:
+        busy = unit.in_flight + unit.sessions
+        if busy < least or (busy == least and unit.chosen_at < best.chosen_at):
+            best, least = unit, busy
+    return best
 
 
 def _some(candidates: Sequence[Unit], turn: int) -> Sequence[Unit]:
