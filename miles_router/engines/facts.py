@@ -65,6 +65,8 @@ class Facts:
     preferred_sampling_params: Mapping[str, Any] | None = None
     #: Whether its chat assumes what the model's `generation_config.json` has ("model"), or the API's own ("openai").
     sampling_defaults: str | None = None
+    #: Whether it applies LoRA adapters.
+    lora: bool | None = None
     #: Tokens of a prompt and its answer together.
     context_length: int | None = None
     #: Tokens whose keys and values each of its ranks has memory for.
@@ -135,6 +137,7 @@ def read_facts(
         incremental_streaming=False if translated else _flag(server, "incremental_streaming_output", "stream_output"),
         preferred_sampling_params=_mapping(both, "preferred_sampling_params"),
         sampling_defaults=_text(server, "sampling_defaults"),
+        lora=_flag(server, "enable_lora"),
         context_length=_window(server),
         token_capacity=_count(server, "max_total_num_tokens"),
         endpoints=endpoints,

@@ -20,7 +20,8 @@ from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Policy
-from miles_router.fleet.pool import WorkerPool, prefill_key
+from miles_router.fleet.placement.homes import prefill_key
+from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.snapshot import Snapshot
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
@@ -102,6 +103,10 @@ class Fleet:
         self._asking: dict[Worker, asyncio.Task[Facts]] = {}
         #: What its engines have called their model, in that order: a new checkpoint from disk changes the name.
         self.model_names: dict[str, None] = {}
+        #: Whether one of them has been asked what it is, and had its time to answer,
+        self.heard = False
+        #: and whether one has said that it applies adapters.
+        self.applies_adapters = False
         pool.listeners.append(self._changed)
 
     # What may be chosen
@@ -321,6 +326,7 @@ class Fleet:
         facts, process = await self._questions.facts(worker)
         worker.profile = facts.profile or worker.profile
         worker.asked, worker.last_capacity = True, facts.token_capacity or worker.last_capacity
+        self.heard, self.applies_adapters = True, self.applies_adapters or facts.lora is True
         if process is not None and self.pool.find(worker.url) is worker:
             worker.facts, worker.facts_of = facts.after(worker.facts), process
             self._count_on_ranks(worker, worker.facts)

@@ -18,22 +18,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from typing import Literal
 
-from miles_router.errors import NotFound, NoWorkerAvailable
+from miles_router.errors import NotFound, NoWorkerAvailable, PolicyFault
 from miles_router.fleet.caches import PrefixCaches, new_number
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.admission import Admission
 from miles_router.fleet.placement.contract import Need, Policy
-from miles_router.fleet.placement.homes import Homes
+from miles_router.fleet.placement.homes import Homes, prefill_key
 from miles_router.fleet.snapshot import Snapshot, why_none
 from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import ALIVE, Role, Transition, Unit, Worker, WorkerState, voted_version
+from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState, voted_version
 
 ReadmitPolicy = Literal["same-weights", "healthy", "never"]
-
-
-def prefill_key(key: str) -> str:
-    """What a session is called among those that compute prompts for others."""
-    return f"{Role.PREFILL.value} {key}"
 
 
 class WorkerPool:
@@ -263,7 +258,11 @@ class WorkerPool:
             unit = policy.choose(candidates, Need(None, 0, 0, tokens, body))
         else:
             home = known.unit if known.unit in candidates else None
-            unit = policy.choose(candidates, Need(home, known.stayed, known.running, tokens, body))
+            try:
+                unit = policy.choose(candidates, Need(home, known.stayed, known.running, tokens, body))
+            except PolicyFault:
+                self.homes.stay_away(known)
+                raise
         self._choices += 1
         unit.chosen_at = self._choices
         at = None if key is None else self.homes.settle(key, known, unit, candidates, at_home, tokens)

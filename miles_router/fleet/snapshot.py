@@ -12,7 +12,7 @@ from miles_router.fleet.workers import Role, Unit, Worker, WorkerState
 class Units(tuple[Unit, ...]):
     """Some, in order; whether one is among them is told at once, however many they are."""
 
-    def __init__(self, units: Iterable[Unit] = ()) -> None:
+    def __init__(self, _: Iterable[Unit] = ()) -> None:  # the tuple has them
         self._members = frozenset(self)
 
     def __contains__(self, unit: object) -> bool:

@@ -56,7 +56,7 @@ class Unit:
     """What one request is sent to, and what it is counted on: the part of a worker that generates on its own. A worker
     is one unit, or one for each of its ranks."""
 
-    __slots__ = ("chosen_at", "in_flight", "rank", "retired", "sessions", "tokens", "worker")
+    __slots__ = ("away", "chosen_at", "in_flight", "rank", "retired", "sessions", "tokens", "worker")
 
     def __init__(self, worker: Worker, rank: int | None = None) -> None:
         self.worker = worker
@@ -67,6 +67,8 @@ class Unit:
         self.tokens = 0
         #: That are at home here and are not over, as far as anybody knows.
         self.sessions = 0
+        #: Of these, those that this process has seen and of which nothing runs.
+        self.away = 0
         #: When it was chosen last, as the number of that choice.
         self.chosen_at = 0
         #: It is no part of its worker any more, which has others. What it has is left to finish.

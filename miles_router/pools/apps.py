@@ -13,7 +13,8 @@ from miles_router.pools.pools import Pools
 
 
 class Reception:
-    """Around a router's layers: finds out for which pool a request is, once a worker has a `model_id`."""
+    """Around a router's layers: finds out for which pool a request is, and with which adapter, once a worker has a
+    `model_id` or an engine applies adapters."""
 
     def __init__(self, app: ASGIApp, pools: Pools) -> None:
         self._app = app
@@ -22,7 +23,7 @@ class Reception:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one request. Raises as `PoolChoice.choose`."""
-        if not self._pools.named or scope["type"] != "http":
+        if scope["type"] != "http" or not await self._pools.look():
             await self._app(scope, receive, send)
             return
         exchange = Exchange.of(scope)
@@ -44,7 +45,7 @@ class Dispatch:
             UnsupportedByEngine: its route never applies the adapter that it names.
         """
         pools = self.pools
-        if not pools.named:
+        if not (pools.named or pools.default.fleet.applies_adapters):
             await pools.default.app(scope, receive, send)
             return
         exchange = Exchange.of(scope)

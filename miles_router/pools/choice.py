@@ -30,17 +30,21 @@ class PoolChoice:
         model = self._model(scope, body)
         if model is None:
             pool, adapter = self._pools.meant(models.MODEL if computes(path) else None), None
-        else:
+        elif self._pools.named:
             pool, adapter = await self._find(model)
+        else:
+            pool, adapter = self._pools.default, await self._adapter(model)
         default = self._pools.default
         if pool is not default:
             if path.startswith(SESSION_PREFIX):
                 raise BadRequest(f"sessions are of the model {default.name or models.DEFAULT!r} alone")
             exchange.pool = pool.name
-        if adapter is None:
+        if model is None or adapter is None:
             return body
         exchange.adapter, spelled = adapter, pool.spelled(adapter)
-        return body if spelled == model else models.with_model(body, spelled)
+        if spelled == model or (not self._pools.named and model.partition(":")[2] == adapter):
+            return body  # any base without a colon will do
+        return models.with_model(body, spelled)
 
     def _model(self, scope: Scope, body: bytes) -> str | None:
         """The model that a request names."""
@@ -62,6 +66,20 @@ class PoolChoice:
         for each in self._pools:
             await each.learn()  # first: a name that another pool has too is none
         return self._by_names(model) or await self._by_adapter(model)
+
+    async def _adapter(self, model: str) -> str | None:
+        """The adapter that is named where there is one model, which answers to any name: agents have their own."""
+        pool = self._pools.default
+        names = pool.names | {models.DEFAULT}
+        if model in names:
+            return None
+        if (based := models.adapter_of(model, names)) is not None:
+            return based[1]
+        _, _, behind = model.partition(":")
+        for name in filter(None, (model, behind)):
+            if await pool.has_had(name):
+                return name
+        return None
 
     def _by_names(self, model: str) -> tuple[ModelPool, str | None] | None:
         """The only pool that calls its model so, or has it as the base of this adapter."""

@@ -23,6 +23,8 @@ from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 
 MAX_POOLS = 64
+#: Adapters of one pool that are remembered when they are there no more.
+MAX_ADAPTERS = 1024
 #: Seconds for which an answer holds.
 FRESH = 1.0
 #: Names of one model, adapters, and characters of a request's own, that a refusal repeats.
@@ -80,6 +82,7 @@ class ModelPool:
         self._probes = probes
         self._adapters = Inquiry(self._ask_adapters)
         self._facts = Inquiry(self._ask_facts)
+        self._had: dict[str, None] = {}  # adapters that it has or had, those that were seen last at the end
 
     @property
     def fleet(self) -> Fleet:
@@ -100,6 +103,11 @@ class ModelPool:
         """The adapters that its workers have now; all have the same."""
         return await self._adapters.answer()
 
+    async def has_had(self, adapter: str) -> bool:
+        """Whether its workers have an adapter of this name, or had one while the router looked: engines load such a
+        one again, or refuse it."""
+        return adapter in self._had or adapter in await self.adapters()
+
     def forget_adapters(self) -> None:
         """They may have changed."""
         self._adapters = Inquiry(self._ask_adapters)
@@ -111,7 +119,13 @@ class ModelPool:
 
     async def _ask_adapters(self) -> frozenset[str]:
         for worker in self.fleet.pool.routable[:1]:
-            return await self._probes.adapters(worker)
+            adapters = await self._probes.adapters(worker)
+            for each in adapters:
+                self._had.pop(each, None)
+                self._had[each] = None
+            for each in [*self._had][:-MAX_ADAPTERS]:
+                del self._had[each]
+            return adapters
         return frozenset()
 
     async def _ask_facts(self) -> None:
@@ -130,7 +144,7 @@ class Pools:
         self._make = make
         self._pools: dict[str, ModelPool] = {}
         self._running: AsyncExitStack | None = None
-        #: Whether some worker has ever been registered with a `model_id`. Until then nobody looks at a request's model.
+        #: Whether some worker has ever been registered with a `model_id`.
         self.named = False
         #: Whether some layer is of one model: which one must not depend on who registers first.
         self.layered = False
@@ -160,6 +174,15 @@ class Pools:
                 yield
             finally:
                 self._running = None
+
+    async def look(self) -> bool:
+        """Whether the model that a request names says who answers it, or with which adapter."""
+        if self.named:
+            return True
+        default = self.default
+        if not default.fleet.heard:
+            await default.learn()
+        return default.fleet.applies_adapters
 
     # By name
 

@@ -199,6 +199,25 @@ async def test_the_roles_are_shown_and_counted(stage: Stage) -> None:
         assert f'miles_router_worker_type{{type="prefill",worker="{pair.prefill.url}"}} 1.0' in metrics
 
 
+async def test_halves_that_join_by_the_gateways_route_serve(stage: Stage) -> None:
+    router = await stage.router()
+    async with (
+        SimulatedWorker(pairing=Pairing("prefill")) as prefill,
+        SimulatedWorker(pairing=Pairing("decode")) as decode,
+    ):
+        for half in (prefill, decode):
+            assert half.settings.pairing is not None
+            role, port = (half.settings.pairing.registration.get(name) for name in ("worker_type", "bootstrap_port"))
+            said = {"url": half.url, "worker_type": role, **({} if port is None else {"bootstrap_port": int(port)})}
+            answer = await router.ask("POST", "/workers", JSON, orjson.dumps(said))
+            assert answer.status == 201, answer.body
+        body = orjson.dumps({"input_ids": PROMPT, "sampling_params": SHORT})
+        answer = await router.ask("POST", "/generate", JSON, body)
+        assert answer.status == 200, answer.body
+        assert answer.json()["output_ids"] == decode.door.generations[-1].output_ids
+        assert len(prefill.door.at("/generate")) == 1
+
+
 async def test_a_worker_that_starts_as_a_half_registers_as_one(stage: Stage) -> None:
     router = await stage.router()
     async with (

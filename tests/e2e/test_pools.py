@@ -431,6 +431,48 @@ async def test_an_adapter_loaded_behind_the_router_is_found() -> None:
         assert applied(made["judge"]) == "late"
 
 
+@asynccontextmanager
+async def one_model_with_adapters() -> AsyncIterator[Scene]:
+    """A worker that was given no `model_id` and has adapters that the router has not seen."""
+    async with SimulatedWorker(model_path="org/plain", enable_lora=True) as worker, running_router() as router:
+        for name in ("one", "org/two:b"):
+            loaded = orjson.dumps({"lora_name": name, "lora_path": "/x"})
+            assert (await http.ask(worker.url, "POST", "/load_lora_adapter", JSON, loaded)).status == 200
+        assert (await register(router, worker, None)).status == 201
+        yield Scene(router, {"": worker})
+
+
+@pytest.mark.parametrize("path", ["/generate", CHAT, "/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("adapter", ["one", "org/two:b"])
+@pytest.mark.parametrize("base", ["org/plain:", "default:", "gpt:", ""])
+async def test_an_adapter_answers_where_no_worker_has_a_model_id(path: str, adapter: str, base: str) -> None:
+    async with one_model_with_adapters() as made:
+        assert await made.answers(path, model=f"{base}{adapter}") == ""
+        assert applied(made[""]) == adapter
+
+
+async def test_where_no_worker_has_a_model_id_any_other_name_is_the_models() -> None:
+    async with one_model_with_adapters() as made:
+        for path in ROUTES:
+            for model in ("org/plain", "default", "gpt-4", "Gpt 4"):
+                assert await made.answers(path, model=model) == ""
+                assert applied(made[""]) is None
+                assert made[""].door.at(path)[-1].json()["model"] == model
+
+
+async def test_where_no_worker_has_a_model_id_an_adapter_is_never_answered_by_base_weights() -> None:
+    async with one_model_with_adapters() as made:
+        for model in ("org/plain:one", "one"):
+            answer = await made.answers("/v1/responses", model=model)
+            assert isinstance(answer, RawReply)
+            assert (answer.status, answer.json()["error"]["type"]) == (501, "unsupported_by_engine")
+        assert (await post(made.router, "/unload_lora_adapter", lora_name="one")).status == 200
+        for path in ("/generate", CHAT, "/v1/completions", "/v1/messages"):
+            answer = await made.answers(path, model="one")
+            assert isinstance(answer, RawReply)
+            assert (answer.status, b"one" in answer.body) == (400, True)
+
+
 async def test_a_client_controls_the_workers_of_one_model() -> None:
     async with scene("actor", "judge") as made, RouterClient(made.router.url) as client:
         actor = client.of_model("actor")

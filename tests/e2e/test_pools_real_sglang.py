@@ -85,6 +85,19 @@ async def test_an_adapter_answers_however_it_is_named(worker: RealWorker, router
         assert said(await post(router, path, model=name, **ROUTES[path])) == by_adapter, name
 
 
+async def test_an_adapter_answers_where_no_worker_has_a_model_id(worker: RealWorker) -> None:
+    async with running_router() as router:
+        assert (await router.ask("POST", f"/add_worker?url={worker.url}")).status == 200
+        for path, request in ROUTES.items():
+            direct = {"lora_path": "one"} if path == "/generate" else {"model": "any:one"}
+            by_adapter = said(await http.ask(worker.url, "POST", path, JSON, orjson.dumps({**request, **direct})))
+            for name in ("one", "any:one"):
+                assert said(await post(router, path, model=name, **request)) == by_adapter, (path, name)
+            assert said(await post(router, path, model="any", **request)) != by_adapter, path
+        refused = await post(router, "/v1/responses", model="one", input="Count")
+        assert (refused.status, refused.json()["error"]["type"]) == (501, "unsupported_by_engine")
+
+
 async def test_what_no_adapter_answers_is_refused(router: RunningRouter) -> None:
     refused = await post(router, "/v1/responses", model="one", input="Count")
     assert (refused.status, refused.json()["error"]["type"]) == (501, "unsupported_by_engine")

@@ -115,6 +115,34 @@ def test_a_session_leaves_a_worker_with_far_more_in_flight_between_its_turns() -
     assert turn(pool, policy, "a", 16_000) is moved
 
 
+def test_sessions_that_come_back_in_a_wave_stay_at_home() -> None:
+    pool, policy = pool_of(2), LeastInFlight()
+    homes = {name: turn(pool, policy, name, 100) for name in map(str, range(40))}
+    there = next(iter(pool)).units[0]
+    wave = [pool.lease(policy, name, tokens=100) for name, home in homes.items() if home is there]
+    assert [lease.unit for lease in wave] == [there] * 20, "the other has none in flight, and as many sessions"
+    for lease in wave:
+        lease.release()
+
+
+def test_sessions_leave_in_a_wave_for_a_worker_that_has_far_fewer_sessions() -> None:
+    pool, policy = pool_of(1), LeastInFlight()
+    for name in map(str, range(20)):
+        turn(pool, policy, name, 100)
+    newcomer = pool.add(parse_worker_url("http://new"))
+    wave = [pool.lease(policy, name, tokens=100) for name in map(str, range(20))]
+    moved = sum(lease.worker is newcomer for lease in wave)
+    assert 5 <= moved <= 10
+
+
+def test_sessions_leave_a_worker_that_has_far_more_requests_of_no_session() -> None:
+    pool, policy = pool_of(2), LeastInFlight()
+    homes = {name: turn(pool, policy, name, 100) for name in "abcdef"}
+    there = homes["a"]
+    _texts = [pool.lease(policy, tokens=100, preferred=there.worker.url) for _ in range(4)]
+    assert turn(pool, policy, "a", 100) is not there
+
+
 def test_of_a_large_fleet_it_looks_at_some_workers_at_each_turn_and_at_others_at_the_next() -> None:
     pool, policy = pool_of(100), LeastInFlight()
     first = turn(pool, policy, "a", 100)
@@ -368,10 +396,18 @@ class Stubborn:
 def test_what_a_policy_of_ones_own_chooses_is_looked_at() -> None:
     pool, elsewhere = pool_of(2), pool_of(1)
     stranger = next(iter(elsewhere)).units[0]
-    for idea, says in ((lambda: stranger, "none of the 2 candidates"), (lambda: 1 // 0, "ZeroDivisionError")):
-        with pytest.raises(PolicyFault, match=f"the policy Stubborn .*{says}"):
-            pool.lease(Checked(Stubborn(idea)))
-    assert (pool.in_flight, held(pool)) == (0, [(0, 0), (0, 0)])
+    home, before = turn(pool, LeastInFlight(), "a", 100), held(pool)
+    ideas: list[tuple[Callable[[], Any], str]] = [
+        (lambda: stranger, "none of the 2 candidates"),
+        (lambda: [home], "none of the 2 candidates"),
+        (lambda: 1 // 0, "ZeroDivisionError"),
+    ]
+    for idea, says in ideas:
+        for key in (None, "a", "new"):
+            with pytest.raises(PolicyFault, match=f"the policy Stubborn .*{says}"):
+                pool.lease(Checked(Stubborn(idea)), key, tokens=100)
+            assert (pool.in_flight, held(pool)) == (0, before)
+    assert turn(pool, LeastInFlight(), "a", 100) is home
     own = next(iter(pool)).units[0]
     assert pool.lease(Checked(Stubborn(lambda: own))).unit is own
 

@@ -178,6 +178,8 @@ def written(fleet: Fleet, pool: SharedPool) -> Record:
         "released": sorted(fleet.released),
         "memory_orders": [[each.method, _text(each.target), _text(each.body)] for each in fleet.memory_orders],
         "names": list(fleet.model_names),
+        "heard": fleet.heard,
+        "applies_adapters": fleet.applies_adapters,
         "workers": written_workers(pool),
     }
 
@@ -205,6 +207,8 @@ def followed(record: Record, fleet: Fleet, pool: SharedPool, own_number: Callabl
     pool.stalls = record["stalls"]
     pool.follow(record["workers"], own_number)
     fleet.model_names.update(dict.fromkeys(record["names"]))
+    fleet.heard |= record["heard"]
+    fleet.applies_adapters |= record["applies_adapters"]
     follow_gate(fleet.gate, record["gate"])
 
 

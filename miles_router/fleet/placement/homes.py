@@ -1,8 +1,9 @@
 """Where sessions are at home: the unit that has their prefix in its cache, and how many tokens they hold there.
 
-A home is remembered rather than hashed: a worker that joins takes no session away from one that works. While nothing of
-a session runs, its tokens count on its unit, for it will come back; until it is told to be over, or has been away for
-several times as long as sessions usually are. Nobody says how long a tool works: that is learned.
+A home is remembered rather than hashed: that a worker joins moves no session. Policies move them, between two of their
+turns. While nothing of a session runs, its tokens count on its unit, for it will come back; until it is told to be
+over, or has been away for several times as long as sessions usually are. Nobody says how long a tool works: that is
+learned.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 
-from miles_router.fleet.workers import Unit
+from miles_router.fleet.workers import Role, Unit
 
 #: A session that is away for so many times as long as sessions are in the mean counts no more; within these bounds, in
 #: seconds, and for the longest of them while nobody has come back yet.
 PATIENCE, SHORTEST, LONGEST = 10.0, 1.0, 600.0
 #: How much one absence weighs in the mean.
 _WEIGHT = 0.02
+
+
+def prefill_key(key: str) -> str:
+    """What a session is called among those that compute prompts for others."""
+    return f"{Role.PREFILL.value} {key}"
 
 
 class SessionHome:
@@ -137,6 +143,7 @@ class Homes:
             self._away[home.key] = home
             home.unit.tokens += home.tokens
             home.unit.sessions += 1
+            home.unit.away += 1
 
     def forget(self, key: str) -> None:
         """A session is over."""
@@ -157,3 +164,4 @@ class Homes:
         if self._away.pop(home.key, None) is not None:
             home.unit.tokens -= home.tokens
             home.unit.sessions -= 1
+            home.unit.away -= 1

@@ -69,7 +69,17 @@ def _some(candidates: Sequence[Unit], turn: int) -> Sequence[Unit]:
 
 
 def _has_far_more(home: Unit, best: Unit, tokens: int) -> bool:
-    return home.in_flight >= TIMES * best.in_flight + MORE + tokens / LONG
+    """Whether leaving pays. Sessions alone come back in waves, each worker's at times of its own: where it is not that
+    a worker has more of them, or that it has more of other requests, all would flee from each other."""
+    more = MORE + tokens / LONG
+    return home.in_flight >= TIMES * best.in_flight + more and (
+        home.sessions >= TIMES * best.sessions + more or _others(home) >= TIMES * _others(best) + more
+    )
+
+
+def _others(unit: Unit) -> int:
+    """Requests in flight that are of no session."""
+    return unit.in_flight - unit.sessions + unit.away
 
 
 class LeastTokens:
@@ -138,7 +148,7 @@ class Checked:
             unit = self._policy.choose(candidates, need)
         except Exception as error:  # foreign code may fail in any way
             raise PolicyFault(f"the policy {name} failed: {type(error).__name__}: {error}") from error
-        if unit not in candidates:
+        if not isinstance(unit, Unit) or unit not in candidates:
             raise PolicyFault(f"the policy {name} chose {unit!r}, which is none of the {len(candidates)} candidates")
         return unit
 

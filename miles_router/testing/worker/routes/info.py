@@ -69,6 +69,7 @@ async def server_info(visit: Visit) -> web.StreamResponse:
             "disaggregation_mode": settings.disaggregation_mode,
             "status": "ready",
             "incremental_streaming_output": settings.incremental_streaming_output,
+            "enable_lora": visit.engine.enable_lora,
             "enable_return_routed_experts": settings.moe is not None,
             "enable_return_indexer_topk": settings.indexer is not None,
             "weight_version": visit.engine.named_version,

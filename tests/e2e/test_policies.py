@@ -1,0 +1,131 @@
+"""`--policy`: by which one a router chooses, over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import orjson
+import pytest
+
+from miles_router.fleet.placement.contract import Need
+from miles_router.fleet.workers import Unit
+from tests.support.http import Client, Pairs, request
+from tests.support.running_router import RunningRouter
+from tests.support.scripted_worker import HANG, ScriptedWorker, reply, script
+from tests.support.stage import Stage
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.alone("counts what one process chooses")
+
+SESSION: Pairs = [("X-SMG-Routing-Key", "a")]
+
+
+class Last:
+    """Always the last worker of the list."""
+
+    def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
+        """See `Policy`."""
+        return candidates[-1]
+
+
+class Unfinished:
+    """Forgot to choose one."""
+
+    def choose(self, candidates: Sequence[Unit], need: Need) -> object:
+        """See `Policy`."""
+        return sorted(candidates, key=lambda unit: unit.tokens)
+
+
+def generation(length: int = 100) -> bytes:
+    """A request with a prompt of so many bytes."""
+    return orjson.dumps({"text": "a" * length, "sampling_params": {"max_new_tokens": 1}})
+
+
+async def taker(
+    router: RunningRouter, workers: list[ScriptedWorker], headers: Pairs = (), length: int = 100
+) -> ScriptedWorker:
+    """The worker that answers a generation."""
+    before, in_flight = [len(worker.requests) for worker in workers], router.pool.in_flight
+    answer = await router.ask("POST", "/generate", headers, generation(length))
+    assert answer.status == 200, answer.body
+    (took,) = [worker for worker, seen in zip(workers, before, strict=True) if len(worker.requests) > seen]
+    await until(lambda: router.pool.in_flight <= in_flight, "its answer is over for the router, too")
+    return took
+
+
+async def all_busy(workers: list[ScriptedWorker], count: int) -> None:
+    """Wait until so many requests are held."""
+    await until(lambda: sum(worker.busy for worker in workers) == count, f"{count} are held")
+
+
+async def held(stage: Stage, router: RunningRouter, workers: list[ScriptedWorker], *lengths: int) -> list[Client]:
+    """Generations that do not end, one after the other."""
+    clients, busy = [], sum(worker.busy for worker in workers)
+    for worker in workers:
+        worker.always(script(HANG))
+    for number, length in enumerate(lengths, 1):
+        clients.append(await stage.client(router))
+        await clients[-1].send(request("POST", "/generate", body=generation(length)))
+        await all_busy(workers, busy + number)
+    for worker in workers:
+        worker.always(script(reply()))
+    return clients
+
+
+@pytest.mark.parametrize(
+    ("policy", "beside_the_long_one"), [("least-inflight", 1), ("least-tokens", 0), ("session", 0), ("prefix", 0)]
+)
+async def test_requests_go_where_the_policy_says(stage: Stage, policy: str, beside_the_long_one: int) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers, policy=policy)
+    clients = await held(stage, router, workers, 200_000)
+    with_it = next(worker for worker in workers if worker.busy)
+    clients += await held(stage, router, workers, 100, 100)
+    assert with_it.busy == 1 + beside_the_long_one
+    for client in clients:
+        client.abort()
+
+
+@pytest.mark.parametrize(("policy", "workers_of_one_prefix"), [("least-inflight", 2), ("prefix", 1)])
+async def test_prompts_that_begin_alike_meet_where_the_policy_says(
+    stage: Stage, policy: str, workers_of_one_prefix: int
+) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers, policy=policy)
+    took = {id(await taker(router, workers, length=20_000)) for _ in range(4)}
+    assert len(took) == workers_of_one_prefix
+
+
+async def test_a_session_leaves_a_worker_with_far_more_in_flight_and_stays_where_it_went(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers)
+    home = await taker(router, workers, SESSION)
+    clients: dict[ScriptedWorker, list[Client]] = {worker: [] for worker in workers}
+    while min(len(there) for there in clients.values()) < 4:
+        busy = {worker: worker.busy for worker in workers}
+        (client,) = await held(stage, router, workers, 100)
+        clients[next(worker for worker in workers if worker.busy > busy[worker])].append(client)
+    assert await taker(router, workers, SESSION) is home, "the other is as busy"
+    (other,) = (worker for worker in workers if worker is not home)
+    for client in clients[other]:
+        client.abort()
+    await until(lambda: router.pool.in_flight == len(clients[home]), "the other is idle")
+    assert [await taker(router, workers, SESSION) for _ in range(3)] == [other] * 3
+    for client in clients[home]:
+        client.abort()
+
+
+async def test_a_policy_of_ones_own_chooses(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(3)]
+    router = await stage.router(*workers, policy="tests.e2e.test_policies.Last")
+    assert [await taker(router, workers) for _ in range(4)] == [workers[-1]] * 4
+
+
+async def test_what_is_no_choice_is_answered_by_name_and_asks_no_worker(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    router = await stage.router(*workers, policy="tests.e2e.test_policies.Unfinished")
+    answer = await router.ask("POST", "/generate", SESSION, generation())
+    error = answer.json()["error"]
+    assert (answer.status, error["type"]) == (500, "policy_failed")
+    assert "the policy Unfinished chose [" in error["message"]
+    assert [worker.requests for worker in workers] == [[], []]
