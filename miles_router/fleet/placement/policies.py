@@ -78,8 +78,9 @@ def _has_far_more(home: Unit, best: Unit, tokens: int) -> bool:
 
 
 def _others(unit: Unit) -> int:
-    """Requests in flight that are of no session."""
-    return unit.in_flight - unit.sessions + unit.away
+    """Requests in flight that are of no session. Sessions that another process knows to be away pass for running: then
+    there may be more than this."""
+    return max(0, unit.in_flight - unit.sessions + unit.away)
 
 
 class LeastTokens:
