@@ -50,7 +50,7 @@ nightly: processes chromium ## the tests without SGLang with many more and alway
 	@$(call say,tests with many random cases)
 	@$(PYTEST) --tier nightly -m "not sglang and not static"
 
-heavy: install sglang tokenizers agents clients nginx ## storms, the proofs on real SGLang at full length, agents of others
+heavy: install sglang tokenizers agents clients nginx $(PEERS)/.installed ## storms, the proofs on real SGLang at full length, agents of others
 	@$(call say,storms and long proofs)
 	@$(PYTEST) --tier heavy -m "sglang or storm or clients"
 

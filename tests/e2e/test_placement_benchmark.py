@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.benchmarks.placement.bounds import alone, lower_bound, work
 from tests.benchmarks.placement.generators import SCENARIOS
 from tests.benchmarks.placement.routers import contenders
 from tests.benchmarks.placement.workload import Episode, Ids, Turn, lines, read
+from tests.support import tiers
 
 ROOT = Path(__file__).resolve().parents[2]
 EPISODES = [
@@ -32,18 +34,36 @@ EPISODES = [
 ]
 
 
-def test_a_run_ends_with_one_line_of_json_that_has_a_row_for_every_policy_of_ours(tmp_path: Path) -> None:
-    workload = tmp_path / "tiny.jsonl"
+def played(folder: Path, router: str) -> list[dict[str, Any]]:
+    """What the benchmark says of the tiny workload behind all policies of a router."""
+    workload = folder / "tiny.jsonl"
     workload.write_text("".join(json.dumps(each) + "\n" for each in EPISODES))
     command = [
         sys.executable, "-m", "tests.benchmarks.placement", "--workload", str(workload), "--seeds", "1", "--json",
-        "--only", "miles-router", "--workers", "3", "--loses-at", "1.5", "--gpu-speed", "0.5", "--polite",
-        "--plot", str(tmp_path / "plot.png"),
+        "--only", router, "--workers", "3", "--loses-at", "1.5", "--gpu-speed", "0.5", "--polite",
+        "--plot", str(folder / "plot.png"),
     ]  # fmt: skip
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])["results"]
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["results"]
+    return rows
+
+
+@pytest.mark.clients
+def test_the_gateway_plays_the_same_workload(tmp_path: Path) -> None:
+    if not tiers.heavy():
+        pytest.skip("the gateway has an environment of its own")
+    rows = played(tmp_path, "sglang-router")
+    assert [row["policy"] for row in rows] == [each.policy for each in contenders() if each.router == "sglang-router"]
+    for row in rows:
+        assert (row["workload"], row["failed"]) == ("tiny", 0)
+        assert row["makespan_s"] >= row["lower_bound_s"] > 0
+        assert 0 < row["prefix_hit_rate"] < 1
+
+
+def test_a_run_ends_with_one_line_of_json_that_has_a_row_for_every_policy_of_ours(tmp_path: Path) -> None:
+    rows = played(tmp_path, "miles-router")
     assert [row["policy"] for row in rows] == [each.policy for each in contenders() if each.router == "miles-router"]
     assert [row["default"] for row in rows].count(True) == 1
     for row in rows:
