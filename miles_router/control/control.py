@@ -14,6 +14,7 @@ from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import Requests
 from miles_router.control.row import BRIEF, Call, Row
 from miles_router.control.table import PAUSE, TABLE, own_row
+from miles_router.engines.models import ADAPTER_NAME
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Worker
@@ -82,6 +83,8 @@ class Control:
             with self._noting_a_pause() if row is PAUSE else nullcontext():
                 outcomes = await row.effect(call)
         self.sent += 1
+        if isinstance(adapter := arguments.get(ADAPTER_NAME), str):
+            self._fleet.note_adapters([adapter])
         return one_answer(outcomes, request_id)
 
     @contextmanager

@@ -19,6 +19,8 @@ from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.engines.writing import extended
 
 MODEL, ADAPTER = "model", "lora_path"
+#: Of an order to load or to unload an adapter: what it is called.
+ADAPTER_NAME = "lora_name"
 #: What an engine calls the model of a request that names none.
 DEFAULT = "default"
 #: Paths where `base:adapter` is applied.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -72,6 +72,8 @@ class Orders(Protocol):
 
 #: Of a fleet's model that are remembered.
 MAX_NAMES = 64
+#: Of adapters that it has had, those that were seen last.
+MAX_ADAPTERS = 1024
 
 
 class RankFault:
@@ -107,6 +109,8 @@ class Fleet:
         self.heard = False
         #: and whether one has said that it applies adapters.
         self.applies_adapters = False
+        #: Adapters that it has or had, as far as anybody has said so, the last one at the end.
+        self.adapter_names: dict[str, None] = {}
         pool.listeners.append(self._changed)
 
     # What may be chosen
@@ -338,6 +342,14 @@ class Fleet:
         for name in (facts.served_model_name, facts.model_path):
             if name and len(self.model_names) < MAX_NAMES:
                 self.model_names[name] = None
+
+    def note_adapters(self, names: Iterable[str]) -> None:
+        """It has these, or is told to load or to unload them."""
+        for name in names:
+            self.adapter_names.pop(name, None)
+            self.adapter_names[name] = None
+        for name in [*self.adapter_names][:-MAX_ADAPTERS]:
+            del self.adapter_names[name]
 
     def _count_on_ranks(self, worker: Worker, facts: Facts) -> None:
         """Each rank of its engine is a unit, unless this very process has ignored which one was meant."""

@@ -23,8 +23,6 @@ from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 
 MAX_POOLS = 64
-#: Adapters of one pool that are remembered when they are there no more.
-MAX_ADAPTERS = 1024
 #: Seconds for which an answer holds.
 FRESH = 1.0
 #: Names of one model, adapters, and characters of a request's own, that a refusal repeats.
@@ -82,7 +80,6 @@ class ModelPool:
         self._probes = probes
         self._adapters = Inquiry(self._ask_adapters)
         self._facts = Inquiry(self._ask_facts)
-        self._had: dict[str, None] = {}  # adapters that it has or had, those that were seen last at the end
 
     @property
     def fleet(self) -> Fleet:
@@ -106,7 +103,7 @@ class ModelPool:
     async def has_had(self, adapter: str) -> bool:
         """Whether its workers have an adapter of this name, or had one while the router looked: engines load such a
         one again, or refuse it."""
-        return adapter in self._had or adapter in await self.adapters()
+        return adapter in self.fleet.adapter_names or adapter in await self.adapters()
 
     def forget_adapters(self) -> None:
         """They may have changed."""
@@ -120,11 +117,7 @@ class ModelPool:
     async def _ask_adapters(self) -> frozenset[str]:
         for worker in self.fleet.pool.routable[:1]:
             adapters = await self._probes.adapters(worker)
-            for each in adapters:
-                self._had.pop(each, None)
-                self._had[each] = None
-            for each in [*self._had][:-MAX_ADAPTERS]:
-                del self._had[each]
+            self.fleet.note_adapters(adapters)
             return adapters
         return frozenset()
 

@@ -10,7 +10,7 @@ import pytest
 
 from miles_router.fleet.workers import Worker, WorkerState
 from tests.support.http import request
-from tests.support.running_router import RunningRouter
+from tests.support.running_router import RunningRouter, processes_used
 from tests.support.scripted_worker import CLOSE, HANG, RESET, Behaviour, ScriptedWorker, reply, script
 from tests.support.stage import Stage
 from tests.support.waiting import until
@@ -99,7 +99,8 @@ async def test_connect_failures_while_forwarding_count_at_once(stage: Stage) -> 
     for _ in range(6):
         assert (await router.ask("POST", "/generate", body=b"{}")).status == 200
     record = router.worker(gone)
-    assert (record.state, record.failures) == (WorkerState.QUARANTINED, 2)
+    assert record.state is WorkerState.QUARANTINED
+    assert 2 <= record.failures <= 1 + processes_used(), "each process may have one under way"
 
 
 async def test_a_connection_lost_under_a_request_is_no_connect_failure(stage: Stage) -> None:

@@ -192,7 +192,8 @@ async def test_a_worker_that_comes_back_with_an_older_cache_keeps_it_to_itself(s
         await update(router, "2")
         other.engine.weight_version = "2"
         assert (await router.ask("POST", f"/add_worker?url={other.url}")).status == 200
-        assert [(await generate(router))["cached_tokens"] for _ in range(2)] == [0, 0]
+        assert (await generate(router))["cached_tokens"] == 0
+        await generate(router)  # by the other worker, unless that is another process's choice
         reused = worker.engine.reused | other.engine.reused
         assert {pair for pair in reused if len({*pair}) > 1} == set(), "of other weights"
 

@@ -180,6 +180,7 @@ def written(fleet: Fleet, pool: SharedPool) -> Record:
         "names": list(fleet.model_names),
         "heard": fleet.heard,
         "applies_adapters": fleet.applies_adapters,
+        "adapters": list(fleet.adapter_names),
         "workers": written_workers(pool),
     }
 
@@ -209,6 +210,7 @@ def followed(record: Record, fleet: Fleet, pool: SharedPool, own_number: Callabl
     fleet.model_names.update(dict.fromkeys(record["names"]))
     fleet.heard |= record["heard"]
     fleet.applies_adapters |= record["applies_adapters"]
+    fleet.note_adapters(record["adapters"])
     follow_gate(fleet.gate, record["gate"])
 
 
