@@ -83,9 +83,10 @@ class Control:
             with self._noting_a_pause() if row is PAUSE else nullcontext():
                 outcomes = await row.effect(call)
         self.sent += 1
-        if isinstance(adapter := arguments.get(ADAPTER_NAME), str):
+        answer = one_answer(outcomes, request_id)
+        if answer.status == 200 and isinstance(adapter := arguments.get(ADAPTER_NAME), str):
             self._fleet.note_adapters([adapter])
-        return one_answer(outcomes, request_id)
+        return answer
 
     @contextmanager
     def _noting_a_pause(self) -> Iterator[None]:

@@ -344,7 +344,7 @@ class Fleet:
                 self.model_names[name] = None
 
     def note_adapters(self, names: Iterable[str]) -> None:
-        """It has these, or is told to load or to unload them."""
+        """It has these, or has loaded or unloaded them."""
         for name in names:
             self.adapter_names.pop(name, None)
             self.adapter_names[name] = None

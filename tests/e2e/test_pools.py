@@ -385,6 +385,13 @@ def applied(worker: SimulatedWorker) -> str | None:
     return worker.door.generations[-1].lora_path
 
 
+def never_applied(answer: str | RawReply) -> None:
+    """No worker took it, for its route applies no adapter."""
+    assert isinstance(answer, RawReply)
+    assert (answer.status, answer.json()["error"]["type"]) == (501, "unsupported_by_engine")
+    assert "/v1/responses answers with base weights" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["/generate", CHAT, "/v1/completions", "/v1/messages"])
 @pytest.mark.parametrize("adapter", ["one", "org/two:b"])
 @pytest.mark.parametrize("base", ["actor:", "org/actor:", ""])
@@ -408,9 +415,7 @@ async def test_a_route_that_never_applies_an_adapter_answers_nothing() -> None:
     async with with_adapters() as made:
         for model in ("actor:one", "one"):
             answer = await made.answers("/v1/responses", model=model)
-            assert isinstance(answer, RawReply)
-            assert (answer.status, answer.json()["error"]["type"]) == (501, "unsupported_by_engine")
-            assert "/v1/responses answers with base weights" in answer.json()["error"]["message"]
+            never_applied(answer)
 
 
 async def test_an_adapter_that_nobody_has_is_never_answered_by_base_weights() -> None:
@@ -460,12 +465,19 @@ async def test_where_no_worker_has_a_model_id_any_other_name_is_the_models() -> 
                 assert made[""].door.at(path)[-1].json()["model"] == model
 
 
+async def test_a_name_that_an_order_about_adapters_had_wrong_is_the_models() -> None:
+    async with one_model_with_adapters() as made:
+        refused = await post(made.router, "/unload_lora_adapter", lora_name="gpt-4")
+        assert refused.status == 400
+        assert await made.answers(model="gpt-4") == ""
+        assert applied(made[""]) is None
+
+
 async def test_where_no_worker_has_a_model_id_an_adapter_is_never_answered_by_base_weights() -> None:
     async with one_model_with_adapters() as made:
         for model in ("org/plain:one", "one"):
             answer = await made.answers("/v1/responses", model=model)
-            assert isinstance(answer, RawReply)
-            assert (answer.status, answer.json()["error"]["type"]) == (501, "unsupported_by_engine")
+            never_applied(answer)
         assert (await post(made.router, "/unload_lora_adapter", lora_name="one")).status == 200
         for path in ("/generate", CHAT, "/v1/completions", "/v1/messages"):
             answer = await made.answers(path, model="one")
