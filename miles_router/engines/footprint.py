@@ -1,4 +1,5 @@
-"""How many tokens the prompt of a request has, as its bytes tell, at no cost that grows with them.
+"""How many tokens the prompt of a request has, as its bytes tell, at no cost that grows with them; and how many were
+sampled, as the end of its answer tells.
 
 Ids are counted by the commas in a part of them; of text a token has four bytes in the mean. What is not the prompt is
 taken for a part of it: beside a prompt that weighs anything it is small. Of an image nobody knows before it is decoded:
@@ -14,6 +15,23 @@ _SAMPLE = 256
 _COMMAS = _SAMPLE // 8
 _BYTES_OF_TEXT, _BYTES_OF_IMAGE = 4, 500
 _BASE64 = (string.ascii_letters + string.digits + "+/=").encode("ascii")
+#: In `meta_info`, and in the `usage` of OpenAI's routes. In a text its quotes would be escaped.
+_COUNT = b'"completion_tokens"'
+_COLON = len(_COUNT) + 1
+_DIGITS, _BEHIND = 10, b" \r\n]}"
+
+
+def sampled_tokens(end: bytes) -> int:
+    """How many an answer says that were sampled for it, the last one where there are several; 0 where its end does not
+    say it, since it streams without usage, say, or rows of experts stand behind."""
+    at = end.rfind(_COUNT)
+    if at < 0:
+        return 0
+    begin = at + _COLON
+    try:
+        return max(0, int(end[begin : begin + _DIGITS].partition(b",")[0].rstrip(_BEHIND)))
+    except ValueError:  # null
+        return 0
 
 
 def prompt_tokens(body: bytes) -> int:

@@ -31,6 +31,12 @@ PER_PROMPT = (
 Reason = Literal["no_object", "no_prompt", "text", "input_ids", "sampling_params", "rid", "too_many"]
 
 
+def stop_strings(stop: object) -> list[str]:
+    """Those of a request's `stop`, a string or a list. An empty one stops nothing."""
+    each = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else ()
+    return [one for one in each if isinstance(one, str) and one]
+
+
 class UnknownShape(ValueError):
     """A body that is no request this router can read; the engine may still know what to do with it. `reason` is one
     of few words, which label metrics."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Lease:
     """One in-flight slot on a unit. `release` is idempotent, so that every path may call it."""
 
-    __slots__ = ("_pool", "home", "tokens", "unit")
+    __slots__ = ("_pool", "begun", "home", "tokens", "unit")
 
     def __init__(self, pool: WorkerPool, unit: Unit, tokens: int = 0, home: SessionHome | None = None) -> None:
         self.unit = unit
@@ -22,6 +22,7 @@ class Lease:
         self.tokens = tokens
         #: Its session's, where that is here.
         self.home = home
+        self.begun = pool.paces.now()
         self._pool: WorkerPool | None = pool
         unit.in_flight += 1
         unit.tokens += tokens
@@ -32,9 +33,15 @@ class Lease:
         """Whose unit it is."""
         return self.unit.worker
 
-    def release(self, *, answered: bool = True) -> None:
-        """Give the slot back; the second and later calls do nothing. `answered`: its request was, and not with a
-        refusal, so that its session holds what it asked with."""
+    def release(self, *, answered: bool = True, sampled: int = 0) -> None:
+        """Give the slot back; the second and later calls do nothing.
+
+        Args:
+            answered: its request was, and not with a refusal, so that its session holds what it asked with.
+            sampled: tokens of its answer; 0 where it does not tell.
+        """
         pool, self._pool = self._pool, None
         if pool is not None:
+            if sampled:
+                pool.paces.note(self.unit, pool.paces.now() - self.begun, sampled)
             pool.released(self, answered=answered)

@@ -22,8 +22,9 @@ from miles_router.errors import NotFound, NoWorkerAvailable, PolicyFault
 from miles_router.fleet.caches import PrefixCaches, new_number
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.admission import Admission
-from miles_router.fleet.placement.contract import Need, Policy
+from miles_router.fleet.placement.contract import Policy, need_of
 from miles_router.fleet.placement.homes import Homes, prefill_key
+from miles_router.fleet.placement.paces import Paces
 from miles_router.fleet.snapshot import Snapshot, why_none
 from miles_router.fleet.worker_url import WorkerUrl
 from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState, voted_version
@@ -45,6 +46,7 @@ class WorkerPool:
     ) -> None:
         #: Where sessions are, and whether others may begin.
         self.homes = Homes() if homes is None else homes
+        self.paces = Paces()
         self.admission = Admission(admission, self.homes, lambda: self.snapshot)
         self.weight_version: str | None = None
         #: Odd while an update of the weights is under way; a version that was asked for under another number is none.
@@ -250,16 +252,17 @@ class WorkerPool:
         body: bytes,
     ) -> Lease:
         """A lease on one of the candidates. `at_home`: where a session stays though this request of it is elsewhere."""
-        candidates = self.admission.places(key, candidates, tokens)
+        if self.admission.bounds:
+            candidates = self.admission.places(key, candidates, tokens)
         known = self.homes.find(key)
         if len(candidates) == 1:
             unit = candidates[0]
         elif known is None:
-            unit = policy.choose(candidates, Need(None, 0, 0, tokens, body))
+            unit = policy.choose(candidates, need_of((None, 0, 0, tokens, body)))
         else:
             home = known.unit if known.unit in candidates else None
             try:
-                unit = policy.choose(candidates, Need(home, known.stayed, known.running, tokens, body))
+                unit = policy.choose(candidates, need_of((home, known.stayed, known.running, tokens, body)))
             except PolicyFault:
                 self.homes.stay_away(known)
                 raise
@@ -280,7 +283,7 @@ class WorkerPool:
         if worker.state is WorkerState.DRAINING:
             if not worker.in_flight:
                 self._drained(worker)
-        elif self._leaving.get(worker.url) is worker and not worker.in_flight:
+        elif self._leaving and not worker.in_flight and self._leaving.get(worker.url) is worker:
             del self._leaving[worker.url]
 
     def _drained(self, worker: Worker) -> None:

@@ -56,7 +56,9 @@ class Unit:
     """What one request is sent to, and what it is counted on: the part of a worker that generates on its own. A worker
     is one unit, or one for each of its ranks."""
 
-    __slots__ = ("away", "chosen_at", "in_flight", "rank", "retired", "sessions", "tokens", "worker")
+    __slots__ = (
+        "answers", "away", "chosen_at", "in_flight", "lag", "pace", "rank", "retired", "sessions", "tokens", "worker",
+    )  # fmt: skip
 
     def __init__(self, worker: Worker, rank: int | None = None) -> None:
         self.worker = worker
@@ -69,6 +71,10 @@ class Unit:
         self.sessions = 0
         #: Of these, those that this process has seen and of which nothing runs.
         self.away = 0
+        #: Answers that this process has had from it, how much longer they take than elsewhere, as a logarithm,
+        self.answers, self.lag = 0, 0.0
+        #: and as a factor: 1 while nothing says that it is slower than others.
+        self.pace = 1.0
         #: When it was chosen last, as the number of that choice.
         self.chosen_at = 0
         #: It is no part of its worker any more, which has others. What it has is left to finish.

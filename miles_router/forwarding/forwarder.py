@@ -14,7 +14,7 @@ from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
 from miles_router.engines.caches import takes_cache_key, with_cache_key
 from miles_router.engines.disaggregation.request import NO_NAMES, Names, PairedRequest
-from miles_router.engines.footprint import prompt_tokens
+from miles_router.engines.footprint import prompt_tokens, sampled_tokens
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.profile import CannotServe, Translation
 from miles_router.errors import BadRequest, FleetPaused, UnsupportedByEngine, UpstreamUnreachable
@@ -59,7 +59,8 @@ class Forwarded:
     def close(self) -> None:
         """Give up both; harmless when repeated."""
         self.reply.close()
-        self.lease.release(answered=self.reply.status < REFUSED)
+        lease, answered = self.lease, self.reply.status < REFUSED
+        lease.release(answered=answered, sampled=sampled_tokens(self.reply.end) if answered and lease.tokens else 0)
 
 
 class UnkeyedPaths(set[str]):

@@ -15,6 +15,8 @@ from miles_router.metrics import Metrics
 
 #: Chunks that piled up are handed over as one up to this size: fewer writes, and never a second copy of a big body.
 JOIN_LIMIT = 64 * 1024
+#: Bytes of a piece that are kept once it was read.
+END = 4096
 #: Is shown a piece of a body, and says whether it has seen enough.
 Look = Callable[[bytes], bool]
 
@@ -40,6 +42,7 @@ class Reply:
         "_chunks",
         "_connection",
         "_error",
+        "_last",
         "_look",
         "_loop",
         "_metrics",
@@ -58,6 +61,7 @@ class Reply:
         self.head_seen = False
         self.complete = False  # every byte has arrived (not: has been read)
         self.holds_slot = False  # one of the `max_connections`
+        self._last = (b"", b"")  # pieces that have arrived
         self._connection: ReplySource | None = connection
         self._chunks: deque[bytes] = deque()
         self._buffered = 0
@@ -72,6 +76,12 @@ class Reply:
     def exhausted(self) -> bool:
         """Every byte has arrived and was read."""
         return self.complete and not self._chunks
+
+    @property
+    def end(self) -> bytes:
+        """The end of the body as far as that has arrived, and others may have read it: of its last two pieces, since
+        that a stream is over may come as one of its own."""
+        return b"".join(self._last)
 
     async def head(self) -> None:
         """Wait for status and headers.
@@ -193,6 +203,7 @@ class Reply:
         self._chunks.append(data)
         if self._look is not None and self._look(data):
             self._look = None
+        self._last = (self._last[1], data[-END:])
         self._buffered += len(data)
         self._backlog.size += len(data)
         return self._buffered

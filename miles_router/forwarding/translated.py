@@ -14,7 +14,7 @@ from miles_router.engines.disaggregation.held_rows import RowStrings
 from miles_router.engines.events import Event, EventReader
 from miles_router.engines.profile import Translation
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse
-from miles_router.forwarding.reply import Reply
+from miles_router.forwarding.reply import END, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ class HeldReply:
         self.headers: RawHeaders = [*end_to_end(headers, OF_THE_BYTES), (b"content-length", b"%d" % length)]
         self.failed = failed or status >= FAILED
         self._pieces = deque(filter(None, pieces))
+        #: As `Reply.end`.
+        self.end = self._pieces[-1][-END:] if self._pieces else b""
 
     @property
     def exhausted(self) -> bool:
@@ -123,6 +125,11 @@ class RewrittenStream:
         self._limit = limit
         self._rows = RowStrings(()) if rows is None else rows
         self._events = EventReader()
+
+    @property
+    def end(self) -> bytes:
+        """As `Reply.end`: as the engine gave it."""
+        return self._reply.end
 
     def take(self) -> bytes:
         """What is there without waiting: nothing."""

@@ -12,7 +12,7 @@ import orjson
 
 from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer
 from miles_router.engines.facts import Facts
-from miles_router.engines.generate import DEFAULT_MAX_NEW_TOKENS, PARAMS, RID, GenerateRequest
+from miles_router.engines.generate import DEFAULT_MAX_NEW_TOKENS, PARAMS, RID, GenerateRequest, stop_strings
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.engines.rows import ROW_FIELDS, RowFields, new_rows
 from miles_router.partial_rollouts.joining import RESUMED, ROWS, UNFINISHED, join
@@ -112,9 +112,8 @@ class ResumableGeneration:
 
     @property
     def stops(self) -> list[str]:
-        """Its stop strings. An empty one stops nothing."""
-        stop = self.params.get("stop") or []
-        return [stop] if isinstance(stop, str) else [each for each in stop if each]
+        """Its stop strings."""
+        return stop_strings(self.params.get("stop"))
 
     @property
     def rids(self) -> set[str]:

@@ -1,4 +1,5 @@
-"""What choosing a worker costs: a lease taken and given back in a fleet with requests in flight, timed in-process.
+"""What choosing a worker costs: a lease taken and given back in a fleet with requests in flight, timed in-process, with
+what is learned from the end of an answer.
 
 python -m tests.benchmarks.leases [--workers 128] [--ranks 1] [--repeat 15] [--processes 2]
 
@@ -13,9 +14,12 @@ import time
 from collections.abc import Callable
 from statistics import median
 
+import orjson
+
 from miles_router.cluster.control.pools import Columns, DecidingPool, FollowingPool
 from miles_router.cluster.control.state import written_workers
 from miles_router.cluster.control.table import Counts, make_table
+from miles_router.engines.footprint import sampled_tokens
 from miles_router.fleet.placement.contract import Policy
 from miles_router.fleet.placement.policies import POLICIES
 from miles_router.fleet.pool import WorkerPool
@@ -26,6 +30,10 @@ LEASES = 4_000
 TOKENS = 5_000
 #: Requests in flight on each unit meanwhile.
 BUSY = 8
+#: The end of each answer.
+ANSWER = orjson.dumps(
+    {"text": "a" * 3000, "meta_info": {"completion_tokens": 700, "cached_tokens": 0, "e2e_latency": 9.8}}
+)
 
 
 def fleet(pool: WorkerPool, workers: int, ranks: int) -> None:
@@ -58,7 +66,7 @@ def microseconds(pool: WorkerPool, others: list[WorkerPool], policy: Policy, key
     for each in keys:
         leases = [other.lease(policy) for other in others]
         begin = time.thread_time()
-        pool.lease(policy, each, tokens=TOKENS).release()
+        pool.lease(policy, each, tokens=TOKENS).release(sampled=sampled_tokens(ANSWER))
         taken += time.thread_time() - begin
         for lease in leases:
             lease.release()

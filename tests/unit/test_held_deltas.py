@@ -91,3 +91,14 @@ def test_where_a_worker_may_be_lost_no_text_is_shown_before_its_tokens_are_told(
     assert shown(held.pieces(chunk({}, "a"))) == "a"
     assert shown(held.pieces(chunk(call("", "add")))) == ""
     assert shown(held.pieces(chunk({}, "x"))) == "", "what the engine may have closed waits for what follows"
+
+
+def test_a_stop_string_and_what_may_begin_one_wait_where_they_may_be_cut() -> None:
+    held = HeldDelta(texts=True, stops=["##", "end"])
+    assert shown(held.pieces(chunk({"content": "a"}, "a"))) == "a"
+    assert shown(held.pieces(chunk({"content": "b#"}, "b#"))) == ""
+    assert shown(held.pieces(chunk({"content": "#c"}, "#c"))) == "b##c"
+    assert shown(held.pieces(chunk({"content": "the ending"}, "the ending"))) == "", "it is in there"
+    assert held.drop() == []
+    assert shown(held.pieces(chunk({"content": "the e"}, "the e"))) == ""
+    assert shown(held.at_end("stop")) == "the e"

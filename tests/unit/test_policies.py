@@ -17,6 +17,7 @@ from miles_router.errors import ConfigError, PolicyFault
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Need, Policy
 from miles_router.fleet.placement.homes import LONGEST, Homes
+from miles_router.fleet.placement.paces import Paces
 from miles_router.fleet.placement.policies import Checked, LeastInFlight, LeastTokens, Prefixes, Sessions
 from miles_router.fleet.placement.prefixes import PrefixIndex
 from miles_router.fleet.pool import WorkerPool
@@ -141,6 +142,84 @@ def test_sessions_leave_a_worker_that_has_far_more_requests_of_no_session() -> N
     there = homes["a"]
     _texts = [pool.lease(policy, tokens=100, preferred=there.worker.url) for _ in range(4)]
     assert turn(pool, policy, "a", 100) is not there
+
+
+def timed(pool: WorkerPool, policy: Policy, clock: Clock, key: str | None, seconds: float, answer: int = 100) -> Unit:
+    """A request whose answer takes so long, and on the first worker twice that."""
+    lease = pool.lease(policy, key, tokens=100)
+    clock.now += seconds * (2 if lease.worker.address.host == "worker-0" else 1)
+    lease.release(sampled=answer)
+    return lease.unit
+
+
+def paced(count: int) -> tuple[WorkerPool, Clock]:
+    clock = Clock()
+    pool = pool_of(count, Homes(now=clock))
+    pool.paces = Paces(now=clock)
+    return pool, clock
+
+
+def test_sessions_leave_a_worker_that_takes_twice_as_long_for_a_token_and_stay_away() -> None:
+    (pool, clock), policy, source = paced(3), LeastInFlight(), random.Random(0)
+    slow = next(iter(pool)).units[0]
+
+    def turns() -> list[Unit]:
+        answers = [round(source.lognormvariate(5, 0.8)) + 16 for _ in range(12)]
+        return [
+            timed(pool, policy, clock, f"session {number}", answer * source.lognormvariate(-5, 0.2), answer)
+            for number, answer in enumerate(answers)
+        ]
+
+    assert turns().count(slow) == 4
+    for _ in range(4):
+        turns()
+    assert slow.pace > 1.35
+    assert [turns().count(slow) for _ in range(20)] == [0] * 20
+    assert {unit.pace for worker in pool for unit in worker.units if unit is not slow} == {1.0}
+
+
+def test_where_there_is_much_to_do_a_slower_worker_keeps_its_share() -> None:
+    (pool, clock), policy = paced(2), LeastInFlight()
+    slow = next(iter(pool)).units[0]
+    for _ in range(10):
+        homes = [timed(pool, policy, clock, f"session {number}", 1.0) for number in range(120)]
+    assert slow.pace > 1.4
+    assert 25 <= homes.count(slow) <= 45, "of 60, a third of all"
+
+
+def test_fewer_requests_go_to_a_slower_worker() -> None:
+    (pool, clock), policy = paced(2), LeastInFlight()
+    slow = next(iter(pool)).units[0]
+    while slow.pace == 1:
+        timed(pool, policy, clock, None, 1.0)
+    leases = [pool.lease(policy, tokens=100) for _ in range(30)]
+    assert 9 <= sum(lease.unit is slow for lease in leases) <= 13
+
+
+def test_long_answers_and_few_tokens_make_no_worker_slow() -> None:
+    (pool, clock), policy, source = paced(4), LeastInFlight(), random.Random(1)
+    units, marked = [worker.units[0] for worker in list(pool)[1:]], 0
+    for _ in range(4_000):
+        answer = round(source.lognormvariate(5, 1))
+        lease = pool.lease(policy, f"session {source.randrange(24)}", tokens=100)
+        clock.now += (answer + source.expovariate(1 / 20)) / 100
+        lease.release(sampled=answer)
+        marked += sum(unit.pace > 1 for unit in units)
+    assert not marked
+
+
+def test_a_worker_that_was_slower_is_so_no_more() -> None:
+    (pool, clock), policy = paced(2), LeastInFlight()
+    slow = next(iter(pool)).units[0]
+    while slow.pace == 1:
+        timed(pool, policy, clock, None, 1.0)
+    for _ in range(100):
+        leases = [pool.lease(policy, tokens=100) for _ in range(4)]
+        clock.now += 1.0
+        for lease in leases:
+            lease.release(sampled=100)
+    assert slow.pace == 1
+    assert abs(slow.lag) < 0.1
 
 
 def test_of_a_large_fleet_it_looks_at_some_workers_at_each_turn_and_at_others_at_the_next() -> None:

@@ -8,7 +8,7 @@ shown at such an end only if it was sampled.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 #: Finish reasons behind which everything that was shown is the model's own.
@@ -30,9 +30,14 @@ _VALUE = json.JSONDecoder()
 Chunk = dict[str, Any]
 
 
-def may_end(text: str | None) -> bool:
-    """Whether a text may be that of a token which ends an answer."""
-    return bool(text) and str(text).endswith(SPECIAL_ENDS)
+def may_end(text: str | None, stops: Iterable[str] = ()) -> bool:
+    """Whether a text may be that of a token which ends an answer, or has a stop string, or the beginning of one at its
+    end. Engines keep those back, and trim them; but where the answer is aborted with such a token, they say all."""
+    if not text:
+        return False
+    return text.endswith(SPECIAL_ENDS) or any(
+        stop in text or any(text.endswith(stop[:length]) for length in range(1, len(stop))) for stop in stops
+    )
 
 
 def token_bytes(entry: Mapping[str, Any]) -> bytes:
@@ -47,12 +52,14 @@ class HeldDelta:
     """The last delta of a tool call of one choice.
 
     Args:
-        texts: a text that may be the token which ends the answer waits too.
+        texts: a text that may be the token which ends the answer waits too,
+        stops: or of one of these stop strings.
         told_only: a text waits until the logprobs of its tokens have come.
     """
 
-    def __init__(self, *, texts: bool = False, told_only: bool = False) -> None:
+    def __init__(self, *, texts: bool = False, stops: Sequence[str] = (), told_only: bool = False) -> None:
         self._texts = texts
+        self._stops = stops
         self._told_only = told_only
         self._held: dict[str, Any] | None = None
         self._until_told = False  # it waits for logprobs alone
@@ -74,7 +81,7 @@ class HeldDelta:
             self._sampled += token_bytes(entry)
         texts = [delta.get("content"), delta.get("reasoning_content")]
         self._until_told = self._told_only and not calls and not logprobs and any(texts)
-        ends = self._texts and any(map(may_end, texts))
+        ends = self._texts and any(may_end(text, self._stops) for text in texts)
         if not (calls or ends or self._until_told):
             return [*shown, chunk]
         self._until_told = self._until_told and not ends

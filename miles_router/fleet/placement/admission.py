@@ -18,6 +18,8 @@ class Admission:
     """`share`: the part of a unit's memory that sessions may hold where another one begins; 0: all begin at once."""
 
     def __init__(self, share: float, homes: Homes, snapshot: Callable[[], Snapshot]) -> None:
+        #: Whether it bounds anything.
+        self.bounds = share > 0
         self._share = share
         self._homes = homes
         self._snapshot = snapshot
@@ -25,7 +27,7 @@ class Admission:
 
     def begins(self, key: str | None) -> bool:
         """Whether a generation with this key begins a session whose beginning is bounded."""
-        return self._share > 0 and key is not None and not self._homes.begun(key)
+        return self.bounds and key is not None and not self._homes.begun(key)
 
     def has_room(self, tokens: int, *, spare: bool = False) -> bool:
         """Whether a session with such a prompt may begin; `spare`: beside what is reserved."""
@@ -50,7 +52,7 @@ class Admission:
 
     def places(self, key: str | None, units: Sequence[Unit], tokens: int) -> Sequence[Unit]:
         """Those of the units where a generation may go: all, unless it begins a session and some have room for it."""
-        if not self._share or not tokens or not self.begins(key):
+        if not tokens or not self.begins(key):
             return units
         return [unit for unit in units if unit not in self._reserved and self._room(unit) >= tokens] or units
 

@@ -10,6 +10,7 @@ A router takes one of its own by a dotted path: `--policy my_package.placement.M
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from miles_router.fleet.workers import Unit
@@ -30,6 +31,10 @@ class Need(NamedTuple):
     body: bytes = b""
 
 
+#: One with all its fields, in half the time.
+need_of = partial(tuple.__new__, Need)
+
+
 class Policy(Protocol):
     """Chooses the unit of one request: the only thing a policy can do."""
 
@@ -38,7 +43,8 @@ class Policy(Protocol):
 
         Of a unit it may read: `in_flight` requests, `tokens` (those of the prompts in flight, and those that sessions
         hold there while their tools work), `sessions`, `capacity` (tokens of memory for keys and values, as its engine
-        says; None where it says nothing), `chosen_at` (the number of the choice that chose it last), `rank` and
+        says; None where it says nothing), `pace` (how many times as long as elsewhere its answers take for each token;
+        1 while nothing says that it is slower), `chosen_at` (the number of the choice that chose it last), `rank` and
         `worker`. It writes nothing.
         """
         ...

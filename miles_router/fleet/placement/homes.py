@@ -19,6 +19,8 @@ from miles_router.fleet.workers import Role, Unit
 PATIENCE, SHORTEST, LONGEST = 10.0, 1.0, 600.0
 #: How much one absence weighs in the mean.
 _WEIGHT = 0.02
+#: Seconds between two looks at who is away for too long.
+_BETWEEN_LOOKS = 0.05
 
 
 def prefill_key(key: str) -> str:
@@ -55,6 +57,7 @@ class Homes:
         self._homes: OrderedDict[str, SessionHome] = OrderedDict()
         self._away: OrderedDict[str, SessionHome] = OrderedDict()  # nothing of them runs, and they count; longest first
         self._mean: float | None = None
+        self._looks_at = 0.0
 
     def __len__(self) -> int:
         return len(self._homes)
@@ -152,11 +155,11 @@ class Homes:
 
     def expire(self) -> None:
         """Count nobody who has been away for too long."""
-        away = self._away
-        if not away:
+        away, now = self._away, self._now()
+        if not away or now < self._looks_at:
             return
-        limit = LONGEST if self._mean is None else min(LONGEST, max(SHORTEST, PATIENCE * self._mean))
-        latest = self._now() - limit
+        self._looks_at = now + _BETWEEN_LOOKS
+        latest = now - (LONGEST if self._mean is None else min(LONGEST, max(SHORTEST, PATIENCE * self._mean)))
         while away and (home := next(iter(away.values()))).since < latest:
             self._uncount(home)
 

@@ -7,6 +7,7 @@ counts with the tokens of its prompt and some more.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 from miles_router.errors import PolicyFault
 from miles_router.fleet.placement.contract import Need, Policy
@@ -23,6 +24,11 @@ SETTLED = 3
 #: A session leaves a worker that has so many times as many requests in flight as another one, and so many more, and one
 #: more for each so many tokens of its prompt, which are computed anew there.
 TIMES, MORE, LONG = 1.5, 2, 16_000
+#: Each so many turns that is looked at, and at the second of a session.
+OFTEN = 2
+#: And it leaves one that is so many times as slow as another one, while that one has at most as much to do as the
+#: slower one, times their paces, and so many more: few hardly slow it.
+TIMES_SLOWER, FEW = 1.25, 16
 #: Workers that it looks at for that at each turn.
 LOOKED = 8
 
@@ -32,32 +38,46 @@ def _load(unit: Unit) -> tuple[int, int]:
 
 
 class LeastInFlight:
-    """Fewest requests in flight and sessions at home, which will come back; ties go to the worker that was chosen
-    longest ago, so no position in the list wins. A session stays at home, even on a busier worker; but between two of
-    its turns it leaves one that has far more in flight than another. That one is slower, or the other has come later
-    or is done with its own, and computing the prefix anew pays."""
+    """Fewest requests in flight and sessions at home, which will come back, times how slow it is; ties go to the worker
+    that was chosen longest ago, so no position in the list wins. A session stays at home, even on a busier worker; but
+    between two of its turns it leaves one that is slower than another, or has far more in flight, for one that is not
+    slower: the other has come later or is done with its own, and computing the prefix anew pays."""
 
     def choose(self, candidates: Sequence[Unit], need: Need) -> Unit:
         """See `Policy`."""
         home = need.home
-        if home is not None:
-            if home.in_flight < MORE or need.running or not need.tokens:
-                return home
-            candidates = _some(candidates, home.chosen_at)
-        best = _least_busy(candidates)
-        return best if home is None or _has_far_more(home, best, need.tokens) else home
+        if home is None:
+            return _least_busy(candidates)
+        if need.running or not need.tokens:
+            return home
+        if home.pace == 1 and (home.in_flight < MORE or not need.stayed % OFTEN):
+            return home
+        looked = _some(candidates, home.chosen_at)
+        faster = [] if home.pace == 1 else [unit for unit in looked if home.pace > TIMES_SLOWER * unit.pace]
+        if faster and _takes_on(best := _least_busy(faster), home):
+            return best
+        more = MORE + need.tokens / LONG
+        few = (home.in_flight - more) / TIMES
+        idler = [unit for unit in looked if unit.in_flight <= few and unit.pace <= home.pace]
+        return best if idler and _has_far_more(home, best := _least_busy(idler), more) else home
 
 
 def _least_busy(candidates: Sequence[Unit]) -> Unit:
-    """As `min` by requests and sessions, then by `chosen_at`: with a key for each, among hundreds, that takes three
-    times as long."""
-    best = candidates[0]
-    least = best.in_flight + best.sessions
+    """As `min` by `_delay`: with a key for each, among hundreds, that takes three times as long."""
+    slower: list[Unit] = []
+    best, least = candidates[0], inf
     for unit in candidates:
+        if unit.pace != 1:
+            slower.append(unit)
+            continue
         busy = unit.in_flight + unit.sessions
         if busy < least or (busy == least and unit.chosen_at < best.chosen_at):
             best, least = unit, busy
-    return best
+    return min(best, *slower, key=_delay) if slower else best
+
+
+def _delay(unit: Unit) -> tuple[float, int]:
+    return (unit.in_flight + unit.sessions + 1) * unit.pace, unit.chosen_at
 
 
 def _some(candidates: Sequence[Unit], turn: int) -> Sequence[Unit]:
@@ -68,13 +88,17 @@ def _some(candidates: Sequence[Unit], turn: int) -> Sequence[Unit]:
     return candidates[start : start + LOOKED]
 
 
-def _has_far_more(home: Unit, best: Unit, tokens: int) -> bool:
-    """Whether leaving pays. Sessions alone come back in waves, each worker's at times of its own: where it is not that
-    a worker has more of them, or that it has more of other requests, all would flee from each other."""
-    more = MORE + tokens / LONG
-    return home.in_flight >= TIMES * best.in_flight + more and (
-        home.sessions >= TIMES * best.sessions + more or _others(home) >= TIMES * _others(best) + more
-    )
+def _has_far_more(home: Unit, best: Unit, more: float) -> bool:
+    """Whether leaving pays where it has far more in flight. Sessions alone come back in waves, each worker's at times
+    of its own: where it is not that a worker has more of them, or that it has more of other requests, all would flee
+    from each other."""
+    return home.sessions >= TIMES * best.sessions + more or _others(home) >= TIMES * _others(best) + more
+
+
+def _takes_on(best: Unit, slower: Unit) -> bool:
+    """Whether one that is faster takes on a session of a slower one. Where there is much to do, it need not do what the
+    slower one still does."""
+    return (best.in_flight + best.sessions) * best.pace <= (slower.in_flight + slower.sessions) * slower.pace + FEW
 
 
 def _others(unit: Unit) -> int:

@@ -57,7 +57,7 @@ class FollowingChat(ChatStreamTap):
         state.add({**chunk, "choices": [choice]}, self.version())
         new = (choice.get("delta") or {}).get("content") or ""
         self._text.append(new)
-        shown = self._text[:-1] if may_end(new) else self._text
+        shown = self._text[:-1] if may_end(new, self._generation.stops) else self._text
         await self._watcher.more(self._generation, "".join(shown), state.entries)
         return b""
 

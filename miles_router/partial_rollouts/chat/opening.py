@@ -24,7 +24,7 @@ from miles_router.partial_rollouts.leg import LAYER, Leg, ResumeContext
 class ShownChoice:
     """What a stream's client has of one choice."""
 
-    def __init__(self, *, told_only: bool = False) -> None:
+    def __init__(self, *, stops: Sequence[str] = (), told_only: bool = False) -> None:
         self.message = GrowingMessage()
         #: Chat's entries for the logprobs of all tokens.
         self.entries: list[dict[str, Any]] = []
@@ -32,7 +32,7 @@ class ShownChoice:
         self.finish: str | None = None
         #: Whether a pause has cut it.
         self.cut = False
-        self.held = HeldDelta(texts=True, told_only=told_only)
+        self.held = HeldDelta(texts=True, stops=stops, told_only=told_only)
 
     def add(self, chunk: dict[str, Any], version: str | None) -> Sequence[Mapping[str, Any]]:
         """Take a chunk with this choice alone; gives the chunks that are shown now."""
@@ -172,11 +172,17 @@ class ChatStreamTap(Tap):
 
 
 class OpeningChatStream(ChatStreamTap):
-    """The stream that a turn began with. What a cut brought is held back. `most`: how many choices it may have."""
+    """The stream that a turn began with. What a cut brought is held back.
 
-    def __init__(self, send: Send, context: ResumeContext, leg: Leg, most: int) -> None:
+    Args:
+        most: how many choices it may have.
+        stops: the turn's stop strings.
+    """
+
+    def __init__(self, send: Send, context: ResumeContext, leg: Leg, most: int, stops: Sequence[str] = ()) -> None:
         super().__init__(send, context, leg)
         self._most = most
+        self._stops = stops
         self._opaque = False  # it has said something that cannot be read
         self._told_only = context.resume_lost
 
@@ -220,7 +226,7 @@ class OpeningChatStream(ChatStreamTap):
         return b"" if self.is_cut else event.raw
 
     async def choice(self, chunk: dict[str, Any], choice: Mapping[str, Any]) -> bytes:
-        state = self._state(choice["index"], ShownChoice(told_only=self._told_only))
+        state = self._state(choice["index"], ShownChoice(stops=self._stops, told_only=self._told_only))
         return write_all(state.add({**chunk, "choices": [choice]}, self.version()))
 
     def _state(self, index: Any, new: ShownChoice) -> ShownChoice:

@@ -10,6 +10,7 @@ from miles_router.asgi.watch import Watch
 from miles_router.engines.answers import UnreadableAnswer, version_runs
 from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.facts import Facts
+from miles_router.engines.generate import stop_strings
 from miles_router.engines.openai.legs import entries_of, finished, joined_usage
 from miles_router.engines.openai.rest import deltas_behind
 from miles_router.engines.parsers import UNREAD
@@ -62,7 +63,8 @@ class ResumableChatStream(ChatLegs):
         lost, start = 0, _OneStart(self.send)
         while True:
             leg = Leg(self.context, self.exchange)
-            self.opening = opening = OpeningChatStream(start.send, self.context, leg, self.fields.get("n") or 1)
+            most, stops = self.fields.get("n") or 1, stop_strings(self.fields.get("stop"))
+            self.opening = opening = OpeningChatStream(start.send, self.context, leg, most, stops)
             try:
                 with self.in_flight(self.exchange, body):
                     await opening.leg.ask(opening, self.scope, self.receive, body)
