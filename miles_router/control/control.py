@@ -14,7 +14,7 @@ from miles_router.control.health import HealthMonitor
 from miles_router.control.requests import Requests
 from miles_router.control.row import BRIEF, Call, Row
 from miles_router.control.table import PAUSE, TABLE, own_row
-from miles_router.engines.models import ADAPTER_NAME
+from miles_router.engines.models import ADAPTER_NAME, ADAPTER_ORDER, MAX_ADAPTER_NAME
 from miles_router.errors import BadRequest
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.workers import Worker
@@ -84,8 +84,9 @@ class Control:
                 outcomes = await row.effect(call)
         self.sent += 1
         answer = one_answer(outcomes, request_id)
-        if answer.status == 200 and isinstance(adapter := arguments.get(ADAPTER_NAME), str):
-            self._fleet.note_adapters([adapter])
+        adapter = arguments.get(ADAPTER_NAME)
+        if ADAPTER_ORDER in row.path and isinstance(adapter, str) and len(adapter) <= MAX_ADAPTER_NAME:
+            self._fleet.note_adapters([adapter] if any(outcome.ok for outcome in outcomes) else [])
         return answer
 
     @contextmanager

@@ -58,6 +58,8 @@ class Probes:
             server_info = await self._document(worker, paths.SERVER_INFO)
             schema = await self._document(worker, paths.SCHEMA)
             facts = read_facts(model_info=model_info, server_info=server_info, schema=schema)
+            if server_info is not None and facts.lora is None:  # it has had the opportunity to say so
+                facts = replace(facts, lora=False)
             if None not in (model_info, server_info):  # it has said all that a profile is known by
                 facts = replace(facts, profile=facts.profile or USUAL)
             if None in (model_info, server_info, schema):
@@ -66,13 +68,13 @@ class Probes:
                 return facts, process
         return facts, None
 
-    async def adapters(self, worker: Worker) -> frozenset[str]:
-        """The adapters that a worker has now; none where it does not say."""
-        try:
-            status, body = await self._get(worker, paths.MODELS, self._timeout)
-        except UpstreamError:
-            return frozenset()
-        return adapters(body) if status == OK else frozenset()
+    async def adapters(self, worker: Worker, patience: float | None = None) -> frozenset[str] | None:
+        """The adapters that a worker has now; None where it does not say, within so many seconds."""
+        with suppress(UpstreamError):
+            timeout = self._timeout if patience is None else min(self._timeout, patience)
+            status, body = await self._first(worker, (paths.MODELS,), timeout, MAX_DOCUMENT)
+            return adapters(body) if status == OK else frozenset()
+        return None
 
     def process(self, worker: Worker) -> int | None:
         """The number of the process at a worker's address; None where no connection to it is open."""

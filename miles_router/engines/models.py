@@ -19,13 +19,17 @@ from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.engines.writing import extended
 
 MODEL, ADAPTER = "model", "lora_path"
-#: Of an order to load or to unload an adapter: what it is called.
-ADAPTER_NAME = "lora_name"
+#: Of an order to load or to unload an adapter: what its path has, and its name, of so many characters.
+ADAPTER_ORDER, ADAPTER_NAME, MAX_ADAPTER_NAME = "lora_adapter", "lora_name", 512
 #: What an engine calls the model of a request that names none.
 DEFAULT = "default"
 #: Paths where `base:adapter` is applied.
 BY_NAME = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.INVOCATIONS, paths.EMBEDDINGS})
+#: Paths that have no field for an adapter beside the model.
+BY_NAME_ALONE = frozenset({paths.MESSAGES, paths.RESPONSES})
 _MODEL = Field(MODEL)
+#: A letter that is escaped without need: in a name, too, an engine reads it.
+_ESCAPED = re.compile(rb"\\u00[4-7]")
 _FIRST = re.compile(rb'[ \t\r\n]*\{[ \t\r\n]*"model"[ \t\r\n]*:[ \t\r\n]*')
 
 
@@ -35,10 +39,11 @@ def model_of(body: bytes, parse: Parse) -> object:
     Raises:
         What `parse` raises.
     """
-    first = _FIRST.match(body)
-    with suppress(Incomplete):
-        return value_at(body, first.end()) if first is not None else _MODEL.last(body)
-    if _MODEL.find(body) is None:
+    first, escaped = _FIRST.match(body), _ESCAPED.search(body) is not None
+    if not escaped and (first is None or _MODEL.find(body, first.end()) is None):
+        with suppress(Incomplete):
+            return value_at(body, first.end()) if first is not None else _MODEL.last(body)
+    if not escaped and _MODEL.find(body) is None:
         return None
     parsed = parse(body)  # it may be part of something else, as a parameter of a tool
     return parsed.get(MODEL) if isinstance(parsed, dict) else None
@@ -71,9 +76,31 @@ def with_adapter(path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
         return body
     if path != paths.GENERATE:
         raise CannotServe(f"{path} answers with base weights whatever adapter is named")
-    parsed = parse(body) if b'"%b"' % ADAPTER.encode() in body else None
-    own = parsed.get(ADAPTER) if isinstance(parsed, dict) else None
-    return extended(body, {ADAPTER: adapter}) if own is None else body
+    own = _adapters_of(body, parse)
+    if isinstance(own, list) and own:
+        filled = [each or adapter for each in own]
+        return body if filled == own else extended(body, {ADAPTER: filled})
+    return body if own else extended(body, {ADAPTER: adapter})
+
+
+def own_adapter(body: bytes, parse: Parse) -> str | None:
+    """What a request names as its adapter, beside its model. Raises what `parse` raises."""
+    own = _adapters_of(body, parse)
+    return own if isinstance(own, str) and own and is_written(own) else None
+
+
+def _adapters_of(body: bytes, parse: Parse) -> object:
+    parsed = parse(body) if b'"%b"' % ADAPTER.encode() in body or _ESCAPED.search(body) else None
+    return parsed.get(ADAPTER) if isinstance(parsed, dict) else None
+
+
+def is_written(name: str) -> bool:
+    """Whether a name can be written: half of a surrogate pair cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def adapters(models: bytes) -> frozenset[str]:

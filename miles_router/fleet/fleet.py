@@ -24,7 +24,7 @@ from miles_router.fleet.placement.homes import prefill_key
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.snapshot import Snapshot
 from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import Transition, Unit, Worker, WorkerState
+from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -105,12 +105,12 @@ class Fleet:
         self._asking: dict[Worker, asyncio.Task[Facts]] = {}
         #: What its engines have called their model, in that order: a new checkpoint from disk changes the name.
         self.model_names: dict[str, None] = {}
-        #: Whether one of them has been asked what it is, and had its time to answer,
-        self.heard = False
-        #: and whether one has said that it applies adapters.
+        #: Whether one of its engines has said that it applies adapters.
         self.applies_adapters = False
         #: Adapters that it has or had, as far as anybody has said so, the last one at the end.
         self.adapter_names: dict[str, None] = {}
+        self._heard_in: Snapshot | None = None  # for which it was found out whether all have said that
+        self._all_heard = False
         pool.listeners.append(self._changed)
 
     # What may be chosen
@@ -292,6 +292,18 @@ class Fleet:
         except UpstreamError:
             return None
 
+    def note_heard(self) -> None:
+        """Some worker may have said it, or no longer."""
+        self._heard_in = None
+
+    @property
+    def heard(self) -> bool:
+        """Whether all workers that answer have said whether they apply adapters."""
+        if self._heard_in is not self.pool.snapshot:
+            self._all_heard = all(worker.heard for worker in self.pool if worker.state in ALIVE)
+            self._heard_in = self.pool.snapshot
+        return self._all_heard
+
     async def all_facts(self) -> list[Facts]:
         """The facts of each routable worker, for what has to be decided before one of them is chosen."""
         routable = self.pool.routable
@@ -330,7 +342,9 @@ class Fleet:
         facts, process = await self._questions.facts(worker)
         worker.profile = facts.profile or worker.profile
         worker.asked, worker.last_capacity = True, facts.token_capacity or worker.last_capacity
-        self.heard, self.applies_adapters = True, self.applies_adapters or facts.lora is True
+        self.applies_adapters = self.applies_adapters or facts.lora is True
+        worker.heard = facts.lora is not None
+        self.note_heard()
         if process is not None and self.pool.find(worker.url) is worker:
             worker.facts, worker.facts_of = facts.after(worker.facts), process
             self._count_on_ranks(worker, worker.facts)

@@ -43,5 +43,5 @@ class Lease:
         pool, self._pool = self._pool, None
         if pool is not None:
             if sampled:
-                pool.paces.note(self.unit, pool.paces.now() - self.begun, sampled)
+                pool.paces.note(self.unit, self.begun, sampled)
             pool.released(self, answered=answered)

@@ -45,8 +45,7 @@ class WorkerPool:
         admission: float = 0.0,
     ) -> None:
         #: Where sessions are, and whether others may begin.
-        self.homes = Homes() if homes is None else homes
-        self.paces = Paces()
+        self.homes, self.paces = Homes() if homes is None else homes, Paces()
         self.admission = Admission(admission, self.homes, lambda: self.snapshot)
         self.weight_version: str | None = None
         #: Odd while an update of the weights is under way; a version that was asked for under another number is none.
@@ -258,11 +257,12 @@ class WorkerPool:
         if len(candidates) == 1:
             unit = candidates[0]
         elif known is None:
-            unit = policy.choose(candidates, need_of((None, 0, 0, tokens, body)))
+            unit = policy.choose(candidates, need_of((None, 0, 0, tokens, body, 0)))
         else:
             home = known.unit if known.unit in candidates else None
+            need = need_of((home, known.stayed, known.running, tokens, body, known.moved))
             try:
-                unit = policy.choose(candidates, need_of((home, known.stayed, known.running, tokens, body)))
+                unit = policy.choose(candidates, need)
             except PolicyFault:
                 self.homes.stay_away(known)
                 raise

@@ -13,6 +13,7 @@ from miles_router.fleet.worker_url import WorkerUrl
 if TYPE_CHECKING:  # the settings come by here, and a command that shows its help does without the engine's wire
     from miles_router.engines.facts import Facts
     from miles_router.engines.profile import Profile
+    from miles_router.fleet.placement.paces import Learned
 
 
 class WorkerState(str, Enum):
@@ -57,7 +58,7 @@ class Unit:
     is one unit, or one for each of its ranks."""
 
     __slots__ = (
-        "answers", "away", "chosen_at", "in_flight", "lag", "pace", "rank", "retired", "sessions", "tokens", "worker",
+        "away", "chosen_at", "in_flight", "learned", "pace", "rank", "retired", "sessions", "tokens", "worker",
     )  # fmt: skip
 
     def __init__(self, worker: Worker, rank: int | None = None) -> None:
@@ -71,10 +72,10 @@ class Unit:
         self.sessions = 0
         #: Of these, those that this process has seen and of which nothing runs.
         self.away = 0
-        #: Answers that this process has had from it, how much longer they take than elsewhere, as a logarithm,
-        self.answers, self.lag = 0, 0.0
-        #: and as a factor: 1 while nothing says that it is slower than others.
+        #: How many times as long as elsewhere its answers take for each token: 1 while nothing says that it is slower.
         self.pace = 1.0
+        #: What that is known by.
+        self.learned: Learned | None = None
         #: When it was chosen last, as the number of that choice.
         self.chosen_at = 0
         #: It is no part of its worker any more, which has others. What it has is left to finish.
@@ -103,6 +104,7 @@ class Worker:
         "facts",
         "facts_of",
         "failures",
+        "heard",
         "in_flight",
         "last_capacity",
         "last_check",
@@ -153,6 +155,8 @@ class Worker:
         self.facts_of: int | None = None
         #: Whether its engine was ever asked, and had its time to answer.
         self.asked = False
+        #: Whether it has said if it applies adapters.
+        self.heard = False
         #: The memory of a unit, in tokens, of the engine that was forgotten last.
         self.last_capacity: int | None = None
         #: How it is dealt with; None until that is known. `Fleet.profile` asks.
@@ -173,7 +177,9 @@ class Worker:
     def forget_engine(self) -> None:
         """Another one may be there from now on."""
         self.last_capacity = self.units[0].capacity
-        self.facts = self.profile = None
+        self.facts, self.profile, self.heard = None, None, False
+        for unit in self.units:
+            unit.pace, unit.learned = 1.0, None
 
     @property
     def ranks(self) -> tuple[Unit, ...]:

@@ -163,6 +163,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self._reading_paused and self._transport is not None:
             self._reading_paused = True
             self._transport.pause_reading()
+            if self._reply is not None:
+                self._reply.held_up = True
 
     def resume(self) -> None:
         """Read on."""

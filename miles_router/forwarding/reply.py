@@ -51,6 +51,7 @@ class Reply:
         "complete",
         "head_seen",
         "headers",
+        "held_up",
         "holds_slot",
         "status",
     )
@@ -60,6 +61,7 @@ class Reply:
         self.headers: RawHeaders = []
         self.head_seen = False
         self.complete = False  # every byte has arrived (not: has been read)
+        self.held_up = False  # for its reader, so that its worker may have been done before
         self.holds_slot = False  # one of the `max_connections`
         self._last = (b"", b"")  # pieces that have arrived
         self._connection: ReplySource | None = connection
@@ -80,8 +82,8 @@ class Reply:
     @property
     def end(self) -> bytes:
         """The end of the body as far as that has arrived, and others may have read it: of its last two pieces, since
-        that a stream is over may come as one of its own."""
-        return b"".join(self._last)
+        that a stream is over may come as one of its own. Nothing where it was held up: its time is not its worker's."""
+        return b"" if self.held_up else b"".join(self._last)
 
     async def head(self) -> None:
         """Wait for status and headers.

@@ -15,6 +15,7 @@ from miles_router.asgi.headers import RawHeaders
 from miles_router.asgi.replies import OK
 from miles_router.engines.answers import ABORT, GenerateAnswer, UnreadableAnswer
 from miles_router.engines.facts import Facts
+from miles_router.engines.models import ADAPTER
 from miles_router.engines.paths import GENERATE
 from miles_router.engines.rows import RowFields, new_rows
 from miles_router.errors import ConfigError
@@ -181,15 +182,16 @@ class EngineQuestions:
 
     # The model
 
-    async def rows(self, fields: RowFields, ids: Sequence[int], start: int) -> str:
-        """The rows of a sequence from token `start` on: base64, as the engine spells them; empty if it has none to
-        give.
+    async def rows(self, fields: RowFields, ids: Sequence[int], start: int, adapter: object = None) -> str:
+        """The rows of a sequence from token `start` on, as this adapter routes it: base64, as the engine spells them;
+        empty if it has none to give.
 
         Raises:
             UnreadableAnswer: they do not fit the tokens.
         """
         sampling = {"max_new_tokens": 0, "ignore_eos": True}
-        answer = await self._generate({"input_ids": list(ids), "sampling_params": sampling, **fields.request(start)})
+        body = {"input_ids": list(ids), "sampling_params": sampling, **fields.request(start)}
+        answer = await self._generate(body if adapter is None else {**body, ADAPTER: adapter})
         rows = answer["meta_info"].get(fields.rows.name) or ""
         if answer["meta_info"].get("prompt_tokens") != len(ids) or answer["output_ids"] or not isinstance(rows, str):
             raise CannotResume("the worker gave the rows of other tokens than were asked for")

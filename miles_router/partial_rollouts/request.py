@@ -107,6 +107,7 @@ class ResumableRequest(ABC):
             works = []
             for generation in generations:
                 exchange = Exchange(self.exchange.request_id, max_answer_bytes=self.exchange.max_answer_bytes)
+                exchange.adapter = self.exchange.adapter
                 exchange.flight.aborted = self.exchange.flight.aborted
                 exchange.flight.group = self.exchange.flight.group
                 exchange.flight.worker_url = self.exchange.flight.worker_url

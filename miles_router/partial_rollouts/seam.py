@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from miles_router.engines.models import ADAPTER
 from miles_router.engines.rows import RowFields
 from miles_router.partial_rollouts.continuation import learn_prompt
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
@@ -158,7 +159,9 @@ class Seam:
     async def _with_rows(self, answer: dict[str, Any], fields: RowFields, sampled: Sequence[int]) -> dict[str, Any]:
         """An answer with the rows that have not come; one without any, of a worker that gives none, stays without."""
         generation, name = self._generation, fields.rows.name
-        rows = await self._questions.rows(fields, [*generation.prompt, *sampled], generation.rows_from[fields.kind])
+        adapter = generation.request.get(ADAPTER) or self._questions.exchange.adapter
+        sequence, start = [*generation.prompt, *sampled], generation.rows_from[fields.kind]
+        rows = await self._questions.rows(fields, sequence, start, adapter)
         meta = {**answer["meta_info"], name: join_base64(answer["meta_info"].get(name) or "", rows)}
         if not meta[name]:
             del meta[name]

@@ -9,7 +9,7 @@ from miles_router.errors import UnsupportedByEngine
 from miles_router.fleet.gate import computes
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.pools.choice import PoolChoice
-from miles_router.pools.pools import Pools
+from miles_router.pools.pools import SHOWN, Pools
 
 
 class Reception:
@@ -44,11 +44,7 @@ class Dispatch:
         Raises:
             UnsupportedByEngine: its route never applies the adapter that it names.
         """
-        pools = self.pools
-        if not (pools.named or pools.default.fleet.applies_adapters):
-            await pools.default.app(scope, receive, send)
-            return
-        exchange = Exchange.of(scope)
+        pools, exchange = self.pools, Exchange.of(scope)
         pool = pools.default if exchange.pool is None else pools.of_id(exchange.pool)
         if exchange.adapter is None or not computes(scope["path"]):
             await pool.app(scope, receive, send)
@@ -57,5 +53,5 @@ class Dispatch:
         try:
             written = models.with_adapter(scope["path"], body, exchange.adapter, exchange.loads)
         except CannotServe as refusal:
-            raise UnsupportedByEngine(f"the adapter {exchange.adapter!r}: {refusal}") from None
+            raise UnsupportedByEngine(f"the adapter {exchange.adapter[:SHOWN]!r}: {refusal}") from None
         await pool.app(scope if written is body else with_body(scope, written), replay(written, receive), send)

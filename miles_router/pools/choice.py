@@ -39,10 +39,12 @@ class PoolChoice:
             if path.startswith(SESSION_PREFIX):
                 raise BadRequest(f"sessions are of the model {default.name or models.DEFAULT!r} alone")
             exchange.pool = pool.name
-        if model is None or adapter is None:
+        if adapter is None and path in models.BY_NAME_ALONE:
+            adapter = models.own_adapter(body, read_json)
+        if adapter is None:
             return body
         exchange.adapter, spelled = adapter, pool.spelled(adapter)
-        if spelled == model or (not self._pools.named and model.partition(":")[2] == adapter):
+        if spelled == model or (model and not self._pools.named and model.partition(":")[2].strip() == adapter):
             return body  # any base without a colon will do
         return models.with_model(body, spelled)
 
@@ -53,7 +55,9 @@ class PoolChoice:
         if body and (first(headers, b"content-encoding") is not None or kind.lower().startswith(MULTIPART)):
             raise BadRequest("the model of a body that is compressed or no JSON cannot be read")
         model = models.model_of(body, read_json)
-        if model is not None and not isinstance(model, str):
+        if model is None:
+            return None
+        if not isinstance(model, str) or not models.is_written(model):
             raise BadRequest("model must be a string")
         return model
 
@@ -76,7 +80,7 @@ class PoolChoice:
         if (based := models.adapter_of(model, names)) is not None:
             return based[1]
         _, _, behind = model.partition(":")
-        for name in filter(None, (model, behind)):
+        for name in filter(None, (model, behind.strip())):
             if await pool.has_had(name):
                 return name
         return None
@@ -110,6 +114,8 @@ class PoolChoice:
         having = [pool for pool, each in adapters.items() if model in each]
         if len(having) == 1:
             return having[0], model
-        written = sorted(pool.spelled(adapter) for pool, each in adapters.items() for adapter in each)
-        more = f"; adapters: {', '.join(written[:SHOWN_ADAPTERS])}" if written else ""
+        named = sorted((pool.name, adapter) for pool, each in adapters.items() for adapter in each)[:SHOWN_ADAPTERS]
+        pools = {pool.name: pool for pool in adapters}
+        written = sorted(pools[name].spelled(adapter) for name, adapter in named)
+        more = f"; adapters: {', '.join(written)}" if written else ""
         raise UnknownModel(f"the model {model[:SHOWN]!r} does not exist; {self._pools.known()}{more}", models.MODEL)

@@ -16,15 +16,15 @@ from miles_router import tasks
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
 from miles_router.engines import models
-from miles_router.errors import BadRequest, NotFound, UnknownModel
+from miles_router.errors import BadRequest, NotFound, NoWorkerAvailable, UnknownModel
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.workers import Transition, Worker
+from miles_router.fleet.workers import ALIVE, Transition, Worker
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 
 MAX_POOLS = 64
-#: Seconds for which an answer holds.
-FRESH = 1.0
+#: Seconds for which an answer holds, and that a worker has for one where others, or it itself, have given one before.
+FRESH, IMPATIENCE = 1.0, 1.0
 #: Names of one model, adapters, and characters of a request's own, that a refusal repeats.
 SHOWN_NAMES, SHOWN_ADAPTERS, SHOWN = 4, 16, 100
 
@@ -38,16 +38,21 @@ class Inquiry(Generic[Answer]):
     def __init__(self, ask: Callable[[], Coroutine[Any, Any, Answer]]) -> None:
         self._ask = ask
         self._task: asyncio.Task[Answer] | None = None
-        self._begun = 0.0
+        self._ended = 0.0
 
     async def answer(self) -> Answer:
         """The newest answer, or the one that is under way."""
-        now = time.monotonic()
-        if self._task is None or (self._task.done() and now - self._begun >= FRESH):
-            self._task, self._begun = tasks.spawn(self._ask(), name="probe models"), now
+        if self._task is None or (self._task.done() and time.monotonic() - self._ended >= FRESH):
+            self._task = tasks.spawn(self._asked(), name="probe models")
         task = self._task
         await asyncio.wait({task})
         return task.result()
+
+    async def _asked(self) -> Answer:
+        try:
+            return await self._ask()
+        finally:
+            self._ended = time.monotonic()
 
 
 class ModelPool:
@@ -79,6 +84,7 @@ class ModelPool:
         self.peopled = False
         self._probes = probes
         self._adapters = Inquiry(self._ask_adapters)
+        self._told: frozenset[str] | None = None  # the last time that some worker said which it has
         self._facts = Inquiry(self._ask_facts)
 
     @property
@@ -97,8 +103,15 @@ class ModelPool:
         return f"{next(filter(None, served), models.DEFAULT)}:{adapter}"
 
     async def adapters(self) -> frozenset[str]:
-        """The adapters that its workers have now; all have the same."""
-        return await self._adapters.answer()
+        """The adapters that its workers have now, together; where none of them says it, those of the last time.
+
+        Raises:
+            NoWorkerAvailable: none has ever said it.
+        """
+        told = await self._adapters.answer()
+        if told is None:
+            raise NoWorkerAvailable("no worker says which adapters it has, and the request may name one")
+        return told
 
     async def has_had(self, adapter: str) -> bool:
         """Whether its workers have an adapter of this name, or had one while the router looked: engines load such a
@@ -114,15 +127,26 @@ class ModelPool:
         if self.peopled and not self.fleet.model_names:
             await self._facts.answer()
 
-    async def _ask_adapters(self) -> frozenset[str]:
-        for worker in self.fleet.pool.routable[:1]:
-            adapters = await self._probes.adapters(worker)
-            self.fleet.note_adapters(adapters)
-            return adapters
-        return frozenset()
+    async def hear(self) -> None:
+        """Have workers asked whether they apply adapters that never were, and wait for that."""
+        if not all(worker.asked for worker in self._answering):
+            await self._facts.answer()
+
+    @property
+    def _answering(self) -> list[Worker]:
+        return [worker for worker in self.fleet.pool if worker.state in ALIVE]
+
+    async def _ask_adapters(self) -> frozenset[str] | None:
+        patience = None if self._told is None else IMPATIENCE
+        answers = await asyncio.gather(*(self._probes.adapters(worker, patience) for worker in self._answering))
+        told = [each for each in answers if each is not None]
+        if told:
+            self._told = frozenset().union(*told)
+            self.fleet.note_adapters(self._told)
+        return self._told
 
     async def _ask_facts(self) -> None:
-        await self.fleet.all_facts()
+        await asyncio.gather(*(self.fleet.facts(worker.url) for worker in self._answering))
 
 
 class Pools:
@@ -174,8 +198,8 @@ class Pools:
             return True
         default = self.default
         if not default.fleet.heard:
-            await default.learn()
-        return default.fleet.applies_adapters
+            await default.hear()
+        return default.fleet.applies_adapters or not default.fleet.heard
 
     # By name
 

@@ -127,11 +127,13 @@ async def test_sessions_leave_a_worker_that_takes_far_longer_for_a_token(stage: 
     sessions: list[Pairs] = [[("X-SMG-Routing-Key", name)] for name in "abcd"]
     homes = [await taker(router, workers, session) for session in sessions]
     assert homes.count(workers[0]) == 2
-    for _ in range(12):
+    for _ in range(60):
         homes = [await taker(router, workers, session) for session in sessions]
-    assert homes == [workers[1]] * 4
+        if workers[0] not in homes:
+            break
+    assert [await taker(router, workers, session) for session in 3 * sessions] == [workers[1]] * 12
     (slow, other) = (worker.units[0] for worker in router.pool)
-    assert slow.pace > 2
+    assert slow.pace > 1.3
     assert other.pace == 1
 
 

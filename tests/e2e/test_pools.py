@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import orjson
@@ -483,6 +484,85 @@ async def test_where_no_worker_has_a_model_id_an_adapter_is_never_answered_by_ba
             answer = await made.answers(path, model="one")
             assert isinstance(answer, RawReply)
             assert (answer.status, b"one" in answer.body) == (400, True)
+
+
+def with_lora(**options: Any) -> SimulatedWorker:
+    return SimulatedWorker(model_path="org/plain", enable_lora=True, **options)
+
+
+async def load(worker: SimulatedWorker, name: str) -> None:
+    """Load an adapter, and the router does not see it."""
+    loaded = orjson.dumps({"lora_name": name, "lora_path": "/x"})
+    assert (await http.ask(worker.url, "POST", "/load_lora_adapter", JSON, loaded)).status == 200
+
+
+async def test_while_no_worker_says_which_adapters_it_has_a_name_that_may_be_one_is_not_answered() -> None:
+    async with with_lora() as worker, running_router(health_check_timeout=0.5) as router:
+        await load(worker, "one")
+        await register(router, worker, None)
+        made = Scene(router, {"": worker})
+        for fault in (partial(worker.faults.status, 500), worker.faults.hang, worker.faults.reset_in_headers):
+            router.app.pools.default.forget_adapters()
+            fault(path="/v1/models", times=1)
+            answer = await made.answers(model="one")
+            assert isinstance(answer, RawReply)
+            assert (answer.status, orjson.loads(answer.body)["error"]["type"]) == (503, "no_worker_available")
+        assert await made.answers(model="org/plain") == ""
+        router.app.pools.default.forget_adapters()
+        assert await made.answers(model="one") == ""
+        assert applied(worker) == "one"
+        worker.faults.hang(path="/v1/models", times=None)
+        router.app.pools.default.forget_adapters()
+        assert await made.answers(model="gpt-4") == "", "what it said the last time"
+
+
+async def test_an_adapter_that_one_of_the_workers_has_is_never_answered_by_base_weights() -> None:
+    async with with_lora() as first, with_lora() as second, running_router() as router:
+        await load(second, "one")
+        for worker in (first, second):
+            await register(router, worker, None)
+        first.faults.status(400, path="/load_lora_adapter", times=1)
+        assert (await post(router, "/load_lora_adapter", lora_name="two", lora_path="/x")).status == 502
+        for model in ("one", "two"):
+            answers = [await post(router, CHAT, **{**ROUTES[CHAT], "model": model}) for _ in range(4)]
+            assert {answer.status for answer in answers} <= {200, 400}
+        assert {each.lora_path for worker in (first, second) for each in worker.door.generations} <= {"one", "two"}
+
+
+@pytest.mark.parametrize("silence", ["an error", "a later engine"])
+async def test_who_has_not_said_whether_it_applies_adapters_is_asked_for_them(silence: str) -> None:
+    async with with_lora() as worker, SimulatedWorker(model_path="org/plain") as before, running_router() as router:
+        await load(worker, "one")
+        if silence == "a later engine":
+            await register(router, before, None)
+            assert (await post(router, CHAT, **ROUTES[CHAT])).status == 200
+            assert (await post(router, "/remove_worker", url=before.url)).status == 200
+        worker.faults.status(503, path="/server_info", times=2)
+        worker.faults.status(503, path="/get_server_info", times=2)
+        await register(router, worker, None)
+        assert (await post(router, CHAT, **{**ROUTES[CHAT], "model": "one"})).status == 200
+        assert applied(worker) == "one"
+
+
+async def test_an_adapter_beside_the_model_is_applied_or_refused_where_routes_have_no_field_for_it() -> None:
+    async with one_model_with_adapters() as made:
+        assert await made.answers("/v1/messages", model="gpt-4", lora_path="one") == ""
+        assert applied(made[""]) == "one"
+        never_applied(await made.answers("/v1/responses", model="gpt-4", lora_path="one"))
+
+
+async def test_a_model_that_cannot_be_written_is_refused() -> None:
+    async with one_model_with_adapters() as made:
+        body = b'{"text":"Hi","model":"default:\\ud800"}'
+        answer = await made.router.ask("POST", "/generate", JSON, body)
+        assert answer.status == 400, answer.body
+
+
+async def test_an_order_about_something_else_names_no_adapter() -> None:
+    async with one_model_with_adapters() as made:
+        assert (await post(made.router, "/flush_cache", lora_name="gpt-4")).status == 200
+        assert await made.answers(model="gpt-4") == ""
+        assert applied(made[""]) is None
 
 
 async def test_a_client_controls_the_workers_of_one_model() -> None:

@@ -22,7 +22,6 @@ def never(body: bytes) -> Any:
     [
         (b"", None),
         (b'{"text": "no such field"}', None),
-        (b'{"model": "a", "tools": [{"model": {}}]}', "a"),
         (b'\n { "model":"a"}', "a"),
         (b'{"messages": [], "model": "a/b:c \\u00e4"}', "a/b:c ä"),
         (b'{"text": "\\"model\\": 1"}', None),
@@ -31,6 +30,37 @@ def never(body: bytes) -> Any:
 )
 def test_a_model_that_stands_first_or_last_is_found_without_parsing(body: bytes, model: object) -> None:
     assert model_of(body, never) == model
+
+
+@pytest.mark.parametrize(
+    ("body", "model"),
+    [
+        (b'{"model": "a", "tools": [{"model": {}}]}', "a"),
+        (b'{"model": "a", "text": "x", "model": "b"}', "b"),
+        (b'{"model": null, "text": "x", "model": "b"}', "b"),
+        (b'{"mod\\u0065l": "b"}', "b"),
+        (b'{"model": "a", "mod\\u0065l": "b", "x": 1}', "b"),
+    ],
+)
+def test_one_that_is_named_twice_or_with_escapes_is_what_a_parser_finds(body: bytes, model: object) -> None:
+    assert model_of(body, orjson.loads) == orjson.loads(body)["model"] == model
+
+
+@pytest.mark.parametrize(
+    ("own", "written"),
+    [
+        (None, "x"),
+        ("", "x"),
+        ([], "x"),
+        ("y", "y"),
+        (["y", "y"], ["y", "y"]),
+        ([None, "y"], ["x", "y"]),
+        ([None, ""], ["x", "x"]),
+    ],
+)
+def test_prompts_that_name_no_adapter_have_the_request_s(own: object, written: object) -> None:
+    body = orjson.dumps({"text": "a", "lora_path": own, "model": "m:x"})
+    assert orjson.loads(with_adapter("/generate", body, "x", orjson.loads))["lora_path"] == written
 
 
 values = st.recursive(

@@ -184,7 +184,7 @@ def test_where_there_is_much_to_do_a_slower_worker_keeps_its_share() -> None:
     for _ in range(10):
         homes = [timed(pool, policy, clock, f"session {number}", 1.0) for number in range(120)]
     assert slow.pace > 1.4
-    assert 25 <= homes.count(slow) <= 45, "of 60, a third of all"
+    assert 40 <= homes.count(slow) <= 50, "of 60"
 
 
 def test_fewer_requests_go_to_a_slower_worker() -> None:
@@ -219,7 +219,8 @@ def test_a_worker_that_was_slower_is_so_no_more() -> None:
         for lease in leases:
             lease.release(sampled=100)
     assert slow.pace == 1
-    assert abs(slow.lag) < 0.1
+    assert slow.learned is not None
+    assert abs(slow.learned.lag) < 0.1
 
 
 def test_of_a_large_fleet_it_looks_at_some_workers_at_each_turn_and_at_others_at_the_next() -> None:

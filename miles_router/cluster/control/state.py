@@ -25,7 +25,7 @@ Record = dict[str, Any]
 #: Of a gate, all that it knows beside who waits at it.
 _GATE = ("mode", "paused_since", "asleep_since", "workers_paused_since", "pauses", "cuts")
 #: Of a worker, what is copied as it is.
-_COPIED = ("reason", "since", "failures", "stalled", "weight_version", "api_key", "rank_fault")
+_COPIED = ("reason", "since", "failures", "stalled", "weight_version", "api_key", "rank_fault", "heard")
 
 
 class CountedHomes(Homes):
@@ -47,7 +47,7 @@ class CountedHomes(Homes):
         if home is None:
             home = self._homes[key] = SessionHome(key, unit)
         elif home.unit is not unit and not home.running:
-            home.unit, home.stayed = unit, 0
+            home.move(unit)
         return home
 
     def forget(self, key: str) -> None:
@@ -178,7 +178,6 @@ def written(fleet: Fleet, pool: SharedPool) -> Record:
         "released": sorted(fleet.released),
         "memory_orders": [[each.method, _text(each.target), _text(each.body)] for each in fleet.memory_orders],
         "names": list(fleet.model_names),
-        "heard": fleet.heard,
         "applies_adapters": fleet.applies_adapters,
         "adapters": list(fleet.adapter_names),
         "workers": written_workers(pool),
@@ -208,7 +207,7 @@ def followed(record: Record, fleet: Fleet, pool: SharedPool, own_number: Callabl
     pool.stalls = record["stalls"]
     pool.follow(record["workers"], own_number)
     fleet.model_names.update(dict.fromkeys(record["names"]))
-    fleet.heard |= record["heard"]
+    fleet.note_heard()
     fleet.applies_adapters |= record["applies_adapters"]
     fleet.note_adapters(record["adapters"])
     follow_gate(fleet.gate, record["gate"])

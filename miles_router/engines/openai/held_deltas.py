@@ -25,6 +25,8 @@ CLOSED = (
 )
 #: What the text of a special token ends with. A token that ends an answer is shown where the answer is aborted with it.
 SPECIAL_ENDS = (">", "]")
+#: Characters of a stop string that are looked for at the end of a text: a client may send long ones.
+LONGEST_BEGINNING = 256
 _VALUE = json.JSONDecoder()
 
 Chunk = dict[str, Any]
@@ -35,9 +37,14 @@ def may_end(text: str | None, stops: Iterable[str] = ()) -> bool:
     end. Engines keep those back, and trim them; but where the answer is aborted with such a token, they say all."""
     if not text:
         return False
-    return text.endswith(SPECIAL_ENDS) or any(
-        stop in text or any(text.endswith(stop[:length]) for length in range(1, len(stop))) for stop in stops
-    )
+    text = str(text)
+    return text.endswith(SPECIAL_ENDS) or any(stop in text or _begins(stop, text) for stop in stops)
+
+
+def _begins(stop: str, text: str) -> bool:
+    """Whether a stop string may begin at the end of a text."""
+    longest = min(len(stop) - 1, len(text), LONGEST_BEGINNING)
+    return any(text.endswith(stop[:length]) for length in range(1, longest + 1))
 
 
 def token_bytes(entry: Mapping[str, Any]) -> bytes:

@@ -29,6 +29,8 @@ class Need(NamedTuple):
     tokens: int = 0
     #: The request as it came; empty for one that generates nothing.
     body: bytes = b""
+    #: How often its session has moved.
+    moved: int = 0
 
 
 #: One with all its fields, in half the time.

@@ -31,7 +31,7 @@ def prefill_key(key: str) -> str:
 class SessionHome:
     """One session's."""
 
-    __slots__ = ("key", "prompts", "running", "since", "stayed", "tokens", "unit")
+    __slots__ = ("key", "moved", "prompts", "running", "since", "stayed", "tokens", "unit")
 
     def __init__(self, key: str, unit: Unit) -> None:
         self.key = key
@@ -44,8 +44,15 @@ class SessionHome:
         self.tokens = 0
         #: Its requests since it came to this unit.
         self.stayed = 0
+        #: How often it went to another.
+        self.moved = 0
         #: Since when nothing of it runs.
         self.since = 0.0
+
+    def move(self, unit: Unit) -> None:
+        """It is at home there from now on."""
+        self.unit, self.stayed = unit, 0
+        self.moved += 1
 
 
 class Homes:
@@ -118,7 +125,7 @@ class Homes:
             if home.unit is not unit:
                 home.unit.sessions -= home.running > 0
                 unit.sessions += home.running > 0
-                home.unit, home.stayed = unit, 0
+                home.move(unit)
         if not home.running:
             unit.sessions += 1
         home.running += 1

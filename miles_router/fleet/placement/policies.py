@@ -26,8 +26,8 @@ SETTLED = 3
 TIMES, MORE, LONG = 1.5, 2, 16_000
 #: Each so many turns that is looked at, and at the second of a session.
 OFTEN = 2
-#: And it leaves one that is so many times as slow as another one, while that one has at most as much to do as the
-#: slower one, times their paces, and so many more: few hardly slow it.
+#: And it leaves one that is so many times as slow as another one, while that one has at most so much to do, which
+#: hardly slows it, or as much as the slower one, each times its pace.
 TIMES_SLOWER, FEW = 1.25, 16
 #: Workers that it looks at for that at each turn.
 LOOKED = 8
@@ -53,9 +53,10 @@ class LeastInFlight:
         if home.pace == 1 and (home.in_flight < MORE or not need.stayed % OFTEN):
             return home
         looked = _some(candidates, home.chosen_at)
-        faster = [] if home.pace == 1 else [unit for unit in looked if home.pace > TIMES_SLOWER * unit.pace]
-        if faster and _takes_on(best := _least_busy(faster), home):
-            return best
+        if home.pace > 1 and need.stayed >> need.moved:  # twice as long before each move, so that none goes to and fro
+            faster = [unit for unit in looked if home.pace > TIMES_SLOWER * unit.pace and not _is_full(unit, need)]
+            if faster and _takes_on(best := _least_busy(faster), home):
+                return best
         more = MORE + need.tokens / LONG
         few = (home.in_flight - more) / TIMES
         idler = [unit for unit in looked if unit.in_flight <= few and unit.pace <= home.pace]
@@ -98,7 +99,8 @@ def _has_far_more(home: Unit, best: Unit, more: float) -> bool:
 def _takes_on(best: Unit, slower: Unit) -> bool:
     """Whether one that is faster takes on a session of a slower one. Where there is much to do, it need not do what the
     slower one still does."""
-    return (best.in_flight + best.sessions) * best.pace <= (slower.in_flight + slower.sessions) * slower.pace + FEW
+    share = (slower.in_flight + slower.sessions) * slower.pace
+    return (best.in_flight + best.sessions) * best.pace <= max(FEW, share)
 
 
 def _others(unit: Unit) -> int:
