@@ -24,7 +24,7 @@ from miles_router.middlewares.router import Router
 
 MAX_POOLS = 64
 #: Seconds for which an answer holds, and that a worker has for one where others, or it itself, have given one before.
-FRESH, IMPATIENCE = 1.0, 1.0
+FRESH, IMPATIENCE = 1.0, 0.5
 #: Names of one model, adapters, and characters of a request's own, that a refusal repeats.
 SHOWN_NAMES, SHOWN_ADAPTERS, SHOWN = 4, 16, 100
 
@@ -128,8 +128,10 @@ class ModelPool:
             await self._facts.answer()
 
     async def hear(self) -> None:
-        """Have workers asked whether they apply adapters that never were, and wait for that."""
-        if not all(worker.asked for worker in self._answering):
+        """Have the first workers asked whether they apply adapters, and wait for that. Nobody waits for later ones,
+        which may be starting still."""
+        answering = self._answering
+        if answering and not any(worker.asked for worker in answering):
             await self._facts.answer()
 
     @property

@@ -544,6 +544,25 @@ async def test_who_has_not_said_whether_it_applies_adapters_is_asked_for_them(si
         assert applied(worker) == "one"
 
 
+async def test_nobody_waits_for_what_a_worker_that_joins_says_of_adapters() -> None:
+    async with with_lora() as worker, with_lora() as newcomer, running_router(health_check_timeout=600.0) as router:
+        await load(worker, "one")
+        await register(router, worker, None)
+
+        async def answered(model: str) -> int:
+            at_home = [*JSON, ("X-SMG-Routing-Key", "a")]
+            body = orjson.dumps({**ROUTES["/generate"], "model": model})
+            return (await router.ask("POST", "/generate", at_home, body)).status
+
+        assert await answered("one") == 200
+        for path in ("/server_info", "/get_server_info", "/v1/models"):
+            newcomer.faults.hang(path=path, times=None)
+        await register(router, newcomer, None)
+        assert not router.app.pools.default.fleet.heard
+        assert [await answered(model) for model in ("one", "gpt-4")] == [200, 200]
+        assert [each.lora_path for each in worker.door.generations] == ["one", "one", None]
+
+
 async def test_an_adapter_beside_the_model_is_applied_or_refused_where_routes_have_no_field_for_it() -> None:
     async with one_model_with_adapters() as made:
         assert await made.answers("/v1/messages", model="gpt-4", lora_path="one") == ""

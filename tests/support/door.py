@@ -182,7 +182,7 @@ class Chats:
 
 def chats_of(doors: Sequence[Door], *, version: str) -> Chats:
     """`version` is that of the workers at the beginning. One that was cut may have been carried on behind another door:
-    it is told under its first one."""
+    it is told under its last one."""
     legs: list[Generation] = []
     for number, door in enumerate(doors):
         for each in door.chats(version=version):

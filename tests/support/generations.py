@@ -155,6 +155,7 @@ def whole_generations(legs: Iterable[Generation]) -> list[Generation]:
             begun.logprobs = begun.logprobs + leg.logprobs
             begun.versions = begun.versions + leg.versions
             begun.finish = leg.finish
+            begun.door = leg.door  # who ended it has all of it
             begun.legs += 1
     return whole
 
