@@ -10,6 +10,9 @@ from miles_router.fleet.workers import Unit, Worker
 if TYPE_CHECKING:
     from miles_router.fleet.pool import WorkerPool
 
+#: Answers after which it is known how fast a unit is.
+KNOWN = 64
+
 
 class Lease:
     """One in-flight slot on a unit. `release` is idempotent, so that every path may call it."""
@@ -32,6 +35,12 @@ class Lease:
     def worker(self) -> Worker:
         """Whose unit it is."""
         return self.unit.worker
+
+    @property
+    def tells(self) -> bool:
+        """Whether how long its answer takes is of use: of a unit that is known, one in two is."""
+        learned = self.unit.learned
+        return self.tokens > 0 and (learned is None or learned.answers < KNOWN or self.unit.chosen_at % 2 == 1)
 
     def release(self, *, answered: bool = True, sampled: int = 0) -> None:
         """Give the slot back; the second and later calls do nothing.

@@ -60,7 +60,7 @@ class Forwarded:
         """Give up both; harmless when repeated."""
         self.reply.close()
         lease, answered = self.lease, self.reply.status < REFUSED
-        lease.release(answered=answered, sampled=sampled_tokens(self.reply.end) if answered and lease.tokens else 0)
+        lease.release(answered=answered, sampled=sampled_tokens(self.reply.end) if answered and lease.tells else 0)
 
 
 class UnkeyedPaths(set[str]):

@@ -66,7 +66,8 @@ def microseconds(pool: WorkerPool, others: list[WorkerPool], policy: Policy, key
     for each in keys:
         leases = [other.lease(policy) for other in others]
         begin = time.thread_time()
-        pool.lease(policy, each, tokens=TOKENS).release(sampled=sampled_tokens(ANSWER))
+        lease = pool.lease(policy, each, tokens=TOKENS)
+        lease.release(sampled=sampled_tokens(ANSWER) if lease.tells else 0)
         taken += time.thread_time() - begin
         for lease in leases:
             lease.release()
