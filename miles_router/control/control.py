@@ -85,8 +85,9 @@ class Control:
         self.sent += 1
         answer = one_answer(outcomes, request_id)
         adapter = arguments.get(ADAPTER_NAME)
-        if ADAPTER_ORDER in row.path and isinstance(adapter, str) and len(adapter) <= MAX_ADAPTER_NAME:
-            self._fleet.note_adapters([adapter] if any(outcome.ok for outcome in outcomes) else [])
+        obeyed = ADAPTER_ORDER in row.path and any(outcome.ok for outcome in outcomes)
+        if obeyed and isinstance(adapter, str) and len(adapter) <= MAX_ADAPTER_NAME:
+            self._fleet.note_adapters([adapter])
         return answer
 
     @contextmanager

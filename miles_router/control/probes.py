@@ -18,6 +18,7 @@ from miles_router.forwarding.upstream import Upstream
 OK, NOT_FOUND, UNAVAILABLE = 200, 404, 503
 MAX_ANSWER = 1024 * 1024
 MAX_DOCUMENT = 64 * 1024 * 1024  # an engine's schema of itself may have a megabyte and more
+MAX_MODELS = 8 * 1024 * 1024  # some 50,000 adapters
 #: SGLang's `/health` gives up after 20 s and says 503, paused or busy: beyond this many seconds its word is silence.
 DEEP_PATIENCE = 10.0
 #: How often a worker is asked for its facts that loses all connections meanwhile.
@@ -72,7 +73,7 @@ class Probes:
         """The adapters that a worker has now; None where it does not say, within so many seconds."""
         with suppress(UpstreamError):
             timeout = self._timeout if patience is None else min(self._timeout, patience)
-            status, body = await self._first(worker, (paths.MODELS,), timeout, MAX_DOCUMENT)
+            status, body = await self._first(worker, (paths.MODELS,), timeout, MAX_MODELS)
             return adapters(body) if status == OK else frozenset()
         return None
 

@@ -133,11 +133,13 @@ async def test_tokens_that_came_with_the_end_and_behind_it_are_dropped(
 
 @pytest.mark.parametrize("aborted", [{"output_ids": [7], "finish": ABORT}, {"output_ids": [], "finish": IN_THE_QUEUE}])
 async def test_a_question_that_a_pause_cuts_is_asked_again(stage: Stage, aborted: dict[str, Any]) -> None:
-    """A stream that is stopped across the cut has not brought its experts: a worker is asked for them."""
+    """A stream that is stopped across the cut has not brought its experts: a worker is asked for them, as its adapter
+    routes."""
     one = await engine(stage)
     router = await stage.router(one.worker, partial_rollout="resume")
     cut = a_stream(answer([5], ABORT, routed_experts="AAAA"))
-    asking = lambda: generate(router, stream=True, return_routed_experts=True, sampling_params={"stop": "xx"})  # noqa: E731
+    wanted: dict[str, Any] = {"return_routed_experts": True, "sampling_params": {"stop": "xx"}, "lora_path": "one"}
+    asking = lambda: generate(router, stream=True, **wanted)  # noqa: E731
     generating = await pause(router, one, cut, asking)
     one.goes.append(script(EVENTS, event(answer([6], prompt=3)), HANG))
     wrong = answer(aborted["output_ids"], aborted["finish"], prompt=4, routed_experts="CCCC")
@@ -146,6 +148,7 @@ async def test_a_question_that_a_pause_cuts_is_asked_again(stage: Stage, aborted
     assert (said["output_ids"], said["text"]) == ([5, 6], "")
     assert said["meta_info"]["finish_reason"] == {"type": "stop", "matched": "xx"}
     assert said["meta_info"]["routed_experts"] == "AAAABBBB"
+    assert one.routed_by == ["one", "one"]
 
 
 # What is not carried on

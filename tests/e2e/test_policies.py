@@ -137,6 +137,22 @@ async def test_sessions_leave_a_worker_that_takes_far_longer_for_a_token(stage: 
     assert other.pace == 1
 
 
+async def test_a_reply_that_was_held_up_for_its_client_says_nothing_of_its_worker(stage: Stage) -> None:
+    workers = [await stage.worker() for _ in range(2)]
+    meta = b'"meta_info":{"completion_tokens":100,"cached_tokens":0}}'
+    router = await stage.router(*workers)
+    for length, learned in ((16_000_000, False), (100, True)):
+        for worker in workers:
+            worker.always(script(reply(b'{"text":"%b",%b' % (b"a" * length, meta))))
+        client = await stage.client(router)
+        await client.send(request("POST", "/generate", body=generation()))
+        if not learned:
+            await until(lambda: router.app.router.metrics.bytes_out > 0, "it is on its way")
+        assert len((await client.read()).body) > length
+        await until(lambda: not router.pool.in_flight, "it is over")
+        assert any(worker.units[0].learned for worker in router.pool) == learned
+
+
 async def test_a_policy_of_ones_own_chooses(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(3)]
     router = await stage.router(*workers, policy="tests.e2e.test_policies.Last")

@@ -68,6 +68,7 @@ class Engine:
         self.asked: list[dict[str, Any]] = []
         self.probed: list[int] = []
         self.experts: deque[Behaviour] = deque()
+        self.routed_by: list[object] = []  # the adapters whose experts it was asked for
         self.keys: list[bytes] = []
         self.encodings: list[bytes] = []  # that a client said it could read
         worker.standing |= {
@@ -83,6 +84,7 @@ class Engine:
         sampling = body.get("sampling_params") or {}
         biased = sampling.get("logit_bias")
         if sampling.get("max_new_tokens") == 0:
+            self.routed_by.append(body.get("lora_path"))
             await self.experts.popleft()(visit)
             return
         if biased is None:

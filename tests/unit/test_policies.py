@@ -17,7 +17,7 @@ from miles_router.errors import ConfigError, PolicyFault
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Need, Policy
 from miles_router.fleet.placement.homes import LONGEST, Homes
-from miles_router.fleet.placement.paces import Paces
+from miles_router.fleet.placement.paces import SILENT, Paces
 from miles_router.fleet.placement.policies import Checked, LeastInFlight, LeastTokens, Prefixes, Sessions
 from miles_router.fleet.placement.prefixes import PrefixIndex
 from miles_router.fleet.pool import WorkerPool
@@ -221,6 +221,70 @@ def test_a_worker_that_was_slower_is_so_no_more() -> None:
     assert slow.pace == 1
     assert slow.learned is not None
     assert abs(slow.learned.lag) < 0.1
+
+
+def slow_for(pool: WorkerPool, policy: Policy, clock: Clock) -> Unit:
+    """The first worker, which takes twice as long, once that is known."""
+    slow = next(iter(pool)).units[0]
+    while slow.pace == 1:
+        timed(pool, policy, clock, None, 1.0)
+    return slow
+
+
+def test_who_is_called_slower_and_silent_is_doubted_and_then_believed_for_twice_as_long() -> None:
+    (pool, clock), policy = paced(2), LeastInFlight()
+    slow = slow_for(pool, policy, clock)
+    other = next(unit for worker in pool for unit in worker.units if unit is not slow)
+
+    def silence() -> float:
+        """Until it is doubted, while the other one answers."""
+        began = clock.now
+        while slow.pace > 1:
+            lease = pool.lease(policy, tokens=100, preferred=other.worker.url)
+            clock.now += 1.0
+            lease.release(sampled=100)
+        return clock.now - began
+
+    first = silence()
+    assert first >= SILENT
+    while slow.pace == 1:
+        lease = pool.lease(policy, tokens=100, preferred=slow.worker.url)
+        clock.now += 2.0
+        lease.release(sampled=100)
+    assert silence() > 1.5 * first
+
+
+def test_a_session_that_has_moved_stays_for_longer_each_time() -> None:
+    pool, policy = pool_of(2), LeastInFlight()
+    home = turn(pool, policy, "a", 100)
+    stays = list[int]()
+    for _ in range(4):
+        home.pace, stayed = 3.0, 1
+        while turn(pool, policy, "a", 100) is home:
+            stayed += 1
+        stays.append(stayed)
+        home.pace = 1.0
+        home = next(unit for worker in pool for unit in worker.units if unit is not home)
+    assert stays == [1, 2, 4, 8]
+
+
+def test_a_session_does_not_leave_a_slower_worker_for_one_that_is_full() -> None:
+    pool, policy = pool_of(2), LeastInFlight()
+    home = turn(pool, policy, "a", 5_000)
+    other = next(unit for worker in pool for unit in worker.units if unit is not home)
+    other.worker.facts = Facts(token_capacity=6_000)
+    home.pace = 3.0
+    _held = pool.lease(policy, tokens=1_000, preferred=other.worker.url)
+    assert [turn(pool, policy, "a", 5_000) for _ in range(4)] == [home] * 4
+    other.worker.facts = Facts(token_capacity=60_000)
+    assert turn(pool, policy, "a", 5_000) is other
+
+
+def test_what_is_known_of_an_engine_s_pace_is_forgotten_with_it() -> None:
+    (pool, clock), policy = paced(2), LeastInFlight()
+    slow = slow_for(pool, policy, clock)
+    pool.record_failure(slow.worker, "it is silent")
+    assert (slow.pace, slow.learned) == (1.0, None)
 
 
 def test_of_a_large_fleet_it_looks_at_some_workers_at_each_turn_and_at_others_at_the_next() -> None:

@@ -32,6 +32,7 @@ class FollowingChat(ChatStreamTap):
         self._generation = generation
         self._watcher = watcher
         self._text: list[str] = []
+        self._stops = generation.stops
         #: How it ended, in the form of `/generate`.
         self.end_reason: dict[str, Any] | None = None
 
@@ -57,7 +58,7 @@ class FollowingChat(ChatStreamTap):
         state.add({**chunk, "choices": [choice]}, self.version())
         new = (choice.get("delta") or {}).get("content") or ""
         self._text.append(new)
-        shown = self._text[:-1] if may_end(new, self._generation.stops) else self._text
+        shown = self._text[:-1] if may_end(new, self._stops) else self._text
         await self._watcher.more(self._generation, "".join(shown), state.entries)
         return b""
 
