@@ -179,7 +179,8 @@ async def test_a_deep_check_asks_for_a_token_where_health_says_nothing(stage: St
 
 async def test_a_worker_that_was_lost_has_no_version_until_it_is_set_again(stage: Stage) -> None:
     async with SimulatedWorker(profile=JAX) as worker, SimulatedWorker(profile=JAX) as other:
-        router = await stage.router(worker.url, other.url, **PROBING, readmit="same-weights")
+        settings = {**PROBING, "health_check_timeout": 2.0, "readmit": "same-weights"}
+        router = await stage.router(worker.url, other.url, **settings)
         assert (await post(router, "/router/weight_version", weight_version="7")).status == 200
         await worker.kill()
         await becomes(router, worker, WorkerState.QUARANTINED)

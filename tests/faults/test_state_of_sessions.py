@@ -136,13 +136,14 @@ async def test_sessions_that_nobody_has_named_since_a_kill_are_listed_and_not_lo
     assert before[0]["reasons"] == {"sub_agent": 1}
 
     def alike(rows: list[Any]) -> list[Any]:
-        same = [{**row, "tokens": {**row["tokens"], "trained": None}} for row in rows]
-        return [{**row, "last_used_at": round(row["last_used_at"])} for row in same]
+        return [{**row, "tokens": {**row["tokens"], "trained": None}, "last_used_at": None} for row in rows]
 
     async with router(tmp_path) as running:
         after = await listed(running)
         assert {row["tokens"]["trained"] for row in after} == {None}
         assert alike(after) == alike(before)
+        used = [[row["last_used_at"] for row in rows] for rows in (after, before)]
+        assert used[0] == pytest.approx(used[1], abs=1.0)
         for query, takes in (
             ("group=g-1", lambda row: row["group"] == "g-1"),
             ("reason=sub_agent", lambda row: "sub_agent" in row["reasons"]),
