@@ -47,13 +47,15 @@ class Flight:
     """One request's routing and abort facts. The innermost app writes them; an abort marks them."""
 
     __slots__ = (
-        *("aborted", "caches", "first_byte_at", "goes_on", "group", "inward", "movable", "move", "number"),
+        *("aborted", "caches", "first_byte_at", "goes_on", "group", "inward", "model", "movable", "move", "number"),
         *("preferred", "prefill_url", "rank", "rids", "stop", "trace", "waited", "waits", "worker_url"),
     )
 
     def __init__(self) -> None:
         #: Lower for a request that came before.
         self.number = next(_count)
+        #: The model that it names, where that was no adapter's name when it came.
+        self.model: str | None = None
         #: The worker that answered, or that was tried last.
         self.worker_url: str | None = None
         #: The worker that computes its prompt for that one, while it does.

@@ -189,6 +189,7 @@ class HealthMonitor:
             sick = None  # busy or paused: the cheap check has just passed
         if sick is None:
             self._deep_passed[worker.url] = time.monotonic()
+            self._fleet.ask_for_facts(worker)  # whoever took its place between two probes is another
         return sick
 
     async def _try_readmission(self, worker: Worker) -> None:

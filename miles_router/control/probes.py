@@ -16,6 +16,10 @@ from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
 
 OK, NOT_FOUND, UNAVAILABLE = 200, 404, 503
+#: What an engine answers that has a key which it was not asked with.
+KEYED = frozenset({401, 403})
+#: A document that is for whoever has the key.
+WITHHELD = b"null"
 MAX_ANSWER = 1024 * 1024
 MAX_DOCUMENT = 64 * 1024 * 1024  # an engine's schema of itself may have a megabyte and more
 MAX_MODELS = 8 * 1024 * 1024  # some 50,000 adapters
@@ -59,7 +63,7 @@ class Probes:
             server_info = await self._document(worker, paths.SERVER_INFO)
             schema = await self._document(worker, paths.SCHEMA)
             facts = read_facts(model_info=model_info, server_info=server_info, schema=schema)
-            if server_info is not None and facts.lora is None:  # it has had the opportunity to say so
+            if server_info not in (None, WITHHELD) and facts.lora is None:  # it has had the opportunity to say so
                 facts = replace(facts, lora=False)
             if None not in (model_info, server_info):  # it has said all that a profile is known by
                 facts = replace(facts, profile=facts.profile or USUAL)
@@ -69,12 +73,22 @@ class Probes:
                 return facts, process
         return facts, None
 
-    async def adapters(self, worker: Worker, patience: float | None = None) -> frozenset[str] | None:
-        """The adapters that a worker has now; None where it does not say, within so many seconds."""
+    async def applies_adapters(self, worker: Worker, key: bytes | None) -> bool | None:
+        """Whether a worker says to this `Authorization` that it applies adapters; None where it does not say."""
+        with suppress(UpstreamError):
+            status, body = await self._first(worker, paths.SERVER_INFO, self._timeout, MAX_DOCUMENT, key)
+            return bool(read_facts(server_info=body).lora) if status == OK else None
+        return None
+
+    async def adapters(
+        self, worker: Worker, patience: float | None = None, key: bytes | None = None
+    ) -> frozenset[str] | None:
+        """The adapters that a worker has now; None where it does not say, within so many seconds, to this
+        `Authorization`."""
         with suppress(UpstreamError):
             timeout = self._timeout if patience is None else min(self._timeout, patience)
-            status, body = await self._first(worker, (paths.MODELS,), timeout, MAX_MODELS)
-            return adapters(body) if status == OK else frozenset()
+            status, body = await self._first(worker, (paths.MODELS,), timeout, MAX_MODELS, key)
+            return adapters(body) if status == OK else frozenset() if status == NOT_FOUND else None
         return None
 
     def process(self, worker: Worker) -> int | None:
@@ -135,15 +149,20 @@ class Probes:
         return f"{worker.url}{path} answered {status}" if status >= 500 else None
 
     async def _document(self, worker: Worker, names: tuple[str, ...]) -> bytes | None:
-        """An answer; b"" where the worker has none to give, None where it did not answer."""
+        """An answer; b"" where the worker has none to give, None where it did not answer; `WITHHELD`."""
         try:
             status, body = await self._first(worker, names, self._timeout, MAX_DOCUMENT)
         except UpstreamError:
             return None
-        return body if status == OK else b""
+        return body if status == OK else WITHHELD if status in KEYED else b""
 
     async def _first(
-        self, worker: Worker, names: tuple[str, ...], timeout: float, limit: int = MAX_ANSWER
+        self,
+        worker: Worker,
+        names: tuple[str, ...],
+        timeout: float,
+        limit: int = MAX_ANSWER,
+        key: bytes | None = None,
     ) -> tuple[int, bytes]:
         """The answer under the first of these names that the worker knows.
 
@@ -151,15 +170,20 @@ class Probes:
             UpstreamError: it does not answer, or answers with a server error.
         """
         for path in names:
-            status, body = await self._get(worker, path, timeout, limit)
+            status, body = await self._get(worker, path, timeout, limit, key)
             if status >= 500:
                 raise UpstreamError(f"{worker.url}{path} answered {status}")
             if status != NOT_FOUND:
                 break
         return status, body
 
-    async def _get(self, worker: Worker, path: str, timeout: float, limit: int = MAX_ANSWER) -> tuple[int, bytes]:
+    async def _get(
+        self, worker: Worker, path: str, timeout: float, limit: int = MAX_ANSWER, key: bytes | None = None
+    ) -> tuple[int, bytes]:
+        """An answer to the worker's own key, else to `key`."""
         headers: RawHeaders = [(b"accept", b"application/json")]
         if worker.api_key is not None:
-            headers.append((b"authorization", b"Bearer " + worker.api_key.encode()))
+            key = b"Bearer " + worker.api_key.encode()
+        if key is not None:
+            headers.append((b"authorization", key))
         return await self._upstream.fetch(worker.address, path, headers=headers, timeout=timeout, limit=limit)

@@ -16,6 +16,7 @@ import orjson
 
 from miles_router.engines import sglang_jax
 from miles_router.engines.disaggregation.request import PROFILE as HALF_OF_A_PAIR
+from miles_router.engines.models import ADAPTER_NAME
 from miles_router.engines.profile import USUAL, Profile
 
 Learned = TypeVar("Learned")
@@ -67,6 +68,8 @@ class Facts:
     sampling_defaults: str | None = None
     #: Whether it applies LoRA adapters.
     lora: bool | None = None
+    #: Those that it was started with, by name.
+    adapters: frozenset[str] | None = None
     #: Tokens of a prompt and its answer together.
     context_length: int | None = None
     #: Tokens whose keys and values each of its ranks has memory for.
@@ -138,6 +141,7 @@ def read_facts(
         preferred_sampling_params=_mapping(both, "preferred_sampling_params"),
         sampling_defaults=_text(server, "sampling_defaults"),
         lora=_flag(server, "enable_lora"),
+        adapters=_adapters(server),
         context_length=_window(server),
         token_capacity=_count(server, "max_total_num_tokens"),
         endpoints=endpoints,
@@ -189,6 +193,15 @@ def _text(info: Mapping[str, Any], name: str) -> str | None:
 def _count(info: Mapping[str, Any], name: str) -> int | None:
     value = info.get(name)
     return value if type(value) is int and value > 0 else None
+
+
+def _adapters(server: Mapping[str, Any]) -> frozenset[str] | None:
+    """An engine names them by the arguments of its start, or one by one with all that it knows of each."""
+    told = server.get("lora_paths")
+    if not isinstance(told, (list, dict)):
+        return None
+    names = [each.get(ADAPTER_NAME) if isinstance(each, dict) else each for each in told]
+    return frozenset(name.partition("=")[0] for name in names if isinstance(name, str))
 
 
 def _window(server: Mapping[str, Any]) -> int | None:

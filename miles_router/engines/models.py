@@ -23,10 +23,9 @@ MODEL, ADAPTER = "model", "lora_path"
 ADAPTER_ORDER, ADAPTER_NAME, MAX_ADAPTER_NAME = "lora_adapter", "lora_name", 512
 #: What an engine calls the model of a request that names none.
 DEFAULT = "default"
-#: Paths where `base:adapter` is applied.
-BY_NAME = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.INVOCATIONS, paths.EMBEDDINGS})
-#: Paths that have no field for an adapter beside the model.
-BY_NAME_ALONE = frozenset({paths.MESSAGES, paths.RESPONSES})
+#: Paths where an adapter has a field beside the model; those where `base:adapter` is applied.
+WITH_FIELD = frozenset({paths.GENERATE, paths.CHAT, paths.COMPLETIONS, paths.INVOCATIONS, paths.EMBEDDINGS})
+BY_NAME = WITH_FIELD - {paths.GENERATE} | {paths.MESSAGES}
 _MODEL = Field(MODEL)
 #: A letter that is escaped without need: in a name, too, an engine reads it.
 _ESCAPED = re.compile(rb"\\u00[4-7]")
@@ -65,16 +64,22 @@ def with_model(body: bytes, model: str) -> bytes:
     return extended(body, {MODEL: model})
 
 
+def only_with_adapter(body: bytes, adapter: str) -> bytes:
+    """A request that is answered with this adapter, whichever it names itself."""
+    return extended(body, {MODEL: f"{DEFAULT}:{adapter}", ADAPTER: adapter})
+
+
 def with_adapter(path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
-    """A request whose model is written as `base:adapter`, so that its route applies the adapter.
+    """A request whose model is written as `base:adapter`, so that its route applies the adapter: said in each way that
+    there is for it, for not every engine reads the model.
 
     Raises:
         CannotServe: the route never does.
         What `parse` raises.
     """
-    if path in BY_NAME:
-        return body
-    if path != paths.GENERATE:
+    if path not in WITH_FIELD:
+        if path in BY_NAME:
+            return body
         raise CannotServe(f"{path} answers with base weights whatever adapter is named")
     own = _adapters_of(body, parse)
     if isinstance(own, list) and own:
@@ -83,15 +88,21 @@ def with_adapter(path: str, body: bytes, adapter: str, parse: Parse) -> bytes:
     return body if own else extended(body, {ADAPTER: adapter})
 
 
-def own_adapter(body: bytes, parse: Parse) -> str | None:
-    """What a request names as its adapter, beside its model. Raises what `parse` raises."""
+def own_adapters(body: bytes, parse: Parse) -> object:
+    """What a request names as its adapter, or adapters, beside its model; None where that is none. Raises what `parse`
+    raises."""
     own = _adapters_of(body, parse)
-    return own if isinstance(own, str) and own and is_written(own) else None
+    return own if own and (not isinstance(own, list) or any(own)) else None
 
 
 def _adapters_of(body: bytes, parse: Parse) -> object:
     parsed = parse(body) if b'"%b"' % ADAPTER.encode() in body or _ESCAPED.search(body) else None
     return parsed.get(ADAPTER) if isinstance(parsed, dict) else None
+
+
+def possible_adapters(model: str) -> list[str]:
+    """The adapters that a model which nobody knows may name, with any base before it."""
+    return [name for name in (model, model.partition(":")[2].strip()) if name]
 
 
 def is_written(name: str) -> bool:

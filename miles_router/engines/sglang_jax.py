@@ -70,11 +70,11 @@ def translate(path: str, body: bytes, parse: Parse) -> Translation | None:
     if path == paths.GENERATE:
         return GenerateTranslation(GenerateRequest.read(parse(body)))
     if path in CHATS:
-        _check_chat(parse(body), top=CHATS[path])
+        _check_chat(parse(body), top=CHATS[path], completes=path == paths.COMPLETIONS)
     return None
 
 
-def _check_chat(body: Any, *, top: str) -> None:
+def _check_chat(body: Any, *, top: str, completes: bool) -> None:
     """See that chat or completions answer all that they are asked.
 
     Raises:
@@ -84,6 +84,8 @@ def _check_chat(body: Any, *, top: str) -> None:
         return  # the engine says what is wrong with it
     if unknown := [name for name in IGNORED_IN_CHAT if body.get(name)]:
         raise CannotServe(f"it takes no {unknown[0]} in chat and completions, which sessions need")
+    if not completes and body.get("lora_path"):
+        raise CannotServe("it applies no adapter in chat")
     if body.get("logprobs") not in (None, False) and not body.get(top):
         raise CannotServe(f"its logprobs are wrong without {top} of at least 1")
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from miles_router import tasks
 from miles_router.engines.facts import Facts
+from miles_router.engines.models import possible_adapters
 from miles_router.engines.profile import USUAL, Profile
 from miles_router.engines.ranks import ranks
 from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
@@ -55,6 +56,10 @@ class Questions(Protocol):
 
     async def facts(self, worker: Worker) -> tuple[Facts, int | None]:
         """All that it says, and the number of the process that said it; None where that is not certain."""
+        ...
+
+    async def adapters(self, worker: Worker) -> frozenset[str] | None:
+        """The adapters that it has; None where it does not say."""
         ...
 
     def process(self, worker: Worker) -> int | None:
@@ -300,9 +305,26 @@ class Fleet:
     def heard(self) -> bool:
         """Whether all workers that answer have said whether they apply adapters."""
         if self._heard_in is not self.pool.snapshot:
-            self._all_heard = all(worker.heard for worker in self.pool if worker.state in ALIVE)
+            self._all_heard = all(map(self._has_said, self.alive))
             self._heard_in = self.pool.snapshot
         return self._all_heard
+
+    @property
+    def alive(self) -> list[Worker]:
+        """The workers that answer."""
+        return [worker for worker in self.pool if worker.state in ALIVE]
+
+    def _has_said(self, worker: Worker) -> bool:
+        """What this process knows counts, too, where others have not heard it."""
+        known = self._known(worker)
+        return worker.applies_adapters is not None or (known is not None and known.lora is not None)
+
+    def note_applies(self, worker: Worker, applies: bool | None, adapters: frozenset[str] | None) -> None:
+        """A worker has said whether it applies adapters, and which it has; None where it has not."""
+        worker.applies_adapters, worker.adapters = applies, adapters
+        self.applies_adapters = self.applies_adapters or applies is True
+        self.note_adapters(adapters or ())
+        self.note_heard()
 
     async def all_facts(self) -> list[Facts]:
         """The facts of each routable worker, for what has to be decided before one of them is chosen."""
@@ -327,6 +349,7 @@ class Fleet:
         process, or has another model."""
         if worker.facts is not None and worker.facts.contradicts(facts):
             worker.forget_engine()
+            self.note_heard()
 
     def _known(self, worker: Worker) -> Facts | None:
         process = self._questions.process(worker)
@@ -340,11 +363,11 @@ class Fleet:
 
     async def _ask(self, worker: Worker) -> Facts:
         facts, process = await self._questions.facts(worker)
+        adapters = await self._questions.adapters(worker) if facts.lora else worker.adapters
         worker.profile = facts.profile or worker.profile
         worker.asked, worker.last_capacity = True, facts.token_capacity or worker.last_capacity
-        self.applies_adapters = self.applies_adapters or facts.lora is True
-        worker.heard = facts.lora is not None
-        self.note_heard()
+        self.note_applies(worker, facts.lora, adapters)
+        self.note_adapters(facts.adapters or ())
         if process is not None and self.pool.find(worker.url) is worker:
             worker.facts, worker.facts_of = facts.after(worker.facts), process
             self._count_on_ranks(worker, worker.facts)
@@ -364,6 +387,10 @@ class Fleet:
             self.adapter_names[name] = None
         for name in [*self.adapter_names][:-MAX_ADAPTERS]:
             del self.adapter_names[name]
+
+    def adapter_of(self, model: str) -> str | None:
+        """The adapter that it has or had which a model names that nobody knows."""
+        return next((name for name in possible_adapters(model) if name in self.adapter_names), None)
 
     def _count_on_ranks(self, worker: Worker, facts: Facts) -> None:
         """Each rank of its engine is a unit, unless this very process has ignored which one was meant."""

@@ -305,8 +305,7 @@ class WorkerPool:
 
     def record_failure(self, worker: Worker, reason: str) -> None:
         """A probe failed or no connection could be made; the K-th in a row quarantines the worker."""
-        worker.failures += 1
-        worker.last_check = self._now()
+        worker.failures, worker.last_check = worker.failures + 1, self._now()
         self._forget_engine(worker)
         if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is(worker, worker.state):
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
@@ -316,6 +315,7 @@ class WorkerPool:
         if worker.profile is not None and not worker.profile.tells_version:
             worker.weight_version = None
         worker.forget_engine()
+        self._publish()
 
     def record_stall(self, worker: Worker, reason: str) -> None:
         """Its engine stands still: it is out until it passes its checks, and keeps this reason while it is silent. Each

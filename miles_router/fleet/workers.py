@@ -95,8 +95,10 @@ class Worker:
     """One SGLang server. Mutable on purpose; only the pool and the fleet write to it."""
 
     __slots__ = (
+        "adapters",
         "address",
         "api_key",
+        "applies_adapters",
         "asked",
         "attributes",
         "bootstrap_port",
@@ -104,7 +106,6 @@ class Worker:
         "facts",
         "facts_of",
         "failures",
-        "heard",
         "in_flight",
         "last_capacity",
         "last_check",
@@ -155,8 +156,9 @@ class Worker:
         self.facts_of: int | None = None
         #: Whether its engine was ever asked, and had its time to answer.
         self.asked = False
-        #: Whether it has said if it applies adapters.
-        self.heard = False
+        #: Whether it applies adapters, once it has said so, and those that it said last it has.
+        self.applies_adapters: bool | None = None
+        self.adapters: frozenset[str] | None = None
         #: The memory of a unit, in tokens, of the engine that was forgotten last.
         self.last_capacity: int | None = None
         #: How it is dealt with; None until that is known. `Fleet.profile` asks.
@@ -177,7 +179,7 @@ class Worker:
     def forget_engine(self) -> None:
         """Another one may be there from now on."""
         self.last_capacity = self.units[0].capacity
-        self.facts, self.profile, self.heard = None, None, False
+        self.facts, self.profile, self.applies_adapters = None, None, None
         for unit in self.units:
             unit.pace, unit.learned = 1.0, None
 

@@ -17,7 +17,7 @@ from miles_router.engines.disaggregation.request import NO_NAMES, Names, PairedR
 from miles_router.engines.footprint import prompt_tokens, sampled_tokens
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.profile import CannotServe, Translation
-from miles_router.errors import BadRequest, FleetPaused, UnsupportedByEngine, UpstreamUnreachable
+from miles_router.errors import BadRequest, FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight
@@ -296,7 +296,15 @@ class Forwarder:
 
         Raises:
             FleetPaused: it has waited for too long, or was one too many.
+            NoWorkerAvailable: its model was no adapter's name when it came, and is one now.
         """
+        await self._wait(request, waiting)
+        if waiting.model is None or waiting.aborted or waiting.goes_on is not None:
+            return
+        if (adapter := self._fleet.adapter_of(waiting.model)) is not None:
+            raise NoWorkerAvailable(f"the adapter {adapter!r} was loaded while the request waited: send it again")
+
+    async def _wait(self, request: Outgoing, waiting: Flight) -> None:
         gate, came_at = self._fleet.gate, asyncio.get_running_loop().time()
         while True:
             await gate.wait(waiting, came_at)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from miles_router.asgi.exchange import Exchange, Scope, read_json
 from miles_router.asgi.headers import first
-from miles_router.engines import models
+from miles_router.engines import models, paths
 from miles_router.errors import BadRequest, UnknownModel
-from miles_router.fleet.gate import SESSION_PREFIX, computes
-from miles_router.pools.pools import SHOWN, SHOWN_ADAPTERS, ModelPool, Pools
+from miles_router.fleet.gate import SESSION_PREFIX, computes, endpoint
+from miles_router.pools.pools import AUTHORIZATION, SHOWN, SHOWN_ADAPTERS, ModelPool, Pools
 
 MULTIPART = b"multipart/"
 
@@ -27,21 +27,22 @@ class PoolChoice:
             BadRequest: its model cannot be read.
         """
         path = scope["path"]
-        model = self._model(scope, body)
+        model, key = self._model(scope, body), first(scope["headers"], AUTHORIZATION)
         if model is None:
             pool, adapter = self._pools.meant(models.MODEL if computes(path) else None), None
         elif self._pools.named:
-            pool, adapter = await self._find(model)
+            pool, adapter = await self._find(model, key)
         else:
-            pool, adapter = self._pools.default, await self._adapter(model)
+            pool, adapter = self._pools.default, await self._adapter(model, key)
         default = self._pools.default
         if pool is not default:
             if path.startswith(SESSION_PREFIX):
                 raise BadRequest(f"sessions are of the model {default.name or models.DEFAULT!r} alone")
             exchange.pool = pool.name
-        if adapter is None and path in models.BY_NAME_ALONE:
-            adapter = models.own_adapter(body, read_json)
+        if computes(path) and endpoint(path) != paths.GENERATE:
+            adapter = _with_own(endpoint(path), body, adapter)
         if adapter is None:
+            exchange.flight.model = model
             return body
         exchange.adapter, spelled = adapter, pool.spelled(adapter)
         if spelled == model or (model and not self._pools.named and model.partition(":")[2].strip() == adapter):
@@ -61,7 +62,7 @@ class PoolChoice:
             raise BadRequest("model must be a string")
         return model
 
-    async def _find(self, model: str) -> tuple[ModelPool, str | None]:
+    async def _find(self, model: str, key: bytes | None) -> tuple[ModelPool, str | None]:
         pool = self._pools.find(model)
         if pool is not None:
             return pool, None
@@ -69,9 +70,9 @@ class PoolChoice:
             return self._pools.meant(models.MODEL), None
         for each in self._pools:
             await each.learn()  # first: a name that another pool has too is none
-        return self._by_names(model) or await self._by_adapter(model)
+        return self._by_names(model) or await self._by_adapter(model, key)
 
-    async def _adapter(self, model: str) -> str | None:
+    async def _adapter(self, model: str, key: bytes | None) -> str | None:
         """The adapter that is named where there is one model, which answers to any name: agents have their own."""
         pool = self._pools.default
         names = pool.names | {models.DEFAULT}
@@ -79,9 +80,8 @@ class PoolChoice:
             return None
         if (based := models.adapter_of(model, names)) is not None:
             return based[1]
-        _, _, behind = model.partition(":")
-        for name in filter(None, (model, behind.strip())):
-            if await pool.has_had(name):
+        for name in models.possible_adapters(model):
+            if await pool.has_had(name, key):
                 return name
         return None
 
@@ -104,14 +104,17 @@ class PoolChoice:
                 return best[0] if len(best) == 1 else None
         return None
 
-    async def _by_adapter(self, model: str) -> tuple[ModelPool, str | None]:
+    async def _by_adapter(self, model: str, key: bytes | None) -> tuple[ModelPool, str | None]:
         """The only pool that has an adapter of this name.
 
         Raises:
             UnknownModel: there is none, or several.
         """
-        adapters = {pool: await pool.adapters() for pool in self._pools if pool.peopled}
+        adapters = {pool: await pool.adapters(key) for pool in self._pools if pool.peopled}
         having = [pool for pool, each in adapters.items() if model in each]
+        if len(having) < 2:
+            for pool in adapters:
+                pool.see_told()  # another may have it, too
         if len(having) == 1:
             return having[0], model
         named = sorted((pool.name, adapter) for pool, each in adapters.items() for adapter in each)[:SHOWN_ADAPTERS]
@@ -119,3 +122,21 @@ class PoolChoice:
         written = sorted(pools[name].spelled(adapter) for name, adapter in named)
         more = f"; adapters: {', '.join(written)}" if written else ""
         raise UnknownModel(f"the model {model[:SHOWN]!r} does not exist; {self._pools.known()}{more}", models.MODEL)
+
+
+def _with_own(path: str, body: bytes, adapter: str | None) -> str | None:
+    """The adapter of a request, whose model names this one, for a path where it has to be a single one.
+
+    Raises:
+        BadRequest: a field beside the model names another, or several.
+    """
+    own = models.own_adapters(body, read_json)
+    if own is None or (adapter is None and path in models.WITH_FIELD):  # where the engine reads it
+        return adapter
+    if not isinstance(own, str) or not models.is_written(own):
+        raise BadRequest(f"{models.ADAPTER} must be a string")
+    if adapter not in (None, own):
+        raise BadRequest(
+            f"{models.MODEL} and {models.ADAPTER} name two adapters, {adapter[:SHOWN]!r} and {own[:SHOWN]!r}"
+        )
+    return own

@@ -13,16 +13,19 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Any, Generic, TypeVar
 
 from miles_router import tasks
+from miles_router.asgi.headers import RawHeaders, first
 from miles_router.control.health import HealthMonitor
 from miles_router.control.probes import Probes
 from miles_router.engines import models
 from miles_router.errors import BadRequest, NotFound, NoWorkerAvailable, UnknownModel
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.workers import ALIVE, Transition, Worker
+from miles_router.fleet.workers import Transition, Worker
 from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 
 MAX_POOLS = 64
+AUTHORIZATION = b"authorization"
+UNTOLD = "a worker has not said which adapters it has, and the request may name one"
 #: Seconds for which an answer holds, and that a worker has for one where others, or it itself, have given one before.
 FRESH, IMPATIENCE = 1.0, 0.5
 #: Names of one model, adapters, and characters of a request's own, that a refusal repeats.
@@ -55,6 +58,24 @@ class Inquiry(Generic[Answer]):
             self._ended = time.monotonic()
 
 
+class ByKey:
+    """The same, asked with the `Authorization` of the last request that needed it."""
+
+    def __init__(self, ask: Callable[[bytes | None], Coroutine[Any, Any, None]]) -> None:
+        self._ask = ask
+        self._key: bytes | None = None
+        self._inquiry = self._inquire(None)
+
+    def _inquire(self, key: bytes | None) -> Inquiry[None]:
+        return Inquiry(lambda: self._ask(key))
+
+    async def answer(self, key: bytes | None) -> None:
+        """As `Inquiry.answer`."""
+        if key != self._key:
+            self._key, self._inquiry = key, self._inquire(key)
+        await self._inquiry.answer()
+
+
 class ModelPool:
     """The workers of one model.
 
@@ -83,9 +104,9 @@ class ModelPool:
         #: Whether it has ever had a worker.
         self.peopled = False
         self._probes = probes
-        self._adapters = Inquiry(self._ask_adapters)
-        self._told: frozenset[str] | None = None  # the last time that some worker said which it has
+        self._adapters = ByKey(self._ask_adapters)
         self._facts = Inquiry(self._ask_facts)
+        self._applies = ByKey(self._ask_whether)
 
     @property
     def fleet(self) -> Fleet:
@@ -102,53 +123,83 @@ class ModelPool:
         served = [worker.facts.served_model_name for worker in self.fleet.pool if worker.facts is not None]
         return f"{next(filter(None, served), models.DEFAULT)}:{adapter}"
 
-    async def adapters(self) -> frozenset[str]:
-        """The adapters that its workers have now, together; where none of them says it, those of the last time.
+    async def adapters(self, key: bytes | None = None) -> set[str]:
+        """The adapters that its workers have, together, each as it said last: asked now, with this `Authorization`
+        where they are asked without a key of their own.
 
         Raises:
             NoWorkerAvailable: none has ever said it.
         """
-        told = await self._adapters.answer()
-        if told is None:
-            raise NoWorkerAvailable("no worker says which adapters it has, and the request may name one")
-        return told
+        await self._adapters.answer(key)
+        workers = [*self.fleet.pool]
+        told = [worker.adapters for worker in workers if worker.adapters is not None]
+        if not workers:
+            return {*self.fleet.adapter_names}
+        if not told:
+            raise NoWorkerAvailable(UNTOLD)
+        return set().union(*told)
 
-    async def has_had(self, adapter: str) -> bool:
+    async def has_had(self, adapter: str, key: bytes | None = None) -> bool:
         """Whether its workers have an adapter of this name, or had one while the router looked: engines load such a
-        one again, or refuse it."""
-        return adapter in self.fleet.adapter_names or adapter in await self.adapters()
+        one again, or refuse it.
+
+        Raises:
+            NoWorkerAvailable: one that applies adapters has never said which it has, and no other has this one.
+        """
+        if adapter in self.fleet.adapter_names or adapter in await self.adapters(key):
+            return True
+        self.see_told()
+        return False
+
+    def see_told(self) -> None:
+        """See that each worker that applies adapters has said which.
+
+        Raises:
+            NoWorkerAvailable: one has not.
+        """
+        if any(worker.applies_adapters and worker.adapters is None for worker in self.fleet.alive):
+            raise NoWorkerAvailable(UNTOLD)
 
     def forget_adapters(self) -> None:
         """They may have changed."""
-        self._adapters = Inquiry(self._ask_adapters)
+        self._adapters = ByKey(self._ask_adapters)
 
     async def learn(self) -> None:
         """Have workers asked what they are where none has said it yet."""
         if self.peopled and not self.fleet.model_names:
             await self._facts.answer()
 
-    async def hear(self) -> None:
+    async def hear(self, key: bytes | None) -> None:
         """Have the first workers asked whether they apply adapters, and wait for that. Nobody waits for later ones,
-        which may be starting still."""
-        answering = self._answering
+        which may be starting still; but who tells it to this `Authorization` alone is asked with it."""
+        answering = self.fleet.alive
         if answering and not any(worker.asked for worker in answering):
             await self._facts.answer()
+        if key is not None and any(map(_is_keyed, answering)):
+            await self._applies.answer(key)
 
-    @property
-    def _answering(self) -> list[Worker]:
-        return [worker for worker in self.fleet.pool if worker.state in ALIVE]
-
-    async def _ask_adapters(self) -> frozenset[str] | None:
-        patience = None if self._told is None else IMPATIENCE
-        answers = await asyncio.gather(*(self._probes.adapters(worker, patience) for worker in self._answering))
-        told = [each for each in answers if each is not None]
-        if told:
-            self._told = frozenset().union(*told)
-            self.fleet.note_adapters(self._told)
-        return self._told
+    async def _ask_adapters(self, key: bytes | None) -> None:
+        answering = self.fleet.alive
+        some = any(worker.adapters is not None for worker in answering)
+        asking = (self._probes.adapters(worker, IMPATIENCE if some else None, key) for worker in answering)
+        for worker, told in zip(answering, await asyncio.gather(*asking), strict=True):
+            if told is not None:
+                worker.adapters = told
+                self.fleet.note_adapters(told)
 
     async def _ask_facts(self) -> None:
-        await asyncio.gather(*(self.fleet.facts(worker.url) for worker in self._answering))
+        await asyncio.gather(*(self.fleet.facts(worker.url) for worker in self.fleet.alive))
+
+    async def _ask_whether(self, key: bytes | None) -> None:
+        keyed = [worker for worker in self.fleet.alive if _is_keyed(worker)]
+        said = await asyncio.gather(*(self._probes.applies_adapters(worker, key) for worker in keyed))
+        for worker, applies in zip(keyed, said, strict=True):
+            self.fleet.note_applies(worker, applies, worker.adapters)
+
+
+def _is_keyed(worker: Worker) -> bool:
+    """Whether it was asked, and may say more to a client's key: the router has none for it."""
+    return worker.asked and worker.api_key is None and worker.applies_adapters is None
 
 
 class Pools:
@@ -177,6 +228,7 @@ class Pools:
 
         def note(transition: Transition) -> None:
             pool.peopled = True
+            pool.forget_adapters()  # who comes may have others
             self.named = self.named or bool(pool.name)
 
         pool.fleet.subscribe(note)
@@ -194,13 +246,13 @@ class Pools:
             finally:
                 self._running = None
 
-    async def look(self) -> bool:
-        """Whether the model that a request names says who answers it, or with which adapter."""
+    async def look(self, headers: RawHeaders) -> bool:
+        """Whether the model that a request with these headers names says who answers it, or with which adapter."""
         if self.named:
             return True
         default = self.default
         if not default.fleet.heard:
-            await default.hear()
+            await default.hear(first(headers, AUTHORIZATION))
         return default.fleet.applies_adapters or not default.fleet.heard
 
     # By name

@@ -501,7 +501,11 @@ async def test_while_no_worker_says_which_adapters_it_has_a_name_that_may_be_one
         await load(worker, "one")
         await register(router, worker, None)
         made = Scene(router, {"": worker})
+        record = router.pool.get(worker.url)
+        await until(lambda: record.adapters == frozenset({"one"}), "it has said which it has")
         for fault in (partial(worker.faults.status, 500), worker.faults.hang, worker.faults.reset_in_headers):
+            record.adapters = None
+            router.app.pools.default.fleet.adapter_names.clear()
             router.app.pools.default.forget_adapters()
             fault(path="/v1/models", times=1)
             answer = await made.answers(model="one")

@@ -15,7 +15,7 @@ from tests.support.under_way import under_way
 from tests.support.waiting import until
 
 HI = [user("Hi")]
-COMPLETIONS = "/v1/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LONG: Any = {"ignore_eos": True, "max_tokens": 1000}
 
 
@@ -268,6 +268,23 @@ async def test_no_name_of_a_model_gets_around_the_adapter_of_the_run(stage: Stag
         session = await trial.create()
         await trial.chat(session, HI, model="base:other")
         assert (trial.door[0].json()["model"], trial.door[0].json()["lora_path"]) == ("base", "mine")
+        await trial.ask("POST", "/load_lora_adapter", {"lora_name": "other", "lora_path": "/other"})
+        for path, fields in ((CHAT, {"messages": HI}), (COMPLETIONS, {"prompt": "Hi"})):
+            answer = await trial.ask("POST", f"/sessions/{session}{path}", {**fields, "model": "base:other"})
+            assert answer.status == 200, answer.body
+        assert {each.lora_path for each in trial.worker.door.generations} == {"mine"}
+
+
+async def test_what_is_not_traced_has_the_adapter_of_the_run_too(stage: Stage) -> None:
+    async with simulated_sessions(stage, options={"lora_path": "mine"}, enable_lora=True) as trial:
+        for name in ("mine", "other"):
+            await trial.ask("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": "/x"})
+        session = await trial.create()
+        for path, fields in (("/generate", {"text": "Hi"}), (COMPLETIONS, {"prompt": "Hi", "echo": True})):
+            for own in ({}, {"model": "other"}, {"lora_path": "other"}):
+                answer = await trial.ask("POST", f"/sessions/{session}{path}", {**fields, **own})
+                assert answer.status == 200, answer.body
+        assert [each.lora_path for each in trial.worker.door.generations] == ["mine"] * 6
 
 
 # How old the weights may be

@@ -10,7 +10,7 @@ from functools import partial
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.archive.ending import DurableEnd
 from middleware_hub.openai_session.errors import ContextOverflow, SessionFinalized
-from middleware_hub.openai_session.faces.face import Face
+from middleware_hub.openai_session.faces.face import Face, RunSettings
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
@@ -19,9 +19,9 @@ from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner, give_events
 from middleware_hub.openai_session.turns.shown_models import shown_models
-from miles_router.engines import paths
+from miles_router.engines import models, paths
 from miles_router.errors import NotFound, RouterError, StateError
-from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay
+from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay, with_body
 
 #: Paths that generate, and that are not recorded where no face answers them.
 UNTRACED = frozenset({paths.GENERATE})
@@ -39,6 +39,7 @@ class TurnDoor:
         runner: TurnRunner,
         keeper: EpisodeKeeper,
         archive: SessionArchive,
+        settings: RunSettings,
         now: Callable[[], float],
     ) -> None:
         self._app = app
@@ -48,6 +49,7 @@ class TurnDoor:
         self._runner = runner
         self._keeper = keeper
         self._archive = archive
+        self._settings = settings
         self._now = now
 
     def is_turn(self, scope: Scope) -> bool:
@@ -89,11 +91,22 @@ class TurnDoor:
         if method == "POST" and path in UNTRACED:
             self._keeper.refuse_untraced(session, "this endpoint is not traced")
             self._recorder.pass_by(path, session, "this endpoint is not traced", Exchange.of(scope).request_id)
-            send = self._until_held(session, send)
-        elif not _is_aside(method, path):
+            body, send = await Exchange.of(scope).read(receive), self._until_held(session, send)
+            with self._store.in_use(session):
+                await self._untraced(body, scope, receive, send)
+            return
+        if not _is_aside(method, path):
             raise NotFound(f"within a session there is no {method} {path}")
         with self._store.in_use(session):
             await self._app(scope, receive, send)
+
+    async def _untraced(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        """Have what is not traced answered as it came, but for the adapter of the run."""
+        if adapter := self._settings.lora_path:
+            Exchange.of(scope).adapter = adapter
+            body = models.only_with_adapter(body, adapter)
+            scope = with_body(scope, body)
+        await self._app(scope, replay(body, receive), send)
 
     def _until_held(self, session: Session, send: Send, last_event: bytes | tuple[bytes, ...] = ()) -> Send:
         """Have the end of an answer wait until what became of the session is durable."""
@@ -158,7 +171,7 @@ class TurnDoor:
             if untraceable is not None:
                 self._keeper.refuse_untraced(session, untraceable)
                 self._recorder.pass_by(face.path, session, untraceable, exchange.request_id)
-                await self._app(scope, replay(body, receive), send)
+                await self._untraced(body, scope, receive, send)
             elif turn_id is None:
                 await run(send)
             else:

@@ -168,6 +168,7 @@ class FollowingPool(SharedPool):
 
     def _forget_engine(self, worker: Worker) -> None:
         worker.forget_engine()
+        self._publish()
 
     def record_stall(self, worker: Worker, reason: str) -> None:
         """As `WorkerPool.record_stall`. It is out here at once, and everywhere as soon as that is decided."""

@@ -25,7 +25,7 @@ Record = dict[str, Any]
 #: Of a gate, all that it knows beside who waits at it.
 _GATE = ("mode", "paused_since", "asleep_since", "workers_paused_since", "pauses", "cuts")
 #: Of a worker, what is copied as it is.
-_COPIED = ("reason", "since", "failures", "stalled", "weight_version", "api_key", "rank_fault", "heard")
+_COPIED = ("reason", "since", "failures", "stalled", "weight_version", "api_key", "rank_fault", "applies_adapters")
 
 
 class CountedHomes(Homes):

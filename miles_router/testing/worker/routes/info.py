@@ -111,7 +111,7 @@ async def get_load(visit: Visit) -> web.StreamResponse:
 
 
 async def models(visit: Visit) -> web.StreamResponse:
-    base = _model_card(visit)
+    base = model_card(visit)
     loaded = visit.engine.adapters.items()
     adapters = [
         {**base, "id": name, "root": path, "parent": base["id"], "max_model_len": None} for name, path in loaded
@@ -123,7 +123,7 @@ async def model(visit: Visit) -> web.StreamResponse:
     """GET /v1/models/{name}."""
     name = visit.path_tail
     if name == visit.settings.served_model_name:
-        return await visit.reply.json(_model_card(visit))
+        return await visit.reply.json(model_card(visit))
     error = {
         "message": f"The model '{name}' does not exist",
         "type": "invalid_request_error",
@@ -198,7 +198,7 @@ def _load(visit: Visit, rank: int) -> dict[str, Any]:
     }
 
 
-def _model_card(visit: Visit) -> dict[str, object]:
+def model_card(visit: Visit) -> dict[str, object]:
     name = visit.settings.served_model_name
     return {
         "id": name,

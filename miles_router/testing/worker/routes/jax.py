@@ -18,7 +18,7 @@ from miles_router.testing.worker.routes.control import (
     flush_cache,
     pause_generation,
 )
-from miles_router.testing.worker.routes.info import health, models
+from miles_router.testing.worker.routes.info import health, model_card
 from miles_router.testing.worker.routes.native import generate
 from miles_router.testing.worker.routes.schema import openapi
 from miles_router.testing.worker.visit import Visit
@@ -28,10 +28,10 @@ JAX_VERSION = "0.0.0.dev0"
 _CHAT_FIELDS = (
     *("messages", "model", "logprobs", "top_logprobs", "max_tokens", "max_completion_tokens", "n", "stop", "stream"),
     *("stream_options", "temperature", "top_p", "tools", "tool_choice", "top_k", "min_p", "regex", "ebnf", "rid"),
-    *("stop_token_ids", "no_stop_trim", "ignore_eos", "continue_final_message", "skip_special_tokens", "lora_path"),
+    *("stop_token_ids", "no_stop_trim", "ignore_eos", "continue_final_message", "skip_special_tokens"),
     *("extra_key", "chat_template_kwargs", "separate_reasoning", "response_format", "frequency_penalty", "seed"),
 )
-_COMPLETION_FIELDS = (*_CHAT_FIELDS, "prompt", "echo", "suffix")
+_COMPLETION_FIELDS = (*_CHAT_FIELDS, "prompt", "echo", "suffix", "lora_path")
 _UNKNOWN_TO_GENERATE = ("routed_experts_start_len", "return_prompt_token_ids", "return_indexer_topk", "session_params")
 
 
@@ -98,6 +98,11 @@ async def _model_info(visit: Visit) -> web.StreamResponse:
     return await visit.reply.json({**said, "is_generation": True, "preferred_sampling_params": None})
 
 
+async def _models(visit: Visit) -> web.StreamResponse:
+    """Of adapters nothing, whatever it has."""
+    return await visit.reply.json({"object": "list", "data": [model_card(visit)]})
+
+
 async def server_info(visit: Visit) -> web.StreamResponse:
     """The few of its arguments that a router may look at."""
     settings = visit.settings
@@ -112,6 +117,8 @@ async def server_info(visit: Visit) -> web.StreamResponse:
             "precompile_bs_paddings": None,
             "preferred_sampling_params": None,
             "enable_return_routed_experts": settings.moe is not None,
+            "enable_lora": visit.engine.enable_lora,
+            "lora_paths": [{"lora_name": name, "lora_path": path} for name, path in visit.engine.adapters.items()],
             "tool_call_parser": settings.tool_call_parser,
             "reasoning_parser": settings.reasoning_parser,
             "tp_size": 1,
@@ -130,7 +137,7 @@ JAX_ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/chat/completions"): _chat,
     ("POST", "/invocations"): _chat,
     ("POST", "/v1/completions"): _with_fields(_COMPLETION_FIELDS, completions),
-    ("GET", "/v1/models"): models,
+    ("GET", "/v1/models"): _models,
     ("GET", "/health"): _health,
     ("GET", "/ping"): _health,
     ("GET", "/health_generate"): health,

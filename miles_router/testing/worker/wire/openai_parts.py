@@ -6,6 +6,7 @@ from typing import Any
 from aiohttp import web
 
 from miles_router.testing.worker.model.vocabulary import Tokenizer
+from miles_router.testing.worker.settings import JAX
 from miles_router.testing.worker.visit import Refusal, Visit, error_object, invalid_body
 
 
@@ -18,7 +19,9 @@ def require_json(visit: Visit) -> None:
 
 def adapter_of(visit: Visit, body: Mapping[str, Any]) -> Any:
     """The adapter that answers: by `base:adapter` in `model`, whatever the base, else by `lora_path`. Any other name is
-    the base model's."""
+    the base model's. SGLang-Jax reads `lora_path` alone, and that of completions."""
+    if visit.settings.profile == JAX:
+        return body.get("lora_path")
     model, served = str(body.get("model") or ""), visit.settings.served_model_name
     behind = model[len(served) :] if model.startswith(f"{served}:") else model[model.find(":") :]
     named = behind[1:].strip() if ":" in model and model != served else ""
