@@ -219,9 +219,7 @@ def _pool(
             resume_cut=config.partial_rollout == "resume",
             resume_lost=config.resume_on_worker_loss,
         )
-    return ModelPool(
-        name, router, innermost, probes, health, lambda: _looking_after(duty, fleet, health, stalls, mover)
-    )
+    return ModelPool(name, router, innermost, health, lambda: _looking_after(duty, fleet, health, stalls, mover))
 
 
 def open_traces() -> Traces | None:

@@ -11,7 +11,7 @@ from miles_router.engines import paths
 from miles_router.engines.facts import Facts, read_facts, sampling_version
 from miles_router.engines.models import adapters
 from miles_router.engines.profile import USUAL
-from miles_router.errors import UpstreamError, UpstreamTimeout
+from miles_router.errors import Unauthorized, UpstreamError, UpstreamTimeout
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.upstream import Upstream
 
@@ -73,21 +73,20 @@ class Probes:
                 return facts, process
         return facts, None
 
-    async def applies_adapters(self, worker: Worker, key: bytes | None) -> bool | None:
-        """Whether a worker says to this `Authorization` that it applies adapters; None where it does not say."""
-        with suppress(UpstreamError):
-            status, body = await self._first(worker, paths.SERVER_INFO, self._timeout, MAX_DOCUMENT, key)
-            return bool(read_facts(server_info=body).lora) if status == OK else None
-        return None
-
     async def adapters(
         self, worker: Worker, patience: float | None = None, key: bytes | None = None
     ) -> frozenset[str] | None:
         """The adapters that a worker has now; None where it does not say, within so many seconds, to this
-        `Authorization`."""
+        `Authorization`.
+
+        Raises:
+            Unauthorized: it says that to others.
+        """
         with suppress(UpstreamError):
             timeout = self._timeout if patience is None else min(self._timeout, patience)
             status, body = await self._first(worker, (paths.MODELS,), timeout, MAX_MODELS, key)
+            if status in KEYED:
+                raise Unauthorized(f"{worker.url}{paths.MODELS} answered {status}")
             return adapters(body) if status == OK else frozenset() if status == NOT_FOUND else None
         return None
 

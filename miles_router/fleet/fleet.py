@@ -17,7 +17,7 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.models import possible_adapters
 from miles_router.engines.profile import USUAL, Profile
 from miles_router.engines.ranks import ranks
-from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
+from miles_router.errors import PartlyFailed, Unauthorized, UpstreamError, UpstreamUnreachable
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Policy
@@ -58,8 +58,9 @@ class Questions(Protocol):
         """All that it says, and the number of the process that said it; None where that is not certain."""
         ...
 
-    async def adapters(self, worker: Worker) -> frozenset[str] | None:
-        """The adapters that it has; None where it does not say."""
+    async def adapters(self, worker: Worker, patience: float | None, key: bytes | None) -> frozenset[str] | None:
+        """The adapters that it has; None where it does not say, within so many seconds; raises Unauthorized where it
+        says so to others than this `Authorization`."""
         ...
 
     def process(self, worker: Worker) -> int | None:
@@ -363,7 +364,7 @@ class Fleet:
 
     async def _ask(self, worker: Worker) -> Facts:
         facts, process = await self._questions.facts(worker)
-        adapters = await self._questions.adapters(worker) if facts.lora else worker.adapters
+        adapters = await self.ask_for_adapters(worker) if facts.lora else worker.adapters
         worker.profile = facts.profile or worker.profile
         worker.asked, worker.last_capacity = True, facts.token_capacity or worker.last_capacity
         self.note_applies(worker, facts.lora, adapters)
@@ -374,6 +375,17 @@ class Fleet:
             self._note_names(worker.facts)
             return worker.facts
         return facts
+
+    async def ask_for_adapters(
+        self, worker: Worker, patience: float | None = None, key: bytes | None = None
+    ) -> frozenset[str] | None:
+        """The adapters that a worker has, asked now, with this `Authorization` where it has none of its own; None where
+        it does not say, within so many seconds."""
+        try:
+            return await self._questions.adapters(worker, patience, key)
+        except Unauthorized:
+            worker.withholds = True
+            return None
 
     def _note_names(self, facts: Facts) -> None:
         for name in (facts.served_model_name, facts.model_path):

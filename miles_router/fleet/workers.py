@@ -120,6 +120,7 @@ class Worker:
         "units",
         "url",
         "weight_version",
+        "withholds",
     )
 
     def __init__(
@@ -159,6 +160,8 @@ class Worker:
         #: Whether it applies adapters, once it has said so, and those that it said last it has.
         self.applies_adapters: bool | None = None
         self.adapters: frozenset[str] | None = None
+        #: Whether it says so to some clients alone, for it has a key that it was not registered with.
+        self.withholds = False
         #: The memory of a unit, in tokens, of the engine that was forgotten last.
         self.last_capacity: int | None = None
         #: How it is dealt with; None until that is known. `Fleet.profile` asks.

@@ -23,7 +23,7 @@ class Reception:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one request. Raises as `PoolChoice.choose`."""
-        if scope["type"] != "http" or not await self._pools.look(scope["headers"]):
+        if scope["type"] != "http" or not await self._pools.look():
             await self._app(scope, receive, send)
             return
         exchange = Exchange.of(scope)

@@ -7,9 +7,9 @@ from miles_router.asgi.headers import first
 from miles_router.engines import models, paths
 from miles_router.errors import BadRequest, UnknownModel
 from miles_router.fleet.gate import SESSION_PREFIX, computes, endpoint
-from miles_router.pools.pools import AUTHORIZATION, SHOWN, SHOWN_ADAPTERS, ModelPool, Pools
+from miles_router.pools.pools import SHOWN, SHOWN_ADAPTERS, ModelPool, Pools
 
-MULTIPART = b"multipart/"
+MULTIPART, AUTHORIZATION = b"multipart/", b"authorization"
 
 
 class PoolChoice:
@@ -42,7 +42,8 @@ class PoolChoice:
         if computes(path) and endpoint(path) != paths.GENERATE:
             adapter = _with_own(endpoint(path), body, adapter)
         if adapter is None:
-            exchange.flight.model = model
+            if not self._pools.named and model not in default.names:
+                exchange.flight.model = model
             return body
         exchange.adapter, spelled = adapter, pool.spelled(adapter)
         if spelled == model or (model and not self._pools.named and model.partition(":")[2].strip() == adapter):

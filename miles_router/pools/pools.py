@@ -13,9 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from typing import Any, Generic, TypeVar
 
 from miles_router import tasks
-from miles_router.asgi.headers import RawHeaders, first
 from miles_router.control.health import HealthMonitor
-from miles_router.control.probes import Probes
 from miles_router.engines import models
 from miles_router.errors import BadRequest, NotFound, NoWorkerAvailable, UnknownModel
 from miles_router.fleet.fleet import Fleet
@@ -24,7 +22,6 @@ from miles_router.middlewares.contract import ASGIApp
 from miles_router.middlewares.router import Router
 
 MAX_POOLS = 64
-AUTHORIZATION = b"authorization"
 UNTOLD = "a worker has not said which adapters it has, and the request may name one"
 #: Seconds for which an answer holds, and that a worker has for one where others, or it itself, have given one before.
 FRESH, IMPATIENCE = 1.0, 0.5
@@ -58,24 +55,6 @@ class Inquiry(Generic[Answer]):
             self._ended = time.monotonic()
 
 
-class ByKey:
-    """The same, asked with the `Authorization` of the last request that needed it."""
-
-    def __init__(self, ask: Callable[[bytes | None], Coroutine[Any, Any, None]]) -> None:
-        self._ask = ask
-        self._key: bytes | None = None
-        self._inquiry = self._inquire(None)
-
-    def _inquire(self, key: bytes | None) -> Inquiry[None]:
-        return Inquiry(lambda: self._ask(key))
-
-    async def answer(self, key: bytes | None) -> None:
-        """As `Inquiry.answer`."""
-        if key != self._key:
-            self._key, self._inquiry = key, self._inquire(key)
-        await self._inquiry.answer()
-
-
 class ModelPool:
     """The workers of one model.
 
@@ -90,7 +69,6 @@ class ModelPool:
         name: str,
         router: Router,
         app: ASGIApp,
-        probes: Probes,
         health: HealthMonitor,
         running: Callable[[], AbstractAsyncContextManager[None]],
     ) -> None:
@@ -103,10 +81,10 @@ class ModelPool:
         self.running = running
         #: Whether it has ever had a worker.
         self.peopled = False
-        self._probes = probes
-        self._adapters = ByKey(self._ask_adapters)
         self._facts = Inquiry(self._ask_facts)
-        self._applies = ByKey(self._ask_whether)
+        self._adapters = Inquiry(self._ask_adapters)
+        self._key: bytes | None = None  # what those that withhold theirs were asked with last
+        self._withheld = self._adapters
 
     @property
     def fleet(self) -> Fleet:
@@ -130,8 +108,12 @@ class ModelPool:
         Raises:
             NoWorkerAvailable: none has ever said it.
         """
-        await self._adapters.answer(key)
+        await self._adapters.answer()
         workers = [*self.fleet.pool]
+        if key is not None and any(worker.withholds for worker in workers):
+            if key != self._key:
+                self._key, self._withheld = key, Inquiry(lambda: self._ask_adapters(key))
+            await self._withheld.answer()
         told = [worker.adapters for worker in workers if worker.adapters is not None]
         if not workers:
             return {*self.fleet.adapter_names}
@@ -162,44 +144,32 @@ class ModelPool:
 
     def forget_adapters(self) -> None:
         """They may have changed."""
-        self._adapters = ByKey(self._ask_adapters)
+        self._adapters, self._key = Inquiry(self._ask_adapters), None
 
     async def learn(self) -> None:
         """Have workers asked what they are where none has said it yet."""
         if self.peopled and not self.fleet.model_names:
             await self._facts.answer()
 
-    async def hear(self, key: bytes | None) -> None:
+    async def hear(self) -> None:
         """Have the first workers asked whether they apply adapters, and wait for that. Nobody waits for later ones,
-        which may be starting still; but who tells it to this `Authorization` alone is asked with it."""
+        which may be starting still."""
         answering = self.fleet.alive
         if answering and not any(worker.asked for worker in answering):
             await self._facts.answer()
-        if key is not None and any(map(_is_keyed, answering)):
-            await self._applies.answer(key)
 
-    async def _ask_adapters(self, key: bytes | None) -> None:
-        answering = self.fleet.alive
-        some = any(worker.adapters is not None for worker in answering)
-        asking = (self._probes.adapters(worker, IMPATIENCE if some else None, key) for worker in answering)
-        for worker, told in zip(answering, await asyncio.gather(*asking), strict=True):
+    async def _ask_adapters(self, key: bytes | None = None) -> None:
+        fleet = self.fleet
+        asked = [worker for worker in fleet.alive if key is None or worker.withholds]
+        patience = IMPATIENCE if any(worker.adapters is not None for worker in asked) else None
+        asking = (fleet.ask_for_adapters(worker, patience, key) for worker in asked)
+        for worker, told in zip(asked, await asyncio.gather(*asking), strict=True):
             if told is not None:
                 worker.adapters = told
-                self.fleet.note_adapters(told)
+                fleet.note_adapters(told)
 
     async def _ask_facts(self) -> None:
         await asyncio.gather(*(self.fleet.facts(worker.url) for worker in self.fleet.alive))
-
-    async def _ask_whether(self, key: bytes | None) -> None:
-        keyed = [worker for worker in self.fleet.alive if _is_keyed(worker)]
-        said = await asyncio.gather(*(self._probes.applies_adapters(worker, key) for worker in keyed))
-        for worker, applies in zip(keyed, said, strict=True):
-            self.fleet.note_applies(worker, applies, worker.adapters)
-
-
-def _is_keyed(worker: Worker) -> bool:
-    """Whether it was asked, and may say more to a client's key: the router has none for it."""
-    return worker.asked and worker.api_key is None and worker.applies_adapters is None
 
 
 class Pools:
@@ -246,13 +216,13 @@ class Pools:
             finally:
                 self._running = None
 
-    async def look(self, headers: RawHeaders) -> bool:
-        """Whether the model that a request with these headers names says who answers it, or with which adapter."""
+    async def look(self) -> bool:
+        """Whether the model that a request names says who answers it, or with which adapter."""
         if self.named:
             return True
         default = self.default
         if not default.fleet.heard:
-            await default.hear(first(headers, AUTHORIZATION))
+            await default.hear()
         return default.fleet.applies_adapters or not default.fleet.heard
 
     # By name

@@ -162,3 +162,14 @@ async def test_sglang_jax_applies_adapters_or_refuses_them(model_id: str | None)
                 assert (await asked(router, path, **fields)).status == 200
                 assert applied(worker) == "one"
         assert (await asked(router, CHAT, model=base)).status == 200
+
+
+async def test_clients_keys_are_shown_to_workers_that_ask_for_one_alone() -> None:
+    async with with_lora() as worker, with_lora(api_key="k") as keyed, running_router() as router:
+        for each in (worker, keyed):
+            await register(router, each, None)
+        for number in range(3):
+            body = orjson.dumps({**ROUTES[CHAT], "model": "gpt-4"})
+            await router.ask("POST", CHAT, [*JSON, ("Authorization", f"Bearer {number}")], body)
+        asked_with = [{each.header("authorization") for each in one.door.at("/v1/models")} for one in (worker, keyed)]
+        assert asked_with == [{None}, {None, "Bearer 0", "Bearer 1", "Bearer 2"}]
