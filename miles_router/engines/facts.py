@@ -153,7 +153,7 @@ def read_facts(
 def _profile(model: Mapping[str, Any], server: Mapping[str, Any]) -> Profile | None:
     """By the arguments of the start; that an engine names its weights says it too."""
     if sglang_jax.MARK in server:
-        return sglang_jax.PROFILE
+        return sglang_jax.PROFILE if server.get("enable_lora") else sglang_jax.WITHOUT_ADAPTERS
     if {server.get(HALF), model.get(HALF)} & HALVES:
         return HALF_OF_A_PAIR
     return USUAL if server or "weight_version" in model else None

@@ -23,9 +23,11 @@ MODEL, ADAPTER = "model", "lora_path"
 ADAPTER_ORDER, ADAPTER_NAME, MAX_ADAPTER_NAME = "lora_adapter", "lora_name", 512
 #: What an engine calls the model of a request that names none.
 DEFAULT = "default"
-#: Paths where an adapter has a field beside the model; those where `base:adapter` is applied.
-WITH_FIELD = frozenset({paths.GENERATE, paths.CHAT, paths.COMPLETIONS, paths.INVOCATIONS, paths.EMBEDDINGS})
-BY_NAME = WITH_FIELD - {paths.GENERATE} | {paths.MESSAGES}
+#: Paths where an adapter has a field, and the model says nothing; those where `base:adapter` is applied; all with a
+#: field.
+BY_FIELD = frozenset({paths.GENERATE, paths.ENCODE, paths.CLASSIFY})
+BY_NAME = frozenset({paths.CHAT, paths.COMPLETIONS, paths.MESSAGES, paths.INVOCATIONS, paths.EMBEDDINGS})
+WITH_FIELD = BY_FIELD | BY_NAME - {paths.MESSAGES}
 _MODEL = Field(MODEL)
 #: A letter that is escaped without need: in a name, too, an engine reads it.
 _ESCAPED = re.compile(rb"\\u00[4-7]")

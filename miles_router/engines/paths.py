@@ -35,7 +35,8 @@ GENERATION = frozenset({GENERATE, CHAT, COMPLETIONS, MESSAGES, RESPONSES, OLLAMA
     TRANSCRIPTIONS,
 }
 #: Paths whose requests the engine itself works on without generating.
-SCORING = frozenset({EMBEDDINGS, "/encode", "/classify", "/v1/classify", "/v1/score", "/v1/rerank"})
+ENCODE, CLASSIFY = "/encode", "/classify"
+SCORING = frozenset({EMBEDDINGS, ENCODE, CLASSIFY, "/v1/classify", "/v1/score", "/v1/rerank"})
 #: Paths whose requests the engine itself works on. SGLang's HTTP process answers the others, or what they ask for
 #: changes the engine and may hold it for long.
 COMPUTED = GENERATION | SCORING

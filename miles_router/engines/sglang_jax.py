@@ -12,6 +12,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -29,6 +30,7 @@ from miles_router.engines.answers import (
 )
 from miles_router.engines.events import Event, write_event
 from miles_router.engines.generate import IDS, IDS_ALIAS, RID, GenerateRequest
+from miles_router.engines.models import own_adapters
 from miles_router.engines.profile import CannotServe, Parse, Profile, Translation
 from miles_router.engines.rows import EXPERT_FIELDS, cut_rows
 
@@ -72,6 +74,13 @@ def translate(path: str, body: bytes, parse: Parse) -> Translation | None:
     if path in CHATS:
         _check_chat(parse(body), top=CHATS[path], completes=path == paths.COMPLETIONS)
     return None
+
+
+def translate_without_adapters(path: str, body: bytes, parse: Parse) -> Translation | None:
+    """The same of one that was started without adapters: it leaves the name of one out without a word."""
+    if own_adapters(body, parse):
+        raise CannotServe("it was started without adapters")
+    return translate(path, body, parse)
 
 
 def _check_chat(body: Any, *, top: str, completes: bool) -> None:
@@ -238,3 +247,4 @@ PROFILE = Profile(
     sleeps=False,  # it ends over it
     returns_aborted=False,  # one that was retracted forgets what it has sampled
 )
+WITHOUT_ADAPTERS = replace(PROFILE, translate=translate_without_adapters)

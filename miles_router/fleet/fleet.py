@@ -17,7 +17,8 @@ from miles_router.engines.facts import Facts
 from miles_router.engines.models import possible_adapters
 from miles_router.engines.profile import USUAL, Profile
 from miles_router.engines.ranks import ranks
-from miles_router.errors import PartlyFailed, Unauthorized, UpstreamError, UpstreamUnreachable
+from miles_router.errors import PartlyFailed, UpstreamError, UpstreamUnreachable
+from miles_router.fleet.adapters import AdapterQuestion, adapters_by, told_adapters
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.lease import Lease
 from miles_router.fleet.placement.contract import Policy
@@ -47,7 +48,7 @@ class Pause:
     order: Callable[[str], Order]
 
 
-class Questions(Protocol):
+class Questions(AdapterQuestion, Protocol):
     """How the fleet asks one worker about itself: `control.probes.Probes`."""
 
     async def liveness(self, worker: Worker) -> Facts:
@@ -56,11 +57,6 @@ class Questions(Protocol):
 
     async def facts(self, worker: Worker) -> tuple[Facts, int | None]:
         """All that it says, and the number of the process that said it; None where that is not certain."""
-        ...
-
-    async def adapters(self, worker: Worker, patience: float | None, key: bytes | None) -> frozenset[str] | None:
-        """The adapters that it has; None where it does not say, within so many seconds; raises Unauthorized where it
-        says so to others than this `Authorization`."""
         ...
 
     def process(self, worker: Worker) -> int | None:
@@ -176,7 +172,10 @@ class Fleet:
             version = await self._version_of(newcomer)
         async with self.membership:
             await self._bring_along(newcomer)
-            return self.pool.add(address, api_key=api_key, attributes=attributes, weight_version=version)
+            worker = self.pool.add(address, api_key=api_key, attributes=attributes, weight_version=version)
+        if worker.asked:
+            self.ask_for_facts(worker)  # it may say more to another key
+        return worker
 
     async def drain(self, worker: Worker) -> None:
         """Send nothing new to a worker and remove it after its last request; returns then, or when it is registered
@@ -315,6 +314,13 @@ class Fleet:
         """The workers that answer."""
         return [worker for worker in self.pool if worker.state in ALIVE]
 
+    @property
+    def applies_none(self) -> bool:
+        """Whether none of its engines has said that it applies adapters, and none that answers may be asked for them
+        in vain."""
+        untold = (worker for worker in self.alive if worker.adapters is None and not worker.withholds)
+        return not self.applies_adapters and not any(untold)
+
     def _has_said(self, worker: Worker) -> bool:
         """What this process knows counts, too, where others have not heard it."""
         known = self._known(worker)
@@ -364,7 +370,7 @@ class Fleet:
 
     async def _ask(self, worker: Worker) -> Facts:
         facts, process = await self._questions.facts(worker)
-        adapters = await self.ask_for_adapters(worker) if facts.lora else worker.adapters
+        adapters = await adapters_by(self._questions, facts, worker)
         worker.profile = facts.profile or worker.profile
         worker.asked, worker.last_capacity = True, facts.token_capacity or worker.last_capacity
         self.note_applies(worker, facts.lora, adapters)
@@ -377,15 +383,10 @@ class Fleet:
         return facts
 
     async def ask_for_adapters(
-        self, worker: Worker, patience: float | None = None, key: bytes | None = None
+        self, worker: Worker, patience: float | None, key: bytes | None
     ) -> frozenset[str] | None:
-        """The adapters that a worker has, asked now, with this `Authorization` where it has none of its own; None where
-        it does not say, within so many seconds."""
-        try:
-            return await self._questions.adapters(worker, patience, key)
-        except Unauthorized:
-            worker.withholds = True
-            return None
+        """As `told_adapters`."""
+        return await told_adapters(self._questions, worker, patience, key)
 
     def _note_names(self, facts: Facts) -> None:
         for name in (facts.served_model_name, facts.model_path):

@@ -162,7 +162,7 @@ class WorkerPool:
 
     def _update(self, worker: Worker, api_key: str | None, attributes: Mapping[str, object] | None) -> None:
         if api_key is not None:
-            worker.api_key = api_key
+            worker.set_key(api_key)
         if attributes:
             worker.set_attributes(attributes)
             self._publish()

@@ -176,6 +176,12 @@ class Worker:
         #: Where the other half of a pair meets it.
         self.bootstrap_port = port if isinstance(port, int) else None
 
+    def set_key(self, api_key: str) -> None:
+        """The key that it has to be asked with from now on. To another one it may say more."""
+        if api_key != self.api_key:
+            self.api_key, self.withholds = api_key, False
+            self.forget_engine()
+
     def __repr__(self) -> str:
         return f"<Worker {self.url} {self.state.value}, in flight: {self.in_flight}, failures: {self.failures}>"
 

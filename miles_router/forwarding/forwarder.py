@@ -299,7 +299,7 @@ class Forwarder:
             NoWorkerAvailable: its model was no adapter's name when it came, and is one now.
         """
         await self._wait(request, waiting)
-        if waiting.model is None or waiting.aborted or waiting.goes_on is not None:
+        if waiting.model is None or waiting.aborted:
             return
         if (adapter := self._fleet.adapter_of(waiting.model)) is not None:
             raise NoWorkerAvailable(f"the adapter {adapter!r} was loaded while the request waited: send it again")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from miles_router.asgi.exchange import Exchange, Scope, read_json
 from miles_router.asgi.headers import first
-from miles_router.engines import models, paths
+from miles_router.engines import models
 from miles_router.errors import BadRequest, UnknownModel
 from miles_router.fleet.gate import SESSION_PREFIX, computes, endpoint
 from miles_router.pools.pools import SHOWN, SHOWN_ADAPTERS, ModelPool, Pools
@@ -24,14 +24,15 @@ class PoolChoice:
 
         Raises:
             UnknownModel: it names a model that no worker has, or none where it must.
-            BadRequest: its model cannot be read.
+            BadRequest: its model cannot be read, or it names two adapters.
+            NoWorkerAvailable: it may name an adapter, and no worker says which there are.
         """
         path = scope["path"]
         model, key = self._model(scope, body), first(scope["headers"], AUTHORIZATION)
         if model is None:
             pool, adapter = self._pools.meant(models.MODEL if computes(path) else None), None
         elif self._pools.named:
-            pool, adapter = await self._find(model, key)
+            pool, adapter = await self._find(model)
         else:
             pool, adapter = self._pools.default, await self._adapter(model, key)
         default = self._pools.default
@@ -39,7 +40,7 @@ class PoolChoice:
             if path.startswith(SESSION_PREFIX):
                 raise BadRequest(f"sessions are of the model {default.name or models.DEFAULT!r} alone")
             exchange.pool = pool.name
-        if computes(path) and endpoint(path) != paths.GENERATE:
+        if computes(path) and endpoint(path) not in models.BY_FIELD:
             adapter = _with_own(endpoint(path), body, adapter)
         if adapter is None:
             if not self._pools.named and model not in default.names:
@@ -55,6 +56,8 @@ class PoolChoice:
         headers = scope["headers"]
         kind = first(headers, b"content-type") or b""
         if body and (first(headers, b"content-encoding") is not None or kind.lower().startswith(MULTIPART)):
+            if not self._pools.named and self._pools.default.fleet.applies_none:
+                return None
             raise BadRequest("the model of a body that is compressed or no JSON cannot be read")
         model = models.model_of(body, read_json)
         if model is None:
@@ -63,7 +66,7 @@ class PoolChoice:
             raise BadRequest("model must be a string")
         return model
 
-    async def _find(self, model: str, key: bytes | None) -> tuple[ModelPool, str | None]:
+    async def _find(self, model: str) -> tuple[ModelPool, str | None]:
         pool = self._pools.find(model)
         if pool is not None:
             return pool, None
@@ -71,7 +74,7 @@ class PoolChoice:
             return self._pools.meant(models.MODEL), None
         for each in self._pools:
             await each.learn()  # first: a name that another pool has too is none
-        return self._by_names(model) or await self._by_adapter(model, key)
+        return self._by_names(model) or await self._by_adapter(model)
 
     async def _adapter(self, model: str, key: bytes | None) -> str | None:
         """The adapter that is named where there is one model, which answers to any name: agents have their own."""
@@ -105,13 +108,15 @@ class PoolChoice:
                 return best[0] if len(best) == 1 else None
         return None
 
-    async def _by_adapter(self, model: str, key: bytes | None) -> tuple[ModelPool, str | None]:
-        """The only pool that has an adapter of this name.
+    async def _by_adapter(self, model: str) -> tuple[ModelPool, str | None]:
+        """The only pool that has an adapter of this name. No client's key is shown for that to pools that it may not
+        mean.
 
         Raises:
             UnknownModel: there is none, or several.
+            NoWorkerAvailable: not every worker has said which it has.
         """
-        adapters = {pool: await pool.adapters(key) for pool in self._pools if pool.peopled}
+        adapters = {pool: await pool.adapters() for pool in self._pools if pool.peopled}
         having = [pool for pool, each in adapters.items() if model in each]
         if len(having) < 2:
             for pool in adapters:

@@ -117,16 +117,17 @@ class ModelPool:
         told = [worker.adapters for worker in workers if worker.adapters is not None]
         if not workers:
             return {*self.fleet.adapter_names}
-        if not told:
+        if not told and not all(worker.withholds for worker in self.fleet.alive):
             raise NoWorkerAvailable(UNTOLD)
-        return set().union(*told)
+        return set().union(*told)  # who withholds them from this client refuses the request, too
 
     async def has_had(self, adapter: str, key: bytes | None = None) -> bool:
         """Whether its workers have an adapter of this name, or had one while the router looked: engines load such a
         one again, or refuse it.
 
         Raises:
-            NoWorkerAvailable: one that applies adapters has never said which it has, and no other has this one.
+            NoWorkerAvailable: one that applies adapters has never said which it has, or no worker has, and nobody has
+                this one.
         """
         if adapter in self.fleet.adapter_names or adapter in await self.adapters(key):
             return True

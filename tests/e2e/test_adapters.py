@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -18,7 +19,7 @@ from tests.support.running_router import RunningRouter, running_router
 from tests.support.waiting import until
 
 KEYED = [*JSON, ("Authorization", "Bearer k")]
-OTHERS = ("/api/chat", "/api/generate", "/v1/rerank", "/v1/score", "/encode")
+OTHERS = ("/api/chat", "/api/generate", "/v1/rerank", "/v1/score", "/v1/classify")
 
 
 async def asked(router: RunningRouter, path: str, **fields: Any) -> RawReply:
@@ -36,7 +37,7 @@ async def test_an_engine_that_tells_its_adapters_to_clients_alone_applies_them()
         assert (await register(router, worker, None)).status == 201
         for headers in (JSON, [*JSON, ("Authorization", "Bearer other")]):
             body = orjson.dumps({**ROUTES[CHAT], "model": "one"})
-            assert told(await router.ask("POST", CHAT, headers, body)) == (503, "no_worker_available")
+            assert (await router.ask("POST", CHAT, headers, body)).status == 401, "the engine's own"
         for path in ROUTES:
             answer = await router.ask("POST", path, KEYED, orjson.dumps({**ROUTES[path], "model": "one"}))
             assert answer.status == (501 if path == "/v1/responses" else 200)
@@ -46,9 +47,32 @@ async def test_an_engine_that_tells_its_adapters_to_clients_alone_applies_them()
 async def test_an_engine_with_a_key_and_no_adapters_answers_to_any_name() -> None:
     async with SimulatedWorker(model_path="org/plain", api_key="k") as worker, running_router() as router:
         await register(router, worker, None)
-        for _ in range(2):
+        for headers, status in ((JSON, 401), (KEYED, 200), (KEYED, 200), (JSON, 401)):
             body = orjson.dumps({**ROUTES[CHAT], "model": "gpt-4"})
-            assert (await router.ask("POST", CHAT, KEYED, body)).status == 200
+            assert (await router.ask("POST", CHAT, headers, body)).status == status
+        upload = [("Content-Type", "multipart/form-data; boundary=x"), KEYED[-1]]
+        await router.ask("POST", "/v1/audio/transcriptions", upload, b"--x--")
+        assert worker.door.at("/v1/audio/transcriptions"), "it passes as it came"
+        answer = await post(router, "/workers", url=worker.url, api_key="k")
+        assert answer.status in (200, 201), answer.body
+        record = router.pool.get(worker.url)
+        await until(lambda: record.applies_adapters is False, "it has said so to the router's own key")
+
+
+async def test_a_check_that_fails_once_changes_nothing_for_who_uses_no_adapters() -> None:
+    async with SimulatedWorker(model_path="org/plain") as worker, running_router(health_check_interval=60.0) as router:
+        await register(router, worker, None)
+        assert (await asked(router, CHAT, model="gpt-4")).status == 200
+        fleet = router.app.pools.default.fleet
+        worker.faults.hang(path="/v1/models", times=None)
+        for path in ("/server_info", "/get_server_info"):
+            worker.faults.hang(path=path, times=None)
+        fleet.pool.record_failure(fleet.pool.get(worker.url), "it was late")
+        assert not fleet.heard
+        assert (await asked(router, CHAT, model="gpt-4")).status == 200
+        packed = [*JSON, ("Content-Encoding", "gzip")]
+        await router.ask("POST", CHAT, packed, gzip.compress(orjson.dumps(ROUTES[CHAT])))
+        assert len(worker.door.at(CHAT)) == 3
 
 
 @pytest.mark.parametrize("seen", ["a failed check", "the deep check"])
@@ -143,6 +167,10 @@ async def test_an_adapter_beside_the_model_is_one_and_the_same_or_refused() -> N
         assert [each.lora_path for each in worker.door.generations] == ["two"]
         for path in ("/v1/messages", "/v1/responses"):
             assert told(await asked(router, path, lora_path=["one"])) == (400, "invalid_request")
+        for path in ("/encode", "/classify"):
+            await asked(router, path, lora_path="one")
+            await asked(router, path, model="org/plain:one")
+            assert [each.json()["lora_path"] for each in worker.door.at(path)] == ["one", "one"]
         for path in OTHERS:
             assert told(await asked(router, path, lora_path="one")) == (501, "unsupported_by_engine")
             assert told(await asked(router, path, model="one")) == (501, "unsupported_by_engine")
@@ -162,6 +190,15 @@ async def test_sglang_jax_applies_adapters_or_refuses_them(model_id: str | None)
                 assert (await asked(router, path, **fields)).status == 200
                 assert applied(worker) == "one"
         assert (await asked(router, CHAT, model=base)).status == 200
+
+
+async def test_sglang_jax_without_adapters_leaves_none_out_without_a_word() -> None:
+    async with SimulatedWorker(model_path="org/plain", profile="sglang-jax") as worker, running_router() as router:
+        await register(router, worker, "actor")
+        for path in ("/generate", "/v1/completions", CHAT):
+            for fields in ({"model": "actor:one"}, {"model": "actor", "lora_path": "one"}):
+                assert told(await asked(router, path, **fields)) == (501, "unsupported_by_engine")
+            assert (await asked(router, path, model="actor")).status == 200
 
 
 async def test_clients_keys_are_shown_to_workers_that_ask_for_one_alone() -> None:

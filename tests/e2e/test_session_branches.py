@@ -349,6 +349,7 @@ async def fleet(stage: Stage) -> AsyncIterator[SessionTrial]:
         yield await session_trial(stage, *workers)
 
 
+@pytest.mark.alone("idle workers take turns in each process")
 async def test_a_session_stays_on_one_worker_and_finds_its_prefix_there(fleet: SessionTrial) -> None:
     sessions = [await fleet.create() for _ in range(3)]
     await asyncio.gather(*(episode(fleet, session, 4) for session in sessions))

@@ -275,6 +275,31 @@ async def test_no_name_of_a_model_gets_around_the_adapter_of_the_run(stage: Stag
         assert {each.lora_path for each in trial.worker.door.generations} == {"mine"}
 
 
+async def test_the_model_that_a_contract_names_is_not_an_agents_adapter(stage: Stage) -> None:
+    async with simulated_sessions(stage, enable_lora=True) as trial:
+        await trial.ask("POST", "/load_lora_adapter", {"lora_name": "one", "lora_path": "/x"})
+        session = await trial.create(contract={"model": {"name": "student"}})
+        for model in ("one", "default:one"):
+            answer = await trial.ask("POST", f"/sessions/{session}{CHAT}", {"messages": HI, "model": model})
+            assert answer.status == 200, answer.body
+        free = await trial.create()
+        assert (await trial.ask("POST", f"/sessions/{free}{CHAT}", {"messages": HI, "model": "one"})).status == 200
+        assert [each.lora_path for each in trial.worker.door.generations] == [None, None, "one"]
+
+
+async def test_a_turn_whose_adapter_is_loaded_while_it_waits_is_refused(stage: Stage) -> None:
+    async with simulated_sessions(stage, enable_lora=True) as trial:
+        session = await trial.create()
+        answer = await trial.chat(session, HI, model="step-8")
+        await trial.ask("POST", "/pause_generation", {"mode": "abort"})
+        waiting = asyncio.ensure_future(ask_again(trial, session, answer, model="step-8"))
+        await until(lambda: trial.router.app.router.fleet.gate.held, "it waits")
+        await trial.ask("POST", "/load_lora_adapter", {"lora_name": "step-8", "lora_path": "/x"})
+        await trial.ask("POST", "/continue_generation", {})
+        assert (await waiting).status == 503
+        assert [each.lora_path for each in trial.worker.door.generations] == [None]
+
+
 async def test_what_is_not_traced_has_the_adapter_of_the_run_too(stage: Stage) -> None:
     async with simulated_sessions(stage, options={"lora_path": "mine"}, enable_lora=True) as trial:
         for name in ("mine", "other"):
@@ -285,6 +310,8 @@ async def test_what_is_not_traced_has_the_adapter_of_the_run_too(stage: Stage) -
                 answer = await trial.ask("POST", f"/sessions/{session}{path}", {**fields, **own})
                 assert answer.status == 200, answer.body
         assert [each.lora_path for each in trial.worker.door.generations] == ["mine"] * 6
+        await trial.ask("POST", f"/sessions/{session}/v1/embeddings", {"input": "Hi", "lora_path": "other"})
+        assert trial.worker.door.at("/v1/embeddings")[0].json()["lora_path"] == "mine"
 
 
 # How old the weights may be

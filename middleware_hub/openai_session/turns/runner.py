@@ -23,7 +23,7 @@ from miles_router.engines.models import DEFAULT
 from miles_router.engines.openai.chat import ids_obstacle
 from miles_router.engines.openai.choices import Choice, StreamShortfall
 from miles_router.engines.parsers import Parsers
-from miles_router.engines.recomputing import AskedSampling
+from miles_router.engines.recomputing import AskedSampling, adapter_in
 from miles_router.engines.rows import ROW_FIELDS
 from miles_router.middlewares import (
     LAST_EVENT,
@@ -81,6 +81,7 @@ class TurnRunner:
         """
         if self._router.traces is not None:
             self._router.traces.reads(Exchange.of(scope).flight, "session", session=turn.session.id)
+        self._settle_adapter(turn, Exchange.of(scope))
         parent = turn.places[0].parent
         if turn.prompt is not None and parent is not None:
             Exchange.of(scope).flight.goes_on = parent.cache
@@ -93,6 +94,12 @@ class TurnRunner:
             return
         with turn.handovers.left_on(Exchange.of(scope)):
             await self._run(face, turn, scope, receive, send)
+
+    def _settle_adapter(self, turn: PendingTurn, exchange: Exchange) -> None:
+        """What the run or a contract puts into a turn counts more than the adapter that its agent has named."""
+        served = self._router.fleet.model_names
+        if exchange.adapter is not None and (adapter := adapter_in(turn.fields, (*served, DEFAULT))) is not None:
+            exchange.adapter = adapter or None
 
     async def _run(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
         if turn.stream and not await self._buffered(face, turn):
