@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.fleet import held
 from tests.support.http import RawReply
 from tests.support.session_trial import SessionTrial, exactly, message_of, simulated_sessions, user
 from tests.support.stage import Stage
@@ -293,7 +294,7 @@ async def test_a_turn_whose_adapter_is_loaded_while_it_waits_is_refused(stage: S
         answer = await trial.chat(session, HI, model="step-8")
         await trial.ask("POST", "/pause_generation", {"mode": "abort"})
         waiting = asyncio.ensure_future(ask_again(trial, session, answer, model="step-8"))
-        await until(lambda: trial.router.app.router.fleet.gate.held, "it waits")
+        await held(trial.router, 1)
         await trial.ask("POST", "/load_lora_adapter", {"lora_name": "step-8", "lora_path": "/x"})
         await trial.ask("POST", "/continue_generation", {})
         assert (await waiting).status == 503
