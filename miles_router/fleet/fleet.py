@@ -316,10 +316,9 @@ class Fleet:
 
     @property
     def applies_none(self) -> bool:
-        """Whether none of its engines has said that it applies adapters, and none that answers may be asked for them
-        in vain."""
-        untold = (worker for worker in self.alive if worker.adapters is None and not worker.withholds)
-        return not self.applies_adapters and not any(untold)
+        """Whether all that is known of its engines is that they apply none. Who withholds that is not waited for."""
+        untold = any(worker.adapters is None and not worker.withholds for worker in self.alive)
+        return not self.applies_adapters and not untold
 
     def _has_said(self, worker: Worker) -> bool:
         """What this process knows counts, too, where others have not heard it."""
