@@ -17,6 +17,7 @@ from miles_router.settings.config import load
 from miles_router.testing.demo import __main__ as demo
 from miles_router.testing.worker import cli as worker_cli
 from tests.benchmarks.placement import __main__ as placement
+from tests.benchmarks.placement import even
 from tests.docs.pages import PAGES, ROOT, Block, all_blocks, blocks, name_of
 from tests.docs.shell import STARTS_ROUTER, Console, Step, steps
 
@@ -63,6 +64,8 @@ def runs_python(arguments: list[str]) -> None:
         demo.build_parser().parse_args(arguments[2:])
     elif arguments[1] == "tests.benchmarks.placement":
         placement.arguments(arguments[2:])
+    elif arguments[1] == "tests.benchmarks.placement.even":
+        even.arguments(arguments[2:])
     else:
         assert arguments[1] in ("sglang.launch_server", "tests.docs.generated")
 

@@ -13,6 +13,7 @@ import pytest
 
 from miles_router.testing import QWEN3_8B_H100
 from tests.benchmarks.placement.bounds import alone, lower_bound, work
+from tests.benchmarks.placement.even import EvenFleet
 from tests.benchmarks.placement.generators import SCENARIOS
 from tests.benchmarks.placement.routers import contenders
 from tests.benchmarks.placement.workload import Episode, Ids, Turn, lines, read
@@ -126,3 +127,17 @@ def test_the_bound_is_the_longest_episode_or_the_work_of_all() -> None:
     # What a group shares is computed once.
     group = [Episode((Turn(10),), 5000, 4999, "g")] * 500
     assert work(group, gpu) < work(many, gpu) / 50
+
+
+def test_an_even_step_takes_what_its_sequences_take_together() -> None:
+    gpu = QWEN3_8B_H100
+    session = Episode((Turn(1000, 3.0, 10), Turn(100)), 100)
+    assert EvenFleet(gpu, 1).makespan([session]) == pytest.approx(alone(session, gpu) + 3.0, rel=0.01)
+    samples = [Episode((Turn(1000),), 2000, group=f"g{number}") for number in range(16)]
+    together = gpu.decode_seconds(999, 16, 16 * 2001) + 16 * gpu.prefill_seconds([(2000, 0)])
+    assert EvenFleet(gpu, 1).makespan(samples) == pytest.approx(together, rel=0.01)
+    # Of eight workers each has two; and what a group shares is computed once.
+    pairs = gpu.decode_seconds(999, 2, 2 * 2001) + 2 * gpu.prefill_seconds([(2000, 0)])
+    assert pairs < EvenFleet(gpu, 8).makespan(samples) < 1.02 * pairs
+    group = [Episode((Turn(1000),), 2000, 1999, "g")] * 16
+    assert EvenFleet(gpu, 1).makespan(group) < EvenFleet(gpu, 1).makespan(samples) - 0.5
