@@ -339,10 +339,10 @@ async def test_layers_that_hold_tokens_are_for_the_default_pool_and_others_pass_
         judge = made["judge"]
         body = orjson.dumps({**ROUTES["/generate"], "model": "judge"})
         assert (await made.router.ask("POST", "/generate", JSON, body)).status == 200
-        assert judge.door.last.body == body
+        assert judge.door.at("/generate")[-1].body == body
         chat = orjson.dumps({**ROUTES[CHAT], "model": "judge"})
         assert (await made.router.ask("POST", CHAT, [*JSON, ("X-Session-Id", "s")], chat)).status == 200
-        assert judge.door.last.body == chat
+        assert judge.door.at(CHAT)[-1].body == chat
         session = (await post(made.router, "/sessions")).json()["session_id"]
         answer = await made.router.ask("POST", f"/sessions/{session}{CHAT}", JSON, chat)
         assert (answer.status, b"sessions are of the model 'actor'" in answer.body) == (400, True)

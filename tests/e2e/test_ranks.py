@@ -123,7 +123,7 @@ async def test_a_worker_without_ranks_counts_as_one_beside_them() -> None:
         clients = [posting(router, **ROUTES["/generate"]) for _ in range(9)]
         await until(lambda: ranked.running + plain.running == 9, "all generate")
         assert (ranks(ranked), ranks(plain)) == ({0: 3, 1: 3}, {None: 3})
-        assert b"dp_rank" not in plain.door.last.body
+        assert b"dp_rank" not in plain.door.at("/generate")[-1].body
         await left(*clients)
 
 
@@ -206,8 +206,8 @@ async def test_an_engine_that_ignores_ranks_is_named_and_counted_as_one(
         assert "ranks" not in shown
         assert f"a request to {path} for rank" in shown["rank_fault"]
         await ask(router, path, **{"text": "Hi", **fields})
-        assert b"dp_rank" not in worker.door.last.body
-        assert worker.door.last.header("x-data-parallel-rank") is None
+        assert b"dp_rank" not in worker.door.at(path)[-1].body
+        assert worker.door.at(path)[-1].header("x-data-parallel-rank") is None
         assert [unit.rank for unit in record.units] == [None]
 
 
@@ -240,7 +240,7 @@ async def test_a_worker_that_comes_back_without_ranks_gets_none() -> None:
             answers = [await post(router, "/generate", text="Hi", sampling_params=SHORT) for _ in range(4)]
             assert [answer.status for answer in answers] == [200] * 4
             assert [unit.rank for unit in record.units] == [None]
-            assert b"dp_rank" not in other.door.last.body
+            assert b"dp_rank" not in other.door.at("/generate")[-1].body
 
 
 async def test_a_path_that_takes_no_rank_is_counted_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
