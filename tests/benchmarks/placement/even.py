@@ -110,7 +110,10 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="of each (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=8, help="of the fleet (default: %(default)s)")
     parser.add_argument("--gpu", choices=sorted(GPUS), default="qwen3-8b-h100", help="(default: %(default)s)")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.seeds < 1 or options.workers < 1:
+        parser.error("--seeds and --workers must be at least 1")
+    return options
 
 
 def main() -> int:
