@@ -223,10 +223,12 @@ def _shown(content: Sequence[object]) -> object:
 
 
 def _value(arguments: object) -> object:
-    """The JSON that arguments spell; what is none, or is nested too deep to be compared, differs from all that is."""
+    """The JSON that arguments spell; what is none, or is nested too deep to be compared, differs from all that is.
+    Arguments that are missing, empty or null are those of a call without any."""
     if not isinstance(arguments, str):
-        return arguments
+        return {} if arguments is None else arguments
     try:
-        return parse_text(arguments or "{}")
+        parsed = parse_text(arguments) if arguments.strip() else None
+        return {} if parsed is None else parsed
     except ValueError:
         return ("not JSON", arguments)

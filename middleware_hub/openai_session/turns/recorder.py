@@ -142,6 +142,16 @@ class TurnRecorder:
             },
         )
 
+    def said_ids(self, choice: Choice) -> Sequence[int]:
+        """Return what a choice sampled, without the special token that ended it.
+
+        Raises:
+            UnusableAnswer: its parts do not fit each other.
+        """
+        if not _pieces(choice):
+            return choice.ids
+        return choice.ids[:-1] if self._is_special(choice.ids[-1]) else choice.ids
+
     def _ended_itself(self, choice: Choice, sampled: Sequence[Piece]) -> bool:
         """Whether the last token is the model's own end of turn. With tool calls the engine does not say what
         matched."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +23,9 @@ from miles_router.engines.answers import MALFORMED, UnreadableAnswer
 from miles_router.engines.models import DEFAULT
 from miles_router.engines.openai.chat import ids_obstacle
 from miles_router.engines.openai.choices import Choice, StreamShortfall
+from miles_router.engines.openai.held_deltas import OWN_ENDS
+from miles_router.engines.openai.legs import tools_of
+from miles_router.engines.openai.unshown import unshown_calls
 from miles_router.engines.parsers import Parsers
 from miles_router.engines.recomputing import AskedSampling, adapter_in
 from miles_router.engines.rows import ROW_FIELDS
@@ -43,6 +47,10 @@ from miles_router.middlewares import (
     with_length,
 )
 
+logger = logging.getLogger(__name__)
+
+#: The fact of a turn whose agent was shown other tool calls than the model wrote: how they differ.
+SHOWN_OTHERWISE = "shown_otherwise"
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
 
 
@@ -144,7 +152,10 @@ class TurnRunner:
             said = await self._router.fleet.weight_version(exchange.flight.worker_url)
             stream.by_engine = stream.versions == {said}
         try:
-            self._record(turn, stream.choices(), scope)
+            choices = stream.choices()
+            if face.endpoint.path == paths.CHAT:
+                await self._show_all_calls(turn, stream, choices, exchange)
+            self._record(turn, choices, scope)
         except UnusableAnswer as error:
             self._recorder.pass_by(turn.path, turn.session, str(error), exchange.request_id)
         except UnreadableAnswer as error:
@@ -153,6 +164,28 @@ class TurnRunner:
                 await self._stream_facts.learn(url, face.endpoint.path, str(error))
             reason = f"the worker's stream cannot be recorded: {error}"
             self._recorder.pass_by(turn.path, turn.session, reason, exchange.request_id)
+
+    async def _show_all_calls(
+        self, turn: PendingTurn, stream: TurnStream, choices: Sequence[Choice], exchange: Exchange
+    ) -> None:
+        """Show the tool calls that were sampled and not shown; where that cannot be, the turn says why."""
+        url = exchange.flight.worker_url
+        if url is None or not tools_of(turn.fields):
+            return
+        facts = await self._router.fleet.facts(url)
+        for choice in choices:
+            if choice.finish not in OWN_ENDS:
+                continue
+            try:
+                text = self._router.tokenizer.decode(self._recorder.said_ids(choice), skip_special_tokens=False)
+                deltas = unshown_calls(choice.message, text, turn.fields, self._parsers, facts)
+            except UnreadableAnswer as error:
+                choice.facts[SHOWN_OTHERWISE] = str(error)
+                fields = {"session_id": turn.session.id, "reason": str(error), "request_id": exchange.request_id}
+                logger.warning("calls_shown_otherwise", extra={"fields": fields})
+            else:
+                if deltas:
+                    stream.complete(choice, deltas)
 
     # Whole answers
 

@@ -7,16 +7,24 @@ recorded: an agent that knows that its turn has ended may ask for the next, or l
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from middleware_hub.openai_session.errors import UnusableAnswer
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer
+from miles_router.engines.openai.chat_stream import OF_A_CHUNK, CallPlaces, GrowingMessage
 from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
 from miles_router.engines.openai.held_deltas import HeldDelta
 from miles_router.middlewares import OK, ChatTurn, Event, Kind, Message, Send, Tap, UnreadCounter, is_too_deep
+
+
+class NamedChunk(NamedTuple):
+    """A chunk as the agent asked for it, and the name of its event."""
+
+    chunk: dict[str, Any]
+    name: bytes
 
 
 class TurnStream:
@@ -49,7 +57,8 @@ class TurnStream:
         self._growing = endpoint.growing()
         self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
         self._calls: dict[int, HeldDelta] = {}
-        self._held_back: list[bytes] = []
+        self._places: dict[int, CallPlaces] = {}
+        self._held_back: list[Event | NamedChunk] = []
 
     @property
     def versions(self) -> set[str]:
@@ -63,16 +72,36 @@ class TurnStream:
                 return self._chunk(event)
             except UnreadableAnswer as error:
                 self._failure = self._failure or error
-        shown = self._writer.other(event)
         if not self._held_back and not event.is_last:
-            return shown
-        self._held_back.append(shown)
+            return self._writer.other(event)
+        self._held_back.append(event)
         return b""
 
     def release(self) -> bytes:
         """What was kept back."""
         held, self._held_back = self._held_back, []
-        return b"".join(held)
+        return b"".join(
+            self._writer.other(each) if isinstance(each, Event) else self._writer.chunk(*each) for each in held
+        )
+
+    def complete(self, choice: Choice, deltas: Sequence[Mapping[str, Any]]) -> None:
+        """Show these deltas of tool calls before the finish reason of a choice, and add them to its message."""
+        growing = GrowingMessage.of(choice.message)
+        for delta in deltas:
+            growing.add(delta)
+        choice.message = growing.message()
+        choice.finish, choice.matched = "tool_calls", None
+        for place, held in enumerate(self._held_back):
+            if isinstance(held, Event):
+                continue
+            for each in held.chunk["choices"]:
+                if each.get("index") == choice.index and each.get("finish_reason") is not None:
+                    each["finish_reason"], each["matched_stop"] = choice.finish, choice.matched
+                    head = {name: held.chunk[name] for name in OF_A_CHUNK if name in held.chunk}
+                    blank = {**each, "finish_reason": None, "logprobs": None}
+                    new = [{**head, "choices": [{**blank, "delta": delta}]} for delta in deltas]
+                    self._held_back[place:place] = [NamedChunk(chunk, b"") for chunk in new]
+                    return
 
     def choices(self) -> list[Choice]:
         """What was sampled.
@@ -114,6 +143,7 @@ class TurnStream:
             return
         for choice in choices:
             held, one = self._calls.setdefault(choice.get("index"), HeldDelta()), {**chunk, "choices": [choice]}
+            self._places.setdefault(choice.get("index"), CallPlaces()).number(choice.get("delta") or {})
             finish = choice.get("finish_reason")
             if choice.get("index") in self._carried.carried:
                 yield from (*held.release(), one)
@@ -129,11 +159,10 @@ class TurnStream:
         seen = self._endpoint.chunk_as_asked(chunk, self._fields)
         if seen is None:
             return b""
-        shown = self._writer.chunk(seen, name)
         if self._ends(choices):
-            self._held_back.append(shown)
+            self._held_back.append(NamedChunk(seen, name))
             return b""
-        return shown
+        return self._writer.chunk(seen, name)
 
     def _ends(self, choices: Sequence[Any]) -> bool:
         """Whether a chunk is part of an answer's end."""

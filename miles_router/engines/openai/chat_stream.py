@@ -13,6 +13,7 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices, StreamShortfall
 
 OF_THE_ANSWER = ("id", "created", "model")
+OF_A_CHUNK = (*OF_THE_ANSWER, "object")
 
 
 def named_calls(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,6 +25,25 @@ def named_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message}
 
 
+class CallPlaces:
+    """The places of the tool calls of one choice. Behind a call of an unknown function, SGLang 0.5.23 begins again with
+    index 0, and clients would join two calls into one."""
+
+    def __init__(self) -> None:
+        self._places: dict[object, int] = {}  # by the engine's index
+        self._named = 0
+
+    def number(self, delta: Mapping[str, Any]) -> None:
+        """Give each new call of a delta a place of its own."""
+        for piece in delta.get("tool_calls") or ():
+            index = piece.get("index") or 0
+            if (piece.get("function") or {}).get("name"):
+                self._places[index] = max(self._named, index)
+                self._named = self._places[index] + 1
+            if index in self._places:
+                piece["index"] = self._places[index]
+
+
 class GrowingMessage:
     """An assistant message put together from a stream's deltas."""
 
@@ -31,6 +51,14 @@ class GrowingMessage:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, dict[str, Any]] = {}
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any]) -> GrowingMessage:
+        """One that has grown to this message."""
+        growing = cls()
+        calls = [{**call, "index": place} for place, call in enumerate(message.get("tool_calls") or ())]
+        growing.add({**message, "tool_calls": calls})
+        return growing
 
     def add(self, delta: Mapping[str, Any]) -> None:
         """One delta more."""

@@ -6,7 +6,7 @@ calls. So what is left is found by comparing the two.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from miles_router.engines.answers import UnreadableAnswer
@@ -26,8 +26,11 @@ def deltas_behind(shown: Mapping[str, Any], message: Mapping[str, Any], text: st
     content = _content_behind(shown.get("content") or "", _as_streamed(message, text))
     if content:
         yield {**EMPTY_DELTA, "content": content}
-    calls = message.get("tool_calls") or []
-    begun = shown.get("tool_calls") or []
+    yield from calls_behind(shown.get("tool_calls") or [], message.get("tool_calls") or [])
+
+
+def calls_behind(begun: Sequence[Mapping[str, Any]], calls: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The deltas that make these calls of those that have begun. Raises as `deltas_behind`."""
     for place, call in enumerate(calls):
         yield from _of_call(place, begun[place] if place < len(begun) else None, call)
 

@@ -43,8 +43,9 @@ def input_of(arguments: object) -> dict[str, Any]:
     try:
         parsed = parse_text(arguments)
     except ValueError:
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {INVALID_JSON: arguments}
+        return {INVALID_JSON: arguments}
+    given = {} if parsed is None else parsed
+    return given if isinstance(given, dict) else {INVALID_JSON: arguments}
 
 
 class Echo:

@@ -53,7 +53,7 @@ class CallForm(ABC):
 
 
 class FunctionForm(CallForm):
-    """A function: its arguments are what was sampled."""
+    """A function: its arguments are what was sampled. Those of a call without any may be missing or null."""
 
     kind = "function_call"
 
@@ -68,7 +68,7 @@ class FunctionForm(CallForm):
         return {"arguments": arguments}
 
     def arguments(self, item: Mapping[str, Any], where: str) -> str:
-        return _text(item, "arguments", where)
+        return "{}" if item.get("arguments") is None else _text(item, "arguments", where)
 
 
 class CustomForm(CallForm):

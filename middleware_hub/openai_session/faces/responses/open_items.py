@@ -118,6 +118,7 @@ class OpenCall(OpenItem):
         arguments = "".join(self._text)
         if status != "completed":
             return self._writer.cut_call(self._call, self._id, open_arguments(arguments))
+        arguments = arguments or "{}"
         item = self._item(arguments, status)
         if item["type"] != self._kind or self._kind not in (FUNCTION.kind, CUSTOM.kind):
             self._emit("output_item.added", item=item)

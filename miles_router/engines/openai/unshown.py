@@ -1,0 +1,68 @@
+"""Tool calls that a stream has not shown at its end (SGLang 0.5.23, `base_format_detector.py`). Pure.
+
+The engine's streaming parser waits for the arguments of a call until they come. Where a model writes a call without
+any, it never shows them, nor any call behind it; the whole text is read by another parser, which finds all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.facts import Facts
+from miles_router.engines.openai.legs import call_id, looks_for_calls, separates_reasoning, tools_of
+from miles_router.engines.openai.rest import calls_behind
+from miles_router.engines.parsers import UNREAD, Parsers
+from miles_router.engines.parsers.local import tools_by_name
+from miles_router.engines.parsers.reading import tool_calls
+
+#: Arguments of a call that has none.
+NO_ARGUMENTS = "{}"
+
+
+def unshown_calls(
+    shown: Mapping[str, Any], text: str, fields: Mapping[str, Any], parsers: Parsers, facts: Facts
+) -> list[dict[str, Any]]:
+    """Return the deltas that show what `shown` lacks of the tool calls in a text that ended by itself.
+
+    Args:
+        shown: the message, as the stream has shown it.
+        text: all of the answer, special tokens included, without the token that ended it.
+        fields: of the request.
+        facts: of the engine.
+
+    Raises:
+        UnreadableAnswer: other calls were shown than the text has, or nothing here can read them.
+    """
+    if not looks_for_calls(fields, facts) or fields.get("tool_choice") not in (None, "auto"):
+        return []  # a grammar holds the answer to another form
+    begun = shown.get("tool_calls") or []
+    read = _calls_in(text, shown, fields, parsers, facts)
+    if read is None:
+        if any(not call["function"]["arguments"] for call in begun):
+            raise UnreadableAnswer("incomplete", "a call was shown without arguments, and no parser here reads it")
+        return []
+    if len(begun) > len(read):
+        raise UnreadableAnswer("tokens_taken_back", "a call was shown that the whole text does not have")
+    return list(calls_behind(begun, read))
+
+
+def _calls_in(
+    text: str, shown: Mapping[str, Any], fields: Mapping[str, Any], parsers: Parsers, facts: Facts
+) -> list[dict[str, Any]] | None:
+    """The calls in a text; None where no parser here can tell."""
+    calls, thinking = parsers.calls(facts), parsers.thinking(facts)
+    if calls is None:
+        return None
+    try:
+        if separates_reasoning(fields, facts):
+            if thinking is None:
+                return None
+            text = thinking.whole(text, thinking=bool(shown.get("reasoning_content"))).rest or ""
+        found = calls.read(text, tools_by_name(tools_of(fields))).calls
+    except UNREAD:
+        return None
+    given = [each._replace(arguments=NO_ARGUMENTS) if each.arguments == "null" else each for each in found]
+    return tool_calls(given, partial(call_id, fields=fields, facts=facts))

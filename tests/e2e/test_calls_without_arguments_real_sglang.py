@@ -1,0 +1,34 @@
+"""The same of a real SGLang, which says what a script wants."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.sglang_worker import RealWorker
+from tests.support.bare_calls import BARE, DATED, MESSAGES, NULL, RESPONSES, UNKNOWN, ask, seen_calls
+from tests.support.real_sessions import real_sessions, write_script
+from tests.support.session_trial import CHAT
+
+pytestmark = pytest.mark.sglang
+
+
+async def test_a_real_engine_s_calls_without_arguments_are_all_shown(tmp_path: Path) -> None:
+    said = tmp_path / "script"
+    texts = [f"{BARE}\n{DATED}", f"{NULL}\n{DATED}", f"{DATED}\n{UNKNOWN}\n{DATED}"]
+    with RealWorker.start("--script-file", str(said), "--chunked-prefill-size", "-1") as worker:
+        async with real_sessions(worker) as (trial, _):
+            for path in (CHAT, MESSAGES, RESPONSES):
+                write_script(said, *texts)
+                for text in texts:
+                    session = await trial.create()
+                    reply = await ask(trial, session, path, [{"role": "user", "content": "When?"}])
+                    calls = seen_calls(path, reply)
+                    assert [name for _, name, _ in calls][-1] == "get_date", text
+                    assert len(calls) == len({call_id for call_id, _, _ in calls}) == 2, text
+                    assert json.loads(calls[-1][2]) == {"zone": "UTC"}, text
+                    assert json.loads(calls[0][2] or "{}") in ({}, {"zone": "UTC"}), text
+                    (record,) = await trial.records(session)
+                    assert "shown_otherwise" not in record
