@@ -17,6 +17,7 @@ from middleware_hub.radix_tree.requests import wants_logprobs
 from miles_router.engines.answers import GenerateAnswer, Unreadable, UnreadableAnswer, without_logprobs
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.engines.recomputing import AskedSampling
+from miles_router.errors import UpstreamBroken
 from miles_router.middlewares import Event, Exchange, GenerateRequest, Handovers, Router, Send, Tap, write_event
 from miles_router.trajectory import InvalidTrajectory
 
@@ -70,6 +71,7 @@ class AnswerTap(Tap):
         self._without_index = 0 if len(self._generations) == 1 else None
         self._failed = False  # the engine says itself that there is no answer
         self._surplus = False  # events came of answers that nobody asked for
+        self._odd = False  # events came that are of no answer
 
     async def whole(self, body: bytes) -> bytes:
         """Record the answers of a JSON reply.
@@ -100,10 +102,14 @@ class AnswerTap(Tap):
 
         Raises:
             StateError: it cannot be made to outlive the process; the client is not given its last event.
+            UpstreamBroken: the stream ends, and its answers have not.
         """
+        if event.is_last:
+            self._end()
         answer = event.parse()
         if not isinstance(answer, dict) or "output_ids" not in answer:
             self._failed |= isinstance(answer, dict) and "error" in answer
+            self._odd |= bool(event.data) and not event.is_last
             return event.raw
         generation = answer.get("index", self._without_index)
         if type(generation) is not int or generation not in self._generations:
@@ -145,10 +151,23 @@ class AnswerTap(Tap):
         self._growing.clear()
 
     async def ended(self) -> bytes:
-        """Count the answers that did not end, unless the engine has said why."""
-        for generation in () if self._failed else self._growing:
-            self._refuse("incomplete", f"the stream ended before answer {generation} did")
+        """See that all answers have ended. Raises as `event`."""
+        self._end()
         return b""
+
+    def _end(self) -> None:
+        """Count the answers that did not end, unless the engine has said why; their client learns that it has not all.
+        What is no stream of answers passes.
+
+        Raises:
+            UpstreamBroken: some did not end.
+        """
+        cut = [] if self._failed else [*self._growing]
+        for generation in cut:
+            self._refuse("incomplete", f"the stream ended before answer {generation} did")
+        self._growing.clear()
+        if cut and not (self._odd or self._surplus):
+            raise UpstreamBroken(f"the worker's stream ended before its answers did: {cut}")
 
     async def _record(self, generation: int, answer: Any) -> Entry | None:
         prompt = self._request.prompt_of(generation)

@@ -11,11 +11,12 @@ from typing import Any
 
 from miles_router.asgi.exchange import Exchange, Receive, Scope, Send
 from miles_router.asgi.flight import Flight, Move, Relief
-from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end
+from miles_router.asgi.headers import HOP_BY_HOP, RawHeaders, end_to_end, first
 from miles_router.asgi.outlet import Outlet
 from miles_router.asgi.watch import Watch
+from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.generate import UnknownShape
-from miles_router.engines.paths import GENERATE
+from miles_router.engines.paths import CHAT, COMPLETIONS, GENERATE
 from miles_router.errors import BadRequest, FleetPaused, UpstreamBroken
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
@@ -26,7 +27,10 @@ from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import NotAdmitted
 from miles_router.metrics import Metrics
 
-NOT_MODIFIED = 304
+OK, NOT_MODIFIED = 200, 304
+STREAM = b"text/event-stream"
+#: Paths whose streams end with `[DONE]`, from every engine.
+DONE_PATHS = frozenset({GENERATE, CHAT, COMPLETIONS})
 
 
 class Proxy:
@@ -111,7 +115,8 @@ class Proxy:
         flight.first_byte_at = time.perf_counter()
         relief = None if flight.move is None else self._relief(flight.move, flight, scope, receive, send)
         try:
-            await relay(forwarded.reply, send if relief is None else relief.take, self._metrics)
+            last = LAST_EVENT.strip() if ends_with_done(scope["path"], forwarded.reply, send) else b""
+            await relay(forwarded.reply, send if relief is None else relief.take, self._metrics, last)
         except UpstreamBroken:
             if relief is None:
                 raise
@@ -130,8 +135,21 @@ class Proxy:
         return move.relief(scope, receive, send)
 
 
-async def relay(reply: AnyReply, send: Send, metrics: Metrics) -> None:
-    """Give a client a reply as it arrives. Raises UpstreamBroken where it is lost inside its body."""
+def ends_with_done(path: str, reply: AnyReply, send: Send) -> bool:
+    """Whether a reply is a stream that ends with `[DONE]`, and that no layer reads: layers know more of its end."""
+    content_type = first(reply.headers, b"content-type") or b""
+    return reply.status == OK and path in DONE_PATHS and isinstance(send, Outlet) and content_type.startswith(STREAM)
+
+
+async def relay(reply: AnyReply, send: Send, metrics: Metrics, last: bytes = b"") -> None:
+    """Give a client a reply as it arrives.
+
+    Args:
+        last: what the body must end with, but for white space.
+
+    Raises:
+        UpstreamBroken: the reply is lost inside its body, or ends in front of `last`.
+    """
     await send(
         {
             "type": "http.response.start",
@@ -146,6 +164,9 @@ async def relay(reply: AnyReply, send: Send, metrics: Metrics) -> None:
         chunk = reply.take() or await reply.read()
         more = not reply.exhausted
         metrics.bytes_out += len(chunk)
+        if not more and last and isinstance(reply, Reply) and not reply.tail.rstrip().endswith(last):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            raise UpstreamBroken(f"the worker's stream ended without {last.decode('ascii')!r}")
         await send({"type": "http.response.body", "body": chunk, "more_body": more})
 
 

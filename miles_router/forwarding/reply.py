@@ -85,6 +85,11 @@ class Reply:
         that a stream is over may come as one of its own. Nothing where it was held up: its time is not its worker's."""
         return b"" if self.held_up else b"".join(self._last)
 
+    @property
+    def tail(self) -> bytes:
+        """The last bytes of the body that have arrived, however late they were read."""
+        return b"".join(self._last)
+
     async def head(self) -> None:
         """Wait for status and headers.
 

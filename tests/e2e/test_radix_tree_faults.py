@@ -276,7 +276,8 @@ async def test_a_stream_that_ends_without_its_answers_is_counted_for_each_of_the
     sent = b"".join(map(written, parts)) + b"data: [DONE]\n\n"
     worker.always(script(chunked_head(STREAM), chunk(sent), b"0\r\n\r\n"))
     trial = await trial_before(stage, worker)
-    await trial.post("/generate", {"text": "one", "stream": True, "sampling_params": {"n": 3}})
+    with pytest.raises(CutReply):
+        await trial.post("/generate", {"text": "one", "stream": True, "sampling_params": {"n": 3}})
     assert trial.statistics()["passed_through"] == {"incomplete": 2}
     assert (await trial.retrieve(rid="whole"))["tokens"][-2:] == [7, 8]
 

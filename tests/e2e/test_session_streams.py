@@ -367,7 +367,6 @@ async def test_an_engine_that_was_started_anew_is_not_judged_by_the_streams_of_t
     "events",
     [
         [*HELLO[:2], b'data: {"error": {"message": "out of memory", "code": 500}}\n\n', DONE],
-        [*HELLO[:-3], *HELLO[-2:]],
         [*HELLO[:2], event([delta("x", index=1)]), *HELLO[-3:]],
         [*HELLO[:-2], event([], sglext={"input_ids": [1], "output_ids": [["a"]]}), DONE],
         [*HELLO[:-2], event([], sglext={"input_ids": [1], "output_ids": [[-7, 8, 9]]}), DONE],
@@ -381,7 +380,7 @@ async def test_an_engine_that_was_started_anew_is_not_judged_by_the_streams_of_t
         [*HELLO[:2], event([delta(None) | {"logprobs": {"content": [{}]}}]), *HELLO[3:]],
     ],
     ids=[
-        *("error", "no finish", "odd choice", "no ids", "negative", "no prompt", "no json", "no choice", "odd text"),
+        *("error", "odd choice", "no ids", "negative", "no prompt", "no json", "no choice", "odd text"),
         *("odd call", "nameless call", "odd index", "odd logprob"),
     ],
 )

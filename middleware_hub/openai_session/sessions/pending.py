@@ -97,6 +97,12 @@ class PendingTurn:
         """Whether the answer has more than one choice."""
         return len(self.places) > 1 or self.fields.get("n") not in (None, 1)
 
+    @property
+    def choices(self) -> int:
+        """How many choices the answer has. What is no number of choices is for the engine to refuse."""
+        n = self.fields.get("n")
+        return len(self.places) * (n if type(n) is int and n > 0 else 1)
+
     def held_rows(self, kind: RowKind) -> RowPrefix | None:
         """The rows held of the tokens that stay."""
         return self.prompt.parent.held_rows(kind, self.prompt.held) if self.prompt is not None else None

@@ -198,7 +198,7 @@ class TurnRunner:
         if collected.status != OK:
             await collected.give_to(send, writer.refusal(collected.body, collected.status))
             return
-        answer = _answer(collected)
+        answer = _answer(collected, turn.choices)
         try:
             if face.shows_open_calls:
                 answer = await self._with_unfinished(answer, turn, Exchange.of(scope))
@@ -287,8 +287,8 @@ def _inner(face: Face, scope: Scope, body: bytes) -> Scope:
     return inner
 
 
-def _answer(collected: Collected) -> dict[str, Any]:
-    """The engine's answer.
+def _answer(collected: Collected, choices: int) -> dict[str, Any]:
+    """The engine's answer, which has so many choices.
 
     Raises:
         UnusableAnswer: it is none.
@@ -298,6 +298,8 @@ def _answer(collected: Collected) -> dict[str, Any]:
         raise UnusableAnswer("the worker's answer is no JSON that can be read")
     if not isinstance(answer.get("choices"), list) or not answer["choices"]:
         raise UnusableAnswer("the worker's answer has no choices")
+    if len(answer["choices"]) != choices:
+        raise UnusableAnswer(f"the worker's answer has {len(answer['choices'])} of {choices} choices")
     return answer
 
 

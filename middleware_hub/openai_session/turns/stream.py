@@ -17,7 +17,20 @@ from miles_router.engines.answers import MALFORMED, UnreadableAnswer
 from miles_router.engines.openai.chat_stream import OF_A_CHUNK, CallPlaces, GrowingMessage
 from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
 from miles_router.engines.openai.held_deltas import HeldDelta
-from miles_router.middlewares import OK, ChatTurn, Event, Kind, Message, Send, Tap, UnreadCounter, is_too_deep
+from miles_router.errors import RouterError, UpstreamBroken
+from miles_router.middlewares import (
+    LAST_EVENT,
+    OK,
+    ChatTurn,
+    Event,
+    Kind,
+    Message,
+    Send,
+    Tap,
+    UnreadCounter,
+    is_too_deep,
+    write_event,
+)
 
 
 class NamedChunk(NamedTuple):
@@ -56,6 +69,8 @@ class TurnStream:
         self._carried = carried or ChatTurn()
         self._growing = endpoint.growing()
         self._failure: UnreadableAnswer | None = None  # why it cannot be recorded, if an event says so
+        self._told = False  # the engine says itself that there is no answer
+        self._expected = turn.choices
         self._calls: dict[int, HeldDelta] = {}
         self._places: dict[int, CallPlaces] = {}
         self._held_back: list[Event | NamedChunk] = []
@@ -76,6 +91,21 @@ class TurnStream:
             return self._writer.other(event)
         self._held_back.append(event)
         return b""
+
+    @property
+    def cut(self) -> str | None:
+        """Why the stream has ended, and its answer has not; None where the answer has, or the engine says itself that
+        there is none."""
+        ended = len(self._growing.ended & {*range(self._expected)})
+        if self._told or ended == self._expected:
+            return None
+        return f"the worker's stream ended without a finish reason: {ended} of {self._expected} choices have one"
+
+    def failed(self, error: RouterError) -> bytes:
+        """Return what the agent is told in place of the end."""
+        self._held_back.clear()
+        body = {"error": {"message": str(error), "type": error.type, "code": error.status}}
+        return self._writer.other(Event.read(write_event(body)))
 
     def release(self) -> bytes:
         """What was kept back."""
@@ -127,6 +157,7 @@ class TurnStream:
         if is_too_deep(event.data, chunk):
             raise UnreadableAnswer("incomplete", "a chunk is nested too deep")
         if "error" in chunk:
+            self._told = True
             raise UnreadableAnswer("incomplete", "the stream ended with an error")
         choices = chunk.get("choices") or ()
         self.began = self.began or bool(choices)
@@ -219,14 +250,31 @@ class TurnTap(Tap):
         """What the agent is shown of it."""
         self.keep(self._stream, len(event.raw), more=True)
         shown = self._stream.feed(event)
-        return shown + await self._end() if event.is_last else shown
+        if not event.is_last:
+            return shown
+        await self.give(shown)
+        return await self._end()
 
     async def ended(self) -> bytes:
-        """What is left of the answer."""
+        """What is left of the answer. Where the worker has not said that it ends, the agent is told so all the same."""
+        if not self._recorded and self._stream.cut is None:
+            self._stream.feed(Event.read(LAST_EVENT))
         return await self._end()
 
     async def _end(self) -> bytes:
+        """Record the answer, then end it.
+
+        Raises:
+            UpstreamBroken: the stream has ended, and the answer has not.
+            UnusableAnswer: it contradicts itself.
+        """
         if not self._recorded:
             self._recorded = True
-            await self._record()
+            try:
+                if (cut := self._stream.cut) is not None:
+                    raise UpstreamBroken(cut)
+                await self._record()
+            except (UpstreamBroken, UnusableAnswer) as error:
+                await self.give(self._stream.failed(error))
+                raise
         return self._stream.release()

@@ -143,6 +143,11 @@ class GrowingChoices(ABC, Generic[Growing]):
         """The weight versions that the router saw."""
         return {str(run.version) for growing in self._growing.values() for run in growing.versions.runs}
 
+    @property
+    def ended(self) -> set[int]:
+        """The choices that have a finish reason, by their indices."""
+        return {index for index, growing in self._growing.items() if growing.finish is not None}
+
     def choices(self) -> list[Choice]:
         """What was sampled, in the order of the choices; their versions are those that the router saw.
 

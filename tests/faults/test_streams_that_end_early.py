@@ -1,0 +1,255 @@
+"""A worker's stream that ends, in order, before its answer does: no client takes what it got for the whole answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from miles_router.settings.config import MiddlewareSpec
+from tests.support.cache_trial import CACHE, checkpoint
+from tests.support.http import CutReply, RawReply
+from tests.support.scripted_chat import DONE, EVENT_STREAM, JSON, able, chat_answer, chat_events, delta, event
+from tests.support.scripted_worker import LAST_CHUNK, ScriptedWorker, chunk, chunked_head, reply, script
+from tests.support.session_apis import FIELDS, RESPONSES, Api
+from tests.support.session_trial import CHAT, SessionTrial, session_trial, user
+from tests.support.stage import Stage
+
+APIS = [Api(path) for path in FIELDS]
+apis = pytest.mark.parametrize("api", APIS, ids=str)
+#: What a stream ends with, where its answer has not ended.
+ENDS = {"without [DONE]": (), "with [DONE]": (DONE,)}
+
+
+def completion(text: str, token: int, finish: str | None = None, index: int = 0) -> bytes:
+    """An event of `/v1/completions`."""
+    ids = {"token_ids": [token], "prompt_token_ids": [1, 2, 3], "logprobs": {"token_logprobs": [-0.5]}}
+    return event([{"index": index, "text": text, "finish_reason": finish, "matched_stop": None, **ids}])
+
+
+def hello(api: Api) -> list[bytes]:
+    """All events of a good stream but `[DONE]`."""
+    if api.path == "/v1/completions":
+        return [completion("Hel", 7), completion("lo", 8, "length")]
+    return chat_events([7, 8], ["Hel", "lo"])[:-1]
+
+
+def given(*events: bytes) -> Any:
+    """A stream of events that ends in order."""
+    return script(chunked_head(EVENT_STREAM), *map(chunk, events), LAST_CHUNK)
+
+
+@pytest.fixture
+async def worker(stage: Stage) -> ScriptedWorker:
+    return able(await stage.worker())
+
+
+@pytest.fixture
+async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
+    return await session_trial(stage, worker)
+
+
+async def nothing_is_held(trial: SessionTrial, session: str) -> None:
+    found = await trial.read(session)
+    assert (found["records"], found["metadata"]["in_flight"], found["metadata"]["untraced"]) == ([], 0, [])
+
+
+def cut_streams(api: Api) -> list[Sequence[bytes]]:
+    """The beginnings of a stream in front of its finish reason, that of no event among them."""
+    events = hello(api)
+    return [events[:count] for count in range(len(events) - 1 - (api.path != "/v1/completions"))]
+
+
+@apis
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_stream_that_ends_before_its_answer_is_broken_off(
+    worker: ScriptedWorker, trial: SessionTrial, api: Api, end: str
+) -> None:
+    for begun in cut_streams(api):
+        worker.next(given(*begun, *ENDS[end]))
+        session = await trial.create()
+        with pytest.raises(CutReply) as broken:
+            await api.ask(trial, session, 8, stream=True)
+        told = broken.value.reply.body
+        assert b"without a finish reason" in told
+        assert not any(mark in told for mark in (b"[DONE]", b"message_stop", b"response.completed"))
+        await nothing_is_held(trial, session)
+
+
+@apis
+async def test_an_empty_reply_is_no_stream(worker: ScriptedWorker, trial: SessionTrial, api: Api) -> None:
+    worker.next(script(reply(b"", headers=EVENT_STREAM)))
+    session = await trial.create()
+    with pytest.raises(CutReply):
+        await api.ask(trial, session, 8, stream=True)
+    await nothing_is_held(trial, session)
+
+
+@apis
+async def test_a_turn_whose_stream_ended_early_may_be_asked_again(
+    worker: ScriptedWorker, trial: SessionTrial, api: Api
+) -> None:
+    worker.next(given(*hello(api)[:1], DONE), given(*hello(api), DONE))
+    session = await trial.create()
+    same = [("X-Turn-Id", "1")]
+    said, length = FIELDS[api.path]
+    body = {"model": "m", said: [user("Hi")] if said == "messages" else "Hi", length: 8, "stream": True}
+    with pytest.raises(CutReply):
+        await trial.ask("POST", f"/sessions/{session}{api.path}", body, same)
+    again = await trial.ask("POST", f"/sessions/{session}{api.path}", body, same)
+    assert again.status == 200
+    assert len(await trial.records(session)) == 1
+
+
+@apis
+async def test_an_answer_whose_stream_lacks_its_last_event_is_whole(
+    worker: ScriptedWorker, trial: SessionTrial, api: Api
+) -> None:
+    worker.next(given(*hello(api)))
+    session = await trial.create()
+    answer = await api.ask(trial, session, 2, stream=True)
+    assert api.end(answer, stream=True) is not None
+    assert any(mark in answer.body[-60:] for mark in (b"[DONE]", b"message_stop", b"response.incomplete"))
+    assert len(await trial.records(session)) == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("end", ENDS)
+async def test_a_choice_that_does_not_end_cuts_the_stream(
+    worker: ScriptedWorker, trial: SessionTrial, path: str, end: str
+) -> None:
+    events = hello(Api(path))
+    second = [completion("H", 9, index=1)] if path != CHAT else [event([delta("H", index=1)])]
+    for begun in (events, [*events[:1], *second, *events[1:]]):
+        worker.next(given(*begun, *ENDS[end]))
+        session = await trial.create()
+        with pytest.raises(CutReply):
+            await Api(path).ask(trial, session, 8, stream=True, n=2)
+        await nothing_is_held(trial, session)
+
+
+@apis
+async def test_an_error_that_the_engine_tells_is_the_end(worker: ScriptedWorker, trial: SessionTrial, api: Api) -> None:
+    error = b"data: %b\n\n" % json.dumps({"error": {"message": "out of memory", "code": 500}}).encode()
+    worker.next(given(*hello(api)[:1], error, DONE))
+    session = await trial.create()
+    answer = await api.ask(trial, session, 8, stream=True)
+    assert b"out of memory" in answer.body
+    assert (await trial.read(session))["records"] == []
+
+
+async def test_official_clients_raise(worker: ScriptedWorker, trial: SessionTrial) -> None:
+    worker.always(given(*hello(Api(CHAT))[:2], DONE))
+    session = await trial.create()
+    url = f"{trial.router.url}/sessions/{session}"
+    hi: Any = [{"role": "user", "content": "Hi"}]
+    async with trial.agent(session) as client:
+        with pytest.raises(openai.APIError):
+            async for _ in await client.chat.completions.create(model="m", messages=hi, stream=True):
+                pass
+    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client_of_messages:
+        with pytest.raises(anthropic.APIError):
+            async with client_of_messages.messages.stream(model="m", max_tokens=8, messages=hi) as stream:
+                await stream.get_final_message()
+
+
+# Whole answers
+
+
+@apis
+@pytest.mark.parametrize("odd", ["none", "null", "missing", "no finish", "half"])
+async def test_a_whole_answer_without_its_choices_is_an_error(
+    worker: ScriptedWorker, trial: SessionTrial, api: Api, odd: str
+) -> None:
+    answer = chat_answer([7, 8])
+    if odd == "missing":
+        del answer["choices"]
+    else:
+        (choice,) = answer["choices"]
+        unfinished = {**choice, "finish_reason": None}
+        answer["choices"] = {"none": [], "null": None, "no finish": [unfinished], "half": [{"index": 0}]}[odd]
+    worker.next(script(reply(json.dumps(answer).encode(), headers=JSON)))
+    session = await trial.create()
+    refused = await api.ask(trial, session, 8)
+    assert refused.status == 502, refused.body
+    await nothing_is_held(trial, session)
+
+
+async def test_a_whole_answer_with_fewer_choices_than_asked_is_an_error(
+    worker: ScriptedWorker, trial: SessionTrial
+) -> None:
+    worker.next(script(reply(json.dumps(chat_answer([7, 8])).encode(), headers=JSON)))
+    session = await trial.create()
+    refused = await Api(CHAT).ask(trial, session, 8, n=2)
+    assert (refused.status, "1 of 2 choices" in refused.json()["error"]["message"]) == (502, True)
+    await nothing_is_held(trial, session)
+
+
+# `/generate`, and what passes
+
+
+def generated(finish: str | None) -> bytes:
+    """An event of `/generate`."""
+    meta = {
+        "id": "r1",
+        "finish_reason": finish and {"type": finish, "length": 1},
+        "prompt_tokens": 1,
+        "completion_tokens": 1,
+        "output_token_logprobs": [[-0.5, 7, None]],
+        "weight_version": "1",
+    }
+    return b"data: " + json.dumps({"text": "a", "output_ids": [7], "meta_info": meta}).encode() + b"\n\n"
+
+
+async def ask_generate(stage: Stage, worker: ScriptedWorker, *, traced: bool) -> RawReply:
+    layers = {"middlewares": (MiddlewareSpec(CACHE),), "hf_checkpoint": checkpoint()} if traced else {}
+    router = await stage.router(worker, **layers)
+    body = json.dumps({"text": "a", "sampling_params": {"max_new_tokens": 1}, "stream": True}).encode()
+    return await router.ask("POST", "/generate", JSON, body)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["untraced", "traced"])
+async def test_a_stream_of_generate_without_its_end_is_broken_off(
+    stage: Stage, worker: ScriptedWorker, traced: bool
+) -> None:
+    for events in ([], [generated(None)], [generated(None)] * 3):
+        worker.next(given(*events))
+        with pytest.raises(CutReply):
+            await ask_generate(stage, worker, traced=traced)
+
+
+async def test_a_traced_stream_without_a_finish_reason_is_broken_off(stage: Stage, worker: ScriptedWorker) -> None:
+    for events in ([], [generated(None)], [generated(None)] * 3):
+        worker.next(given(*events, DONE))
+        with pytest.raises(CutReply):
+            await ask_generate(stage, worker, traced=True)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["untraced", "traced"])
+async def test_a_whole_stream_of_generate_passes(stage: Stage, worker: ScriptedWorker, traced: bool) -> None:
+    worker.next(given(generated(None), generated("length"), DONE))
+    answer = await ask_generate(stage, worker, traced=traced)
+    assert (answer.status, answer.body.endswith(DONE)) == (200, True)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_an_untraced_stream_without_its_end_is_broken_off(
+    stage: Stage, worker: ScriptedWorker, path: str
+) -> None:
+    router = await stage.router(worker)
+    for events in ([], hello(Api(path))[:1]):
+        worker.next(given(*events))
+        with pytest.raises(CutReply):
+            await router.ask("POST", path, JSON, json.dumps({"model": "m", "stream": True}).encode())
+
+
+async def test_a_responses_client_learns_of_a_failure(worker: ScriptedWorker, trial: SessionTrial) -> None:
+    worker.next(given(*hello(Api(CHAT))[:2], DONE))
+    session = await trial.create()
+    with pytest.raises(CutReply) as broken:
+        await Api(RESPONSES).ask(trial, session, 8, stream=True)
+    assert b'"type":"response.failed"' in broken.value.reply.body
