@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.sglang_worker import RealWorker
-from tests.support.bare_calls import BARE, DATED, MESSAGES, NULL, RESPONSES, UNKNOWN, ask, seen_calls
+from tests.support.bare_calls import BARE, DATED, MESSAGES, NULL, RESPONSES, UNKNOWN, ask, returned, seen_calls
 from tests.support.real_sessions import real_sessions, write_script
 from tests.support.session_trial import CHAT
 
@@ -32,3 +32,27 @@ async def test_a_real_engine_s_calls_without_arguments_are_all_shown(tmp_path: P
                     assert json.loads(calls[0][2] or "{}") in ({}, {"zone": "UTC"}), text
                     (record,) = await trial.records(session)
                     assert "shown_otherwise" not in record
+
+
+OPEN = (
+    '<tool_call>\n{"name": "get_date", "arguments": {"zone": "UTC"}\n</tool_call>',
+    '<tool_call>\n{"name": "get_date", "arguments": {"zone": "UTC"\n</tool_call>',
+    '<tool_call>\n{"name": "get_date", "arguments": {"zone": "UTC"',
+)
+
+
+async def test_a_real_engine_s_open_call_comes_back_repaired(tmp_path: Path) -> None:
+    said = tmp_path / "script"
+    with RealWorker.start("--script-file", str(said), "--chunked-prefill-size", "-1") as worker:
+        async with real_sessions(worker) as (trial, _):
+            for path in (CHAT, MESSAGES, RESPONSES):
+                for text in OPEN:
+                    write_script(said, text, "Now.")
+                    session = await trial.create()
+                    reply = await ask(trial, session, path, [{"role": "user", "content": "When?"}])
+                    ((call_id, _, arguments),) = seen_calls(path, reply)
+                    items = returned(path, call_id, {"zone": "UTC"})
+                    assert (await ask(trial, session, path, items)).status == 200
+                    first, second = await trial.records(session)
+                    assert "shown_otherwise" in first
+                    assert (second["parent"], second["edit"]) == (0, None), (path, text, arguments)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.support.http import RawReply
 from tests.support.scripted_chat import delta, event, finish_event, streamed
-from tests.support.scripted_worker import ScriptedWorker
+from tests.support.scripted_worker import Behaviour, ScriptedWorker, Visit
 from tests.support.session_trial import CHAT, IM_END, SessionTrial, chunks_of, qwen3, session_trial
 from tests.support.stage import Stage
 from tests.support.tokenizers import tokenizer_directory
@@ -109,6 +109,26 @@ def history(path: str, calls: Sequence[tuple[str, str]], arguments: Any) -> list
     return [*began, {"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
 
 
+def returned(path: str, call_id: str, arguments: Any, *, name: str = "get_date") -> list[Any]:
+    """The history with the call as an agent has repaired it, and its result."""
+    question: Any = {"role": "user", "content": "When?"}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    if path == MESSAGES:
+        given = {"INVALID_JSON": arguments} if isinstance(arguments, str) else arguments
+        call = {"type": "tool_use", "id": call_id, "name": name, "input": given}
+        result = {"type": "tool_result", "tool_use_id": call_id, "content": "now"}
+        return [question, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    if path == RESPONSES:
+        item = {"type": "function_call", "call_id": call_id, "name": name, "arguments": text}
+        return [question, item, {"type": "function_call_output", "call_id": call_id, "output": "now"}]
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": text}}
+    return [
+        question,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": "now"},
+    ]
+
+
 def named(name: str, arguments: str = "", index: int = 0) -> bytes:
     """The event in which the engine names a call."""
     function = {"name": name, "arguments": arguments}
@@ -130,6 +150,16 @@ def lossy(text: str, *shown: bytes, finish: str = "tool_calls", root: bool = Tru
     prompt = {"input_ids": [1, 2, 3]} if root else {}
     extra = event([], sglext={**prompt, "output_ids": [ids]})
     return streamed(begun, told, *shown, finish_event(finish), extra, DONE)
+
+
+def says(text: str) -> Behaviour:
+    """A stream of a text without calls, which tells its prompt where it is asked for that."""
+
+    async def answer(visit: Visit) -> None:
+        root = "return_input_ids_in_sglext" in json.loads(await visit.read_body())
+        await lossy(text, event([delta(text, 0)]), finish="stop", root=root)(visit)
+
+    return answer
 
 
 async def a_trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:

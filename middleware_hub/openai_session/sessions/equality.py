@@ -14,6 +14,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message, function_of, load_function, parse_text
+from middleware_hub.openai_session.sessions.repaired import is_repair
 
 #: `(held, sent)`: whether the message sent is the one held.
 Equality = Callable[[Message, Message], bool]
@@ -116,7 +117,8 @@ class Likeness:
             if of_one.get("name") != of_other.get("name"):
                 yield Difference(f"{where}.function.name", of_one.get("name"), of_other.get("name"))
             arguments = of_one.get("arguments"), of_other.get("arguments")
-            if arguments[0] != arguments[1] and not (self.json and same_json(*map(_value, arguments))):
+            same = arguments[0] == arguments[1] or (self.json and same_json(*map(_value, arguments)))
+            if not same and not (self.json and one.get("id") == other.get("id") and is_repair(*arguments)):
                 yield Difference(f"{where}.function.arguments", *arguments)
 
 

@@ -16,6 +16,7 @@ import orjson
 
 from middleware_hub.openai_session.sessions.equality import same_json
 from middleware_hub.openai_session.sessions.messages import ListReading, Message, parse_text
+from middleware_hub.openai_session.sessions.repaired import is_repair
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.middlewares import nests_too_deep
 
@@ -96,8 +97,10 @@ class Echo:
     def call(self, call_id: str, name: str, given: Mapping[str, Any], schema: object) -> Mapping[str, Any]:
         """The call that comes back under this id, as it is held if it says the same."""
         for call in self._calls.get(call_id, ()):
-            function = call["function"]
-            if function["name"] == name and same_input(input_of(function.get("arguments")), given, schema):
+            function, arguments = call["function"], call["function"].get("arguments")
+            if function["name"] == name and (
+                same_input(input_of(arguments), given, schema) or is_repair(arguments, given)
+            ):
                 held: Mapping[str, Any] = call
                 return held
         return {
