@@ -19,21 +19,24 @@ from miles_router.fleet.pool import ReadmitPolicy
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.log import LogFormat
 from miles_router.settings.keys import key_problem
-from miles_router.settings.values import WrongValue, convert, describe, is_none
+from miles_router.settings.values import WrongValue, convert, describe, is_none, show
 from miles_router.state.rows import Sync
 
 ENVIRONMENT_PREFIX = "MILES_ROUTER_"
+#: What PyYAML's constructors raise, beside its own errors, for scalars such as `2026-13-45`, `!!bool maybe` or an
+#: integer of 5,000 digits.
+YAML_SCALAR_ERRORS = (ValueError, ArithmeticError, LookupError, AttributeError)
 MAX_MODEL_ID = 256
 MAX_PROCESSES = 64
 Check = Callable[[Any], "str | None"]
 
 
 def _at_least(low: float) -> Check:
-    return lambda value: None if math.isfinite(value) and value >= low else f"must be at least {low:g}"
+    return lambda value: None if low <= value < math.inf else f"must be at least {low:g}"
 
 
 def _positive(value: float) -> str | None:
-    return None if math.isfinite(value) and value > 0 else "must be greater than 0"
+    return None if 0 < value < math.inf else "must be greater than 0"
 
 
 def _port(value: int) -> str | None:
@@ -68,7 +71,11 @@ def paths_problem(paths: Iterable[str]) -> str | None:
 
 
 def _host(value: str) -> str | None:
-    return None if value and not any(c.isspace() for c in value) else "must name a host or an address"
+    try:
+        named = bool(value.encode("idna")) and not any(char.isspace() for char in value)
+    except UnicodeError:
+        named = False
+    return None if named else "must name a host or an address"
 
 
 def model_id_problem(name: object) -> str | None:
@@ -190,7 +197,7 @@ class RouterConfig:
             check: Check | None = spec.metadata["check"]
             value = getattr(self, spec.name)
             if check is not None and (problem := check(value)):
-                given = "" if spec.metadata["secret"] else f", got {value!r}"
+                given = "" if spec.metadata["secret"] else f", got {show(value)}"
                 raise ConfigError(f"{spec.name}: {problem}{given}")
 
 
@@ -288,22 +295,34 @@ def load(
 
 
 def read_file(path: str) -> dict[str, Any]:
-    """The settings in a YAML file.
+    """Return the settings in a YAML file.
 
     Raises:
-        ConfigError: it cannot be read, is not YAML, or is not a mapping.
+        ConfigError: the file cannot be read, is not YAML, or is not a mapping of names to values.
     """
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+            try:
+                return super().construct_object(node, deep)
+            except YAML_SCALAR_ERRORS:
+                message = "this value cannot be read, or is too long"
+                raise yaml.constructor.ConstructorError(None, None, message, node.start_mark) from None
+
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        content = yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"--config {path}: not YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"--config {path}: its lists or mappings are nested too deep") from None
     if not isinstance(content, dict | None):
         raise ConfigError(f"--config {path}: the top level must be a mapping of settings")
-    settings = {str(name).replace("-", "_"): value for name, value in (content or {}).items()}
+    if wrong := [name for name in content or {} if not isinstance(name, str)]:
+        raise ConfigError(f"--config {path}: the name of a setting must be text, got {show(wrong[0])}")
+    settings = {name.replace("-", "_"): value for name, value in (content or {}).items()}
     if "middlewares" in settings and PATHS in settings:
         raise ConfigError(f"{path}: give either middlewares or {PATHS}, not both")
     return settings
@@ -321,11 +340,11 @@ def _spec(item: object) -> MiddlewareSpec:
     if isinstance(item, str):
         return MiddlewareSpec(item)
     if not isinstance(item, dict) or not isinstance(item.get("path"), str):
-        raise WrongValue(f"expected a dotted path or {{path, options}}, got {item!r}")
+        raise WrongValue(f"expected a dotted path or {{path, options}}, got {show(item)}")
     unknown = set(item) - {"path", "options"}
     options = item.get("options") or {}
-    if unknown or not isinstance(options, dict):
-        raise WrongValue(f"expected {{path, options}} with a mapping of options, got {item!r}")
+    if unknown or not isinstance(options, dict) or not all(isinstance(name, str) for name in options):
+        raise WrongValue(f"expected {{path, options}} with a mapping of options by name, got {show(item)}")
     return MiddlewareSpec(item["path"], options)
 
 

@@ -6,6 +6,8 @@ so that `port: "80"` is reported instead of guessed at.
 
 from __future__ import annotations
 
+import re
+import reprlib
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence
@@ -14,10 +16,27 @@ from typing import Any, Literal, Union
 TRUE = frozenset({"1", "true", "yes", "on"})
 FALSE = frozenset({"0", "false", "no", "off"})
 SEQUENCES = (list, tuple, Sequence, Collection)
+#: Integers are smaller than this. Python refuses to print one of more than 4,300 digits, so messages could not show it.
+INTEGER_LIMIT = 2**63
+#: Shows a value in one line. A few lines of YAML aliases can stand for more items than memory holds.
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 200, 200
+#: No file, host or JSON string can have these. An argument that is no UTF-8 arrives with lone surrogates.
+_NO_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 class WrongValue(ValueError):
     """A value that does not fit its annotation; the message says what was expected."""
+
+
+def show(value: object) -> str:
+    """Return a short form of `value` for a message: one line, cut where it is long or deeply nested."""
+    if isinstance(value, int) and abs(value) >= INTEGER_LIMIT:
+        return "an integer of more than 64 bits"
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # an integer too long to print stands inside
+        return f"a {type(value).__name__} with an integer of more than 64 bits"
 
 
 def describe(annotation: Any) -> str:
@@ -63,21 +82,21 @@ def _one_of(value: object, choices: tuple[Any, ...], annotation: Any, from_text:
             return convert(value, choice, from_text=from_text)
         except WrongValue:
             continue
-    raise WrongValue(f"expected {describe(annotation)}, got {value!r}")
+    raise WrongValue(f"expected {describe(annotation)}, got {show(value)}")
 
 
 def _literal(value: object, annotation: Any) -> object:
     for choice in typing.get_args(annotation):
         if value == choice or (isinstance(value, str) and value == str(choice)):
             return choice
-    raise WrongValue(f"expected one of {describe(annotation)}, got {value!r}")
+    raise WrongValue(f"expected one of {describe(annotation)}, got {show(value)}")
 
 
 def _sequence(value: object, annotation: Any, from_text: bool) -> tuple[Any, ...] | list[Any]:
     if from_text and isinstance(value, str):
         value = value.replace(",", " ").split()
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise WrongValue(f"expected {describe(annotation)}, got {value!r}")
+        raise WrongValue(f"expected {describe(annotation)}, got {show(value)}")
     arguments = typing.get_args(annotation)
     item = arguments[0] if arguments else Any
     items = [convert(each, item, from_text=from_text) for each in value]
@@ -87,10 +106,14 @@ def _sequence(value: object, annotation: Any, from_text: bool) -> tuple[Any, ...
 def _scalar(value: object, wanted: type, from_text: bool) -> object:
     if from_text and isinstance(value, str):
         value = _from_text(value, wanted)
+    if isinstance(value, bool) and wanted is int:
+        raise WrongValue(f"expected int, got {show(value)}")
+    if isinstance(value, int) and abs(value) >= INTEGER_LIMIT:
+        raise WrongValue(f"expected {wanted.__name__}, got {show(value)}")
+    if isinstance(value, str) and _NO_TEXT.search(value):
+        raise WrongValue(f"expected text without null characters and lone surrogates, got {show(value)}")
     if wanted is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if wanted is int and isinstance(value, bool):
-        raise WrongValue(f"expected int, got {value!r}")
     return _checked(value, wanted, wanted)
 
 
@@ -100,11 +123,11 @@ def _from_text(text: str, wanted: type) -> object:
     if wanted is bool:
         if text.lower() in TRUE | FALSE:
             return text.lower() in TRUE
-        raise WrongValue(f"expected true or false, got {text!r}")
+        raise WrongValue(f"expected true or false, got {show(text)}")
     try:
         return wanted(text)
     except ValueError:
-        raise WrongValue(f"expected {wanted.__name__}, got {text!r}") from None
+        raise WrongValue(f"expected {wanted.__name__}, got {show(text)}") from None
 
 
 def is_none(value: object) -> bool:
@@ -115,10 +138,10 @@ def is_none(value: object) -> bool:
 def _none(value: object, from_text: bool) -> None:
     if value is None or (from_text and is_none(value)):
         return
-    raise WrongValue(f"expected none, got {value!r}")
+    raise WrongValue(f"expected none, got {show(value)}")
 
 
 def _checked(value: object, wanted: type, annotation: Any) -> object:
     if not isinstance(value, wanted):
-        raise WrongValue(f"expected {describe(annotation)}, got {value!r}")
+        raise WrongValue(f"expected {describe(annotation)}, got {show(value)}")
     return value

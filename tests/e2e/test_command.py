@@ -101,6 +101,61 @@ def test_a_wrong_setting_stops_the_start_with_one_line(
     assert message in line
 
 
+def _nested_aliases(head: str) -> str:
+    """A list whose last item stands for 9**11 texts."""
+    lists = [f"  - &a{level} [{','.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 11)]
+    return "\n".join([head, "  - &a0 [x,x,x,x,x,x,x,x,x]", *lists])
+
+
+DIGITS, HEX = "9" * 5000, "0x" + "F" * 5000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"port: {DIGITS}", "this value cannot be read, or is too long in"),
+        (f"port: {HEX}", "port: expected int, got an integer of more than 64 bits"),
+        (f"connect_timeout: {HEX}", "connect_timeout: expected float, got an integer of more than 64 bits"),
+        (f"worker_urls: [{HEX}]", "worker_urls: expected str, got an integer of more than 64 bits"),
+        (f"readmit: [{HEX}]", "readmit: expected one of same-weights | healthy | never, got a list with an integer"),
+        (f"? {HEX}\n: 1", "the name of a setting must be text"),
+        ("2026: 1", "the name of a setting must be text, got 2026"),
+        ("port: 2026-13-45", "this value cannot be read"),
+        ("otel: !!bool maybe", "this value cannot be read"),
+        ("port: !!int ''", "this value cannot be read"),
+        ("worker_urls: " + "[" * 20_000, "nested too deep"),
+        ("a: " + "{a: " * 20_000, "nested too deep"),
+        (_nested_aliases("worker_urls:"), "worker_urls: expected str, got ['x',"),
+        (_nested_aliases("middlewares:"), "middlewares: expected a dotted path or {path, options}, got ['x',"),
+        ("worker_urls: &a [*a]", "worker_urls: expected str, got ["),
+        (
+            "middlewares: [{path: a.B, options: {5: 1}}]",
+            "middlewares: expected {path, options} with a mapping of options by name",
+        ),
+        ('api_key_file: "a\\0b"', "api_key_file: expected"),
+        ('host: "\\ud800"', "host: expected text without null characters and lone surrogates"),
+        ("host: a..b", "host: must name a host or an address"),
+        (f"readmit: {'x' * 100_000}", "readmit: expected one of same-weights | healthy | never, got 'xxx"),
+    ],
+    ids=lambda given: given[:25],
+)
+def test_an_odd_value_in_a_file_is_one_short_line(
+    refused: Callable[..., list[str]], tmp_path: Path, text: str, message: str
+) -> None:
+    (tmp_path / "router.yaml").write_text(text, encoding="utf-8")
+    (line,) = refused("config", "--config", str(tmp_path / "router.yaml"))
+    assert message in line
+    assert len(line) < 1000
+
+
+@pytest.mark.parametrize("flag", ["--port", "--max-retries", "--connect-timeout", "--worker-urls", "--set=port"])
+def test_a_flag_of_5000_digits_is_one_short_line(refused: Callable[..., list[str]], flag: str) -> None:
+    given = [f"{flag}={DIGITS}"] if "=" in flag else [flag, DIGITS]
+    (line,) = refused("config", *given)
+    assert flag.replace("=port", "") in line
+    assert len(line) < 1000
+
+
 def test_an_address_that_is_not_this_machine_s_stops_the_start_with_one_line() -> None:
     done = run("--port", "0", "--host", "256.1.1.1")
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("miles-router: ")]
