@@ -17,6 +17,7 @@ import orjson
 
 from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import first
+from miles_router.engines import surrogates
 from miles_router.errors import BadRequest, BodyTooLarge, ClientDisconnected, RouterError
 
 # ASGI's own shapes (asgiref), named as Starlette names them; this module stays free of both.
@@ -159,7 +160,7 @@ def _body_of(error: RouterError, request_id: str) -> Mapping[str, Any]:
 
 
 def read_json(body: bytes) -> Any:
-    """Parse a request's body.
+    """Parse a request's body. Halves of surrogate pairs, and bytes that are no UTF-8, are read as U+FFFD.
 
     Raises:
         BadRequest: not JSON, deeper than `MAX_DEPTH`, or with more than `MAX_BRACKETS` or `MAX_COMMAS`.
@@ -169,7 +170,7 @@ def read_json(body: bytes) -> Any:
     if len(body) > MAX_COMMAS and body.count(b",") > MAX_COMMAS:
         raise BadRequest(f"the request body has more than {MAX_COMMAS} commas")
     try:
-        parsed = orjson.loads(body)
+        parsed = surrogates.loads(body)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the request body is not valid JSON: {error}") from None
     if is_too_deep(body, parsed):

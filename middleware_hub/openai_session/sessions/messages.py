@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import methodcaller
 from typing import Any
 
-import orjson
-
+from miles_router.engines import surrogates
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import is_too_deep
 
@@ -107,13 +106,13 @@ def only_text(messages: Sequence[Message]) -> bool:
 
 
 def parse_text(text: str) -> Any:
-    """The JSON that a text in a message spells, such as the arguments of a call.
+    """The JSON that a text in a message spells, such as the arguments of a call; halves of surrogate pairs as U+FFFD.
 
     Raises:
         ValueError: it spells none, or is nested deeper than anything that is compared, or written again.
     """
     data = text.encode("utf-8", "surrogatepass")
-    parsed = orjson.loads(data)
+    parsed = surrogates.loads(data)
     if is_too_deep(data, parsed):
         raise ValueError("nested too deep")
     return parsed

@@ -163,11 +163,11 @@ def _behind_list(body: bytes, name: str, count: int) -> bytes:
     found = Field(name).find(body)
     if found is None:
         return b""
-    text = body[found[1] :].decode()
     try:
+        text = body[found[1] :].decode()
         _, length = _decode(text)
         end = len(body[: found[1] + len(text[:length].encode()) - 1].rstrip())
         longer = orjson.loads(b"%b,0%b" % (body[:end], body[end:]))
-    except ValueError:  # an empty list, or numbers that one of the two does not read
+    except ValueError:  # an empty list, what is read leniently, or numbers that one of the two does not read
         return b""
     return body[end:] if len(longer[name]) == count + 1 else b""

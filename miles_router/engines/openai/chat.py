@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from miles_router.engines import paths
+from miles_router.engines import paths, surrogates
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer, version_runs, without_logprobs
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import GrowingChat, chunks_of, named_calls
@@ -42,6 +42,22 @@ FRAMED = b"sglext_ids"
 EMPTY: tuple[object, ...] = (None, "", [])
 
 
+def _with_readable_calls(message: Any) -> Any:
+    """A message whose arguments the engine can read: it refuses halves of surrogate pairs, which models do write."""
+    calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [*map(_readable, calls)]}
+
+
+def _readable(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(arguments, str) or "\\u" not in arguments:
+        return call
+    return {**call, "function": {**function, "arguments": surrogates.mended(arguments.encode()).decode()}}
+
+
 class ChatEndpoint:
     """`/v1/chat/completions`."""
 
@@ -59,6 +75,7 @@ class ChatEndpoint:
             sent.pop("stream", None)
             sent.pop("stream_options", None)
         if ids is None:
+            sent["messages"] = [*map(_with_readable_calls, fields["messages"])]
             sent[PROMPT_OF_STREAM if stream else PROMPT_OF_WHOLE] = True
             return orjson.dumps(sent)
         sent.pop("input_ids", None)

@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from miles_router.engines.surrogates import whole_text
+
 #: The parameters' schema of each tool, by its name.
 Tools = Mapping[str, Any]
 
@@ -68,8 +70,8 @@ def tool_calls(calls: Sequence[ReadCall], name: Callable[[str, int], str], *, be
 
 
 def written(value: object) -> str:
-    """JSON as the engine's parsers write it."""
-    return json.dumps(value, ensure_ascii=False)
+    """JSON as the engine's parsers write it; but half of a surrogate pair, which they cannot write, as U+FFFD."""
+    return whole_text(json.dumps(value, ensure_ascii=False))
 
 
 def begun(values: Mapping[str, Any]) -> str:
