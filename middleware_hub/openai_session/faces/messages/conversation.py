@@ -106,11 +106,11 @@ class MessagesConversation:
         if not isinstance(call_id, str):
             raise invalid(f"{where}.tool_use_id", "Input should be a valid string")
         if not isinstance(content, str):
-            content = self._result_text(content, f"{where}.content")
+            content = self._result_text(content, f"{where}.content", call_id)
         self._end_texts()
         self._results.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
-    def _result_text(self, content: object, where: str) -> str:
+    def _result_text(self, content: object, where: str, call_id: str) -> str:
         if content is None:
             return ""
         texts, functions = [], []
@@ -119,7 +119,7 @@ class MessagesConversation:
             if kind == "text":
                 texts.append(_text(block, at))
             elif kind == "tool_reference":
-                functions.append(self.tools.reference(block.get("tool_name"), at))
+                functions.append(self.tools.reference(block.get("tool_name"), at, call_id))
             else:
                 raise _untraceable(kind, at)
         return JOINT.join([*texts, *_listed(functions)])

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from middleware_hub.openai_session.faces.messages.tools import HeldFunctions
 from middleware_hub.openai_session.sessions.equality import same_json
 from middleware_hub.openai_session.sessions.messages import ListReading, Message, parse_text
 from middleware_hub.openai_session.sessions.repaired import is_repair
@@ -59,6 +60,8 @@ class Echo:
         self._answers: dict[tuple[Any, ...], Message] = {}  # by all that each says
         self._known: dict[bytes, Message] = {}  # by the digest of the content that came back
         self._digests: dict[tuple[Any, ...], bytes] = {}  # the last one of each answer
+        #: What the session was told of tools on the way.
+        self.functions = HeldFunctions()
         #: The conversation that was read last, by its messages.
         self.conversation = ListReading()
 
@@ -68,7 +71,10 @@ class Echo:
         echo: Echo = session.notes.setdefault(NOTE, cls())
         for turn in session.turns[echo._turns :]:
             echo._add(turn.answer)
+            for message in turn.appended:
+                echo.functions.add(message)
         echo._turns = len(session.turns)
+        echo.functions.began = echo._turns > 0
         return echo
 
     def _add(self, answer: Message) -> None:

@@ -102,7 +102,7 @@ def _messages(request: Mapping[str, Any], echo: Echo, *, system_anywhere: bool) 
     if conversation is not None:
         messages = conversation.go_on(given, given.shared)
     else:
-        tools = MessagesTools(request.get("tools"))
+        tools = MessagesTools(request.get("tools"), echo.functions)
         conversation = MessagesConversation(echo, tools, system_anywhere=system_anywhere)
         messages = conversation.read(request.get("system"), given)
     echo.conversation.keep(given, conversation)

@@ -2,6 +2,7 @@
 
 A tool with `defer_loading` is not shown to the model until a `tool_reference` in a tool's result names it. Its
 definition is written there, so that what stands before does not change; from then on the engine may parse calls of it.
+What a recorded turn was told of a tool stays so, whatever a later request has under its name, or if it has none.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.faces.messages.errors import invalid
+from middleware_hub.openai_session.sessions.messages import Message, parse_text
 
 #: Fields of a tool that say nothing to a model.
 HARMLESS = frozenset({"type", "cache_control", "eager_input_streaming"})
@@ -19,16 +21,55 @@ READ = frozenset(
     {"name", "description", "input_schema", "strict", "input_examples", "defer_loading", "allowed_callers"}
 )
 DIRECT = ["direct"]
+#: Around a definition in a message.
+BEGIN, END = "<function>", "</function>"
+
+
+class HeldFunctions:
+    """The functions that the recorded messages of a session define."""
+
+    def __init__(self) -> None:
+        self._in_results: dict[tuple[str | None, str], dict[str, Any]] = {}
+        self._latest: dict[str, dict[str, Any]] = {}
+        #: Whether a turn is recorded.
+        self.began = False
+
+    def add(self, message: Message) -> None:
+        """Read a recorded message that may define some."""
+        content = message.get("content")
+        for line in content.split("\n") if isinstance(content, str) and BEGIN in content else ():
+            if line.startswith(BEGIN) and line.endswith(END):
+                self._read(line[len(BEGIN) : -len(END)], message.get("tool_call_id"))
+
+    def _read(self, text: str, call_id: str | None) -> None:
+        try:
+            function = parse_text(text)
+        except ValueError:  # a tool's own words
+            return
+        if isinstance(function, dict) and isinstance(name := function.get("name"), str):
+            tool = {"type": "function", "function": function}
+            self._in_results.setdefault((call_id, name), tool)
+            self._latest[name] = tool
+
+    def told(self, call_id: str | None, name: str) -> dict[str, Any] | None:
+        """What the result of this call, or a system message, has said of a tool."""
+        return self._in_results.get((call_id, name))
+
+    def gone(self, name: str) -> dict[str, Any] | None:
+        """A tool that a request does not define: as it was said last, or nothing but its name. None in a first turn."""
+        return self._latest.get(name) or ({"type": "function", "function": {"name": name}} if self.began else None)
 
 
 class MessagesTools:
     """The tools of one request."""
 
-    def __init__(self, given: object) -> None:
+    def __init__(self, given: object, held: HeldFunctions | None = None) -> None:
+        self._held = held or HeldFunctions()
         self._functions: dict[str, dict[str, Any]] = {}
         self._schemas: dict[str, Any] = {}
         self._shown: dict[str, dict[str, Any]] = {}
         self._loaded: dict[str, dict[str, Any]] = {}
+        self._gone: dict[str, Any] = {}  # schemas of tools that the session was told of
         if given is None:
             return
         if not isinstance(given, list):
@@ -72,20 +113,33 @@ class MessagesTools:
 
     def schema(self, name: str) -> Any:
         """What a tool's input must be; None where no such tool is given."""
-        return self._schemas.get(name)
+        return self._schemas.get(name, self._gone.get(name))
 
-    def reference(self, name: object, where: str) -> str:
+    def reference(self, name: object, where: str, call_id: str | None = None) -> str:
         """What the model is told of a tool that a reference names, which may be called from now on.
 
+        Args:
+            call_id: of the call in whose result the reference stands.
+
         Raises:
-            BadRequest: no tool has this name.
+            BadRequest: no tool has this name, and the session has not begun.
         """
-        if not isinstance(name, str) or name not in self._schemas:
+        tool = self._named(name, call_id) if isinstance(name, str) else None
+        if tool is None or not isinstance(name, str):
             raise invalid(where, f"Tool reference {str(name)[:64]!r} not found in available tools")
-        tool = self._functions[name]
         if name not in self._shown:
             self._loaded[name] = tool
-        return f"<function>{orjson.dumps(tool['function']).decode()}</function>"
+        return f"{BEGIN}{orjson.dumps(tool['function']).decode()}{END}"
+
+    def _named(self, name: str, call_id: str | None) -> dict[str, Any] | None:
+        """A tool as the session was told of it, as the request defines it, or as one that is gone."""
+        told = self._held.told(call_id, name)
+        if told is None and name in self._schemas:
+            return self._functions[name]
+        told = told or self._held.gone(name)
+        if told is not None:
+            self._gone[name] = told["function"].get("parameters")
+        return told
 
     def added(self, tool: object, where: str) -> str:
         """The same for a tool that a system message adds, by its name or by value.

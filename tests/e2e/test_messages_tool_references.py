@@ -1,0 +1,93 @@
+"""Tools that are loaded by a reference and leave the list of tools later: a session goes on with what it was told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.support.session_trial import SessionTrial, qwen3, simulated_sessions
+from tests.support.stage import Stage
+
+SCHEMA: Any = {"type": "object", "properties": {"q": {"type": "string"}}}
+SEARCH: Any = {"name": "search", "input_schema": SCHEMA}
+FETCH: Any = {"name": "fetch", "description": "Fetches.", "input_schema": SCHEMA, "defer_loading": True}
+SCRIPT: Sequence[Any] = [
+    {"calls": [{"name": "search", "arguments": {"q": "tools"}}]},
+    {"calls": [{"name": "fetch", "arguments": {"q": "it"}}]},
+    {"text": "Fetched."},
+    {"text": "Done."},
+]
+REFERENCE: Any = [{"type": "tool_reference", "tool_name": "fetch"}]
+
+
+async def turn(trial: SessionTrial, session: str, history: list[Any], tools: Any) -> Any:
+    """One good turn; its answer is added to the history."""
+    body = {"model": "m", "max_tokens": 100, "messages": history, "tools": tools}
+    reply = await trial.ask("POST", f"/sessions/{session}/v1/messages", body)
+    assert reply.status == 200, reply.body
+    answer = reply.json()
+    history.append({"role": "assistant", "content": answer["content"]})
+    return answer
+
+
+def result(answer: Any, content: Any) -> Any:
+    call = answer["content"][-1]
+    assert call["type"] == "tool_use"
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": content}]}
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        [SEARCH],
+        [SEARCH, {**FETCH, "description": "Fetches better."}],
+        [{**FETCH, "defer_loading": False}, SEARCH],
+        None,
+    ],
+    ids=["gone", "changed", "shown", "no tools"],
+)
+async def test_a_loaded_tool_may_leave_the_list(stage: Stage, later: Any) -> None:
+    async with simulated_sessions(stage, script=SCRIPT) as trial:
+        session = await trial.create()
+        history: list[Any] = [{"role": "user", "content": "Find a tool."}]
+        history.append(result(await turn(trial, session, history, [SEARCH, FETCH]), REFERENCE))
+        history.append(result(await turn(trial, session, history, [SEARCH, FETCH]), "<p>"))
+        await turn(trial, session, history, later)
+        history.append({"role": "user", "content": "Thanks."})
+        await turn(trial, session, history, later)
+        edits = [record["edit"] for record in await trial.records(session)]
+        if later and later[0] == SEARCH:  # any other list changes what the template has shown first
+            assert await trial.reasons(session) == [None] * 4
+            assert edits == [None] * 4
+            (sample,) = await trial.samples(session)
+            assert qwen3().decode(sample["tokens"]).count('"description":"Fetches."') == 1
+
+
+async def test_a_reference_that_was_never_known_ends_no_episode(stage: Stage) -> None:
+    async with simulated_sessions(stage, script=[SCRIPT[0], *SCRIPT[2:]]) as trial:
+        session = await trial.create()
+        history: list[Any] = [{"role": "user", "content": "Find a tool."}]
+        history.append(result(await turn(trial, session, history, [SEARCH]), REFERENCE))
+        await turn(trial, session, history, [SEARCH])
+        history.append({"role": "user", "content": "Thanks."})
+        await turn(trial, session, history, [SEARCH, FETCH])
+        assert await trial.reasons(session) == [None, None, None]
+
+
+async def test_an_unknown_reference_is_refused_before_anything_is_recorded(stage: Stage) -> None:
+    async with simulated_sessions(stage, script=SCRIPT) as trial:
+        session = await trial.create()
+        call = {"type": "tool_use", "id": "c", "name": "search", "input": {}}
+        results = [{"type": "tool_result", "tool_use_id": "c", "content": REFERENCE}]
+        history = [
+            {"role": "user", "content": "Find a tool."},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": results},
+        ]
+        body = {"model": "m", "max_tokens": 100, "messages": history, "tools": [SEARCH]}
+        reply = await trial.ask("POST", f"/sessions/{session}/v1/messages", body)
+        assert reply.status == 400
+        assert "fetch" in reply.json()["error"]["message"]
+        assert await trial.records(session) == []
