@@ -6,6 +6,7 @@ uvicorn is only the process around it: it calls the constructor, and `shutdown` 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 from collections import deque
@@ -24,6 +25,8 @@ from miles_router.serving.request_reader import BadMessage, RequestReader
 
 if TYPE_CHECKING:
     from miles_router.serving.clients import Shared
+
+logger = logging.getLogger(__name__)
 
 #: Requests that wait behind the one that is answered before the client is held back.
 MAX_PIPELINED = 16
@@ -344,14 +347,15 @@ class ClientConnection(asyncio.Protocol):
     # What is waited for, and for how long
 
     def _settle(self) -> None:
-        """Wait for the rest of a request, for the next one, or, while one is answered, for nothing."""
-        if self._half_closed or self._deaf:
+        """Wait for the rest of a request, for the next one, or, while one is answered, for nothing. A request behind
+        which none may come (HTTP/1.0, `Connection: close`) is as whole as any other."""
+        if self._half_closed:
             return
         if self._reader.partial:
             if self._deadline is not self._shared.arriving:
                 self._wait(self._shared.arriving)
         else:
-            self._wait(self._shared.idle if self._current is None else None)
+            self._wait(self._shared.idle if self._current is None and not self._deaf else None)
 
     def _wait(self, deadline: Deadlines[ClientConnection] | None) -> None:
         if self._deadline is not None:
@@ -384,14 +388,20 @@ class ClientConnection(asyncio.Protocol):
         elif request is None:
             self._count("late_head")
             if reader.partial:
-                self._refuse_message(RequestTimeout("the request's head took too long (--head-timeout)"))
+                self._time_out("the request's head took too long (--head-timeout)")
             else:
                 self.close()
         elif request.awaits_continue or reader.received - self._received >= MIN_PROGRESS:
             self._wait(self._shared.arriving)
         else:
             self._count("late_body")
-            self._refuse_message(RequestTimeout("the request's body took too long (--head-timeout)"))
+            self._time_out("the request's body took too long (--head-timeout)")
+
+    def _time_out(self, message: str) -> None:
+        self._refuse_message(RequestTimeout(message))
+        assert self._refusal is not None
+        fields = {"request_id": self._refusal[1], "reason": message, "bytes_received": self._reader.received}
+        logger.warning("request_timed_out", extra={"fields": fields})
 
     def _count(self, reason: str) -> None:
         self._shared.statistics.ended[reason] += 1
