@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_router.engines.openai.chat_stream import GrowingMessage
 from tests.support.responses import Written, messages
 from tests.support.sessions import Scene
+from tests.support.tiers import examples
 
 TOOLS: Any = [
     {"type": "function", "name": "add"},
@@ -111,3 +112,62 @@ def test_it_is_the_same_answer(deltas: Any, live: bool, stored: bool, data: st.D
     user, answer, *rest = messages(scene, [{"role": "user", "content": "Hi"}, *back, {"role": "user", "content": "Go"}])
     assert scene.equal(held, answer), (held, answer)
     assert [message["role"] for message in (user, *rest)] == ["user", *["tool"] * len(results(items)), "user"]
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> list[dict[str, Any]]:
+    """Answers of which each calls tools, whose ids may be the same in each."""
+    counted, answers = draw(st.booleans()), []
+    for turn in range(draw(st.integers(2, 4))):
+        names = draw(st.lists(st.sampled_from(["add", "local_shell"]), min_size=1, max_size=3))
+        calls = []
+        for place, name in enumerate(names):
+            value = draw(st.sampled_from(['{"command": ["ls"]}', '{"command":["pwd"]}']))
+            call_id = f"{name}:{place}" if counted else f"call_{turn}_{place}"
+            calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": value}})
+        said = {"content": draw(st.sampled_from(["", "Hm.", "Let me see.\n"])), "tool_calls": calls}
+        thought = draw(st.sampled_from(["", "First.\n", f"Thought {turn}."]))
+        answers.append({"role": "assistant", **said, **({"reasoning_content": thought} if thought else {})})
+    return answers
+
+
+def without_ids(draw: st.DrawFn, items: Sequence[Any], turn: int) -> list[Any]:
+    """The items of an answer and its results as some agent sends them back, in an order of its own."""
+    calls = [{key: item[key] for key in item if key != "id"} for item in items if "call_id" in item]
+    text = [{"role": "assistant", "content": item["content"]} for item in items if item["type"] == "message"]
+    thoughts = [item["content"][0]["text"] for item in items if item["type"] == "reasoning"]
+    how = draw(st.sampled_from(["kept", "dropped", "a message", "a part of the text"]))
+    if how == "a part of the text" and thoughts:
+        parts = [{"type": "output_text", "text": each} for each in thoughts]
+        text = [{"role": "assistant", "content": [*parts, *(text[0]["content"] if text else ())]}]
+    reasoning = {
+        "kept": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": each}]} for each in thoughts],
+        "a message": [{"type": "message", "role": "assistant", "content": each.strip()} for each in thoughts],
+    }.get(how, [])
+    given = [
+        {"type": "function_call_output", "call_id": call["call_id"], "output": f"{turn}.{place}"}
+        for place, call in enumerate(calls)
+    ]
+    if draw(st.booleans()) and how != "a part of the text":
+        return [*reasoning, *calls, *text, *given]
+    if draw(st.booleans()):
+        return [*reasoning, *text, *(each for pair in zip(calls, given, strict=True) for each in pair)]
+    return [*reasoning, *text, *calls, *given]
+
+
+@settings(max_examples=examples(300))
+@given(answers=episodes(), data=st.data())
+def test_an_episode_without_item_ids_is_one_line(answers: Sequence[Any], data: st.DataObject) -> None:
+    """Also where the same call comes in two turns, under the same id."""
+    scene, sent = Scene(), [{"role": "user", "content": "Hi"}]
+    for turn, answer in enumerate(answers):
+        response = Written(scene, answer, given=sent, tools=TOOLS).whole()
+        sent += data.draw(st.composite(without_ids)(response["output"], turn))
+    assert [turn.parent for turn in scene.session.turns] == [None, *scene.session.turns[:-1]]
+    held = [
+        message["content"] for turn in scene.session.turns for message in turn.appended if message["role"] == "tool"
+    ]
+    results = [
+        f"{turn}.{place}" for turn, answer in enumerate(answers[:-1]) for place in range(len(answer["tool_calls"]))
+    ]
+    assert held == results

@@ -1,19 +1,29 @@
 """Instructions, the turns before and input items to chat messages.
 
-What one answer said is one message again: its items say by their ids whose they are, and where an agent has left the
-ids out, their order says it. Instructions and what developers say before anything else are one system message, and what
-a user says in a row is one message: few templates take more.
+What one answer said is one message again: its items say by their ids whose they are. Where an agent has left the ids
+out, its calls say it (`attribution.py`), and else their order: an answer ends at its first output. Instructions and
+what developers say before anything else are one system message, and what a user says in a row is one message: few
+templates take more.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import orjson
 
+from middleware_hub.openai_session.faces.responses.attribution import (
+    CALL,
+    REASONING,
+    RESULT,
+    TEXT,
+    Answer,
+    Attribution,
+    same_words,
+)
 from middleware_hub.openai_session.faces.responses.envelope import JOINT, Responses
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
 from middleware_hub.openai_session.faces.responses.forms import CALLS, FUNCTION, CallForm, held_call
@@ -31,20 +41,6 @@ OUTPUTS = frozenset(
         *("shell_call_output", "apply_patch_call_output"),
     )
 )
-#: The order in which an answer's items come.
-REASONING, TEXT, CALL, RESULT = range(4)
-
-
-@dataclass
-class Answer:
-    """A message of the assistant as it grows. `of`: the response that it is of, once an item tells it."""
-
-    message: dict[str, Any]
-    of: str | None
-    reached: int = REASONING
-    texts: list[str] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    calls: list[Message] = field(default_factory=list)
 
 
 class ResponsesConversation:
@@ -60,6 +56,7 @@ class ResponsesConversation:
         self._messages: list[Message] = []
         self._head: list[str] = []  # what the system says before anything else
         self._user: list[str] = []  # what a user says in a row
+        self._attribution = Attribution(responses)
         self._answer: Answer | None = None  # the one that may grow
         self._answers: list[Answer] = []  # that are not put together yet
         self._whole: SentList | None = None  # those of the last request
@@ -115,10 +112,13 @@ class ResponsesConversation:
 
     def _write(self, answer: Answer) -> None:
         """Put together what an answer said, with the white space that was sampled: not all of it is shown."""
-        text, thought, held = "".join(answer.texts), "".join(answer.thoughts), self._responses.answer(answer.of)
+        held = self._responses.answer(self._attribution.of(answer))
+        text, thought = answer.text, "".join(answer.thoughts)
         if held is not None:
             said = text_of(held)
-            text = said if _but_for_space(said, text) else text
+            if answer.guessed and not text and same_words(said, thought):
+                text, thought = said, ""  # it is the text: the answer says what it thought
+            text = said if same_words(said, text) else text
             if text == said and thought == _thought(held) and answer.calls == (held.get("tool_calls") or []):
                 answer.message.update(held)  # all of it, so that it is found at once
                 return
@@ -149,11 +149,11 @@ class ResponsesConversation:
             raise unavailable(f"{where}.type", f"An item of type '{str(kind)[:64]}'")
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
-        role, text = item.get("role"), text_in(item, "content", where, "" if item.get("role") == "assistant" else "\n")
+        role = item.get("role")
         if role == "assistant":
-            self._grow(item, TEXT).texts.append(text)
+            self._said(item, where)
         elif role == "user" or role in SYSTEM:
-            self._say("user" if role == "user" else "system", text)
+            self._say("user" if role == "user" else "system", text_in(item, "content", where, "\n"))
         else:
             values = "'assistant', 'system', 'developer', and 'user'"
             raise InvalidParameter(
@@ -170,7 +170,7 @@ class ResponsesConversation:
             self._put({"role": "system", "content": text})
         else:
             self._user.append(text)
-        self._answer = None
+        self._end_answer()
 
     def _end_head(self) -> None:
         head, self._head = self._head, []
@@ -188,29 +188,52 @@ class ResponsesConversation:
 
     # What the assistant says
 
-    def _grow(self, item: Mapping[str, Any], step: int, of: str | None = None) -> Answer:
-        """The answer that an item is part of; `of`: the response that it is of, where its id does not say it."""
-        of, answer = response_of(item.get("id")) or of, self._answer
-        if answer is not None and of is not None and answer.of is not None:
-            goes_on = of == answer.of
-        else:
-            goes_on = answer is not None and answer.reached <= step and not answer.reached == step == TEXT
-        if answer is None or not goes_on:
-            answer = self._answer = Answer({"role": "assistant"}, of)
+    def _grow(self, step: int, found: Sequence[str] = ()) -> Answer:
+        """Return the answer that an item is part of; `found`: the responses that it may be of, none if unknown."""
+        answer = self._answer
+        if answer is None or not answer.goes_on(step, found):
+            self._end_answer()
+            answer = self._answer = Answer({"role": "assistant"})
             self._answers.append(answer)
             self._put(answer.message)
-        answer.of = answer.of or of  # a call tells whose what stands before it is
+        answer.narrow(found)
         answer.reached = step
         return answer
 
+    def _end_answer(self) -> None:
+        if self._answer is not None:
+            self._attribution.settle(self._answer)
+        self._answer = None
+
+    def _said(self, item: Mapping[str, Any], where: str) -> None:
+        """Text of an answer. Agents without a place for reasoning send it back as a message, or as a part of one."""
+        content, named = item.get("content"), response_of(item.get("id"))
+        if named is not None or not isinstance(content, list):
+            content = [text_in(item, "content", where, "")]
+        else:
+            content = [_part(part, f"{where}.content[{place}]", TEXT_PARTS) for place, part in enumerate(content)]
+        if named is None and self._answer is not None and self._answer.reached == RESULT:
+            self._end_answer()
+        text: list[str] = []
+        for part in content:
+            thinkers = [] if named is not None or text else self._attribution.thinkers(part, self._answer)
+            if thinkers:
+                answer = self._grow(REASONING, thinkers)
+                answer.guessed = True
+                answer.thoughts.append(part)
+            else:
+                text.append(part)
+        if text or not content:
+            self._grow(TEXT, [named] if named is not None else ()).texts.append("".join(text))
+
     def _reasoning(self, item: Mapping[str, Any], where: str) -> None:
-        answer = self._grow(item, REASONING)
+        known, named = item.get("encrypted_content"), response_of(item.get("id"))
+        if named is None and isinstance(known, str) and known.startswith(SEALED):
+            named = known[len(SEALED) :]
+        answer = self._grow(REASONING, [named] if self._responses.answer(named) is not None and named else ())
         thinking = text_in(item, "content", where, "", {"reasoning_text": "text"}) if item.get("content") else ""
-        known = item.get("encrypted_content")
-        if not thinking and isinstance(known, str) and known.startswith(SEALED):
-            thinking = self._reasoning_of(known[len(SEALED) :])
         if not thinking:  # what is left out is held, in its tokens
-            thinking = self._reasoning_of(response_of(item.get("id")))
+            thinking = self._reasoning_of(named)
         answer.thoughts += [thinking] if thinking else []
 
     def _reasoning_of(self, response_id: str | None) -> str:
@@ -221,9 +244,12 @@ class ResponsesConversation:
         call_id = item.get("call_id")
         if not isinstance(call_id, str):
             raise missing(f"{where}.call_id")
-        known = self._responses.calls(call_id)
-        of, held = next((each for each in known if held_call(each[1], item, form)), (None, None))
-        calls = self._grow(item, CALL, of or (known[-1][0] if known else None)).calls
+        named = response_of(item.get("id"))
+        if named is None and not self._attribution.goes_on(self._answer, call_id):
+            self._end_answer()
+        found = self._attribution.callers(call_id, item, form, self._answer, named)
+        calls = self._grow(CALL, [of for of, _ in found] or ([named] if named is not None else ())).calls
+        held = next((each for _, each in found if held_call(each, item, form)), None)
         if held is not None and form is not FUNCTION:
             calls.append(held)
             return
@@ -255,11 +281,6 @@ class ResponsesConversation:
 
 def _thought(answer: Message) -> str:
     return str(answer.get("reasoning_content") or "")
-
-
-def _but_for_space(one: str, other: str) -> bool:
-    """Whether two texts are the same but for white space."""
-    return one == other or one.strip() == other.strip() or "".join(one.split()) == "".join(other.split())
 
 
 def _output(item: Mapping[str, Any], where: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any
 
 from middleware_hub.openai_session.faces.responses.items import RESPONSE, ItemWriter, input_items, text_of
@@ -136,6 +137,7 @@ class Responses:
         self._settings: list[Settings] = []  # the last ones that differ
         self._answers: dict[str, Message] = {}  # of every response, stored or not
         self._calls: dict[str, list[tuple[str, Message]]] = {}  # by their ids, with the response that each is of
+        self._thinkers: dict[bytes, list[str]] = {}  # responses, by the digest of their reasoning
         #: The conversation that was read last, by its items.
         self.conversation = ListReading()
 
@@ -174,6 +176,8 @@ class Responses:
         self._answers[response_id] = turn.answer
         for call in turn.answer.get("tool_calls") or ():
             self._calls.setdefault(str(call.get("id")), []).append((response_id, call))
+        if thought := _stripped(turn.answer.get("reasoning_content")):
+            self._thinkers.setdefault(_digest(thought), []).append(response_id)
 
     @property
     def stored(self) -> Set[str]:
@@ -195,3 +199,15 @@ class Responses:
     def calls(self, call_id: str) -> Sequence[tuple[str, Message]]:
         """The held calls with this id, and the response that each is of."""
         return self._calls.get(call_id, ())
+
+    def thinkers(self, text: str) -> Sequence[str]:
+        """Return the responses whose reasoning this is, but for white space around it."""
+        return self._thinkers.get(_digest(text.strip()), ())
+
+
+def _stripped(text: object) -> str:
+    return text.strip() if isinstance(text, str) else ""
+
+
+def _digest(text: str) -> bytes:
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
