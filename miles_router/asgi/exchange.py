@@ -19,6 +19,7 @@ from miles_router.asgi.flight import Flight
 from miles_router.asgi.headers import first
 from miles_router.engines import surrogates
 from miles_router.errors import BadRequest, BodyTooLarge, ClientDisconnected, RouterError
+from miles_router.trajectory.finite import non_finite_literal
 
 # ASGI's own shapes (asgiref), named as Starlette names them; this module stays free of both.
 Scope = MutableMapping[str, Any]
@@ -172,7 +173,8 @@ def read_json(body: bytes) -> Any:
     try:
         parsed = surrogates.loads(body)
     except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the request body is not valid JSON: {error}") from None
+        reason = non_finite_literal(body, error.pos, error.msg) or error
+        raise BadRequest(f"the request body is not valid JSON: {reason}") from None
     if is_too_deep(body, parsed):
         raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
     return parsed

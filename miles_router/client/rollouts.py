@@ -23,6 +23,7 @@ from miles_router.client.errors import InvalidSample, reading
 from miles_router.client.router_client import RouterClient
 from miles_router.tasks import together
 from miles_router.trajectory import Retrieved, Sample
+from miles_router.trajectory.finite import require_finite
 from miles_router.trajectory.sample import Reward, Status
 
 Result = TypeVar("Result")
@@ -48,7 +49,9 @@ async def single_turn(
 
     Raises:
         NotFound: its tokens are not held (any more): `max_tokens` of the middleware is too small, or it is not there.
+        ValueError: reward, label or metadata contain NaN or an infinity.
     """
+    require_finite({"reward": reward, "label": label, "metadata": metadata})
     generation = await client.generate(prompt, sampling_params=sampling_params, **fields)
     exact = await _exact(client, prompt, generation)
     carried = {"reward": reward, "label": label, "metadata": {"rid": generation.rid, **(metadata or {})}}
@@ -76,11 +79,12 @@ async def multi_turn(
     `aborted` when somebody aborts a generation. All turns go to one worker while it is routable.
 
     Raises:
-        NotFound: as of `single_turn`.
+        NotFound, ValueError: as of `single_turn`.
         Whatever the environment raises.
     """
     if max_turns < 1:
         raise ValueError(f"max_turns must be at least 1, not {max_turns}")
+    require_finite({"reward": reward, "label": label, "metadata": metadata})
     key = uuid4().hex
     text, given = prompt, 0
     rids: list[str] = []
@@ -133,8 +137,10 @@ async def agentic(
     Raises:
         InvalidSample: a sample would break an invariant; none is given.
         UntracedEpisode: nothing that the agent asked was traced.
+        ValueError: reward, label or metadata contain NaN or an infinity.
         Whatever the agent raises: the session is deleted then. To train on what failed, use the session itself.
     """
+    require_finite({"label": label, "metadata": metadata})
     async with await client.create_session(session_id, metadata, contract) as session:
         keyed = {} if session.own_key is None else {"api_key": session.own_key}
         outcome = await agent(session.base_url, **keyed)

@@ -162,6 +162,7 @@ class Session:
         Raises:
             InvalidSample: a sample would break an invariant; none is given.
             UntracedEpisode: nothing that the agent asked was traced.
+            ValueError: reward, label or metadata contain NaN or an infinity.
         """
         fields = {
             "format": format,

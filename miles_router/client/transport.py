@@ -26,6 +26,7 @@ from miles_router.client.errors import (
     TimedOut,
     read_error,
 )
+from miles_router.trajectory.finite import require_finite
 from miles_router.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,7 @@ class Transport:
         headers = dict(request.headers)
         data = None
         if request.body is not None:
-            data = orjson.dumps(request.body, option=orjson.OPT_SERIALIZE_NUMPY)
+            data = _written(request.body)
             headers["Content-Type"] = "application/json"
         url = URL((base_url or self._pool.base_url) + request.path, encoded=True)
         with _client_errors(request):
@@ -210,6 +211,23 @@ class OwnerTransport(Transport):
                 unreachable.add(self._owner_url)
                 logger.warning("%s; its sessions are asked for at %s from now on", error, self._pool.base_url)
         return await self._transport._attempt(request)
+
+
+def _written(body: Any) -> bytes:
+    """A body as JSON.
+
+    Raises:
+        ValueError: it contains NaN or an infinity, which orjson writes as null, or decimals of these.
+        TypeError: JSON has no form for one of its values.
+    """
+    try:
+        data = orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+    except TypeError:
+        require_finite(body)
+        raise
+    if b"null" in data:
+        require_finite(body)
+    return data
 
 
 def _is_repeatable(request: Request, error: RouterClientError) -> bool:

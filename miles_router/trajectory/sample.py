@@ -19,6 +19,7 @@ import orjson
 import pybase64
 
 from miles_router.dialects import trainer_fields
+from miles_router.trajectory.finite import find_non_finite, non_finite_literal
 from miles_router.trajectory.json_parts import list_parts, object_parts
 from miles_router.trajectory.pieces import InvalidTrajectory, Logprobs, Malformed, Mask, Tokens, VersionRun, frozen
 from miles_router.trajectory.rows import KINDS, RowKind
@@ -67,7 +68,8 @@ class Sample:
 
     Raises:
         InvalidTrajectory: naming the first broken invariant: those of `checked_arrays`, `complete`,
-            `status_is_known`, `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`, `indexer_topk_fit`.
+            `finite`, `status_is_known`, `response_fits`, `loss_is_in_the_response`, `routed_experts_fit`,
+            `indexer_topk_fit`.
     """
 
     tokens: Tokens
@@ -89,6 +91,9 @@ class Sample:
             object.__setattr__(self, name, value)
         if not isinstance(self.metadata, Mapping):
             raise InvalidTrajectory("complete", f"metadata is an object, not {type(self.metadata).__name__}")
+        carried = {name: getattr(self, name) for name in (*CARRIED, "metadata")}
+        if (found := find_non_finite(carried)) is not None:
+            raise InvalidTrajectory("finite", f"{found}; JSON has no such number")
         if self.status not in STATUSES:
             raise InvalidTrajectory("status_is_known", f"{self.status!r} is none of {', '.join(STATUSES)}")
         self._check_response()
@@ -182,7 +187,9 @@ def read_json(data: bytes) -> list[Sample]:
     """
     try:
         given = orjson.loads(data)["samples"]
-    except (KeyError, TypeError, orjson.JSONDecodeError) as error:
+    except orjson.JSONDecodeError as error:
+        raise Malformed(f"no samples in JSON: {_why(data, error)}") from None
+    except (KeyError, TypeError) as error:
         raise Malformed(f"no samples in JSON: {error!r}") from None
     return [Sample.from_json(each) for each in _objects(given)]
 
@@ -198,13 +205,19 @@ def samples_of(arrays: Mapping[str, npt.NDArray[Any]], metadata: Mapping[str, st
     try:
         given = _objects(orjson.loads(metadata["samples"]))
         parts = [_arrays_of(arrays, place) for place in range(len(given))]
-    except (KeyError, orjson.JSONDecodeError) as error:
+    except orjson.JSONDecodeError as error:
+        raise Malformed(f"no samples in safetensors: {_why(metadata['samples'].encode(), error)}") from None
+    except KeyError as error:
         raise Malformed(f"no samples in safetensors: {error!r}") from None
     return (_from_parts(part, facts) for part, facts in zip(parts, given, strict=True))
 
 
 WRITERS: Mapping[Format, Callable[..., bytes]] = {"json": write_json, "safetensors": write_safetensors}
 READERS: Mapping[Format, Callable[[bytes], list[Sample]]] = {"json": read_json, "safetensors": read_safetensors}
+
+
+def _why(data: bytes, error: orjson.JSONDecodeError) -> str:
+    return non_finite_literal(data, error.pos, error.msg) or repr(error)
 
 
 def _facts(sample: Sample, carried: Collection[str]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from miles_router.client.dialects.verl.chat_template import ChatTemplate, Messag
 from miles_router.client.dialects.verl.server_manager import RolloutConfig, ServerManager
 from miles_router.client.dialects.verl.tools import FunctionCall, FunctionTool, hermes_calls
 from miles_router.tasks import together
+from miles_router.trajectory.finite import require_finite
 from miles_router.trajectory.sample import ShapedRows
 
 
@@ -196,13 +197,14 @@ class AgentLoopWorker:
         """The rollout of one sample.
 
         Raises:
-            ValueError: no loop has this name.
+            ValueError: no loop has this name, or a reward of the rollout is NaN or infinite.
         """
         name = agent_name or self._config.default_agent_loop
         if name not in _loops:
             raise ValueError(f"no agent loop {name!r} is registered; there are {', '.join(sorted(_loops))}")
         loop = _loops[name](self._server_manager, self._chat, self._config, **self._options)
         output = await loop.run(sampling_params, **fields)
+        require_finite({"reward_score": output.reward_score, "extra_fields": output.extra_fields})
         if "raw_prompt" in fields:
             output.extra_fields["raw_prompt"] = fields["raw_prompt"]
         return output
