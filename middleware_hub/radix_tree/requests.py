@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from miles_router.engines.generate import IDS, IDS_ALIAS, TEXT, GenerateRequest
+from miles_router.engines.generate import IDS, IDS_ALIAS, MEDIA, TEXT, GenerateRequest, is_absent
 from miles_router.errors import BadRequest
 
 #: Fields that put something into the model's input which text and ids do not show.
-BEYOND_TEXT = ("input_embeds", "image_data", "video_data", "audio_data", "session_params")
+BEYOND_TEXT = ("input_embeds", *MEDIA, "session_params")
 LOGPROBS = "return_logprob"
 
 RequestReason = Literal["beyond_text", "text_and_ids", "return_logprob"]
@@ -24,14 +24,17 @@ class NotRecordable(ValueError):
 
 
 def read_request(body: object) -> GenerateRequest:
-    """Read a parsed request whose prompts are texts or ids and nothing else.
+    """Read a parsed request whose prompts are texts or ids and nothing else. Media fields that hold nothing are left
+    out of it.
 
     Raises:
         NotRecordable, UnknownShape: the request is another one; the engine may still know what to do with it.
         BadRequest: a prompt is empty, over which a worker ends.
     """
     if isinstance(body, Mapping):
-        if any(body.get(name) is not None for name in BEYOND_TEXT):
+        if absent := [name for name in BEYOND_TEXT if name in body and is_absent(body[name])]:
+            body = {name: value for name, value in body.items() if name not in absent}
+        if any(name in body for name in BEYOND_TEXT):
             raise NotRecordable("beyond_text")
         if body.get(TEXT) is not None and any(body.get(name) is not None for name in (IDS, IDS_ALIAS)):
             raise NotRecordable("text_and_ids")

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 TEXT, IDS, IDS_ALIAS = "text", "input_ids", "input_tokens"
 PARAMS, RID = "sampling_params", "rid"
+MEDIA = ("image_data", "video_data", "audio_data")
 MAX_GENERATIONS = 4096  # of one request
 DEFAULT_MAX_NEW_TOKENS = 128  # SGLang's `SamplingParams`
 #: Fields that may hold a list of one value for each prompt.
@@ -18,9 +19,7 @@ PER_PROMPT = (
     "top_logprobs_num",
     "token_ids_logprob",
     "lora_path",
-    "image_data",
-    "video_data",
-    "audio_data",
+    *MEDIA,
     "custom_logit_processor",
     "return_hidden_states",
     "extra_key",
@@ -35,6 +34,16 @@ def stop_strings(stop: object) -> list[str]:
     """Those of a request's `stop`, a string or a list. An empty one stops nothing."""
     each = [stop] if isinstance(stop, str) else stop if isinstance(stop, list) else ()
     return [one for one in each if isinstance(one, str) and one]
+
+
+def is_absent(value: object) -> bool:
+    """Return True where a field holds nothing: null, an empty string, object or list, or a list of nothing else.
+
+    Clients without images send `"image_data": []`, `[null]` or `[[]]`, and SGLang reads each as no image.
+    """
+    if isinstance(value, list):
+        return all(map(is_absent, value))
+    return value is None or (isinstance(value, (str, Mapping)) and not value)
 
 
 class UnknownShape(ValueError):

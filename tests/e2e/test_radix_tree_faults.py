@@ -20,6 +20,8 @@ from tests.support.cache_trial import (
     ask_worker,
     checkpoint,
     event,
+    events,
+    exactly_recorded,
     simulated_trial,
     trial_before,
 )
@@ -70,6 +72,29 @@ async def test_what_is_not_understood_passes_untouched_and_is_counted(stage: Sta
     assert f'miles_router_radix_tree_passed_through_total{{reason="{reason}"}} 1.0' in metrics
 
 
+NO_MEDIA: list[Any] = [[], "", [[]], [None], None, {}, [""], [[None]]]
+
+
+@pytest.mark.parametrize("field", ["image_data", "video_data", "audio_data"])
+@pytest.mark.parametrize("empty", NO_MEDIA, ids=json.dumps)
+async def test_media_that_hold_nothing_are_no_media(trial: Trial, field: str, empty: Any) -> None:
+    answer = await trial.generate(text="Is it there", **{field: empty})
+    await exactly_recorded(trial, answer, trial.given()[0])
+    (one, other) = await trial.generate(text=["One", "Two"], **{field: [empty, empty]})
+    given = trial.given()
+    await exactly_recorded(trial, one, given[0])
+    await exactly_recorded(trial, other, given[1])
+    streamed = await trial.post("/generate", {"text": "On and on", "stream": True, field: empty})
+    await exactly_recorded(trial, events(streamed.body)[-1], trial.given()[0])
+    assert trial.statistics()["passed_through"] == {}
+
+
+async def test_media_beside_empty_ones_are_still_beyond_text(trial: Trial) -> None:
+    for media in ({"image_data": [[], ["aGk="]]}, {"image_data": [], "audio_data": "aGk="}):
+        await trial.post("/generate", {"text": ["x", "y"], "sampling_params": SHORT, **media})
+    assert trial.statistics()["passed_through"] == {"beyond_text": 2}
+
+
 @pytest.mark.parametrize("ids", [[1, -1], [1 << 31], [1 << 40], [[1], [-1]]])
 async def test_ids_that_no_engine_has_are_refused(trial: Trial, ids: Any) -> None:
     """An engine ends over them."""
@@ -79,7 +104,7 @@ async def test_ids_that_no_engine_has_are_refused(trial: Trial, ids: Any) -> Non
     assert (trial.door, trial.statistics()["passed_through"]) == ([], {})
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"text": "a"', b'{"text": "\\ud800"}'])
+@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b'{"text": "a"', b'{"text": "\\ud8"}'])
 async def test_malformed_bodies_are_refused(trial: Trial, body: bytes) -> None:
     answer = await trial.post("/generate", body)
     assert (answer.status, answer.error_type) == (400, "invalid_request")

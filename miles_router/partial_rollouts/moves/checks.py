@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from miles_router.engines import ranks
 from miles_router.engines.facts import Facts
-from miles_router.engines.generate import RID, GenerateRequest, UnknownShape
+from miles_router.engines.generate import MEDIA, RID, GenerateRequest, UnknownShape, is_absent
 from miles_router.partial_rollouts.continuation import check_stateless
 from miles_router.partial_rollouts.generation import CannotResume, ResumableGeneration
 
@@ -24,7 +24,6 @@ Reason = Literal[
     "too_long",
 ]
 
-MEDIA = ("image_data", "video_data", "audio_data")
 #: Fields by which a client itself chooses where the engine computes.
 PLACES = (*ranks.FIELDS, "bootstrap_host", "bootstrap_room")
 #: An engine makes names of 32 hexadecimal digits, and aborts all that begin with the one it is told.
@@ -70,7 +69,7 @@ def movable(body: Any, engines: Iterable[Facts]) -> GenerateRequest:
         raise Immovable("several")
     if any(request.body.get(name) is not None for name in PLACES):
         raise Immovable("placed")
-    if any(request.body.get(name) for name in MEDIA):
+    if not all(is_absent(request.body.get(name)) for name in MEDIA):
         raise Immovable("media")
     _check_name(request.body.get(RID))
     for facts in engines:
