@@ -25,13 +25,16 @@ from middleware_hub.openai_session.continuing.continuation import build
 from middleware_hub.openai_session.dashboard.episodes import KIND, SessionEpisodes
 from middleware_hub.openai_session.dashboard.trained import count_read
 from middleware_hub.openai_session.dialects import DIALECTS, FORMS
+from middleware_hub.openai_session.episodes.contract import REFUSE
 from middleware_hub.openai_session.export.routes import SessionRoutes
 from middleware_hub.openai_session.export.samples import CONCAT, SampleMaker, checked_defaults
 from middleware_hub.openai_session.export.selection import Selection
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.face import RunSettings
+from middleware_hub.openai_session.faces.policy import RunPolicy
 from middleware_hub.openai_session.sessions.address import PREFIX, SESSIONS, addressed, key_of, within
 from middleware_hub.openai_session.sessions.equality import equality
+from middleware_hub.openai_session.sessions.media import REFUSE_FIRST
 from middleware_hub.openai_session.sessions.store import ID, Bounds, SessionStore
 from middleware_hub.openai_session.turns.door import TurnDoor
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
@@ -92,6 +95,10 @@ class OpenAISessionMiddleware:
             the engine takes.
         one_weight_version: whether such a session takes no further turns once the fleet has other weights than those
             that answered it.
+        media: what becomes of an image or the like: `refuse_first` refuses it in a session's first turn and replaces it
+            by a fixed text in later ones; `refuse` and `replace` do one of both always. A contract counts more.
+        unknown_fields: whether fields that the Messages and Responses APIs do not have are refused (`refuse`), or
+            ignored and named in the turn's record (`record`).
     """
 
     one_model = True
@@ -120,6 +127,8 @@ class OpenAISessionMiddleware:
         header_sessions: bool = True,
         context_window: int = 0,
         one_weight_version: bool = False,
+        media: str = REFUSE_FIRST,
+        unknown_fields: str = REFUSE,
     ) -> None:
         bounds = Bounds(max_sessions, max_turns, max_session_bytes, max_bytes, idle_timeout)
         bounds.check("openai_session_middleware")
@@ -130,7 +139,7 @@ class OpenAISessionMiddleware:
         self._encoder = AsyncEncoder.of(router)
         equal, continuation = equality(message_equality), build(router.tokenizer, tito_model or None, self._encoder)
         recorder = TurnRecorder(self.store, equal, continuation.is_special, now=time.time, run=router.run)
-        settings = RunSettings(lora_path, chat_template_kwargs or {})
+        settings = RunSettings(lora_path, chat_template_kwargs or {}, RunPolicy.checked(media, unknown_fields))
         faces = [face(continuation, equal, settings) for face in FACES]
         try:
             known = Parsers.of(parsers, tito_model or None)

@@ -238,7 +238,7 @@ async def test_errors_are_told_in_the_api_s_words(stage: Stage) -> None:
             for live in (False, True):
                 with pytest.raises(anthropic.BadRequestError, match=r"messages\.0\.content\.0: .*'image'") as refused:
                     await asked(client, image, live=live)
-                assert (refused.value.type, refused.value.error_code) == ("invalid_request_error", "invalid_request")
+                assert (refused.value.type, refused.value.error_code) == ("invalid_request_error", "media_not_traced")
                 with pytest.raises(anthropic.BadRequestError, match=r"exceed context limit: \d+ \+ 9000 > 600,"):
                     await asked(client, question, live=live, max_tokens=9000)
                 long: Any = [{"role": "user", "content": "word " * 900}]

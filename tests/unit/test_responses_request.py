@@ -140,7 +140,6 @@ def test_a_choice_of_a_tool_is_that_of_its_function(choice: Any, sent: Any) -> N
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"reasoning": "high"}, "reasoning"),
         ({"truncation": "middle"}, "truncation"),
-        ({"metadata": {str(key): "" for key in range(17)}}, "metadata"),
         ({"include": "all"}, "include"),
         ({"include": [{}]}, "include"),
         ({"tools": [{"type": {}}]}, "tools[0].type"),

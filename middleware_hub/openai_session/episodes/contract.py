@@ -5,6 +5,7 @@ the weights may be, and when its work ends. Pure.
     sampling   settings that count in place of the agent's
     model      name, lora
     freshness  oldest_version, otherwise
+    media      refuse, or replace: images and the like
     key        a key of the session's own
     group      what it is aborted with
 """
@@ -27,7 +28,7 @@ BUDGET_TOKENS, CONTEXT, TURNS, DEADLINE, STALE, ABORTED = (
 FINALIZED, DELETED, EXPIRED = "finalized", "deleted", "expired"
 #: Of settings that are fixed, others that would change the same.
 ALSO = {"stop": ("stop_token_ids", "stop_regex")}
-REFUSE, MARK = "refuse", "mark"
+REFUSE, MARK, REPLACE = "refuse", "mark", "replace"
 Group = str | int
 
 
@@ -84,6 +85,7 @@ class Contract:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     model: Model = field(default_factory=Model)
     freshness: Freshness = field(default_factory=Freshness)
+    media: str | None = None
     key: bool = False
     group: Group | None = None
     given: Mapping[str, Any] = field(default_factory=dict)

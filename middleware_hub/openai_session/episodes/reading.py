@@ -11,6 +11,7 @@ from middleware_hub.openai_session.episodes.contract import (
     MARK,
     NO_CONTRACT,
     REFUSE,
+    REPLACE,
     Budget,
     Contract,
     Freshness,
@@ -104,13 +105,16 @@ def read_contract(given: object) -> Contract:
         raise BadRequest("contract.freshness: oldest_version is required")
     if "oldest_version" in freshness:
         freshness["oldest_version"] = int(freshness["oldest_version"])
-    key = parts.get("key", False)
+    key = False if parts.get("key") is None else parts["key"]
     if not isinstance(key, bool):
         raise BadRequest("contract.key must be true or false: the router makes the key")
+    media = parts.get("media")
+    if media not in (None, REFUSE, REPLACE):
+        raise BadRequest(f"contract.media must be {REFUSE!r} or {REPLACE!r}")
     group = parts.get("group")
     if group is not None and not _is_group(group):
         raise BadRequest(f"contract.group must be a whole number, or a string of 1 to {MAX_NAME} characters")
-    return Contract(Budget(**budget), sampling, Model(**model), Freshness(**freshness), key, group, dict(parts))
+    return Contract(Budget(**budget), sampling, Model(**model), Freshness(**freshness), media, key, group, dict(parts))
 
 
 def _is_group(value: object) -> bool:
@@ -129,7 +133,7 @@ def _known(where: str, given: object, known: Sequence[str] | Fields) -> Mapping[
 def _read(where: str, given: object, known: Fields) -> dict[str, Any]:
     if given is None:
         return {}
-    read = dict(_known(where, given, known))
+    read = {name: value for name, value in _known(where, given, known).items() if value is not None}
     for name, value in read.items():
         check, words = known[name]
         if not check(value):

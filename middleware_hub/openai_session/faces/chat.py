@@ -10,9 +10,9 @@ from typing import Any
 
 from middleware_hub.openai_session.continuing.continuation import HeldEnd, NotAppendOnly
 from middleware_hub.openai_session.continuing.templates import CannotRender
-from middleware_hub.openai_session.errors import MediaNotTraced
 from middleware_hub.openai_session.faces.face import Face
-from middleware_hub.openai_session.sessions.messages import Message, checked, media_in, only_text
+from middleware_hub.openai_session.sessions.media import Media
+from middleware_hub.openai_session.sessions.messages import Message, checked, only_text
 from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPrompt
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
@@ -46,10 +46,16 @@ class ChatFace(Face):
 
         Raises:
             BadRequest: it is none.
-            MediaNotTraced: it has an image or the like.
+            MediaNotTraced: it has an image or the like, and these are refused.
         """
         fields = self._settings.of_chat(self.fields(request))
-        return await self.placed(session, fields, contexts_of(fields), now=now)
+        media = Media(refuses=self._settings.policy.of(session).media)
+        messages = media.without(fields["messages"])
+        if messages is not fields["messages"]:
+            fields = {**fields, "messages": messages}
+        turn = await self.placed(session, fields, contexts_of(fields), now=now)
+        turn.facts = media.facts
+        return turn
 
     async def placed(
         self, session: Session, fields: Mapping[str, Any], contexts: Sequence[Context], *, now: float
@@ -60,9 +66,6 @@ class ChatFace(Face):
             BadRequest: a text in it is too long.
         """
         messages: Sequence[Message] = fields["messages"]
-        media = media_in(messages)
-        if media is not None:
-            raise MediaNotTraced(f"{media}: a session traces text alone")
         place = session.place(messages, [context.key for context in contexts], self._equal)
         if place.parent is None:
             return PendingTurn(session, self.path, fields, (place,), now)

@@ -20,6 +20,7 @@ import orjson
 from middleware_hub.openai_session.continuing.continuation import Continuation
 from middleware_hub.openai_session.episodes.contract import base_model
 from middleware_hub.openai_session.errors import ContextOverflow
+from middleware_hub.openai_session.faces.policy import RunPolicy
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
@@ -56,10 +57,12 @@ class RunSettings:
     Attributes:
         lora_path: the adapter that answers, by the engine's name for it; the base model where it is empty.
         chat_template_kwargs: settings of the chat template; an agent's own count more.
+        policy: what is refused of requests.
     """
 
     lora_path: str = ""
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    policy: RunPolicy = field(default_factory=RunPolicy)
 
     def of_any(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """A request with what belongs into one of any API."""

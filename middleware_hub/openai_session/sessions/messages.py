@@ -19,12 +19,6 @@ _numbers = itertools.count(1)
 _role, _content = methodcaller("get", "role"), methodcaller("get", "content")
 
 TEXT_PARTS = ("text", "input_text", "output_text")
-#: What stands for more than its words, in any API's spelling.
-MEDIA_PARTS = tuple(  # of no set: a request may have anything in place of a type
-    f"{before}{kind}{behind}"
-    for kind in ("image", "audio", "video", "file")
-    for before, behind in (("", ""), ("input_", ""), ("", "_url"))
-)
 
 
 class SentList(list[Any]):
@@ -83,16 +77,6 @@ def checked(parsed: object) -> Sequence[Message]:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise BadRequest(f"messages[{place}] must be an object with a role")
     return messages
-
-
-def media_in(messages: Sequence[Message]) -> str | None:
-    """Where the first image, audio, video or file is, and what it is; None if there is none."""
-    for place, content in enumerate(map(_content, messages)):
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if isinstance(kind, str) and kind in MEDIA_PARTS:
-                return f"messages[{place}] has {kind!r}"
-    return None
 
 
 def only_text(messages: Sequence[Message]) -> bool:

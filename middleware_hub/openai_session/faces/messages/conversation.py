@@ -10,9 +10,11 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from middleware_hub.openai_session.faces.messages.documents import text_of
 from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.errors import invalid
 from middleware_hub.openai_session.faces.messages.tools import MessagesTools
+from middleware_hub.openai_session.sessions.media import Media
 from middleware_hub.openai_session.sessions.messages import SentList
 
 #: Begins a block of Claude Code's system prompt that is for Anthropic's accounts, and that its API takes out.
@@ -32,6 +34,7 @@ class MessagesConversation:
         self._echo = echo
         self.tools = tools
         self._system_anywhere = system_anywhere
+        self.media = Media(refuses=True)
         self._messages: list[Mapping[str, Any]] = []
         self._texts: list[str] = []  # of the user, in a row
         self._results: list[dict[str, Any]] = []  # of tools, in a row
@@ -93,7 +96,7 @@ class MessagesConversation:
             elif kind == "tool_result":
                 self._result(block, at)
             else:
-                raise _untraceable(kind, at)
+                self._text(text_of(block, at, self.media))
         if not content:
             self._text("")
 
@@ -121,7 +124,7 @@ class MessagesConversation:
             elif kind == "tool_reference":
                 functions.append(self.tools.reference(block.get("tool_name"), at, call_id))
             else:
-                raise _untraceable(kind, at)
+                texts.append(text_of(block, at, self.media))
         return JOINT.join([*texts, *_listed(functions)])
 
     def _end_texts(self) -> None:

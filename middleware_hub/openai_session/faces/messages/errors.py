@@ -10,6 +10,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.errors import ContextOverflow
+from middleware_hub.openai_session.faces.policy import UNKNOWN_HINT
 from miles_router.engines.refusals import Overflow, overflow_of, parsed_refusal, refusal_of
 from miles_router.errors import BadRequest, RouterError
 
@@ -34,6 +35,11 @@ TYPES = {
 def invalid(where: str, what: str) -> BadRequest:
     """A request that is none, as this API says it: `messages.0.content: ...`."""
     return BadRequest(f"{where}: {what}")
+
+
+def unknown_field(name: str) -> BadRequest:
+    """A request with a field that this API does not have."""
+    return invalid(name, f"Extra inputs are not permitted; {UNKNOWN_HINT}")
 
 
 def type_of(status: int) -> str:

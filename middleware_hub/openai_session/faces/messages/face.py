@@ -86,10 +86,11 @@ class MessagesFace(ChatFace):
         return True
 
     async def _turn(self, session: Session, request: object, now: float, *, counts: bool) -> PendingTurn:
-        asked = read(request, Echo.of(session), system_anywhere=self._system_anywhere, counts=counts)
+        policy = self._settings.policy.of(session)
+        asked = read(request, Echo.of(session), system_anywhere=self._system_anywhere, counts=counts, policy=policy)
         fields = self._settings.of_chat(asked.fields)
         turn = await self.placed(session, fields, asked.contexts(fields), now=now)
-        turn.asked = request
+        turn.asked, turn.facts = request, asked.facts
         if turn.stream and turn.prompt is None:
             turn.fields = {**turn.fields, "stream_options": USAGE_FROM_THE_START}
         return turn

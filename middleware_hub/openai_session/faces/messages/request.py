@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from middleware_hub.openai_session.faces.messages.conversation import MessagesConversation
 from middleware_hub.openai_session.faces.messages.echo import Echo
-from middleware_hub.openai_session.faces.messages.errors import invalid
+from middleware_hub.openai_session.faces.messages.errors import invalid, unknown_field
 from middleware_hub.openai_session.faces.messages.tools import MessagesTools, choice_of
+from middleware_hub.openai_session.faces.policy import RequestPolicy, UnknownFields
 from middleware_hub.openai_session.sessions.messages import SentList
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from miles_router.engines.openai.chat import CONTROLS
@@ -37,6 +38,7 @@ REFUSED = frozenset({"mcp_servers", "container", "thread", "compaction"})
 AS_THEY_ARE = {"model": "model", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
 #: Bytes of tools and settings in all contexts of a request; with more, tools that are loaded later begin a segment.
 MAX_CONTEXTS = 1 << 24
+STRICT = RequestPolicy()
 
 
 class MessagesRequest(NamedTuple):
@@ -45,10 +47,12 @@ class MessagesRequest(NamedTuple):
     Attributes:
         fields: the chat request; its messages are what the session holds.
         tools: those of the request.
+        facts: what the turn's record says of it.
     """
 
     fields: dict[str, Any]
     tools: MessagesTools
+    facts: Mapping[str, Any]
 
     def contexts(self, fields: Mapping[str, Any]) -> tuple[Context, ...]:
         """What the request may be rendered with. A tool that was loaded on the way is not in the context of what stood
@@ -62,7 +66,14 @@ class MessagesRequest(NamedTuple):
         return tuple(contexts)
 
 
-def read(request: object, echo: Echo, *, system_anywhere: bool, counts: bool = False) -> MessagesRequest:
+def read(
+    request: object,
+    echo: Echo,
+    *,
+    system_anywhere: bool,
+    counts: bool = False,
+    policy: RequestPolicy = STRICT,
+) -> MessagesRequest:
     """Read a request; `counts`: one that asks how many tokens it has, and generates nothing.
 
     Raises:
@@ -70,14 +81,16 @@ def read(request: object, echo: Echo, *, system_anywhere: bool, counts: bool = F
     """
     if not isinstance(request, Mapping):
         raise BadRequest("the request body must be a JSON object")
-    _refuse(request)
-    messages, tools = _messages(request, echo, system_anywhere=system_anywhere)
+    unknown = UnknownFields(refuses=policy.unknown)
+    _refuse(request, unknown)
+    conversation, messages = _messages(request, echo, unknown, system_anywhere=system_anywhere, policy=policy)
+    tools = conversation.tools
     settings = _thinking(request.get("thinking"))
     fields: dict[str, Any] = {
         **{name: request[name] for name in CONTROLS if request.get(name) is not None},
         **{chat: request[name] for name, chat in AS_THEY_ARE.items() if request.get(name) is not None},
         "messages": messages,
-        **_output(request),
+        **_output(request, unknown),
         **choice_of(request.get("tool_choice"), tools),
         "return_cached_tokens_details": True,
     }
@@ -92,21 +105,25 @@ def read(request: object, echo: Echo, *, system_anywhere: bool, counts: bool = F
         fields["chat_template_kwargs"] = {**settings, **(own if isinstance(own, Mapping) else {})}
     if messages[-1]["role"] == "assistant":  # the answer goes on from words that are put into the assistant's mouth
         fields["continue_final_message"] = True
-    return MessagesRequest(fields, tools)
+    return MessagesRequest(fields, tools, {**conversation.media.facts, **unknown.facts})
 
 
-def _messages(request: Mapping[str, Any], echo: Echo, *, system_anywhere: bool) -> tuple[SentList, MessagesTools]:
-    """The messages of a request, and its tools. Of one that only goes on from the last one, what is new is read."""
+def _messages(
+    request: Mapping[str, Any], echo: Echo, unknown: UnknownFields, *, system_anywhere: bool, policy: RequestPolicy
+) -> tuple[MessagesConversation, SentList]:
+    """The messages of a request. Of one that only goes on from the last one, what is new is read."""
     given: Any = request.get("messages")
     conversation = echo.conversation.before(given)
     if conversation is not None:
+        conversation.media.refuses = policy.media
         messages = conversation.go_on(given, given.shared)
     else:
-        tools = MessagesTools(request.get("tools"), echo.functions)
+        tools = MessagesTools(request.get("tools"), echo.functions, unknown)
         conversation = MessagesConversation(echo, tools, system_anywhere=system_anywhere)
+        conversation.media.refuses = policy.media
         messages = conversation.read(request.get("system"), given)
     echo.conversation.keep(given, conversation)
-    return messages, conversation.tools
+    return conversation, messages
 
 
 def omits_thinking(request: object) -> bool:
@@ -115,13 +132,12 @@ def omits_thinking(request: object) -> bool:
     return isinstance(thinking, Mapping) and thinking.get("display") == "omitted"
 
 
-def _refuse(request: Mapping[str, Any]) -> None:
+def _refuse(request: Mapping[str, Any], unknown: UnknownFields) -> None:
     for name in request.keys() & REFUSED:
         if request[name]:
             raise invalid(name, "is not available in a traced session")
-    unknown = request.keys() - READ - HARMLESS - REFUSED - CONTROLS
-    if unknown:
-        raise invalid(min(unknown)[:64], "Extra inputs are not permitted")
+    if (other := unknown.refused(request, READ | HARMLESS | REFUSED | CONTROLS)) is not None:
+        raise unknown_field(other)
 
 
 def _length(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,16 +171,15 @@ def _thinking(given: object) -> dict[str, bool]:
     return {"thinking": reasons, "enable_thinking": reasons}
 
 
-def _output(request: Mapping[str, Any]) -> dict[str, Any]:
+def _output(request: Mapping[str, Any], unknown: UnknownFields) -> dict[str, Any]:
     """How much effort, and in which form."""
     config = request.get("output_config")
     if config is None:
         config = {}
     if not isinstance(config, Mapping):
         raise invalid("output_config", "Input should be an object")
-    unknown = config.keys() - {"effort", "format", "task_budget"}
-    if unknown:
-        raise invalid(f"output_config.{min(unknown)[:64]}", "Extra inputs are not permitted")
+    if (name := unknown.refused(config, {"effort", "format", "task_budget"}, "output_config.")) is not None:
+        raise unknown_field(name)
     fields: dict[str, Any] = {}
     if config.get("effort") is not None:
         fields["reasoning_effort"] = config["effort"]

@@ -12,7 +12,8 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.faces.messages.errors import invalid
+from middleware_hub.openai_session.faces.messages.errors import invalid, unknown_field
+from middleware_hub.openai_session.faces.policy import UnknownFields
 from middleware_hub.openai_session.sessions.messages import Message, parse_text
 
 #: Fields of a tool that say nothing to a model.
@@ -63,8 +64,9 @@ class HeldFunctions:
 class MessagesTools:
     """The tools of one request."""
 
-    def __init__(self, given: object, held: HeldFunctions | None = None) -> None:
+    def __init__(self, given: object, held: HeldFunctions | None = None, unknown: UnknownFields | None = None) -> None:
         self._held = held or HeldFunctions()
+        self._unknown = unknown or UnknownFields(refuses=True)
         self._functions: dict[str, dict[str, Any]] = {}
         self._schemas: dict[str, Any] = {}
         self._shown: dict[str, dict[str, Any]] = {}
@@ -90,11 +92,17 @@ class MessagesTools:
             raise invalid(where, "a tool needs a name and an input_schema")
         if name in self._schemas:
             raise invalid("tools", "Tool names must be unique.")
-        _refuse_unknown(tool, where)
+        self._refuse(tool, where)
         self._schemas[name] = schema
         self._functions[name] = _function(tool, name, schema, where)
         if not tool.get("defer_loading"):
             self._shown[name] = self._functions[name]
+
+    def _refuse(self, tool: Mapping[str, Any], where: str) -> None:
+        if (name := self._unknown.refused(tool, HARMLESS | READ, f"{where}.")) is not None:
+            raise unknown_field(name)
+        if tool.get("allowed_callers") not in (None, DIRECT):
+            raise invalid(f"{where}.allowed_callers", "only 'direct' is available here")
 
     @property
     def shown(self) -> list[dict[str, Any]]:
@@ -157,14 +165,6 @@ class MessagesTools:
             raise invalid(f"{where}.definition", "Input should be an object")
         self._add({**definition, "defer_loading": True}, f"{where}.definition")
         return self.reference(definition["name"], where)
-
-
-def _refuse_unknown(tool: Mapping[str, Any], where: str) -> None:
-    unknown = tool.keys() - HARMLESS - READ
-    if unknown:
-        raise invalid(f"{where}.{min(unknown)}", "Extra inputs are not permitted")
-    if tool.get("allowed_callers") not in (None, DIRECT):
-        raise invalid(f"{where}.allowed_callers", "only 'direct' is available here")
 
 
 def _function(tool: Mapping[str, Any], name: str, schema: Mapping[str, Any], where: str) -> dict[str, Any]:

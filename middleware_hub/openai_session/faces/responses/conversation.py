@@ -29,6 +29,7 @@ from middleware_hub.openai_session.faces.responses.errors import InvalidParamete
 from middleware_hub.openai_session.faces.responses.forms import CALLS, FUNCTION, CallForm, held_call
 from middleware_hub.openai_session.faces.responses.items import SEALED, response_of, text_of
 from middleware_hub.openai_session.faces.responses.tools import shown_name
+from middleware_hub.openai_session.sessions.media import HINT, KINDS, Media, text_of_data
 from middleware_hub.openai_session.sessions.messages import Message, SentList
 
 SYSTEM = ("system", "developer")
@@ -53,6 +54,7 @@ class ResponsesConversation:
     def __init__(self, responses: Responses, *, system_anywhere: bool) -> None:
         self._responses = responses
         self._system_anywhere = system_anywhere
+        self.media = Media(refuses=True)
         self._messages: list[Message] = []
         self._head: list[str] = []  # what the system says before anything else
         self._user: list[str] = []  # what a user says in a row
@@ -153,7 +155,7 @@ class ResponsesConversation:
         if role == "assistant":
             self._said(item, where)
         elif role == "user" or role in SYSTEM:
-            self._say("user" if role == "user" else "system", text_in(item, "content", where, "\n"))
+            self._say("user" if role == "user" else "system", self._text(item, "content", where))
         else:
             values = "'assistant', 'system', 'developer', and 'user'"
             raise InvalidParameter(
@@ -211,7 +213,9 @@ class ResponsesConversation:
         if named is not None or not isinstance(content, list):
             content = [text_in(item, "content", where, "")]
         else:
-            content = [_part(part, f"{where}.content[{place}]", TEXT_PARTS) for place, part in enumerate(content)]
+            content = [
+                _part(part, f"{where}.content[{place}]", TEXT_PARTS, self.media) for place, part in enumerate(content)
+            ]
         if named is None and self._answer is not None and self._answer.reached == RESULT:
             self._end_answer()
         text: list[str] = []
@@ -261,9 +265,22 @@ class ResponsesConversation:
         call_id = item.get("call_id") or item.get("id")
         if not isinstance(call_id, str):
             raise missing(f"{where}.call_id")
-        self._put({"role": "tool", "tool_call_id": call_id, "content": _output(item, where)})
+        self._put({"role": "tool", "tool_call_id": call_id, "content": self._output(item, where)})
         if self._answer is not None:
             self._answer.reached = RESULT
+
+    def _output(self, item: Mapping[str, Any], where: str) -> str:
+        """What a tool gave back, as a text."""
+        output = item.get("output")
+        if item["type"] == "shell_call_output":
+            return orjson.dumps(output).decode()
+        if output is None and item["type"] == "apply_patch_call_output":
+            return str(item.get("status"))
+        return self._text(item, "output", where)
+
+    def _text(self, item: Mapping[str, Any], name: str, where: str) -> str:
+        joint = "" if item.get("role") == "assistant" else "\n"
+        return text_in(item, name, where, joint, media=self.media)
 
     def _referred(self, item: Mapping[str, Any], where: str) -> Mapping[str, Any]:
         """The item that a reference names."""
@@ -283,18 +300,15 @@ def _thought(answer: Message) -> str:
     return str(answer.get("reasoning_content") or "")
 
 
-def _output(item: Mapping[str, Any], where: str) -> str:
-    """What a tool gave back, as a text."""
-    output = item.get("output")
-    if item["type"] == "shell_call_output":
-        return orjson.dumps(output).decode()
-    if output is None and item["type"] == "apply_patch_call_output":
-        return str(item.get("status"))
-    return text_in(item, "output", where, "\n")
-
-
-def text_in(item: Mapping[str, Any], name: str, where: str, joint: str, parts: Mapping[str, str] = TEXT_PARTS) -> str:
-    """The text of a field that is a string or a list of parts.
+def text_in(
+    item: Mapping[str, Any],
+    name: str,
+    where: str,
+    joint: str,
+    parts: Mapping[str, str] = TEXT_PARTS,
+    media: Media | None = None,
+) -> str:
+    """The text of a field that is a string or a list of parts. With `media`, its parts may be some.
 
     Raises:
         InvalidParameter: it is neither, or has parts that are no text.
@@ -306,16 +320,26 @@ def text_in(item: Mapping[str, Any], name: str, where: str, joint: str, parts: M
         raise missing(where)
     if not isinstance(content, list):
         raise wrong_type(where, "a string or an array")
-    return joint.join(_part(part, f"{where}[{place}]", parts) for place, part in enumerate(content))
+    return joint.join(_part(part, f"{where}[{place}]", parts, media) for place, part in enumerate(content))
 
 
-def _part(part: object, where: str, parts: Mapping[str, str]) -> str:
+def _part(part: object, where: str, parts: Mapping[str, str], media: Media | None) -> str:
     if not isinstance(part, Mapping):
         raise wrong_type(where, "an object")
     kind = str(part.get("type"))
+    if media is not None and kind in KINDS:
+        return _medium(part, kind, where, media)
     if kind not in parts:
         raise unavailable(f"{where}.type", f"Content of type '{kind[:64]}'")
     text = part.get(parts[kind])
     if not isinstance(text, str):
         raise missing(f"{where}.{parts[kind]}")
     return text
+
+
+def _medium(part: Mapping[str, Any], kind: str, where: str, media: Media) -> str:
+    text = text_of_data(part.get("file_data"))
+    if text is None and media.refuses:
+        what = f"Content of type '{kind}' is not available in a traced session; {HINT}."
+        raise InvalidParameter(f"{where}.type", what, "unsupported_value")
+    return media.text(kind, where) if text is None else text

@@ -53,7 +53,7 @@ class ResponsesFace(ChatFace):
 
         left_out = asked.settings.tools.left_out
         turn.asked, turn.remember = envelope, remember
-        turn.facts = {"response_id": envelope.id, **({"tools_left_out": left_out} if left_out else {})}
+        turn.facts = {**asked.facts, "response_id": envelope.id, **({"tools_left_out": left_out} if left_out else {})}
         return turn
 
     def is_side_call(self, scope: Scope) -> bool:
@@ -78,7 +78,8 @@ class ResponsesFace(ChatFace):
 
     def _read(self, session: Session, request: object) -> ResponsesRequest:
         anywhere = "system" not in self._continuation.proof.refused
-        return read(request, Responses.of(session), system_anywhere=anywhere)
+        policy = self._settings.policy.of(session)
+        return read(request, Responses.of(session), system_anywhere=anywhere, policy=policy)
 
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
         """In this API's words."""

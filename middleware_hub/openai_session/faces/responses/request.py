@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from middleware_hub.openai_session.faces.policy import UNKNOWN_HINT, RequestPolicy, UnknownFields
 from middleware_hub.openai_session.faces.responses.conversation import ResponsesConversation
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, Settings
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
@@ -49,8 +50,9 @@ INCLUDABLE = frozenset(
         ENCRYPTED,
     )
 )
-#: Metadata, as the API bounds it.
-MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
+#: Metadata, as the API bounds each pair of it.
+MAX_KEY, MAX_VALUE = 64, 512
+STRICT = RequestPolicy()
 
 
 class ResponsesRequest(NamedTuple):
@@ -60,6 +62,7 @@ class ResponsesRequest(NamedTuple):
         fields: the chat request; its messages are what the session holds.
         settings: what its response says again.
         own: of that, what is no other's.
+        facts: what the turn's record says of it.
     """
 
     fields: dict[str, Any]
@@ -67,6 +70,7 @@ class ResponsesRequest(NamedTuple):
     own: Mapping[str, Any]
     seals: bool
     stored: bool
+    facts: Mapping[str, Any]
 
     def contexts(self, fields: Mapping[str, Any]) -> tuple[Context, ...]:
         """What the request may be rendered with. What went before may have been shown tools that it does not allow."""
@@ -76,7 +80,9 @@ class ResponsesRequest(NamedTuple):
         return contexts
 
 
-def read(request: object, responses: Responses, *, system_anywhere: bool) -> ResponsesRequest:
+def read(
+    request: object, responses: Responses, *, system_anywhere: bool, policy: RequestPolicy = STRICT
+) -> ResponsesRequest:
     """Read a request.
 
     Raises:
@@ -84,9 +90,10 @@ def read(request: object, responses: Responses, *, system_anywhere: bool) -> Res
     """
     if not isinstance(request, Mapping):
         raise BadRequest("the request body must be a JSON object")
-    _refuse(request)
+    unknown = UnknownFields(refuses=policy.unknown)
+    _refuse(request, unknown)
     settings = responses.settings(_said_again(request))
-    messages = _messages(request, responses, system_anywhere=system_anywhere)
+    conversation, messages = _messages(request, responses, system_anywhere=system_anywhere, policy=policy)
     fields: dict[str, Any] = {
         **{name: request[name] for name in ENGINE if request.get(name) is not None},
         "model": request["model"],
@@ -102,17 +109,16 @@ def read(request: object, responses: Responses, *, system_anywhere: bool) -> Res
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
     own = {"metadata": _metadata(request), "previous_response_id": request.get("previous_response_id")}
     seals = ENCRYPTED in _included(request)
-    return ResponsesRequest(fields, settings, own, seals, _flag(request, "store", default=True))
+    facts = {**conversation.media.facts, **unknown.facts}
+    return ResponsesRequest(fields, settings, own, seals, _flag(request, "store", default=True), facts)
 
 
-def _refuse(request: Mapping[str, Any]) -> None:
+def _refuse(request: Mapping[str, Any], unknown: UnknownFields) -> None:
     for name in sorted(request.keys() & REFUSED):
         if request[name]:
             raise unavailable(name, f"The parameter '{name}'")
-    unknown = request.keys() - READ - HARMLESS - REFUSED - ENGINE
-    if unknown:
-        name = min(unknown)[:64]
-        raise InvalidParameter(name, f"Unknown parameter: '{name}'.", "unknown_parameter")
+    if (other := unknown.refused(request, READ | HARMLESS | REFUSED | ENGINE)) is not None:
+        raise InvalidParameter(other, f"Unknown parameter: '{other}'; {UNKNOWN_HINT}.", "unknown_parameter")
     for name in ("model", "input"):
         if request.get(name) is None:
             raise missing(name)
@@ -139,7 +145,7 @@ def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
         "store": request.get("store") is not False,
         "temperature": request.get("temperature"),
         "top_p": request.get("top_p"),
-        "text": {"format": {"type": "text"}, **text},
+        "text": {"format": {"type": "text"}, **_given(text)},
         "tool_choice": request.get("tool_choice") or "auto",
         "tools": [] if request.get("tools") is None else request["tools"],
         "truncation": "disabled",
@@ -148,7 +154,14 @@ def _said_again(request: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _messages(request: Mapping[str, Any], responses: Responses, *, system_anywhere: bool) -> SentList:
+def _given(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of an object that are not null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _messages(
+    request: Mapping[str, Any], responses: Responses, *, system_anywhere: bool, policy: RequestPolicy
+) -> tuple[ResponsesConversation, SentList]:
     """The messages of a request. Of one that only goes on from the last one, what is new is read."""
     before_id = request.get("previous_response_id")
     before: Envelope | None = None
@@ -163,13 +176,15 @@ def _messages(request: Mapping[str, Any], responses: Responses, *, system_anywhe
     given = request["input"]
     conversation = responses.conversation.before(given)
     if conversation is not None and before is None:
+        conversation.media.refuses = policy.media
         messages: SentList = conversation.go_on(given, given.shared)
     else:
         conversation = ResponsesConversation(responses, system_anywhere=system_anywhere)
+        conversation.media.refuses = policy.media
         history = before.history() if before is not None else ()
         messages = conversation.read(request.get("instructions"), history, given)
     responses.conversation.keep(given, conversation)
-    return messages
+    return conversation, messages
 
 
 def _sampling(request: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,9 +229,7 @@ def _included(request: Mapping[str, Any]) -> list[Any]:
 
 
 def _metadata(request: Mapping[str, Any]) -> Mapping[str, str]:
-    metadata = _object(request, "metadata")
-    if len(metadata) > MAX_PAIRS:
-        raise InvalidParameter("metadata", f"Invalid 'metadata': too many properties, at most {MAX_PAIRS}.")
+    metadata = _given(_object(request, "metadata"))
     for key, value in metadata.items():
         if not isinstance(value, str) or len(key) > MAX_KEY or len(value) > MAX_VALUE:
             raise InvalidParameter(
