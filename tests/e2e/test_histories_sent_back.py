@@ -6,10 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import orjson
+import pytest
+
+from tests.support.http import RawReply
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import ScriptedWorker, script
-from tests.support.session_apis import RESPONSES
-from tests.support.session_trial import SessionTrial, session_trial
+from tests.support.session_apis import FIELDS, MESSAGES, RESPONSES
+from tests.support.session_trial import CHAT, SessionTrial, session_trial
 from tests.support.stage import Stage
 
 USER = {"role": "user", "content": "Go."}
@@ -77,3 +81,80 @@ async def test_reasoning_that_comes_back_as_a_message_is_reasoning(stage: Stage)
         if given[-1].get("role") == "assistant":
             given.append(USER)
     assert await parents(trial, session) == [None, 0, 1, 2]
+
+
+def sent_back(path: str, arguments: Any, call_id: str = "bash:0") -> list[Any]:
+    """A history with one call, as an agent of an API sends it back with the call's result."""
+    if path == RESPONSES:
+        item = {"type": "function_call", "call_id": call_id, "name": "bash", "arguments": arguments}
+        return [USER, item, {**output("ok"), "call_id": call_id}]
+    if path == MESSAGES:
+        block = {"type": "tool_use", "id": call_id, "name": "bash", "input": orjson.loads(arguments)}
+        result = {"type": "tool_result", "tool_use_id": call_id, "content": "ok"}
+        return [USER, {"role": "assistant", "content": [block]}, {"role": "user", "content": [result]}]
+    message = {"role": "assistant", "content": None, "tool_calls": [call(arguments, call_id)]}
+    return [USER, message, {"role": "tool", "tool_call_id": call_id, "content": "ok"}]
+
+
+async def turn(trial: SessionTrial, session: str, path: str, given: Sequence[Any], **fields: Any) -> RawReply:
+    name, most = FIELDS[path]
+    body = {"model": "m", name: given, most: 8, **fields}
+    return await trial.ask("POST", f"/sessions/{session}{path}", body)
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize(
+    ("sampled", "rounded"),
+    [
+        ('{"a": {"b": [9007199254740993]}}', '{"a":{"b":[9007199254740992]}}'),
+        ('{"a": 1152921504606846977}', '{"a":1152921504606847000}'),
+        ('{"a": 123456789012345678901234567890}', '{"a":1.2345678901234568e+29}'),
+        ('{"a": 1000000000000000000000, "b": -0, "c": 1.0}', '{"a":1e+21,"b":0,"c":1}'),
+        ('{"b": 1, "10": 2, "9": 0.1000000000000000055, "b": 3}', '{"9":0.1,"10":2,"b":3}'),
+    ],
+)
+async def test_numbers_that_javascript_rounds_are_the_same_call(
+    stage: Stage, path: str, sampled: str, rounded: str
+) -> None:
+    trial = await session_trial(stage, scripted(await stage.worker(), {"tool_calls": [call(sampled)]}, {}, {}))
+    session = await trial.create()
+    for given in ([USER], sent_back(path, rounded)):
+        reply = await turn(trial, session, path, given)
+        assert reply.status == 200, reply.body
+    assert await parents(trial, session) == [None, 0]
+
+
+@pytest.mark.parametrize("given", ['{"a": 1}', None, "", {"a": 1}, "left out"])
+async def test_an_input_in_another_form_is_the_held_call(stage: Stage, given: Any) -> None:
+    trial = await session_trial(stage, scripted(await stage.worker(), {"tool_calls": [call('{"a": 1}')]}, {}))
+    session = await trial.create()
+    history = sent_back(MESSAGES, "{}")
+    block = history[1]["content"][0]
+    block["input"] = given
+    if given == "left out":
+        del block["input"]
+    for sent in ([USER], history):
+        reply = await turn(trial, session, MESSAGES, sent)
+        assert reply.status == 200, reply.body
+    assert await parents(trial, session) == [None, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ([1], {"INVALID_JSON": "[1]"}),
+        ("ls {", {"INVALID_JSON": "ls {"}),
+        (7, {"INVALID_JSON": "7"}),
+        ('{"b": 2}', {"b": 2}),
+        ("", {}),
+        (None, {}),
+    ],
+)
+async def test_an_input_that_no_answer_had_is_wrapped(stage: Stage, given: Any, read: Any) -> None:
+    worker = scripted(await stage.worker(), {})
+    trial = await session_trial(stage, worker)
+    history = sent_back(MESSAGES, "{}")
+    history[1]["content"][0]["input"] = given
+    assert (await turn(trial, await trial.create(), MESSAGES, history)).status == 200
+    asked = orjson.loads(worker.requests[-1].body)["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    assert orjson.loads(asked) == read

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
+import orjson
 from anthropic.lib.streaming._messages import accumulate_event
 from anthropic.types import RawMessageStreamEvent
 from hypothesis import given, settings
@@ -29,7 +31,7 @@ EQUAL = Likeness(trims=True)
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2}
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12) | st.sampled_from(["\n\n", " a ", "}", '{"'])
-plain = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+plain = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 values = st.recursive(
     plain | texts, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3)
 )
@@ -92,6 +94,25 @@ def streamed(answer: Message, deltas: list[dict[str, Any]], *, omits_thinking: b
     return growing.message(), [block.to_dict() for block in snapshot.content]
 
 
+def as_javascript(value: Any) -> Any:
+    """A value as a client in JavaScript reads and writes it."""
+    if isinstance(value, dict):
+        return {name: as_javascript(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [*map(as_javascript, value)]
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    return int(Decimal(repr(float(value)))) if float(value).is_integer() and abs(value) < 1e21 else float(value)
+
+
+def sent_input(draw: st.DrawFn, given: Any) -> Any:
+    """The input of a call as some client sends it back."""
+    how = draw(st.sampled_from(["reversed", "rounded", "text", "left out"]))
+    if how == "rounded":
+        return orjson.loads(json.dumps(as_javascript(given)))
+    return {"reversed": dict(reversed(given.items())), "text": json.dumps(given)}.get(how)
+
+
 def rewritten(draw: st.DrawFn, blocks: list[Any]) -> list[Any]:
     """The same blocks as some client sends them back."""
     sent: list[Any] = []
@@ -102,7 +123,7 @@ def rewritten(draw: st.DrawFn, blocks: list[Any]) -> list[Any]:
             parts = [part for part in (block["text"][:place], block["text"][place:]) if part]
             sent += [{"type": "text", "text": part, "cache_control": {"type": "ephemeral"}} for part in parts]
         elif block["type"] == "tool_use":
-            sent.append({**block, "input": dict(reversed(block["input"].items()))})
+            sent.append({**block, "input": sent_input(draw, block["input"])})
         elif not drop_thinking:
             sent.append(block)
     return sent

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from middleware_hub.openai_session.errors import AnswerCut, SessionFull
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
-from middleware_hub.openai_session.faces.messages.echo import signature
+from middleware_hub.openai_session.faces.messages.echo import input_of, signature
 from middleware_hub.openai_session.faces.messages.models import listed
 from middleware_hub.openai_session.faces.messages.stream import MessagesWriter
 from miles_router.engines.events import LAST_EVENT, Event, write_event
@@ -149,14 +149,20 @@ def test_white_space_alone_is_no_block() -> None:
     assert told(stream(words("\n"), words(" a"), words("\n"), STOP)) == [("text", "\n a\n")]
 
 
-def test_arguments_come_as_they_are_sampled_but_for_the_brace_that_may_be_the_last() -> None:
+def test_arguments_come_when_they_are_whole_and_empty_deltas_before() -> None:
     made = writer(most=9)
     fragments = ['{"a": {"b": 1}', ', "c": "', "long text } with } braces", '" ', "}", " "]
     shown = []
-    for fragment in [calling("", "go"), *map(calling, fragments)]:
+    for fragment in [calling("", "go"), *map(calling, fragments), CALLED]:
         found = events(made.chunk(fragment, b""))
-        shown.append("".join(each["delta"]["partial_json"] for each in found if each["type"] == "content_block_delta"))
-    assert shown == ["", '{"a": {"b": 1', '}, "c": "', "long text } with } braces", '" ', "", ""]
+        shown.append([each["delta"]["partial_json"] for each in found if each["type"] == "content_block_delta"])
+    assert shown == [[], *[[""]] * len(fragments), ["".join(fragments)]]
+
+
+@pytest.mark.parametrize("arguments", ["", "{}", "null", "[1]", '"a"', '{"a": tru}', '{"a": 1', '{"a": 1}', "x", " "])
+def test_streams_and_whole_answers_show_the_same_input(arguments: str) -> None:
+    (*_, block) = told(stream(calling(arguments[:3], "go"), calling(arguments[3:]), CALLED))
+    assert json.loads(block[1] or "{}") == input_of(arguments)
 
 
 def test_a_call_without_arguments_is_a_block() -> None:

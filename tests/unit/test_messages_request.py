@@ -397,7 +397,6 @@ def test_what_cannot_be_traced_is_refused_by_name(fields: Any, where: str) -> No
         ([HI, blocks("assistant", {"type": "server_tool_use", "id": "s"})], "messages.1.content.0"),
         ([HI, blocks("assistant", {"type": "thinking"})], "messages.1.content.0.thinking"),
         ([HI, blocks("assistant", {"type": "tool_use", "id": 1})], "messages.1.content.0"),
-        ([HI, blocks("assistant", {**use(), "input": "{}"})], "messages.1.content.0.input"),
         ([blocks("user", {"type": "tool_result"})], "messages.0.content.0.tool_use_id"),
         ([blocks("user", result("c1", [{"type": "image"}]))], "messages.0.content.0.content.0"),
         ([blocks("user", result("c1", 7))], "messages.0.content.0.content"),

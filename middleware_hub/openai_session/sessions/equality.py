@@ -143,13 +143,16 @@ def equality(name: str) -> Equality:
 
 
 def same_json(one: Any, other: Any) -> bool:
-    """Whether two values are the same JSON: unlike in Python, `true` is not `1`."""
+    """Return whether two values are the same JSON. Unlike in Python, `true` is not `1`. Numbers are compared as the
+    doubles that JavaScript makes of them: agents written in it round those beyond 2^53."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(same_json(value, other[name]) for name, value in one.items())
     if isinstance(one, list) and isinstance(other, list):
         return len(one) == len(other) and all(map(same_json, one, other))
+    if isinstance(one, (int, float)) and isinstance(other, (int, float)):
+        return float(one) == float(other)
     return bool(one == other)
 
 

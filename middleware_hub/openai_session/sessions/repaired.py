@@ -29,7 +29,7 @@ def is_repair(held: object, sent: object) -> bool:
     Every text, number and word of `sent` must stand in `held` in the same order, from the beginning on; at the end some
     may be missing, and the last one may be cut. `sent` may also hold the whole held text as a value.
     """
-    if not isinstance(held, str) or not held.strip() or len(held) > MOST or _parsed(held) is not _NOTHING:
+    if not isinstance(held, str) or not held.strip() or len(held) > MOST or _is_json(held):
         return False
     value = _parsed(sent) if isinstance(sent, str) and sent.strip() else sent or {}
     if isinstance(value, dict) and held in value.values():
@@ -45,6 +45,15 @@ def is_repair(held: object, sent: object) -> bool:
     if len(written) > len(said) or written[:before] != said[:before]:
         return False
     return last == said[before] or (len(written) == len(said) and said[before].startswith(last))
+
+
+def _is_json(text: str) -> bool:
+    """Return whether a text is JSON, also JSON that is nested too deep to be compared."""
+    try:
+        orjson.loads(text.encode("utf-8", "surrogatepass"))
+    except ValueError:
+        return False
+    return True
 
 
 def _parsed(text: str) -> object:

@@ -40,6 +40,7 @@ class MessagesConversation:
         self._results: list[dict[str, Any]] = []  # of tools, in a row
         self._order: dict[str, int] = {}  # of the last calls
         self._spoken: list[tuple[object, str]] = []  # by the assistant, in a row
+        self._returned: set[int] = set()  # calls of the session that have come back
         self._whole: SentList | None = None  # those of the last request
 
     def read(self, system: object, messages: object) -> SentList:
@@ -220,12 +221,10 @@ class MessagesConversation:
         return self._echo.thinking(text, block.get("signature"))
 
     def _call(self, block: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-        call_id, name, given = block.get("id"), block.get("name"), block.get("input")
+        call_id, name = block.get("id"), block.get("name")
         if not isinstance(call_id, str) or not isinstance(name, str):
             raise invalid(where, "a tool_use block needs an id and a name")
-        if not isinstance(given, dict):
-            raise invalid(f"{where}.input", "Input should be an object")
-        return self._echo.call(call_id, name, given, self.tools.schema(name))
+        return self._echo.call(call_id, name, block.get("input"), self.tools.schema(name), self._returned)
 
 
 def _blocks(content: object, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:

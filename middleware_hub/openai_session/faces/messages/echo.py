@@ -50,6 +50,13 @@ def input_of(arguments: object) -> dict[str, Any]:
     return given if isinstance(given, dict) else {INVALID_JSON: arguments}
 
 
+def shown_input(arguments: str) -> str:
+    """Return the JSON of a call's input: the text that was sampled, where that is an object."""
+    given = input_of(arguments)
+    wrapped = given.get(INVALID_JSON) == arguments or not given
+    return orjson.dumps(given).decode() if wrapped else arguments
+
+
 class Echo:
     """What a session's answers said, by the names under which it comes back."""
 
@@ -86,9 +93,12 @@ class Echo:
         self._answers[_all_of(answer)] = answer
 
     def known(self, content: object) -> tuple[bytes, Message | None]:
-        """The answer that has come back with just this content before, and by which that is known."""
+        """The answer that has come back with just this content before, and by which that is known. Answers whose calls
+        have ids of others, too, are not known by that."""
         digest = blake2b(orjson.dumps(content), digest_size=16).digest()
-        return digest, self._known.get(digest)
+        answer = self._known.get(digest)
+        calls = (answer or {}).get("tool_calls") or ()
+        return digest, None if any(len(self._calls[str(call.get("id"))]) > 1 for call in calls) else answer
 
     def held(self, message: Message, digest: bytes) -> Message:
         """The answer that a message is, if it says all that this does; the next time its content is enough."""
@@ -100,20 +110,19 @@ class Echo:
         self._digests[said], self._known[digest] = digest, answer
         return answer
 
-    def call(self, call_id: str, name: str, given: Mapping[str, Any], schema: object) -> Mapping[str, Any]:
-        """The call that comes back under this id, as it is held if it says the same."""
-        for call in self._calls.get(call_id, ()):
-            function, arguments = call["function"], call["function"].get("arguments")
-            if function["name"] == name and (
-                same_input(input_of(arguments), given, schema) or is_repair(arguments, given)
-            ):
+    def call(
+        self, call_id: str, name: str, given: object, schema: object, used: set[int] | None = None
+    ) -> Mapping[str, Any]:
+        """The call that comes back under this id, as it is held if it says the same. Of several that do, those that the
+        request has not `used` go first, in the order in which they were sampled."""
+        calls, used = self._calls.get(call_id, ()), set() if used is None else used
+        for call in sorted(calls, key=lambda call: id(call) in used) if len(calls) > 1 else calls:
+            function = call["function"]
+            if function["name"] == name and is_held_input(function.get("arguments"), given, schema):
+                used.add(id(call))
                 held: Mapping[str, Any] = call
                 return held
-        return {
-            "id": call_id,
-            "type": "function",
-            "function": {"name": name, "arguments": orjson.dumps(given).decode()},
-        }
+        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments_of(given)}}
 
     def thinking(self, text: str, signed: object) -> str:
         """The reasoning of a block: its text, or where only its signature comes back, what that stands for."""
@@ -124,6 +133,40 @@ def _all_of(message: Message) -> tuple[Any, ...]:
     """Text, reasoning and calls of an answer; the calls as objects, each of which is held once."""
     calls = tuple(map(id, message.get("tool_calls") or ()))
     return _stripped(message), message.get("reasoning_content") or "", calls
+
+
+def is_held_input(arguments: object, given: object, schema: object) -> bool:
+    """Return whether the input of a call that comes back says what its sampled arguments say. An input that is left out
+    does: agents that could not parse the arguments have none. A text is the arguments, or the JSON of an input."""
+    if given is None or (isinstance(given, str) and not given.strip()):
+        return True
+    if isinstance(given, str):
+        if isinstance(arguments, str) and given.strip() == arguments.strip():
+            return True
+        given = _parsed(given)
+    if isinstance(given, dict) and same_input(input_of(arguments), given, schema):
+        return True
+    if isinstance(arguments, str) and not isinstance(given, dict):
+        return same_json(_parsed(arguments), given) or is_repair(arguments, given)
+    return is_repair(arguments, given)
+
+
+def arguments_of(given: object) -> str:
+    """Return the arguments for an input that no held call has; what is no object is wrapped in one."""
+    said = _parsed(given) if isinstance(given, str) else given
+    if said is None or said == "":
+        said = {}
+    if not isinstance(said, dict):
+        said = {INVALID_JSON: given if isinstance(given, str) else orjson.dumps(given).decode()}
+    return orjson.dumps(said).decode()
+
+
+def _parsed(text: str) -> Any:
+    """Return the JSON that a text spells, or the text if it spells none."""
+    try:
+        return parse_text(text)
+    except ValueError:
+        return text.strip()
 
 
 def same_input(held: Any, sent: Any, schema: object) -> bool:

@@ -1,8 +1,9 @@
 """An answer's events: `message_start`, blocks that start, grow and stop, `message_delta`, `message_stop`.
 
 Each chunk of the engine's becomes events when it comes. Two things wait: white space in front of a text, which is no
-block by itself; and the brace that would end a call's arguments, until what comes next shows that the call was sampled
-to its end. An engine that is cut in the middle of a call closes its arguments by itself: here they stay open.
+block by itself; and a call's arguments, which are shown once they are whole, since those that turn out to be no JSON
+object are wrapped in one, as in a whole answer. Empty deltas say meanwhile that the call grows. An engine that is cut
+in the middle of a call closes its arguments by itself: here they stay open.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 from middleware_hub.openai_session.faces.face import ReplyWriter
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import CUT, AnswerEnd, message, whole
-from middleware_hub.openai_session.faces.messages.echo import signature
-from middleware_hub.openai_session.faces.open_calls import OpenArguments
+from middleware_hub.openai_session.faces.messages.echo import shown_input, signature
+from middleware_hub.openai_session.faces.open_calls import open_arguments
 from miles_router.middlewares import Event, write_event
 
 PING = write_event({"type": "ping"}, b"ping")
@@ -38,7 +39,7 @@ class MessagesWriter(ReplyWriter):
         self._call: Mapping[str, Any] = {}  # the call that is under way
         self._call_index: object = None
         self._calls = False
-        self._arguments = OpenArguments()
+        self._arguments: list[str] = []  # of the call that is under way
 
     def whole(self, answer: dict[str, Any]) -> object:
         """The message.
@@ -135,10 +136,10 @@ class MessagesWriter(ReplyWriter):
         arguments = function.get("arguments")
         if not arguments or call["index"] != self._call_index:
             return
-        shown = self._arguments.feed(arguments)
-        if shown:
+        self._arguments.append(arguments)
+        if open_arguments(arguments) or self._open == "tool_use":
             self._open_call()
-            self._grow("input_json_delta", partial_json=shown)
+            self._grow("input_json_delta", partial_json="")
 
     def _open_call(self) -> None:
         if self._open != "tool_use" and self._call:
@@ -156,15 +157,18 @@ class MessagesWriter(ReplyWriter):
 
     def _close(self, *, whole_call: bool) -> None:
         """End the block that grows."""
+        arguments = "".join(self._arguments)
         if whole_call and self._call:
             self._open_call()
-            if self._arguments.waiting:
-                self._grow("input_json_delta", partial_json=self._arguments.waiting)
+            if arguments.strip():
+                self._grow("input_json_delta", partial_json=shown_input(arguments))
+        elif self._open == "tool_use":
+            self._grow("input_json_delta", partial_json=open_arguments(arguments))
         if self._open == "thinking":
             self._grow("signature_delta", signature=signature("".join(self._thinking)))
         if self._open is not None:
             self._emit("content_block_stop", index=self._index)
-        self._open, self._call, self._call_index, self._arguments = None, {}, None, OpenArguments()
+        self._open, self._call, self._call_index, self._arguments = None, {}, None, []
         self._thinking, self._blank = [], []
 
     def _grow(self, kind: str, **fields: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
+from middleware_hub.openai_session.sessions.equality import same_json
 from middleware_hub.openai_session.sessions.messages import Message, parse_text
 
 TEXT: Mapping[str, Any] = {"type": "string"}
@@ -194,7 +195,9 @@ def input_of(arguments: str) -> str:
 def held_call(held: Message, item: Mapping[str, Any], form: CallForm) -> bool:
     """Whether the item of a call says what a held call says."""
     fields = form.fields(held["function"].get("arguments") or "")
-    return fields is not None and all(_plain(item.get(name)) == _plain(value) for name, value in fields.items())
+    return fields is not None and all(
+        same_json(_plain(item.get(name)), _plain(value)) for name, value in fields.items()
+    )
 
 
 def _plain(value: object) -> object:
