@@ -119,9 +119,45 @@ def test_a_side_call_that_comes_first_is_one_where_the_main_line_has_tools() -> 
     main = scene.turn(START, tools=TOOLS)
     assert [probe.reason, main.reason] == [None, "sub_agent"]
     assert main_line(scene) == [1]
+    scene.follow(main, user("more"), tools=TOOLS, sampled=9)
     helper = scene.turn([system("Search."), user("Where?")], tools=TOOLS)
-    scene.follow(helper, user("And?"), tools=TOOLS)
-    assert main_line(scene) == [1], "a sub-agent with tools, and with more turns"
+    for text in ("And?", "And then?"):
+        helper = scene.follow(helper, user(text), tools=TOOLS)
+    assert main_line(scene) == [2], "beside a sub-agent with tools, and with more turns"
+
+
+def test_the_whole_episode_decides_which_line_is_the_main_one() -> None:
+    scene = Scene()
+    scene.turn([user("Are you there?")], tools=TOOLS, sampled=2)
+    assert main_line(scene) == [0]
+    scene.turn([user("Add.")], tools=TOOLS, sampled=9)
+    assert main_line(scene) == [1], "the first was a warm-up"
+    fork = scene.turn([system("Search."), user("Where?")], tools=TOOLS, sampled=50, side_call=True)
+    assert fork.side_call
+    assert main_line(scene) == [1], "what its agent calls a side call is none, however long"
+    scene.turn([user("Write all of it down.")], sampled=90)
+    assert main_line(scene) == [1], "it was not shown tools"
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["without tools", "with tools"])
+def test_a_remark_at_the_first_question_leaves_the_main_line_whole(tools: list[dict[str, object]] | None) -> None:
+    scene = Scene()
+    first = scene.turn([user("Add.")], tools=tools)
+    second = scene.follow(first, user("more"), tools=tools, sampled=20)
+    rewritten = [user("Add. Be brief."), first.answer, user("more"), second.answer, user("and")]
+    turn = scene.turn(rewritten, tools=tools)
+    scene.follow(turn, user("again"), tools=tools)
+    assert (turn.reason, turn.edit and turn.edit["message"]) == ("edited_history", 0)
+    assert main_line(scene) == selected(scene) == [1, 3]
+
+
+def test_another_first_question_without_recorded_answers_is_another_conversation() -> None:
+    scene = Scene()
+    scene.turn([user("Add.")], "a", tools=TOOLS, sampled=20)
+    assert scene.turn([user("Search.")], "b", tools=TOOLS).reason == "sub_agent"
+    foreign = {"role": "assistant", "content": "never recorded"}
+    assert scene.turn([user("Look."), foreign, user("On.")], "c", tools=TOOLS).reason == "sub_agent"
+    assert main_line(scene) == [0]
 
 
 def test_without_tools_the_main_line_has_the_most_turns() -> None:

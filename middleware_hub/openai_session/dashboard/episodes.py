@@ -12,6 +12,7 @@ from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.errors import UnusableSample
 from middleware_hub.openai_session.export.records import turn_span
 from middleware_hub.openai_session.export.samples import SampleMaker
+from middleware_hub.openai_session.export.selection import side_calls
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tally import REASONS, Tally, label_of, shown_group
 from middleware_hub.openai_session.sessions.tree import Session, Turn, line_ends
@@ -140,7 +141,8 @@ class SessionView:
 
     def turns(self) -> Iterator[TurnRow]:
         """Those that there are now."""
-        return map(_turn_row, list(self._session.turns))
+        aside = side_calls(self._session)
+        return (_turn_row(turn, side_call=turn in aside) for turn in list(self._session.turns))
 
     def line(self, leaf: int | None) -> EpisodeLine:
         """The tokens up to a turn. As of `EpisodeView`."""
@@ -190,7 +192,7 @@ class SessionView:
         return WAITING if running and all(each.flight.waits for each in running) else RUNNING
 
 
-def _turn_row(turn: Turn) -> TurnRow:
+def _turn_row(turn: Turn, *, side_call: bool) -> TurnRow:
     facts = turn.facts
     names = ("cached_tokens", "worker", "rid", "request_id", "turn_id", "asked_at", "first_token_at", "answered_at")
     return TurnRow(
@@ -198,7 +200,7 @@ def _turn_row(turn: Turn) -> TurnRow:
         parent=None if turn.parent is None else turn.parent.number,
         reason=turn.reason,
         edit=turn.edit,
-        side_call=turn.side_call,
+        side_call=side_call,
         choice=turn.choice,
         prompt_tokens=turn.prompt_tokens,
         given_tokens=len(turn.given),

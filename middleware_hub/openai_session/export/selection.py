@@ -1,7 +1,8 @@
 """Which leaves of a session become samples, and in which of them a shared turn is trained.
 
-A session may have side calls of its harness beside its main line: titles, summaries, probes, sub-agents. The main line
-is the conversation of the first root that was shown tools; where none was, the one with the most turns.
+A session may have side calls of its harness beside its main line: titles, summaries, probes, sub-agents. The whole
+episode decides, when it is read: the main line is the conversation with the most sampled tokens among those that were
+shown tools; where none was, the one with the most turns.
 """
 
 from __future__ import annotations
@@ -43,9 +44,14 @@ def side_calls(session: Session) -> set[Turn]:
 def _main(session: Session) -> Turn | None:
     """The root that the main line began with."""
     first = [root for root in session.roots if root.origin is None and not root.side_call]
-    turns = Counter(turn.conversation for turn in session.turns)
-    with_tools = next((root for root in first if shows_tools(root.context)), None)
-    return with_tools or max(first, key=lambda root: turns[root], default=None)
+    turns, tokens = Counter[Turn](), Counter[Turn]()
+    for turn in session.turns:
+        if not turn.side_call:
+            turns[turn.conversation] += 1
+            tokens[turn.conversation] += sum(map(len, turn.sampled))
+    with_tools = {root.conversation for root in session.roots if shows_tools(root.context)}
+    among, size = ([root for root in first if root in with_tools], tokens) if with_tools else (first, turns)
+    return max(among or first, key=lambda root: size[root], default=None)
 
 
 def _superseded(leaf: Turn, session: Session) -> bool:

@@ -20,10 +20,11 @@ import orjson
 
 from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, Contract
 from middleware_hub.openai_session.episodes.episode import EpisodeState
+from middleware_hub.openai_session.sessions.answers import RecordedAnswers
 from middleware_hub.openai_session.sessions.edits import context_edit, edit_of
-from middleware_hub.openai_session.sessions.equality import Equality, words_of
+from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.histories import HeldMessage, Walk
-from middleware_hub.openai_session.sessions.messages import Message, SentList, function_of, message_bytes
+from middleware_hub.openai_session.sessions.messages import Message, SentList, message_bytes
 from middleware_hub.openai_session.sessions.prompting import shows_tools
 from middleware_hub.openai_session.sessions.replies import RecordedReply, RepeatKey
 from middleware_hub.openai_session.sessions.tally import Tally
@@ -209,8 +210,7 @@ class Session:
         self._messages: dict[bytes, Message] = {}  # every one that was sent, by digest
         self._contexts: dict[bytes, bytes] = {}
         self._tools: dict[bytes, bytes] = {}  # as they were sent, by digest
-        self._answers: set[bytes] = set()  # what the first recorded answers say, by digest
-        self._answers_read = 0  # how many of them
+        self._answers = RecordedAnswers(self.turns)
 
     @property
     def place_in_order(self) -> tuple[float, str]:
@@ -289,15 +289,14 @@ class Session:
         walk = before.walk(turn.appended, equal)
         if turn.parent is None:
             turn.origin = next((root.conversation for root in self.roots if _kin(root, turn, equal)), None)
+            turn.origin = turn.origin or self._rewritten(turn)
         else:
             turn.origin, turn.side_call = turn.parent.conversation, turn.side_call or turn.parent.side_call
         same = [each for each in walk.asked() if each.parent is turn.parent and each.context == turn.context]
         turn.first = (same[0].first or same[0]) if same else None
         turn.reason = self._reason(turn, siblings, same, walk, equal)
         turn.edit = self._edit(turn, walk, equal)
-        turn.unrecorded_history = not self._recorded(
-            [message for message in turn.appended if message.get("role") == "assistant"]
-        )
+        turn.unrecorded_history = not self._answers.have(_answers_in(turn))
         self._hang(turn)
         self._last = sent.number if sent.turns == turn.number else 0
 
@@ -315,12 +314,15 @@ class Session:
         before = self._histories if turn.parent is None else self._ends[turn.parent]
         self._ends[turn] = before.grow(turn)
 
-    def _recorded(self, answers: Sequence[Message]) -> bool:
-        """Whether each of these is what an answer that was recorded says."""
-        if answers:  # which few turns bring with them
-            self._answers.update(_says(turn.answer) for turn in self.turns[self._answers_read :])
-            self._answers_read = len(self.turns)
-        return self._answers.issuperset(map(_says, answers))
+    def _rewritten(self, turn: Turn) -> Turn | None:
+        """Return the conversation whose first question the agent wrote anew, as where it appends a remark to it: the
+        answers behind the question are still those recorded there. A system message says whose conversation it is."""
+        if turn.side_call or not turn.appended or turn.appended[0].get("role") != "user":
+            return None
+        found = self._answers.conversation(_answers_in(turn))
+        if found is None or found.side_call or found.appended[0].get("role") != "user":
+            return None
+        return found if shows_tools(found.context) == shows_tools(turn.context) else None
 
     def _reason(
         self, turn: Turn, siblings: Sequence[Turn], same: Sequence[Turn], walk: Walk, equal: Equality
@@ -342,7 +344,7 @@ class Session:
         if any(other.context != turn.context for other in _asked_before(walk)):
             return "changed_tools"
         kin = [root for root in self.roots if root.conversation is turn.conversation]
-        if not any(equal(root.appended[0], messages[0]) for root in kin):
+        if not any(equal(root.appended[0], messages[0]) for root in kin) and not self._rewritten(turn):
             return "sub_agent"
         if any(_together(turn, other) for other in kin):
             return "parallel"
@@ -385,12 +387,9 @@ class Session:
         self._answers.clear()
 
 
-def _says(answer: Message) -> bytes:
-    """A digest of what an answer says: its text, and the names of the functions it calls. Unlike an equality it needs
-    no other message, and it does not see what agents' libraries write anew."""
-    calls = answer.get("tool_calls")
-    names = [function_of(call).get("name") for call in calls] if isinstance(calls, list) else []
-    return blake2b(orjson.dumps([words_of(answer), names]), digest_size=16).digest()
+def _answers_in(turn: Turn) -> list[Message]:
+    """The answers in the messages that a request added."""
+    return [message for message in turn.appended if message.get("role") == "assistant"]
 
 
 def _asked_before(walk: Walk) -> Iterator[Turn]:
