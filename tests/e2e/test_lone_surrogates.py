@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.bare_calls import DATED, MESSAGES, RESPONSES, a_trial, lossy, request
+from tests.support.bare_calls import DATED, MESSAGES, RESPONSES, a_trial, lossy, request, seen_calls
 from tests.support.cache_trial import simulated_trial
-from tests.support.scripted_chat import able, chat_reply
-from tests.support.scripted_worker import script
+from tests.support.scripted_chat import able, chat_reply, failed_stream
+from tests.support.scripted_worker import reply, script
 from tests.support.session_trial import CHAT, IM_END, SessionTrial, qwen3, simulated_sessions, user
 from tests.support.stage import Stage
 
@@ -151,3 +151,53 @@ async def test_texts_with_lone_surrogates_are_recorded_and_found(stage: Stage, r
         found = await trial.post("/retrieve_from_text", with_raw({"text": again["text"]}, raw))
         assert found.status == 200, found.body
         assert found.json()["tokens"] == second.input_ids
+
+
+FAILED = script(reply(b"Internal Server Error", status=500, headers=[("Content-Type", "text/plain; charset=utf-8")]))
+SPOILED = DATED.replace("UTC", r"\ud83d")
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_a_sampled_escape_that_ends_the_engines_answer_is_recorded(stage: Stage, path: str) -> None:
+    """SGLang answers 500 where its parser makes half of a surrogate pair of an escape."""
+    ids = [*qwen3().encode(SPOILED), IM_END]
+    worker = able(await stage.worker()).always(lossy("Now.", root=False))
+    worker.next(FAILED).next(script(chat_reply([1], "x"))).next(script(chat_reply(ids, SPOILED, finish_reason="stop")))
+    trial = await a_trial(stage, worker)
+    session = await trial.create()
+    answer = await posted(trial, session, path, json.dumps(body_of(path, [user("When?")])).encode())
+    assert "get_date" in json.dumps(answer)
+    assert "\ufffd" in json.dumps(answer, ensure_ascii=False)
+    (sample,) = await trial.samples(session)
+    assert sample["tokens"] == [1, 2, 3, *ids]
+    items = json.loads(json.dumps(history(path, answer)).replace(f" {MARK}", ""))
+    again = await trial.ask("POST", f"/sessions/{session}{path}", {**body_of(path, items), "stream": True})
+    assert again.status == 200, again.body
+    assert await trial.reasons(session) == [None, None]
+    raw = json.loads(worker.requests[2].body)
+    assert (raw["tool_choice"], raw["input_ids"]) == ("none", [1, 2, 3])
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+async def test_a_stream_that_failed_at_an_escape_may_be_repeated(stage: Stage, path: str) -> None:
+    ids = [*qwen3().encode(SPOILED), IM_END]
+    worker = able(await stage.worker()).always(failed_stream("surrogates not allowed"))
+    trial = await a_trial(stage, worker)
+    session = await trial.create()
+    body = {**body_of(path, [user("When?")]), "stream": True}
+    await trial.ask("POST", f"/sessions/{session}{path}", body)
+    assert await trial.records(session) == []
+    worker.next(FAILED).next(script(chat_reply([1], "x"))).next(script(chat_reply(ids, SPOILED, finish_reason="stop")))
+    reply_ = await trial.ask("POST", f"/sessions/{session}{path}", body)
+    assert seen_calls(path, reply_)[0][1] == "get_date"
+    (sample,) = await trial.samples(session)
+    assert sample["tokens"] == [1, 2, 3, *ids]
+
+
+async def test_an_engine_that_fails_for_another_reason_is_heard(stage: Stage) -> None:
+    worker = able(await stage.worker()).always(FAILED)
+    trial = await a_trial(stage, worker)
+    session = await trial.create()
+    answer = await trial.ask("POST", f"/sessions/{session}{CHAT}", body_of(CHAT, [user("When?")]))
+    assert (answer.status, answer.body) == (500, b"Internal Server Error")
+    assert await trial.records(session) == []

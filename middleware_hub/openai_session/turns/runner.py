@@ -21,6 +21,7 @@ from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines import paths
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer
 from miles_router.engines.models import DEFAULT
+from miles_router.engines.openai import raw
 from miles_router.engines.openai.chat import ids_obstacle
 from miles_router.engines.openai.choices import Choice, StreamShortfall
 from miles_router.engines.openai.held_deltas import OWN_ENDS
@@ -51,7 +52,11 @@ logger = logging.getLogger(__name__)
 
 #: The fact of a turn whose agent was shown other tool calls than the model wrote: how they differ.
 SHOWN_OTHERWISE = "shown_otherwise"
+#: Noted of a session whose stream the engine ended with an error: its parser may fail at what the model writes. What
+#: its agent asks next is generated whole, so that it can be asked for once more.
+WHOLE = "turns.whole"
 EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8")]
+JSON = [(b"content-type", b"application/json")]
 
 
 class TurnReply(Collected):
@@ -123,7 +128,7 @@ class TurnRunner:
         # pair does not say whether they are right.
         paired = bool(self._router.pool.snapshot.prefill)
         untold = any(turn.several or paired or not ROW_FIELDS[kind].in_chat_streams for kind in turn.handovers)
-        if self._whole_answers or untold:
+        if self._whole_answers or untold or WHOLE in turn.session.notes:
             return True
         return await self._stream_facts.fall_short(turn, face.endpoint)
 
@@ -164,6 +169,8 @@ class TurnRunner:
                 await self._stream_facts.learn(url, face.endpoint.path, str(error))
             reason = f"the worker's stream cannot be recorded: {error}"
             self._recorder.pass_by(turn.path, turn.session, reason, exchange.request_id)
+            if stream.told_error and tools_of(turn.fields):
+                turn.session.notes[WHOLE] = True
 
     async def _show_all_calls(
         self, turn: PendingTurn, stream: TurnStream, choices: Sequence[Choice], exchange: Exchange
@@ -195,10 +202,11 @@ class TurnRunner:
         collected = TurnReply(self._router.metrics)
         with ChatTurn(self._parsers).left_on(Exchange.of(scope)):
             await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
-        if collected.status != OK:
+        again = await self._raw(face, turn, scope, receive) if collected.status == raw.STATUS else None
+        if collected.status != OK and again is None:
             await collected.give_to(send, writer.refusal(collected.body, collected.status))
             return
-        answer = _answer(collected, turn.choices)
+        answer = again or _answer(collected, turn.choices)
         try:
             if face.shows_open_calls:
                 answer = await self._with_unfinished(answer, turn, Exchange.of(scope))
@@ -216,10 +224,38 @@ class TurnRunner:
             self._record(turn, choices, scope)
             raise
         self._record(turn, choices, scope)
-        if not turn.stream:
+        if turn.stream:
+            await give_events(send, body)
+        elif again is not None:
+            await give_events(send, body, JSON)
+        else:
             await collected.give_to(send, body)
-            return
-        await give_events(send, body)
+
+    async def _raw(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive) -> dict[str, Any] | None:
+        """Ask for the answer once more, as raw text, where the engine's parser may have failed at what was sampled, and
+        read it here. None where that cannot be done, or fails as well."""
+        url = Exchange.of(scope).flight.worker_url
+        if url is None or turn.several or turn.handovers or face.endpoint.path != paths.CHAT:
+            return None
+        facts = await self._router.fleet.facts(url)
+        if not raw.may_be_raw(turn.fields, self._parsers, facts):
+            return None
+        try:
+            if turn.prompt is not None:
+                prompt: Sequence[int] = turn.prompt.ids().tolist()
+            else:
+                prompt = raw.prompt_of(await self._json(face, scope, raw.prompt_request(turn.fields), receive))
+            answer = await self._json(face, scope, raw.raw_request(turn.fields, prompt, facts), receive)
+            read = raw.read_raw(answer, turn.fields, prompt, self._parsers, facts)
+        except UnreadableAnswer:
+            return None
+        logger.warning("answer_parsed_locally", extra={"fields": {"session_id": turn.session.id, "worker": url}})
+        return read
+
+    async def _json(self, face: Face, scope: Scope, body: bytes, receive: Receive) -> Any:
+        collected = TurnReply(self._router.metrics)
+        await collected.call(self._app, _inner(face, scope, body), replay(body, receive))
+        return collected.parse() if collected.is_json else None
 
     async def _with_unfinished(self, answer: dict[str, Any], turn: PendingTurn, exchange: Exchange) -> dict[str, Any]:
         """The answer with the tool calls that it ends within."""
@@ -264,9 +300,9 @@ class TurnRunner:
         return {**{name: value for name, value in facts.items() if value is not None}, **own}
 
 
-async def give_events(send: Send, body: bytes) -> None:
-    """Give a stream whose events are there."""
-    await send(with_length({"type": "http.response.start", "status": OK, "headers": EVENT_STREAM}, body))
+async def give_events(send: Send, body: bytes, headers: Sequence[tuple[bytes, bytes]] = EVENT_STREAM) -> None:
+    """Give a stream whose events are there; with other headers, another answer that is."""
+    await send(with_length({"type": "http.response.start", "status": OK, "headers": [*headers]}, body))
     await send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -93,6 +93,11 @@ class TurnStream:
         return b""
 
     @property
+    def told_error(self) -> bool:
+        """Whether the engine itself ended it with an error."""
+        return self._told
+
+    @property
     def cut(self) -> str | None:
         """Why the stream has ended, and its answer has not; None where the answer has, or the engine says itself that
         there is none."""

@@ -1,0 +1,36 @@
+"""A real SGLang whose model writes half of a surrogate pair, as an escape, into the arguments of a call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.sglang_worker import RealWorker
+from tests.support.bare_calls import DATED, MESSAGES, RESPONSES, request
+from tests.support.real_sessions import real_sessions, write_script
+from tests.support.session_trial import CHAT, IM_END, qwen3
+
+pytestmark = pytest.mark.sglang
+SPOILED = DATED.replace("UTC", r"\ud83d")
+
+
+async def test_a_real_engine_s_failure_at_an_escape_is_made_up_for(tmp_path: Path) -> None:
+    said = tmp_path / "script"
+    with RealWorker.start("--script-file", str(said), "--chunked-prefill-size", "-1") as worker:
+        async with real_sessions(worker) as (trial, _):
+            for path in (CHAT, MESSAGES, RESPONSES):
+                # What fails, the one token that tells the prompt, and the raw answer.
+                write_script(said, SPOILED, "x", SPOILED)
+                session = await trial.create()
+                body: Any = request(path, [{"role": "user", "content": "When?"}], stream=False)
+                reply = await trial.ask("POST", f"/sessions/{session}{path}", body)
+                assert reply.status == 200, reply.body
+                assert json.loads(said.read_text()) == [], "all three were asked for"
+                assert "\ufffd" in json.dumps(reply.json(), ensure_ascii=False)
+                (sample,) = await trial.samples(session)
+                sampled = [*qwen3().encode(SPOILED), IM_END]
+                assert sample["tokens"][-len(sampled) :] == sampled
+                assert sample["loss_mask"] == [0] * (len(sample["tokens"]) - len(sampled)) + [1] * len(sampled)
