@@ -150,7 +150,10 @@ class OpenAISessionMiddleware:
         runner = TurnRunner(app, router, recorder, known, names, whole_answers=whole_answers)
         self._archive = SessionArchive(self.store, router, now=time.time, clock=time.monotonic)
         keeper = EpisodeKeeper(router, self.store, self._archive, clock=time.monotonic)
-        self._door = TurnDoor(app, faces, self.store, recorder, runner, keeper, self._archive, settings, now=time.time)
+        heartbeat = router.config.heartbeat_interval
+        self._door = TurnDoor(
+            app, faces, self.store, recorder, runner, keeper, self._archive, settings, time.time, heartbeat
+        )
         selection = Selection(branch_policies, default_branches)
         defaults = checked_defaults("openai_session_middleware", default_build, default_mask)
         read = partial(count_read, router.run)

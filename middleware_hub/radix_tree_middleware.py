@@ -8,7 +8,7 @@ logprobs, loss mask and weight versions under the text that the client saw.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 import orjson
@@ -36,6 +36,8 @@ from miles_router.middlewares import (
     HasLifespan,
     HasOwners,
     HasRoutes,
+    Heartbeat,
+    HeartbeatForm,
     Receive,
     Router,
     RowSource,
@@ -134,7 +136,7 @@ class RadixTreeMiddleware:
         handovers = Handovers.captured(
             self.router.rows, lambda kind: [prompt.held_rows(kind) for prompt in prompts], per_prompt=request.samples
         )
-        with ExitStack() as until_answered:
+        async with AsyncExitStack() as until_answered:
             until_answered.enter_context(self.cache.pinned(*(prompt.match.entry for prompt in prompts)))
             exchange.flight.goes_on = _kept_cache(prompts)
             if self.router.traces is not None:
@@ -143,7 +145,11 @@ class RadixTreeMiddleware:
                 self.router.traces.prompt(exchange.flight, sum(map(len, ids)))
             until_answered.enter_context(handovers.left_on(exchange))
             rollouts = until_answered.enter_context(self._rollouts.under_way(exchange, request, prompts))
-            tap = AnswerTap(send, self.router, self._recorder, exchange, request, prompts, handovers, rollouts)
+            seconds = self.router.config.heartbeat_interval if request.stream else 0.0
+            heartbeat = await until_answered.enter_async_context(Heartbeat(send, exchange, HeartbeatForm(), seconds))
+            tap = AnswerTap(
+                heartbeat.send, self.router, self._recorder, exchange, request, prompts, handovers, rollouts
+            )
             await tap.call(self.app, with_body(scope, changed), replay(changed, receive))
 
 

@@ -17,6 +17,7 @@ from miles_router.asgi.exchange import (
     with_body,
 )
 from miles_router.asgi.headers import RawHeaders, first, header_texts, raw_headers
+from miles_router.asgi.heartbeat import Heartbeat, HeartbeatForm
 from miles_router.asgi.moving import Elsewhere
 from miles_router.asgi.replies import OK, TOO_LARGE, Collected, Kind, Tap, UnreadCounter, with_length
 from miles_router.asgi.watch import Watch
@@ -124,6 +125,8 @@ __all__ = [
     "HasMetrics",
     "HasOwners",
     "HasRoutes",
+    "Heartbeat",
+    "HeartbeatForm",
     "HeldNames",
     "Kind",
     "KnownVersions",

@@ -156,6 +156,11 @@ class RouterConfig:
         "part of the workers' memory that may be held before new sessions wait; 0: none waits",
         _at_least(0),
     )
+    heartbeat_interval: float = setting(
+        15.0,
+        "seconds a stream of a session or a text rollout is silent before its client gets a heartbeat; 0: never",
+        _at_least(0),
+    )
     partial_rollout: Literal["return", "resume"] = setting(
         "return", "a generation cut by a pause: return the part, or resume it after continue"
     )

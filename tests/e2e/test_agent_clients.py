@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.clients.environments import program, python_for
-from tests.clients.table import CLIENTS, Client
+from tests.clients.table import CLIENTS, STREAMED, Client
 from tests.support.agent_process import run_agent
 from tests.support.session_trial import SessionTrial, exactly, simulated_sessions
 from tests.support.stage import Stage
@@ -44,6 +44,24 @@ async def check_exact(trial: SessionTrial, session: str) -> None:
         exactly(sample, *(by_rid[turn["rid"]] for turn in turns), elsewhere=len(untrained))
         trained += [turn["rid"] for turn in turns if turn["turn"] not in untrained]
     assert sorted(trained) == sorted(by_rid)
+
+
+@pytest.mark.parametrize("client", [client for client in TRIED if STREAMED in client.modes], ids=lambda each: each.name)
+async def test_heartbeats_change_nothing_for_a_client(stage: Stage, client: Client, tmp_path: Path) -> None:
+    if python_for(client) is None:
+        pytest.skip(f"{client.name} needs Python {'.'.join(map(str, client.python))}")
+    slow: Any = {
+        "token_latency_s": 0.01,
+        "script": client.script(),
+        "reasoning_parser": "qwen3",
+    }
+    async with simulated_sessions(stage, settings={"heartbeat_interval": 0.004}, **slow) as trial:
+        session = await trial.create()
+        said = await driven(client, STREAMED, f"{trial.router.url}/sessions/{session}/v1", tmp_path)
+        assert said.endswith(client.said)
+        records = await trial.records(session)
+        assert len([record for record in records if record["parent"] is None]) == client.segments
+        await check_exact(trial, session)
 
 
 @pytest.mark.parametrize(("client", "mode"), CASES)

@@ -3,19 +3,28 @@ trained place, equal to what went through the worker's door."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 from tests.clients.table import CLAUDE_CODE
 from tests.support.agent_process import work_file
 from tests.support.claude_code import COUNTING, claude_code, edits
-from tests.support.cuts import check_cut, update_within
+from tests.support.cuts import check_cut, continue_, pause, pause_within, update_within
 from tests.support.session_trial import exactly, simulated_sessions
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
+from tests.support.waiting import until
 
 #: It asks for 128,000 tokens behind some 12,000.
 CONTEXT = 200_000
+#: Milliseconds that it waits for a head, and for bytes within an answer. It takes no limit below ten seconds for these.
+LIMITS = {
+    "API_TIMEOUT_MS": "3000",
+    "CLAUDE_ENABLE_BYTE_WATCHDOG": "1",
+    "CLAUDE_BYTE_STREAM_IDLE_TIMEOUT_MS": "10000",
+    "CLAUDE_CODE_MAX_RETRIES": "0",
+}
 
 
 async def test_it_edits_a_file_and_leaves_one_exact_segment_and_that_of_its_sub_agent(
@@ -56,6 +65,27 @@ async def test_it_notices_nothing_of_new_weights_in_the_middle_of_a_call(stage: 
         assert (run.code, run.said.strip()) == (0, "Replaced it."), run
         assert file.read_text(encoding="utf-8") == "goodbye\n"
         await check_cut(trial, session, turns=len(steps))
+
+
+async def test_it_outlives_pauses_longer_than_its_own_limits(stage: Stage, tmp_path: Path) -> None:
+    steps = [{"reasoning": "Hm.", "text": "Here I am, with many words to say."}]
+    kind: dict[str, Any] = {"script": steps, "reasoning_parser": "qwen3", "context_len": CONTEXT}
+    directory = work_file(tmp_path, "").parent
+    settings = {"partial_rollout": "resume", "heartbeat_interval": 0.5}
+    async with simulated_sessions(stage, settings=settings, **kind) as trial:
+        session = await trial.create()
+        await pause(trial)
+        url = f"{trial.router.url}/sessions/{session}"
+        async with under_way(claude_code(url, "Hello", directory, **LIMITS)) as running:
+            await until(lambda: trial.router.app.router.gate.held, "its turn waits")
+            await asyncio.wait({running}, timeout=4.0)
+            await continue_(trial)
+            await pause_within(trial, "many", running, seconds=11.0)
+            run = await running
+        assert (run.code, run.said.strip()) == (0, "Here I am, with many words to say."), run
+        assert len(await trial.records(session)) == 1
+        (sample,) = await trial.samples(session)
+        exactly(sample, *(exchange.generation for exchange in trial.door))
 
 
 async def test_it_asks_for_less_where_the_context_window_is_small(stage: Stage, tmp_path: Path) -> None:

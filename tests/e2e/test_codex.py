@@ -11,12 +11,14 @@ import pytest
 from tests.clients.table import CODEX
 from tests.support.agent_process import work_file
 from tests.support.codex import KNOWN_MODEL, UNKNOWN_MODEL, codex, edits
-from tests.support.cuts import check_cut, update_within
+from tests.support.cuts import check_cut, pause_within, update_within
 from tests.support.session_trial import exactly, simulated_sessions
 from tests.support.stage import Stage
 from tests.support.under_way import under_way
 
 CONTEXT = 200_000
+#: Milliseconds without an event after which it gives up.
+LIMIT = "model_providers.router.stream_idle_timeout_ms={limit}"
 
 
 @pytest.mark.parametrize("model", [UNKNOWN_MODEL, KNOWN_MODEL])
@@ -51,3 +53,20 @@ async def test_it_notices_nothing_of_new_weights_in_the_middle_of_a_call(stage: 
         assert (run.code, run.said.strip()) == (0, "Replaced it."), run
         assert file.read_text(encoding="utf-8") == 'goodbye "you"\n', run
         await check_cut(trial, session, turns=len(steps))
+
+
+async def test_it_outlives_a_pause_longer_than_its_own_limit(stage: Stage, tmp_path: Path) -> None:
+    steps = [{"reasoning": "Hm.", "text": "Here I am, with many words to say."}]
+    kind: dict[str, Any] = {"script": steps, "reasoning_parser": "qwen3", "context_len": CONTEXT}
+    directory = work_file(tmp_path, "").parent
+    settings = {"partial_rollout": "resume", "heartbeat_interval": 0.3}
+    async with simulated_sessions(stage, settings=settings, **kind) as trial:
+        session = await trial.create()
+        url = f"{trial.router.url}/sessions/{session}/v1"
+        async with under_way(codex(url, "Hello", directory, "-c", LIMIT.format(limit=1500))) as running:
+            await pause_within(trial, "many", running, seconds=4.0)
+            run = await running
+        assert (run.code, run.said.strip()) == (0, "Here I am, with many words to say."), run
+        assert len(await trial.records(session)) == 1
+        (sample,) = await trial.samples(session)
+        exactly(sample, *(exchange.generation for exchange in trial.door))

@@ -84,6 +84,17 @@ async def update_within(trial: SessionTrial, said: str, version: str) -> None:
     await go_on(trial, brake, version)
 
 
+async def pause_within(trial: SessionTrial, said: str, agent: asyncio.Task[Any], *, seconds: float) -> None:
+    """Pause the only simulated worker right behind this text, for longer than the agent would wait in silence."""
+    engine = trial.worker.engine
+    brake = Brake(engine)
+    brake.when = lambda generation: said in engine.model.tokenizer.decode(generation.output_ids)
+    await until(lambda: brake.on, f"{said!r} is said", deadline=10 * PATIENCE)
+    await pause(trial)
+    await asyncio.wait({agent}, timeout=seconds)
+    await go_on(trial, brake)
+
+
 async def check_cut(trial: SessionTrial, session: str, *, turns: int) -> None:
     """A session of so many turns, of which one took two requests, is one segment with every token once, and spans of
     both versions."""

@@ -26,7 +26,28 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
 from miles_router.engines.openai.choices import OpenAIEndpoint
 from miles_router.errors import RouterError
-from miles_router.middlewares import LAST_EVENT, OK, ASGIApp, Event, Receive, Scope, Send, with_length, write_event
+from miles_router.middlewares import (
+    LAST_EVENT,
+    OK,
+    ASGIApp,
+    Event,
+    HeartbeatForm,
+    Receive,
+    Scope,
+    Send,
+    with_length,
+    write_event,
+)
+
+
+class StreamForm(HeartbeatForm):
+    """How an API's streams say that they wait, or that they have failed before the answer began."""
+
+    #: Whether a heartbeat has begun the answer in the API's own form.
+    began = False
+
+    def is_of(self, turn: PendingTurn) -> None:
+        """Take note of the turn, once the request is read."""
 
 
 class ReplyWriter:
@@ -118,6 +139,10 @@ class Face(ABC):
     def writer(self, turn: PendingTurn) -> ReplyWriter:
         """What the reply is written with."""
         return ReplyWriter()
+
+    def stream_form(self, session: Session, request: object) -> StreamForm:
+        """Return what tells the client of a stream that it waits; `request` is parsed, and not checked."""
+        return StreamForm()
 
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
         """An error of the router's own as this API has it."""

@@ -4,13 +4,13 @@ Nothing else does: whoever has a session's address has the clients' key, and run
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.archive.ending import DurableEnd
 from middleware_hub.openai_session.errors import ContextOverflow, SessionFinalized
-from middleware_hub.openai_session.faces.face import Face, RunSettings
+from middleware_hub.openai_session.faces.face import Face, RunSettings, StreamForm
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
@@ -21,7 +21,7 @@ from middleware_hub.openai_session.turns.runner import TurnRunner, give_events
 from middleware_hub.openai_session.turns.shown_models import shown_models
 from miles_router.engines import models, paths
 from miles_router.errors import NotFound, RouterError, StateError
-from miles_router.middlewares import ASGIApp, Exchange, Receive, Scope, Send, Watch, replay, with_body
+from miles_router.middlewares import ASGIApp, Exchange, Heartbeat, Receive, Scope, Send, Watch, replay, with_body
 
 #: Paths that generate, and that are not recorded where no face answers them.
 UNTRACED = frozenset({paths.GENERATE})
@@ -41,6 +41,7 @@ class TurnDoor:
         archive: SessionArchive,
         settings: RunSettings,
         now: Callable[[], float],
+        heartbeat: float,
     ) -> None:
         self._app = app
         self._faces = {face.path: face for face in faces}
@@ -51,6 +52,7 @@ class TurnDoor:
         self._archive = archive
         self._settings = settings
         self._now = now
+        self._heartbeat = heartbeat
 
     def is_turn(self, scope: Scope) -> bool:
         """Whether a face takes a request as a turn."""
@@ -125,23 +127,37 @@ class TurnDoor:
             UnusableAnswer: the worker's answer cannot be recorded.
             StateError: what became of it cannot be made durable.
         """
-        try:
-            await self._turn(session, scope, receive, send)
-        except StateError:
-            raise
-        except RouterError:  # which may have ended the episode
-            await self._archive.save(session)
-            raise
-        except asyncio.CancelledError:
-            self._archive.save_soon(session)
-            raise
-
-    async def _turn(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
         face = self._faces[scope["path"]]
         exchange = Exchange.of(scope)
         exchange.error_body = face.error_body
         body = await exchange.read(receive)
         parsed = exchange.loads(body, partial(self._store.read, session, name=face.list_name))
+        streams = isinstance(parsed, Mapping) and parsed.get("stream") is True
+        form = face.stream_form(session, parsed)
+        async with Heartbeat(send, exchange, form, self._heartbeat if streams else 0.0) as heartbeat:
+            try:
+                await self._turn(face, session, scope, receive, body, form, heartbeat.send)
+            except StateError:
+                raise
+            except RouterError:  # which may have ended the episode
+                await self._archive.save(session)
+                raise
+            except asyncio.CancelledError:
+                self._archive.save_soon(session)
+                raise
+
+    async def _turn(
+        self,
+        face: Face,
+        session: Session,
+        scope: Scope,
+        receive: Receive,
+        body: bytes,
+        form: StreamForm,
+        send: Send,
+    ) -> None:
+        exchange = Exchange.of(scope)
+        parsed = exchange.loads(body)
         turn_id = turn_id_of(scope)
         send = self._until_held(session, send, face.last_event)
         asked: list[PendingTurn] = []
@@ -156,18 +172,19 @@ class TurnDoor:
             try:
                 self._keeper.check(session)
             except ContextOverflow as error:
-                await _tell(error, face, session, parsed, send)
+                await _tell(error, face, session, parsed, form, send)
                 return
             with self._keeper.running(session, exchange) as running:
                 try:
                     with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
                         turn = await face.turn(session, parsed, now=self._now())
+                        form.is_of(turn)
                         await self._keeper.bind(face, turn, running)
                     turn.turn_id, turn.side_call = turn_id, face.is_side_call(scope)
                     asked.append(turn)
                     await self._runner.run(face, turn, scope, receive, send)
                 except ContextOverflow as error:
-                    await _tell(error, face, session, parsed, send)
+                    await _tell(error, face, session, parsed, form, send)
 
         with self._store.in_use(session):
             untraceable = face.untraceable(parsed)
@@ -192,9 +209,12 @@ class TurnDoor:
                 )
 
 
-async def _tell(error: ContextOverflow, face: Face, session: Session, request: object, send: Send) -> None:
-    """Tell an agent of a full context where its harness looks for that: in a stream, or as any error."""
-    events = face.as_stream(session, request, error)
+async def _tell(
+    error: ContextOverflow, face: Face, session: Session, request: object, form: StreamForm, send: Send
+) -> None:
+    """Tell an agent of a full context where its harness looks for that: in a stream, or as any error. A stream that a
+    heartbeat has begun is told of any error."""
+    events = None if form.began else face.as_stream(session, request, error)
     if events is None:
         raise error
     await give_events(send, events)

@@ -11,13 +11,13 @@ import orjson
 from middleware_hub.openai_session.continuing.continuation import Continuation
 from middleware_hub.openai_session.continuing.templates import CannotRender
 from middleware_hub.openai_session.faces.chat import ChatFace
-from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings, give_json
+from middleware_hub.openai_session.faces.face import ReplyWriter, RunSettings, StreamForm, give_json
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import AnswerEnd
 from middleware_hub.openai_session.faces.messages.echo import Echo
 from middleware_hub.openai_session.faces.messages.models import listed
 from middleware_hub.openai_session.faces.messages.request import omits_thinking, read
-from middleware_hub.openai_session.faces.messages.stream import LAST, MessagesWriter
+from middleware_hub.openai_session.faces.messages.stream import LAST, MessagesForm, MessagesWriter
 from middleware_hub.openai_session.sessions.equality import Equality, Likeness
 from middleware_hub.openai_session.sessions.pending import PendingTurn
 from middleware_hub.openai_session.sessions.tree import Session
@@ -65,6 +65,10 @@ class MessagesFace(ChatFace):
         # What its agent asked for, whatever the session's contract has made of it.
         ending = AnswerEnd(asked.get("stop_sequences") or (), asked["max_tokens"], prompt_tokens)
         return MessagesWriter(ending, omits_thinking=omits_thinking(asked))
+
+    def stream_form(self, session: Session, request: object) -> StreamForm:
+        """Return pings."""
+        return MessagesForm()
 
     def error_body(self, error: RouterError, request_id: str) -> dict[str, Any]:
         """In this API's words."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from middleware_hub.openai_session.faces.face import ReplyWriter
+from middleware_hub.openai_session.faces.face import ReplyWriter, StreamForm
 from middleware_hub.openai_session.faces.messages import errors
 from middleware_hub.openai_session.faces.messages.answer import CUT, AnswerEnd, message, whole
 from middleware_hub.openai_session.faces.messages.echo import shown_input, signature
@@ -22,6 +22,18 @@ PING = write_event({"type": "ping"}, b"ping")
 #: What of a delta is more than a role.
 SAID = ("reasoning_content", "content", "tool_calls")
 LAST = write_event({"type": "message_stop"}, b"message_stop")
+
+
+class MessagesForm(StreamForm):
+    """Pings, which may stand anywhere, also in front of `message_start`."""
+
+    def beat(self) -> bytes:
+        """Return a ping."""
+        return PING
+
+    def failed(self, body: Mapping[str, Any]) -> bytes:
+        """Return the error event."""
+        return write_event(body, b"error")
 
 
 class MessagesWriter(ReplyWriter):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qs
 
 from middleware_hub.openai_session.errors import ContextOverflow
 from middleware_hub.openai_session.faces.chat import ChatFace
-from middleware_hub.openai_session.faces.face import ReplyWriter, give_json
+from middleware_hub.openai_session.faces.face import ReplyWriter, StreamForm, give_json
 from middleware_hub.openai_session.faces.responses import errors
 from middleware_hub.openai_session.faces.responses.envelope import Envelope, Responses, new_id
 from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, ResponseNotFound
+from middleware_hub.openai_session.faces.responses.heartbeat import ResponsesForm
 from middleware_hub.openai_session.faces.responses.request import ResponsesRequest, read
 from middleware_hub.openai_session.faces.responses.stream import LAST, ResponsesWriter
 from middleware_hub.openai_session.sessions.pending import PendingTurn
@@ -69,12 +71,20 @@ class ResponsesFace(ChatFace):
         """A response that has failed: Codex looks for its error there alone."""
         if not isinstance(request, Mapping) or request.get("stream") is not True:
             return None
+        envelope = self._without_turn(session, request)
+        return None if envelope is None else ResponsesWriter(envelope, streams=True).failed(errors.of_overflow(error))
+
+    def stream_form(self, session: Session, request: object) -> StreamForm:
+        """Return events of the response, which Codex counts and comments it does not."""
+        return ResponsesForm(partial(self._without_turn, session, request))
+
+    def _without_turn(self, session: Session, request: object) -> Envelope | None:
+        """Return the response to a request of which no turn has come; None where the request is none."""
         try:
             asked = self._read(session, request)
         except BadRequest:
             return None
-        envelope = Envelope(new_id(), int(time.time()), asked.settings, {**asked.own, **_fixed(session, asked)})
-        return ResponsesWriter(envelope, streams=True).failed(errors.of_overflow(error))
+        return Envelope(new_id(), int(time.time()), asked.settings, {**asked.own, **_fixed(session, asked)})
 
     def _read(self, session: Session, request: object) -> ResponsesRequest:
         anywhere = "system" not in self._continuation.proof.refused
