@@ -128,9 +128,14 @@ class Session:
         )
         return answer
 
-    async def records(self) -> dict[str, Any]:
-        """`{"session_id", "records", "metadata"}`: the turns, what was asked and answered, their tree."""
-        records: dict[str, Any] = await self._transport.json(Request("GET", self._path, repeatable=True))
+    async def records(self, *, compact: bool = False) -> dict[str, Any]:
+        """`{"session_id", "records", "metadata"}`: the turns, what was asked and answered, their tree.
+
+        Args:
+            compact: leave out what other records hold already: the history of each request, the ids and logprobs.
+        """
+        path = f"{self._path}?form=compact" if compact else self._path
+        records: dict[str, Any] = await self._transport.json(Request("GET", path, repeatable=True))
         return records
 
     async def collect(

@@ -71,7 +71,7 @@ def episode(subject: Subject, cost: Cost, turns: int, seed: int) -> None:
         cost.seconds.append(time.perf_counter() - begun - subject.pause)
         cost.cpu.append(cpu)
         messages.append({"role": "assistant", "content": text_of(orjson.loads(answer))})
-    listed, _ = subject.one(f"/sessions/{session}", b"", "GET")
+    listed, _ = subject.one(f"/sessions/{session}?form=compact", b"", "GET")
     cost.written += written_bytes(subject.pid) - before
     cost.tokens += sum(each["given_tokens"] + each["completion_tokens"] for each in orjson.loads(listed)["records"])
 

@@ -283,7 +283,7 @@ async def test_a_session_server_stands_in_front_of_another_router_over_ipv6() ->
         generations = [generation for each in asked for generation in each.generations]
         assert sample.tokens == own.tokens.tolist() == generations[1].input_ids + generations[1].output_ids
         assert sample.weight_versions == ["1", "1"]
-        assert sample.metadata["messages"] == [*history, records[1]["response"]]
+        assert sample.metadata["messages"] == [*history, records[1]["response"]["choices"][0]["message"]]
 
 
 async def _ready(url: str, process: multiprocessing.process.BaseProcess) -> RawReply:

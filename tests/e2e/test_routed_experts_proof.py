@@ -321,7 +321,7 @@ async def _twins(made: Stage, session: str) -> None:
         async with made.http.post(f"/sessions/{session}{CHAT}", json=body) as reply:
             assert reply.status == 200, await reply.read()
             assert (await reply.read()).endswith(b"data: [DONE]\n\n")
-        answer = (await made.ask("GET", f"/sessions/{session}"))["records"][-1]["response"]
+        answer = (await made.ask("GET", f"/sessions/{session}?form=compact"))["records"][-1]["response"]
         messages = [*messages, answer, {"role": "user", "content": f"{turn}?"}]
 
 
@@ -419,7 +419,7 @@ async def test_such_a_worker_is_tolerated_where_experts_are_not_required(sglang_
             async with made.http.post(f"/sessions/{session}{CHAT}", json=body) as reply:
                 assert reply.status == 200, await reply.read()
                 await reply.read()
-            answer = (await made.ask("GET", f"/sessions/{session}"))["records"][-1]["response"]
+            answer = (await made.ask("GET", f"/sessions/{session}?form=compact"))["records"][-1]["response"]
             messages += [answer, {"role": "user", "content": "And?"}]
             text = {"text": f"Hi {stream}", "sampling_params": {"max_new_tokens": 4}, "stream": stream}
             (one,) = await generate(made.http, text, "tolerated")

@@ -93,7 +93,7 @@ async def test_no_kill_under_running_agents_loses_a_turn_that_was_answered(
             await until(lambda: running.process.poll() is not None, "it is dead")
     async with router(tmp_path) as running:
         for session, messages in histories.items():
-            records = (await ask(running.url, "GET", f"/sessions/{session}")).json()["records"]
+            records = (await ask(running.url, "GET", f"/sessions/{session}?form=compact")).json()["records"]
             held = {json.dumps(record["response"].get("content")) for record in records}
             said = [message["content"] for message in messages if message["role"] == "assistant"]
             assert len(said) == answered[session][0] > 0

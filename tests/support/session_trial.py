@@ -115,7 +115,7 @@ class SessionTrial:
             yield client
 
     async def read(self, session: str) -> Any:
-        answer = await self.ask("GET", f"/sessions/{session}")
+        answer = await self.ask("GET", f"/sessions/{session}?form=compact")
         assert answer.status == 200, answer.body
         return answer.json()
 

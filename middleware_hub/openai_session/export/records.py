@@ -14,7 +14,7 @@ from miles_router.trajectory.json_parts import list_parts
 
 
 def written(session_id: str, turns: Sequence[Turn], metadata: Mapping[str, Any]) -> bytes:
-    """The answer to `GET /sessions/{id}`. Turns do not change, so that it may be written in a thread."""
+    """The answer to `GET /sessions/{id}?form=compact`. Turns do not change, so that it may be written in a thread."""
     records = ((orjson.dumps(record(turn), default=dict),) for turn in turns)
     begin, end = b'{"session_id":%b,"records":' % orjson.dumps(session_id), b',"metadata":%b}' % orjson.dumps(metadata)
     return b"".join((begin, *list_parts(records), end))
@@ -54,8 +54,8 @@ def record(turn: Turn) -> dict[str, Any]:
     """One node of the tree. `span` are its sampled tokens within the trajectory of any leaf behind it, less those at
     their end that the next turn of that line dropped.
 
-    `timestamp` to `status_code` are the fields of a miles `SessionRecord` (Unix seconds). Its `request` does not repeat
-    the history: `messages` stand behind so many.
+    `timestamp` to `status_code` are the fields of a miles `SessionRecord` (Unix seconds). This form does not repeat the
+    history: `messages` stand behind so many. `full_records` has the whole request and response.
     """
     return {
         "turn": turn.number,

@@ -10,13 +10,21 @@ from typing import Any, Protocol, TypeVar
 
 import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from middleware_hub.openai_session.archive.archive import SessionArchive
 from middleware_hub.openai_session.episodes.contract import DELETED
 from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.errors import SessionLost
+from middleware_hub.openai_session.export.full_records import (
+    COMPACT,
+    FORMS,
+    FULL,
+    full_parts,
+    is_large,
+    line_metadata,
+)
 from middleware_hub.openai_session.export.records import metadata_of, summary, written
 from middleware_hub.openai_session.export.samples import SampleMaker, SampleRequest
 from middleware_hub.openai_session.sessions.store import SessionStore
@@ -111,9 +119,18 @@ class SessionRoutes:
         return Response(b"".join((b'{"sessions":', *list_parts(parts), b"}")), media_type=JSON)
 
     async def _read(self, request: Request) -> Response:
-        session = self._session(request)
-        write = partial(written, session.id, list(session.turns), metadata_of(session))
-        return Response(await self.beside(request, write), media_type=JSON)
+        session, turns = self._session(request), list(self._session(request).turns)
+        form = request.query_params.get("form", FULL)
+        if form not in FORMS:
+            raise BadRequest(f"form must be one of {', '.join(FORMS)}")
+        if form == COMPACT:
+            write = partial(written, session.id, turns, metadata_of(session))
+            return Response(await self.beside(request, write), media_type=JSON)
+        metadata = {**metadata_of(session), **line_metadata(session)}
+        parts = full_parts(session.id, turns, metadata, self.maker.decode)
+        if is_large(turns):
+            return StreamingResponse(parts, media_type=JSON)
+        return Response(await self.beside(request, partial(b"".join, parts)), media_type=JSON)
 
     async def _delete(self, request: Request) -> Response:
         """`abort`: what runs in it ends at once; else it finishes."""

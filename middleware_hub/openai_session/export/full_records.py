@@ -1,0 +1,113 @@
+"""Records with everything that miles' own record-based collection reads (radixark/miles, `SessionRecord`): the request
+with its whole history and the ids that the engine was given, and the response with the ids and logprobs it sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.export.masks import Decode
+from middleware_hub.openai_session.export.records import record
+from middleware_hub.openai_session.sessions.prompting import read_key
+from middleware_hub.openai_session.sessions.tree import Session, Turn
+from miles_router.trajectory import Trajectory
+
+#: From so many ids and messages on, records are written while they are sent.
+AT_ONCE = 200_000
+FORMS = FULL, COMPACT = ("full", "compact")
+
+
+def is_large(turns: Sequence[Turn]) -> bool:
+    """Return whether full records of these turns are too much to hold at once."""
+    return sum(turn.tokens + turn.messages for turn in turns) > AT_ONCE
+
+
+def full_parts(session_id: str, turns: Sequence[Turn], metadata: Mapping[str, Any], decode: Decode) -> Iterator[bytes]:
+    """Write the answer to `GET /sessions/{id}`, a part for each turn. Turns do not change: it may run in a thread."""
+    spelled: dict[int, str] = {}
+
+    def token(number: int) -> str:
+        if number not in spelled:
+            spelled[number] = decode([number])
+        return spelled[number]
+
+    yield b'{"session_id":%b,"records":[' % orjson.dumps(session_id)
+    for place, turn in enumerate(turns):
+        written = orjson.dumps(full_record(turn, token), default=dict, option=orjson.OPT_SERIALIZE_NUMPY)
+        yield b"," + written if place else written
+    yield b'],"metadata":%b}' % orjson.dumps(metadata, default=dict, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def line_metadata(session: Session) -> dict[str, Any]:
+    """The tokens by which miles trims the turns of a session that is one line; nothing for a session with branches."""
+    leaves = session.leaves()
+    if len(leaves) != 1:
+        return {}
+    dropped = max(turn.dropped for turn in session.turns)
+    return {"accumulated_token_ids": leaves[0].trajectory().tokens, "max_trim_tokens": dropped}
+
+
+def full_record(turn: Turn, token: Callable[[int], str]) -> dict[str, Any]:
+    """Return the compact record with the whole request and the whole response in place of its own.
+
+    Args:
+        token: gives the text of an id.
+    """
+    compact, line, whole = record(turn), turn.line(), turn.trajectory()
+    history = [message for each in line for message in (*each.appended, each.answer)][:-1]
+    tools, settings = read_key(turn.context)
+    request: dict[str, Any] = {
+        **compact["request"],
+        "messages": history,
+        "input_ids": whole.tokens[: turn.prompt_tokens],
+    }
+    sent = line[0].sent_tools or tools
+    request |= {"tools": sent} if sent else {}
+    request |= {"chat_template_kwargs": settings} if settings else {}
+    return {**compact, "request": request, "response": _response(turn, whole, token)}
+
+
+def _response(turn: Turn, whole: Trajectory, token: Callable[[int], str]) -> dict[str, Any]:
+    prompt = turn.prompt_tokens
+    sampled, logprobs = whole.tokens[prompt:].tolist(), whole.logprobs[prompt:].tolist()
+    content = [
+        {"token": token(number), "token_id": number, "logprob": logprob, "top_logprobs": []}
+        for number, logprob in zip(sampled, logprobs, strict=True)
+    ]
+    choice = {
+        "index": turn.choice,
+        "message": turn.answer,
+        "finish_reason": turn.finish_reason,
+        "prompt_token_ids": whole.tokens[:prompt],
+        "logprobs": {"content": content},
+        "meta_info": _meta_info(turn, sampled, logprobs),
+    }
+    usage = {"prompt_tokens": prompt, "completion_tokens": len(sampled), "total_tokens": prompt + len(sampled)}
+    return {
+        "id": turn.facts.get("rid"),
+        "object": "chat.completion",
+        "created": int(turn.facts.get("answered_at") or 0),
+        "choices": [choice],
+        "usage": usage,
+    }
+
+
+def _meta_info(turn: Turn, sampled: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
+    """What SGLang's answer has of this name, but for what is not known."""
+    asked, answered = turn.facts.get("asked_at"), turn.facts.get("answered_at")
+    versions = [piece.version for piece in turn.sampled if piece.version is not None]
+    told = {
+        "id": turn.facts.get("rid"),
+        "cached_tokens": turn.facts.get("cached_tokens"),
+        "weight_version": versions[-1] if versions else None,
+        "e2e_latency": answered - asked if asked is not None and answered is not None else None,
+    }
+    return {
+        **{name: value for name, value in told.items() if value is not None},
+        "finish_reason": {"type": turn.finish_reason},
+        "prompt_tokens": turn.prompt_tokens,
+        "completion_tokens": len(sampled),
+        "output_token_logprobs": [[*pair, None] for pair in zip(logprobs, sampled, strict=True)],
+    }
