@@ -13,7 +13,7 @@ from tests.support.http import RawReply
 from tests.support.scripted_chat import able, chat_reply
 from tests.support.scripted_worker import ScriptedWorker, script
 from tests.support.session_apis import FIELDS, MESSAGES, RESPONSES
-from tests.support.session_trial import CHAT, SessionTrial, session_trial
+from tests.support.session_trial import CHAT, SessionTrial, session_trial, simulated_sessions
 from tests.support.stage import Stage
 
 USER = {"role": "user", "content": "Go."}
@@ -158,3 +158,23 @@ async def test_an_input_that_no_answer_had_is_wrapped(stage: Stage, given: Any, 
     assert (await turn(trial, await trial.create(), MESSAGES, history)).status == 200
     asked = orjson.loads(worker.requests[-1].body)["messages"][1]["tool_calls"][0]["function"]["arguments"]
     assert orjson.loads(asked) == read
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+@pytest.mark.parametrize("arguments", ['{"a": tru', "[1]", "ls {", '"a"', '{"a": "\\ud83d"}'])
+async def test_a_segment_may_begin_with_malformed_arguments(
+    stage: Stage, path: str, arguments: str, stream: bool
+) -> None:
+    """Real SGLang refuses such a history for ever; the engine is given an object around the text."""
+    async with simulated_sessions(stage) as trial:
+        session, given = await trial.create(), sent_back(path, arguments)
+        for _ in range(2):
+            reply = await turn(trial, session, path, given, stream=stream)
+            assert reply.status == 200, reply.body
+            given = [*given, {"role": "assistant", "content": "edited"}, USER]
+        records = await trial.records(session)
+        assert [record["wrapped_arguments"] for record in records] == [["messages[1].tool_calls[0]"]] * 2
+        held = records[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
+        asked = orjson.loads(trial.door[0].body)["messages"][1]["tool_calls"][0]["function"]["arguments"]
+        assert (held, orjson.loads(asked)) == (arguments, {"INVALID_JSON": arguments})

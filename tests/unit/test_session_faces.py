@@ -35,6 +35,12 @@ class Rendering:
         self.settings: Mapping[str, Any] | None = None
         self._refusal = refusal
 
+    def readable(self, messages: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:
+        return messages, []
+
+    def same_id(self, held: object, sent: object) -> bool:
+        return held == sent
+
     async def after(self, turn: HeldEnd, appended: Sequence[Any], context: Context) -> Extension:
         if self._refusal is not None:
             raise NotAppendOnly(self._refusal)

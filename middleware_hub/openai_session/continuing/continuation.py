@@ -89,6 +89,10 @@ class Continuation:
         self._endings = proof.endings
         self._kept_ending = functools.lru_cache(maxsize=MAX_ENDINGS)(self._endings.measure)
 
+    def readable(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
+        """Return the messages of a beginning as the engine takes them, and where arguments of calls were wrapped."""
+        return self._beginning.readable(messages)
+
     async def beginning(
         self,
         messages: Sequence[Message],
@@ -105,6 +109,7 @@ class Continuation:
             TextTooLong: they are too long.
         """
         renderer = self._beginning
+        messages, _ = renderer.readable(messages)
         before = messages[:-1] if goes_on else renderer.as_taken(messages)
         text = renderer.render(before, tools, generation_prompt=True, template_kwargs=template_kwargs)
         ids = await self._encoder.encode_rendered(text)

@@ -6,10 +6,12 @@ engine renders a session's first turn, and what is appended to that is rendered 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from middleware_hub.openai_session.continuing.preparing import FAILURES, CannotRender, Write, loops_over_parts, prepared
+from middleware_hub.openai_session.continuing.readable import short_id, shortened, wrapped
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import prepared_tool
 from middleware_hub.tokenizing.encoding import TextEncoder
@@ -25,6 +27,8 @@ OURS = frozenset(
         *("padding", "truncation", "max_length", "tokenizer_kwargs"),
     )
 )
+#: A call id that every template takes, and that stands nowhere by chance.
+TRIED_ID = "qz7id7zq0"
 #: Characters that settle what a text's first token is.
 LOOKAHEAD = 64
 
@@ -53,9 +57,11 @@ class Renderer:
         self._write = write
         self._parts = parts
         self._json = json
+        self._short_ids = False
         added = self._backend.get_added_tokens_decoder()
         self._added: dict[int, str] = {token: each.content for token, each in added.items()}
         self._special = frozenset(token for token, each in added.items() if each.special)
+        self._short_ids = self._wants_short_ids()
 
     def render(
         self,
@@ -84,7 +90,52 @@ class Renderer:
         content = self._prepared(appended[-1])["content"]
         return [*appended[:-1], {"role": "user", "content": content}] if isinstance(content, str) else appended
 
+    def readable(self, messages: Sequence[Message]) -> tuple[Sequence[Message], list[str]]:
+        """Return messages as the engine takes them, and where arguments of calls had to be wrapped."""
+        taken, where = (messages, []) if self._json else wrapped(messages)
+        return [shortened(message) for message in taken] if self._short_ids else taken, where
+
+    def same_id(self, held: object, sent: object) -> bool:
+        """Return whether the template cannot tell two ids of a call apart."""
+        if not self._writes_ids:
+            return True
+        short = self._short_ids and isinstance(held, str) and isinstance(sent, str)
+        return short and short_id(str(held)) == short_id(str(sent))
+
+    @functools.cached_property
+    def _writes_ids(self) -> bool:
+        try:
+            return TRIED_ID in self._tried(TRIED_ID)
+        except CannotRender:
+            return True
+
+    def _wants_short_ids(self) -> bool:
+        """Whether the template takes call ids of 9 characters alone."""
+        for call_id, is_taken in (("call_0", False), (TRIED_ID, True)):
+            try:
+                self._tried(call_id)
+            except CannotRender:
+                if is_taken:
+                    return False
+            else:
+                if not is_taken:
+                    return False
+        return True
+
+    def _tried(self, call_id: str) -> str:
+        messages: list[Message] = [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": call_id, "name": "f", "content": "b"},
+        ]
+        return self.render(messages, None, generation_prompt=True, template_kwargs={})
+
     def _prepared(self, message: Message) -> dict[str, Any]:
+        message = shortened(message) if self._short_ids else message
         return prepared(message, parts=self._parts, json=self._json)
 
     def encode(self, text: str) -> list[int]:

@@ -54,7 +54,7 @@ class ChatFace(Face):
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
         turn = await self.placed(session, fields, contexts_of(fields), now=now)
-        turn.facts = media.facts
+        turn.facts = {**turn.facts, **media.facts}
         return turn
 
     async def placed(
@@ -68,14 +68,25 @@ class ChatFace(Face):
         messages: Sequence[Message] = fields["messages"]
         place = session.place(messages, [context.key for context in contexts], self._equal)
         if place.parent is None:
-            return PendingTurn(session, self.path, fields, (place,), now)
+            return self._root(session, fields, place, now)
         try:
             context = next(each for each in contexts if each.key == place.context)
             prompt = await self._prompt(fields, context, place, place.parent)
         except NotAppendOnly as reason:
             root = Place(None, tuple(messages), contexts[0].key)
-            return PendingTurn(session, self.path, fields, (root,), now, segment=str(reason))
+            return self._root(session, fields, root, now, segment=str(reason))
         return PendingTurn(session, self.path, fields, (place,), now, prompt)
+
+    def _root(
+        self, session: Session, fields: Mapping[str, Any], place: Place, now: float, *, segment: str | None = None
+    ) -> PendingTurn:
+        """A turn that begins a segment: the engine renders its messages, in a form that it takes."""
+        messages, wrapped = self._continuation.readable(fields["messages"])
+        if messages is not fields["messages"]:
+            fields = {**fields, "messages": messages}
+        turn = PendingTurn(session, self.path, fields, (place,), now, segment=segment)
+        turn.facts = {"wrapped_arguments": wrapped} if wrapped else {}
+        return turn
 
     async def prompt_tokens(self, turn: PendingTurn) -> int | None:
         """Of a root too, as the model's template and tokenizer have it."""

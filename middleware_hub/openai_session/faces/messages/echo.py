@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from middleware_hub.openai_session.continuing.readable import INVALID_JSON
 from middleware_hub.openai_session.faces.messages.tools import HeldFunctions
 from middleware_hub.openai_session.sessions.equality import same_json
 from middleware_hub.openai_session.sessions.messages import ListReading, Message, parse_text
@@ -24,8 +25,6 @@ from miles_router.middlewares import nests_too_deep
 #: Under which a session remembers it.
 NOTE = "messages.echo"
 SIGNED = "miles1."
-#: The key of an input whose text is no JSON object, as Anthropic's documentation names it for this purpose.
-INVALID_JSON = "INVALID_JSON"
 #: Types of a schema's values that no text is.
 NO_TEXTS = ("integer", "number", "boolean", "array", "object")
 CHANGES_DIRECTORY = re.compile(r"^cd \S+ && ")

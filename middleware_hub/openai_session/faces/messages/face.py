@@ -94,7 +94,7 @@ class MessagesFace(ChatFace):
         asked = read(request, Echo.of(session), system_anywhere=self._system_anywhere, counts=counts, policy=policy)
         fields = self._settings.of_chat(asked.fields)
         turn = await self.placed(session, fields, asked.contexts(fields), now=now)
-        turn.asked, turn.facts = request, asked.facts
+        turn.asked, turn.facts = request, {**turn.facts, **asked.facts}
         if turn.stream and turn.prompt is None:
             turn.fields = {**turn.fields, "stream_options": USAGE_FROM_THE_START}
         return turn

@@ -55,7 +55,8 @@ class ResponsesFace(ChatFace):
 
         left_out = asked.settings.tools.left_out
         turn.asked, turn.remember = envelope, remember
-        turn.facts = {**asked.facts, "response_id": envelope.id, **({"tools_left_out": left_out} if left_out else {})}
+        facts = {"response_id": envelope.id, **({"tools_left_out": left_out} if left_out else {})}
+        turn.facts = {**turn.facts, **asked.facts, **facts}
         return turn
 
     def is_side_call(self, scope: Scope) -> bool:
