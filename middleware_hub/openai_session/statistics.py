@@ -14,6 +14,7 @@ class SessionStatistics(Statistics, prefix="miles_router_sessions"):
     bytes = gauge("Bytes of messages and arrays held.")
     created = counter("Sessions made.")
     expired = counter("Sessions forgotten since nobody used them.")
+    evicted = counter("Sessions of bare `X-Session-Id` headers that were forgotten to make room.")
     ended = counter(
         "Sessions ended, by reason; one that goes on after all, in a smaller context, ends again.", by="reason"
     )

@@ -28,6 +28,7 @@ from middleware_hub.openai_session.episodes.reading import read_contract
 from middleware_hub.openai_session.errors import ContextOverflow, ContextWindowFull, TrajectoryVersionChanged
 from middleware_hub.openai_session.export.routes import SessionRoutes, as_response, read_object
 from middleware_hub.openai_session.export.samples import SamplePlan, SampleRequest, untraced_in_words
+from middleware_hub.openai_session.sessions.store import is_session_name
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.door import TurnDoor
 from miles_router.engines import paths
@@ -349,12 +350,15 @@ class DressageDialect:
 
 def _session_id(scope: Scope) -> str | None:
     """The session that the headers name. A routing key alone is affinity, and a session only beside the dialect's own
-    headers."""
+    headers; a name that no session can have is refused beside them, and is affinity alone."""
     headers = scope["headers"]
-    name = first(headers, SESSION)
-    if name is None and (first(headers, INSTANCE) is not None or first(headers, TURN) is not None):
-        name = first(headers, ROUTING)
-    return name.decode("latin-1") if name else None
+    own = first(headers, INSTANCE) is not None or first(headers, TURN) is not None
+    given = first(headers, SESSION)
+    if given is None and own:
+        given = first(headers, ROUTING)
+    name = given.decode("latin-1") if given else None
+    # Agents send names of their own here, as "channel/thread": these are affinity.
+    return name if name is None or own or is_session_name(name) else None
 
 
 def _group(session: Session) -> Name:

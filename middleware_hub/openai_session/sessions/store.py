@@ -1,7 +1,8 @@
-"""All sessions: their creation, lookup, expiry and bounds. Pure; time comes from outside."""
+"""All sessions: their creation, lookup, expiry and bounds. Time comes from outside."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,8 @@ from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.statistics import SessionStatistics
 from miles_router.errors import BadRequest, ConfigError, RouterError
 from miles_router.middlewares import EpisodeShelf, HeldNames, Owners, read_json
+
+logger = logging.getLogger(__name__)
 
 ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
 #: Bytes of what a client may have a session carry beside its turns: metadata, and label and reward.
@@ -93,6 +96,7 @@ class SessionStore:
         self._now = now
         self._clock = clock
         self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._by_header: OrderedDict[str, Session] = OrderedDict()  # those of them that their first turn made
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -109,8 +113,11 @@ class SessionStore:
         session_id: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         contract: Contract = NO_CONTRACT,
+        *,
+        by_header: bool = False,
     ) -> Session:
-        """A new session.
+        """A new session. Where there is no room, sessions of bare headers make it; for one that is made by its own
+        request those in which a turn runs, too: it is answered, and not recorded.
 
         Raises:
             BadRequest: an id that does not fit into a path, or metadata or contract of more than `MAX_CARRIED_BYTES`.
@@ -119,18 +126,18 @@ class SessionStore:
         """
         if session_id is None:
             session_id = self.owners.new_name()
-        elif not ID.fullmatch(session_id) or session_id in (".", ".."):
+        elif not is_session_name(session_id):
             raise BadRequest("session_id must be 1 to 128 of the characters A-Z a-z 0-9 . _ ~ : -")
         nbytes = _carried_bytes("metadata", metadata or {}) + _carried_bytes("contract", contract.given)
         self.expire()
         if session_id in self._sessions:
             raise SessionExists(f"session {session_id!r} exists already")
-        if len(self._sessions) >= self.bounds.sessions:
-            raise self._full("max_sessions", TooManySessions, f"{len(self._sessions)} sessions are held already")
-        self._check_room()
+        self._check_count(running=not by_header)
         session = self._sessions[session_id] = Session(
             session_id, now=self._now(), clock=self._clock(), metadata=metadata, contract=contract
         )
+        if by_header:
+            session.made_by_a_turn, self._by_header[session_id] = True, session
         self._names.add(session_id)
         self.shelf.add(session.place_in_order, session)
         self.account(session, nbytes)
@@ -172,9 +179,7 @@ class SessionStore:
         if session_id in self._sessions:
             return self.get(session_id)
         self.check_lost(session_id)
-        session = self.create(session_id, contract=contract)
-        session.made_by_a_turn = True
-        return session
+        return self.create(session_id, contract=contract, by_header=True)
 
     def check_lost(self, session_id: str) -> None:
         """Raises:
@@ -198,6 +203,7 @@ class SessionStore:
         if self._sessions.get(session.id) is session:
             self.end(session, DELETED)
             del self._sessions[session.id]
+            self._by_header.pop(session.id, None)
             self._names.remove(session.id)
             self.shelf.remove(session.place_in_order)
             session.deleted = True
@@ -213,10 +219,10 @@ class SessionStore:
         Raises:
             TooManySessions: there is no room.
         """
-        if len(self._sessions) >= self.bounds.sessions:
-            raise self._full("max_sessions", TooManySessions, f"{len(self._sessions)} sessions are held already")
-        self._check_room()
+        self._check_count(running=False)
         self._sessions[session.id] = session
+        if session.made_by_a_turn:
+            self._by_header[session.id] = session
         self.shelf.add(session.place_in_order, session)
         self.nbytes += session.nbytes
 
@@ -260,7 +266,34 @@ class SessionStore:
             raise self._full("max_session_bytes", SessionFull, f"the session holds {session.nbytes} bytes already")
         self._check_room()
 
-    def _check_room(self) -> None:
+    def _check_count(self, *, running: bool) -> None:
+        """Raises:
+        TooManySessions: there is no room for another session.
+        """
+        while len(self._sessions) >= self.bounds.sessions and self._evict("max_sessions", running=running):
+            pass
+        if len(self._sessions) >= self.bounds.sessions:
+            raise self._full("max_sessions", TooManySessions, f"{len(self._sessions)} sessions are held already")
+        self._check_room(running=running)
+
+    def _evict(self, bound: str, *, running: bool) -> bool:
+        """Forget the least recently used session that a bare header made; with `running` one in which a turn runs,
+        where no other is left. Return whether there was one."""
+        bare = (session for session in self._by_header.values() if _is_bare(session))
+        idle = (session for session in self._by_header.values() if not session.in_flight and _is_bare(session))
+        session = next(idle, None) or (next(bare, None) if running else None)
+        if session is None:
+            return False
+        fields = {"session_id": session.id, "turns": len(session.turns), "bound": bound}
+        logger.warning("header_session_evicted", extra={"fields": fields})
+        self.end(session, EXPIRED)
+        self.delete(session)
+        self.statistics.evicted += 1
+        return True
+
+    def _check_room(self, *, running: bool = False) -> None:
+        while self.nbytes >= self.bounds.total_bytes and self._evict("max_bytes", running=running):
+            pass
         if self.nbytes >= self.bounds.total_bytes:
             message = f"sessions hold {self.nbytes} bytes already; delete those collected"
             raise self._full("max_bytes", TooManySessions, message)
@@ -286,6 +319,8 @@ class SessionStore:
     def _used(self, session: Session) -> None:
         session.used_at, session.idle_since = self._now(), self._clock()
         self._sessions.move_to_end(session.id)
+        if session.id in self._by_header:
+            self._by_header.move_to_end(session.id)
 
     def read(self, session: Session, body: bytes, *, name: str | None) -> Any:
         """A request of a session, parsed. Most of one whose list of this name goes on is known, and is not read again.
@@ -309,6 +344,18 @@ class SessionStore:
         if not session.deleted:
             session.nbytes += nbytes
             self.nbytes += nbytes
+
+
+def is_session_name(name: str) -> bool:
+    """Return whether a session may have this name."""
+    return ID.fullmatch(name) is not None and name not in (".", "..")
+
+
+def _is_bare(session: Session) -> bool:
+    """Return whether nothing but `X-Session-Id` says that a session is one: no instance, no turn ids, not finalized. It
+    may be an agent's own header, that nobody collects."""
+    named = "instance_id" in session.metadata or any(turn.facts.get("turn_id") for turn in session.turns)
+    return not named and session.finalized is None
 
 
 def _carried_bytes(what: str, carried: Mapping[str, Any]) -> int:
