@@ -93,6 +93,10 @@ class Continuation:
         """Return the messages of a beginning as the engine takes them, and where arguments of calls were wrapped."""
         return self._beginning.readable(messages)
 
+    def same_id(self, held: object, sent: object) -> bool:
+        """Return whether the template cannot tell two ids of a call apart."""
+        return self.renderer.same_id(held, sent) and self._beginning.same_id(held, sent)
+
     async def beginning(
         self,
         messages: Sequence[Message],

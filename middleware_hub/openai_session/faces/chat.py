@@ -66,7 +66,8 @@ class ChatFace(Face):
             BadRequest: a text in it is too long.
         """
         messages: Sequence[Message] = fields["messages"]
-        place = session.place(messages, [context.key for context in contexts], self._equal)
+        keys = [context.key for context in contexts]
+        place = session.place(messages, keys, self._equal, self._continuation.same_id)
         if place.parent is None:
             return self._root(session, fields, place, now)
         try:

@@ -31,6 +31,11 @@ class Walk(NamedTuple):
         """Whether all of the messages lead somewhere."""
         return len(self.places) > len(self.messages)
 
+    def stops_at_calls(self) -> bool:
+        """Return whether the first message that leads nowhere calls tools."""
+        count = len(self.places) - 1
+        return count < len(self.messages) and bool(self.messages[count].get("tool_calls"))
+
     def turns(self) -> Iterator[Turn]:
         """Those whose history the messages begin with."""
         return (place.turn for places in self.places[1:] for place in places if place.turn is not None)

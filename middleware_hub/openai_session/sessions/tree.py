@@ -21,6 +21,7 @@ import orjson
 from middleware_hub.openai_session.episodes.contract import NO_CONTRACT, Contract
 from middleware_hub.openai_session.episodes.episode import EpisodeState
 from middleware_hub.openai_session.sessions.answers import RecordedAnswers
+from middleware_hub.openai_session.sessions.call_ids import SameId, as_held
 from middleware_hub.openai_session.sessions.edits import context_edit, edit_of
 from middleware_hub.openai_session.sessions.equality import Equality
 from middleware_hub.openai_session.sessions.histories import HeldMessage, Walk
@@ -223,11 +224,21 @@ class Session:
         group = self.episode.group(self.metadata)
         return None if group is None else str(group)
 
-    def place(self, messages: Sequence[Message], contexts: Sequence[bytes], equal: Equality) -> Place:
-        """The deepest turn that a request's messages extend in one of these contexts, the latest of several."""
-        best, whole = self._last_that_goes_on(messages, contexts, equal), False
+    def place(
+        self,
+        messages: Sequence[Message],
+        contexts: Sequence[bytes],
+        equal: Equality,
+        same_id: SameId | None = None,
+    ) -> Place:
+        """The deepest turn that a request's messages extend in one of these contexts, the latest of several. `same_id`:
+        whether two ids of a call are one; by default those that are equal."""
+        best, whole, held = self._last_that_goes_on(messages, contexts, equal), False, messages
         if best is None:
             walk = self._histories.walk(messages, equal)
+            if same_id is not None and walk.stops_at_calls():
+                held = as_held(self._histories, messages, equal, same_id)
+                walk = self._histories.walk(held, equal)
             whole = walk.whole
             for turn in walk.turns():
                 if turn.context in contexts and (
@@ -237,7 +248,7 @@ class Session:
         sent = Sent(messages.number if isinstance(messages, SentList) and not whole else 0, len(self.turns))
         if best is None:
             return Place(None, tuple(messages), contexts[0], sent)
-        return Place(best, tuple(messages[best.messages :]), best.context, sent)
+        return Place(best, tuple(held[best.messages :]), best.context, sent)
 
     def _last_that_goes_on(
         self, messages: Sequence[Message], contexts: Sequence[bytes], equal: Equality

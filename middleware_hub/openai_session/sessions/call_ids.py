@@ -1,0 +1,67 @@
+"""Call ids that an agent's library gives anew, the same for a call and its result.
+
+Where a template cannot tell two ids apart, a history with renamed ids is the one that is held. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from middleware_hub.openai_session.sessions.equality import Equality
+from middleware_hub.openai_session.sessions.histories import HeldMessage
+from middleware_hub.openai_session.sessions.messages import Message
+
+#: `(held, sent)`: whether the template cannot tell two ids of a call apart.
+SameId = Callable[[object, object], bool]
+
+
+def as_held(begin: HeldMessage, messages: Sequence[Message], equal: Equality, same_id: SameId) -> Sequence[Message]:
+    """Return messages with the ids under which their calls are held; the same list if none is renamed.
+
+    Args:
+        begin: the place in the tree that the messages begin behind.
+    """
+    places: Sequence[HeldMessage] = [begin]
+    names: dict[object, object] = {}  # of the calls in front of a message: as sent, as held
+    renamed: list[Message] = []
+    changed = False
+    for message in messages:
+        now = _result(message, names)
+        if _ids(message):
+            names = {}
+        children = [child for place in places for child in place.children]
+        places = [child for child in children if child.leads_here(now, equal)]
+        if not places and _ids(message):
+            for child in reversed(children):
+                found = _names(child.message, message, same_id)
+                if found and equal(child.message, _calls(message, found)):
+                    places, names, now = [child], found, _calls(message, found)
+                    break
+        changed = changed or now is not message
+        renamed.append(now)
+    return renamed if changed else messages
+
+
+def _ids(message: Message) -> list[object]:
+    calls = message.get("tool_calls")
+    return [call.get("id") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
+
+
+def _names(held: Message, sent: Message, same_id: SameId) -> dict[object, object]:
+    """Return which held id each id stands for; nothing if they are not as many, or two are one."""
+    ones, others = _ids(held), _ids(sent)
+    alike = len(ones) == len(others) == len(set(map(str, ones))) == len(set(map(str, others)))
+    if not alike or not all(map(same_id, ones, others)):
+        return {}
+    return {str(sent_id): held_id for held_id, sent_id in zip(ones, others, strict=True)}
+
+
+def _calls(message: Message, names: Mapping[object, object]) -> Message:
+    calls: list[Any] = [{**call, "id": names[str(call.get("id"))]} for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}
+
+
+def _result(message: Message, names: Mapping[object, object]) -> Message:
+    held = names.get(str(message.get("tool_call_id"))) if message.get("role") == "tool" else None
+    return message if held is None else {**message, "tool_call_id": held}
