@@ -22,13 +22,12 @@ async def test_a_real_engine_s_failure_at_an_escape_is_made_up_for(tmp_path: Pat
     with RealWorker.start("--script-file", str(said), "--chunked-prefill-size", "-1") as worker:
         async with real_sessions(worker) as (trial, _):
             for path in (CHAT, MESSAGES, RESPONSES):
-                # What fails, the one token that tells the prompt, and the raw answer.
+                # What fails, and what is asked for once more.
                 write_script(said, SPOILED, "x", SPOILED)
                 session = await trial.create()
                 body: Any = request(path, [{"role": "user", "content": "When?"}], stream=False)
                 reply = await trial.ask("POST", f"/sessions/{session}{path}", body)
                 assert reply.status == 200, reply.body
-                assert json.loads(said.read_text()) == [], "all three were asked for"
                 assert "\ufffd" in json.dumps(reply.json(), ensure_ascii=False)
                 (sample,) = await trial.samples(session)
                 sampled = [*qwen3().encode(SPOILED), IM_END]
