@@ -6,6 +6,7 @@ in the end. A client that is tried in a test of its own has no driver here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,10 @@ CALCULATION: Sequence[Any] = (
     {"calls": [call("look", name="")]},
     {"reasoning": "Done.", "text": "It is 42."},
 )
+#: More than a JavaScript number holds.
+BIG = 2**53 + 1
+#: The same with such a number.
+ODD_CALCULATION: Sequence[Any] = (*CALCULATION[:4], {"calls": [call("add", a=BIG, b=1)]}, *CALCULATION[4:])
 SHELL: Sequence[Any] = (
     {"reasoning": "I look.", "text": "I look.", "calls": [call("bash", command="echo 17; echo naïve 世界")]},
     {"calls": [{"name": "bash", "arguments": '{"command":"echo $((17 + 25)) > sum"}'}]},
@@ -49,6 +54,29 @@ TERMINAL: Sequence[Any] = (
     {"calls": [call("terminal", command="cat sum sum | sort -u", security_risk="LOW")]},
     {"calls": [call("finish", message="It is 42.")]},
 )
+
+
+def odd_shell(shell: str, read: str, path: str, **more: Any) -> Callable[[], Sequence[Any]]:
+    """A task in a shell, with a number that JavaScript rounds, and a call that lacks its last brace.
+
+    Args:
+        shell: the tool that runs a `command`.
+        read: the tool that reads a file, which `path` names.
+        more: what the shell needs beside.
+    """
+
+    def run(command: str) -> dict[str, Any]:
+        return call(shell, command=command, **more)
+
+    return lambda: (
+        {"reasoning": "I look.", "text": "I look.", "calls": [run("echo 17; echo naïve 世界")]},
+        {"calls": [run("echo $((17 + 25)) > sum")]},
+        {"calls": [run("cat sum"), run("ls")]},
+        {"calls": [call(read, **{path: "sum", "limit": BIG})]},
+        {"text": "Once more.", "calls": [run("false")]},
+        {"calls": [{"name": shell, "arguments": json.dumps(run("echo 1")["arguments"])[:-1]}]},
+        {"reasoning": "Done.", "text": "It is 42."},
+    )
 
 
 def edits() -> list[Any]:
@@ -199,5 +227,90 @@ CLIENTS: Sequence[Client] = (
         requirements=("aider-chat==0.86.2",),
         script=edits,
         said="sum 5",
+    ),
+    Client(
+        "Strands",
+        "strands-agents 1.62.0",
+        "chat",
+        1,
+        driver="strands_agent.py",
+        requirements=("strands-agents[openai]==1.62.0",),
+        script=lambda: ODD_CALCULATION,
+    ),
+    Client(
+        "Google ADK",
+        "google-adk 2.13.0, litellm 1.105.3",
+        "chat",
+        1,
+        driver="adk_agent.py",
+        requirements=("google-adk==2.13.0", "litellm==1.105.3"),
+        script=lambda: ODD_CALCULATION,
+    ),
+    Client(
+        "AutoGen",
+        "autogen-agentchat 0.7.5",
+        "chat",
+        1,
+        driver="autogen_agent.py",
+        requirements=("autogen-agentchat==0.7.5", "autogen-ext[openai]==0.7.5"),
+        script=lambda: ODD_CALCULATION,
+    ),
+    Client(
+        "Agent Framework",
+        "agent-framework-core 1.23.0",
+        "chat",
+        1,
+        driver="agent_framework_agent.py",
+        requirements=("agent-framework-core==1.23.0", "agent-framework-openai==1.17.0"),
+        script=lambda: ODD_CALCULATION,
+    ),
+    Client(
+        "Agno",
+        "agno 3.1.10",
+        "chat",
+        1,
+        driver="agno_agent.py",
+        requirements=("agno==3.1.10", "openai==3.57.0"),
+        script=lambda: ODD_CALCULATION,
+    ),
+    Client(
+        "deepagents",
+        "deepagents 0.7.32, langchain-openai 1.7.4",
+        "chat",
+        1,
+        driver="deepagents_agent.py",
+        requirements=("deepagents==0.7.32", "langchain-openai==1.7.4"),
+        script=lambda: ODD_CALCULATION,
+    ),
+    Client(
+        "pi",
+        "@mariozechner/pi-coding-agent 0.73.1",
+        "chat",
+        1,
+        modes=(STREAMED,),
+        driver="pi_agent.mjs",
+        requirements=("@mariozechner/pi-coding-agent@0.73.1",),
+        script=odd_shell("bash", "read", "path"),
+    ),
+    Client(
+        "Qwen Code",
+        "@qwen-code/qwen-code 0.24.4",
+        "chat",
+        1,
+        modes=(STREAMED,),
+        driver="qwen_code_agent.mjs",
+        requirements=("@qwen-code/qwen-code@0.24.4",),
+        script=odd_shell("run_shell_command", "read_file", "file_path", is_background=False),
+    ),
+    Client(
+        "OpenCode",
+        "opencode-ai 1.18.33",
+        "chat",
+        2,
+        modes=(STREAMED,),
+        why="its main line, and the title that it asks for",
+        driver="opencode_agent.mjs",
+        requirements=("opencode-ai@1.18.33",),
+        script=odd_shell("bash", "read", "filePath", description="Runs it."),
     ),
 )

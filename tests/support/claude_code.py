@@ -13,7 +13,7 @@ from typing import Any
 from tests.support.agent_process import Run, home_beside, npm_program, run_agent
 
 PACKAGE = "@anthropic-ai/claude-code"
-VERSION = "2.1.330"
+VERSION = "2.1.332"
 #: Of a user who allows everything, and of a machine that reaches nobody but the router.
 ENVIRONMENT = {
     "IS_SANDBOX": "1",
