@@ -180,7 +180,7 @@ async def test_a_header_session_is_asked_beside_its_turns_only_where_it_is_held(
 
 
 async def test_a_name_that_fits_into_no_path_is_refused(scripted: SessionTrial, worker: ScriptedWorker) -> None:
-    answer = await turn(scripted, {"X-Session-Id": "a/b"})
+    answer = await turn(scripted, {"X-Session-Id": "a/b", "X-Turn-Id": "t1"})
     assert (answer.status, answer.error_type) == (400, "invalid_request")
     assert worker.requests == []
 

@@ -25,7 +25,13 @@ from middleware_hub.openai_session.faces.responses.attribution import (
     same_words,
 )
 from middleware_hub.openai_session.faces.responses.envelope import JOINT, Responses
-from middleware_hub.openai_session.faces.responses.errors import InvalidParameter, missing, unavailable, wrong_type
+from middleware_hub.openai_session.faces.responses.errors import (
+    InvalidParameter,
+    missing,
+    no_compaction,
+    unavailable,
+    wrong_type,
+)
 from middleware_hub.openai_session.faces.responses.forms import CALLS, FUNCTION, CallForm, held_call
 from middleware_hub.openai_session.faces.responses.items import SEALED, response_of, text_of
 from middleware_hub.openai_session.faces.responses.tools import shown_name
@@ -33,6 +39,8 @@ from middleware_hub.openai_session.sessions.media import HINT, KINDS, Media, tex
 from middleware_hub.openai_session.sessions.messages import Message, SentList
 
 SYSTEM = ("system", "developer")
+#: What asks OpenAI's server to compact a history, and what it answers, which it alone can read.
+COMPACTIONS = frozenset(("compaction", "compaction_trigger", "compaction_summary", "context_compaction"))
 #: Parts that are text. A refusal is what a model said, too.
 TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 #: What tools gave back, and where their text is.
@@ -147,6 +155,8 @@ class ResponsesConversation:
             self._result(item, where)
         elif kind == "item_reference":
             self._item(self._referred(item, where), where)
+        elif kind in COMPACTIONS:
+            raise no_compaction(f"{where}.type", f"Compaction at the server (an item of type '{kind}')")
         else:
             raise unavailable(f"{where}.type", f"An item of type '{str(kind)[:64]}'")
 

@@ -46,6 +46,15 @@ def unavailable(param: str, what: str) -> InvalidParameter:
     return InvalidParameter(param, f"{what} is not available in a traced session.", "unsupported_value")
 
 
+def no_compaction(param: str, what: str) -> InvalidParameter:
+    """Compaction at the server, with what makes Codex compact by itself: it asks providers of OpenAI's name alone."""
+    hint = (
+        "the agent must compact its history itself, which is traced. Codex does so where the model provider in its "
+        "config.toml has a `name` other than OpenAI and Azure"
+    )
+    return InvalidParameter(param, f"{what} is not available in a traced session: {hint}.", "unsupported_value")
+
+
 def error(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """What stands under `error`."""
     return {"message": message, "type": INVALID if status < 500 else SERVER_ERROR, "param": param, "code": code}

@@ -25,6 +25,8 @@ from miles_router.middlewares import ASGIApp, Receive, Scope, Send, first
 
 #: What Codex says a request is of, where that is not its main line; a compaction is of the line that it shortens.
 SUB_AGENT, COMPACTION = b"x-openai-subagent", b"compact"
+#: What OpenAI's server would compact a history at.
+COMPACT = "compact"
 #: What a contract may fix of that which a response says again.
 FIXED = ("model", "temperature", "top_p")
 #: Items of a page of input items, as the API bounds it.
@@ -105,12 +107,14 @@ class ResponsesFace(ChatFace):
 
         Raises:
             ResponseNotFound: the session keeps none of this id.
-            InvalidParameter: a page that is none.
+            InvalidParameter: a page that is none, or compaction at the server.
         """
         method, path = scope["method"], scope["path"]
         if not path.startswith(f"{self.path}/"):
             return False
         response_id, _, rest = path[len(self.path) + 1 :].partition("/")
+        if (method, response_id, rest) == ("POST", COMPACT, ""):
+            raise errors.no_compaction("input", f"Compaction at the server ({path})")
         if (method, rest) not in (("GET", ""), ("DELETE", ""), ("GET", "input_items")):
             return False
         responses = Responses.of(session)
