@@ -15,6 +15,7 @@ from typing import Any
 import orjson
 
 from middleware_hub.openai_session.sessions.messages import Message, function_of
+from miles_router.engines import surrogates
 
 #: The key of an object around arguments that are none, as Anthropic's documentation names it for this purpose.
 INVALID_JSON = "INVALID_JSON"
@@ -64,7 +65,7 @@ def _is_object(arguments: object) -> bool:
     if not isinstance(arguments, str):
         return False
     try:
-        return isinstance(orjson.loads(arguments), dict)
+        return isinstance(surrogates.loads(arguments.encode()), dict)
     except ValueError:
         return False
 
