@@ -49,6 +49,11 @@ class Budget:
     deadline_s: float | None = None
 
     @property
+    def counts(self) -> bool:
+        """Whether what turns have used up matters."""
+        return self.max_tokens is not None or self.max_turns is not None
+
+    @property
     def measures(self) -> bool:
         """Whether the length of prompts matters."""
         return self.max_tokens is not None or self.max_context is not None

@@ -68,9 +68,9 @@ class EpisodeState:
         ended = {} if self.end_reason is None else {"end_reason": self.end_reason}
         return {"contract": self.given, **ended} if self.given else ended
 
-    def settle(self, turn: object, tokens: int) -> None:
+    def settle(self, turn: object, tokens: int, repeat_key: object = None) -> None:
         """A turn is recorded with so many tokens. Where a full context had ended the episode, it has gone on."""
-        self.ledger.settle(turn, tokens)
+        self.ledger.settle(turn, tokens, repeat_key)
         if self.end_reason == CONTEXT:
             self.end_reason = None
         self._freed.set()

@@ -9,6 +9,9 @@ from typing import Any
 from middleware_hub.openai_session.episodes.contract import BUDGET_TOKENS, CONTEXT, Budget
 from miles_router.errors import BadRequest
 
+#: How often a turn that its client has left may be repeated under its id as the same turn. Beyond, it is another one.
+FREE_REPETITIONS = 2
+
 
 class Ledger:
     """What an episode has used of its budget. A turn reserves what it may take, so that turns at the same time never
@@ -18,16 +21,28 @@ class Ledger:
         self.tokens = 0  # sampled, in turns that are recorded
         self.turns = 0  # requests that are recorded
         self._reserved: dict[object, int] = {}
+        self._counted: dict[object, int] = {}  # how often turns with an id were, by what repetitions have in common
 
     def reserve(self, turn: object, tokens: int) -> None:
         """A turn begins, and may sample so many tokens."""
         self._reserved[turn] = tokens
 
-    def settle(self, turn: object, tokens: int) -> None:
-        """It is recorded with so many."""
+    def settle(self, turn: object, tokens: int, repeat_key: object = None) -> None:
+        """It is recorded with so many, or its client has left. `repeat_key`: what it and its repetitions have in
+        common; together they are one turn."""
         self._reserved.pop(turn, None)
         self.tokens += tokens
-        self.turns += 1
+        self.turns += not self._is_free(repeat_key)
+        if repeat_key is not None:
+            self._counted[repeat_key] = self._counted.get(repeat_key, 0) + 1
+
+    def _is_free(self, repeat_key: object) -> bool:
+        """Whether a turn is the repetition of one that was counted."""
+        return 0 < self._counted.get(repeat_key, 0) <= FREE_REPETITIONS
+
+    def reserved_by(self, turn: object) -> int:
+        """Tokens that a turn may take."""
+        return self._reserved.get(turn, 0)
 
     def release(self, turn: object) -> None:
         """It is over, recorded or not."""
@@ -44,9 +59,11 @@ class Ledger:
             return None
         return max(0, budget.max_tokens - self.tokens - sum(self._reserved.values()))
 
-    def has_turns(self, budget: Budget) -> bool:
-        """Whether one more turn may begin."""
-        return budget.max_turns is None or self.turns + len(self._reserved) < budget.max_turns
+    def has_turns(self, budget: Budget, repeat_key: object = None) -> bool:
+        """Whether one more turn, or the repetition of one that was counted, may begin."""
+        if budget.max_turns is None or self._is_free(repeat_key):
+            return True
+        return self.turns + len(self._reserved) < budget.max_turns
 
     @property
     def used(self) -> dict[str, int]:

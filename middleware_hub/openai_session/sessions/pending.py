@@ -65,6 +65,10 @@ class PendingTurn:
         cut_by: which part of the contract has made it shorter than its agent wanted, as an `end_reason`.
         asked_for: what its agent wanted where the contract has something else.
         reservation: what the ledger of its episode knows it by.
+        repeat_key: what it and its repetitions have in common; None for a turn without an id.
+        left: whether its client has left before it had the answer.
+        aborted: whether its answer was cut off at the engine.
+        seen_tokens: tokens of its stream that have come.
     """
 
     session: Session
@@ -86,11 +90,20 @@ class PendingTurn:
     cut_by: str | None = None
     asked_for: Mapping[str, Any] = field(default_factory=dict)
     reservation: object = None
+    repeat_key: object = None
+    left: bool = False
+    aborted: bool = False
+    seen_tokens: int = 0
 
     @property
     def stream(self) -> bool:
         """Whether the agent reads the answer as a stream."""
         return bool(self.fields.get("stream"))
+
+    @property
+    def answered(self) -> bool:
+        """Whether its answer is held, and is one that a repetition is given: not one that its client's leaving cut."""
+        return self.recorded and not (self.left and self.aborted)
 
     @property
     def several(self) -> bool:

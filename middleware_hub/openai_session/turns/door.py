@@ -16,6 +16,7 @@ from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.turns.idempotency import once, repeat_key, turn_id_of
 from middleware_hub.openai_session.turns.keeper import EpisodeKeeper
+from middleware_hub.openai_session.turns.leaving import SeenThrough
 from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.runner import TurnRunner, give_events
 from middleware_hub.openai_session.turns.shown_models import shown_models
@@ -161,6 +162,7 @@ class TurnDoor:
         turn_id = turn_id_of(scope)
         send = self._until_held(session, send, face.last_event)
         asked: list[PendingTurn] = []
+        key = None if turn_id is None else repeat_key(turn_id, face.path, body)
 
         async def run(send: Send) -> None:
             # Here, so that the recorded answer of a turn is given even where there is no room for another.
@@ -179,10 +181,15 @@ class TurnDoor:
                     with Watch(receive):  # a long text takes its time, which is not spent for an agent that has left
                         turn = await face.turn(session, parsed, now=self._now())
                         form.is_of(turn)
+                        turn.repeat_key = key
                         await self._keeper.bind(face, turn, running)
                     turn.turn_id, turn.side_call = turn_id, face.is_side_call(scope)
                     asked.append(turn)
-                    await self._runner.run(face, turn, scope, receive, send)
+                    ask = partial(self._runner.run, face, turn, scope)
+                    if session.episode.contract.budget.counts:
+                        await SeenThrough(turn, running, receive, send).run(ask)
+                    else:
+                        await ask(receive, send)
                 except ContextOverflow as error:
                     await _tell(error, face, session, parsed, form, send)
 
@@ -192,10 +199,9 @@ class TurnDoor:
                 self._keeper.refuse_untraced(session, untraceable)
                 self._recorder.pass_by(face.path, session, untraceable, exchange.request_id)
                 await self._untraced(body, scope, receive, send)
-            elif turn_id is None:
+            elif key is None:
                 await run(send)
             else:
-                key = repeat_key(turn_id, face.path, body)
                 account = partial(self._store.account, session)
                 await once(
                     session,
@@ -203,7 +209,7 @@ class TurnDoor:
                     receive,
                     send,
                     run,
-                    lambda: any(turn.recorded for turn in asked),
+                    lambda: any(turn.answered for turn in asked),
                     account,
                     last_event=face.last_event,
                 )

@@ -151,6 +151,7 @@ class EpisodeKeeper:
         `TokenizerManager._handle_batch_request`)."""
         episode, own = turn.session.episode, turn.fields.get(RID) is not None
         ends = not own or episode.deadline() is not None or episode.group(turn.session.metadata) is not None
+        ends = ends or episode.contract.budget.counts
         if turn.several or not ends:
             return
         running.rid = secrets.token_hex(16)
@@ -171,11 +172,11 @@ class EpisodeKeeper:
         while True:
             left = allowance(budget, ledger, prompt=prompt, choices=choices, window=window)
             short = left.tokens is not None and (asked is None or left.tokens < asked)
-            waits = not ledger.has_turns(budget) or (short and left.reason == BUDGET_TOKENS)
+            waits = not ledger.has_turns(budget, turn.repeat_key) or (short and left.reason == BUDGET_TOKENS)
             if not waits or not ledger.reserved:
                 break
             await episode.freed()
-        if not ledger.has_turns(budget):
+        if not ledger.has_turns(budget, turn.repeat_key):
             self._store.end(turn.session, TURNS)
             raise stopped(turn.session, TURNS)
         if left.tokens is not None and left.tokens < 1:

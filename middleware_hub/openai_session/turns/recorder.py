@@ -18,7 +18,7 @@ from middleware_hub.openai_session.sessions.prompting import tools_of
 from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tally import reason_name
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
-from miles_router.engines.answers import UnreadableAnswer
+from miles_router.engines.answers import ABORT, UnreadableAnswer
 from miles_router.engines.openai.choices import Choice
 from miles_router.middlewares import RunSeries, nests_too_deep
 from miles_router.trajectory import InvalidTrajectory, Piece
@@ -68,7 +68,7 @@ class TurnRecorder:
             raise SessionNotFound(f"session {session.id!r} was deleted")
         if session.deleted:
             return
-        pending.recorded = True
+        pending.recorded, pending.aborted = True, any(choice.finish == ABORT for choice in choices)
         if isinstance(model := pending.fields.get("model"), str):
             session.model = model[:MAX_MODEL]
         nbytes = prompts.nbytes
@@ -92,7 +92,8 @@ class TurnRecorder:
                 nbytes += pending.remember(turn)
             if pending.written:
                 self.written_ids.recorded(session.id, turn, pending.written)
-        session.episode.settle(pending.reservation, sum(len(piece) for _, _, sampled in parts for piece in sampled))
+        tokens = sum(len(piece) for _, _, sampled in parts for piece in sampled)
+        session.episode.settle(pending.reservation, tokens, pending.repeat_key)
         if pending.cut_by is not None and any(choice.finish == LENGTH for choice in choices):
             self._store.end(session, pending.cut_by)
         self._store.account(session, nbytes)

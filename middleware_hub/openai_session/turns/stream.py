@@ -61,6 +61,7 @@ class TurnStream:
         self.first_token_at: float | None = None
         #: Whether the engine itself says that it has the version that was noted throughout.
         self.by_engine = False
+        self._turn = turn
         self._fields = turn.fields
         self._endpoint = endpoint
         self._chunk_events = endpoint.chunk_events
@@ -190,8 +191,9 @@ class TurnStream:
 
     def _shown(self, chunk: dict[str, Any], name: bytes) -> bytes:
         choices = chunk.get("choices") or ()
-        if self._growing.add(chunk, self._version()) and self.first_token_at is None:
-            self.first_token_at = time.time()
+        if self._growing.add(chunk, self._version()):
+            self.first_token_at = self.first_token_at or time.time()
+            self._turn.seen_tokens = self._growing.tokens
         seen = self._endpoint.chunk_as_asked(chunk, self._fields)
         if seen is None:
             return b""

@@ -144,6 +144,11 @@ class GrowingChoices(ABC, Generic[Growing]):
         return {str(run.version) for growing in self._growing.values() for run in growing.versions.runs}
 
     @property
+    def tokens(self) -> int:
+        """Tokens of all choices that have come."""
+        return sum(growing.tokens for growing in self._growing.values())
+
+    @property
     def ended(self) -> set[int]:
         """The choices that have a finish reason, by their indices."""
         return {index for index, growing in self._growing.items() if growing.finish is not None}
