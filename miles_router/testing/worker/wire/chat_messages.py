@@ -52,14 +52,29 @@ def _parsed_arguments(arguments: str) -> dict[str, Any]:
 
 
 def _template_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """As SGLang hands them on: the functions as given, and a field of its own."""
+    """As SGLang hands them on (`protocol.py`, `Function._serialize`): the fields that it knows in the order in which
+    they came, a description and parameters that are null where there are none, and a field of its own."""
     if not tools:
         return None
     return [
         {
             "type": tool.get("type", "function"),
-            "function": tool["function"],
+            "function": _template_function(tool),
             "defer_loading": tool.get("defer_loading"),
         }
         for tool in tools
     ]
+
+
+def _template_function(tool: Mapping[str, Any]) -> dict[str, Any]:
+    given: Mapping[str, Any] = tool["function"]
+    waits = given.get("defer_loading")
+    known = {
+        "description": given.get("description"),
+        "name": given["name"],
+        "parameters": given.get("parameters"),
+        "strict": given.get("strict"),
+        "defer_loading": tool.get("defer_loading") if waits is None else waits,
+    }
+    kept = {name: value for name, value in known.items() if value is not None or name in ("description", "parameters")}
+    return {name: kept[name] for name in (*given, *kept) if name in kept}

@@ -11,6 +11,7 @@ from miles_router.testing.worker.model.vocabulary import Tokenizer
 from miles_router.testing.worker.routes.openai import SAMPLING_FIELDS, conversion, sampling_of
 from miles_router.testing.worker.visit import Visit, invalid_body
 from miles_router.testing.worker.wire.chat_messages import chat_prompt_ids
+from miles_router.testing.worker.wire.chat_schema import problems_of
 from miles_router.testing.worker.wire.generate_input import GenerateInput, parse_generate
 from miles_router.testing.worker.wire.openai_parts import adapter_of, routed_rank
 
@@ -109,11 +110,15 @@ def _validate(body: Mapping[str, Any]) -> None:
     messages = body.get("messages")
     if "messages" not in body:
         raise invalid_body({"type": "missing", "loc": ("body", "messages"), "msg": "Field required"})
-    if not isinstance(messages, list):
-        raise invalid_body({"type": "list_type", "loc": ("body", "messages"), "msg": "Input should be a valid list"})
+    if problems := problems_of(body):
+        raise invalid_body(*problems)
     if not messages:
         raise ValueError("Messages cannot be empty.")
     choice, tools = body.get("tool_choice"), body.get("tools")
+    for n, tool in enumerate(tools or ()):
+        parameters = tool["function"].get("parameters")
+        if not isinstance(parameters, Mapping | bool | None):
+            raise ValueError(f"Tool {n} function has invalid 'parameters' schema: {parameters!r} is no object")
     if choice == "required" and not tools:
         raise ValueError("Tools cannot be empty if tool choice is set to required.")
     if isinstance(choice, Mapping):
