@@ -258,7 +258,16 @@ async def test_what_the_prompt_is_not_made_of_may_change_from_turn_to_turn(
     [
         ({"input_ids": [1, 2, 3]}, "own_input_ids"),
         ({"continue_final_message": True}, "continue_final_message"),
-        ({"messages": [user("See"), "ANSWER", {"role": "user", "content": [{"type": "citation"}]}]}, "not_text"),
+        (
+            {
+                "messages": [
+                    user("See"),
+                    "ANSWER",
+                    {"role": "user", "content": [{"type": "tool_reference", "name": "f"}]},
+                ]
+            },
+            "not_text",
+        ),
     ],
     ids=["ids", "continue", "part"],
 )
