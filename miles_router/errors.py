@@ -35,6 +35,7 @@
         ├── UpstreamUnreachable     502 upstream_unreachable; another worker may be tried
         ├── UpstreamInvalidResponse 502 upstream_invalid_response: the worker does not speak HTTP
         ├── UpstreamTimeout         504 upstream_timeout
+        ├── PromptNotRead           502 prompt_not_read: the engine read another prompt than it was given
         └── UpstreamBroken          lost inside the body: the client's connection is broken off
 
 Answers of workers, 4xx and 5xx included, are replies and never become exceptions.
@@ -304,6 +305,18 @@ class UpstreamError(RouterError):
     type = "upstream_error"
     #: True when this machine has no descriptor, memory or port left, which says nothing of the worker.
     exhausted = False
+
+
+class PromptNotRead(UpstreamError):
+    """The engine read another prompt than it was given. SGLang does so with `--allow-auto-truncate`: it cuts a prompt
+    that is too long for its context window or its KV cache, and answers 200. Nothing is recorded."""
+
+    type = "prompt_not_read"
+
+    def __init__(self, worker: str | None, given: int, read: int) -> None:
+        """`given` and `read` are numbers of tokens."""
+        advice = "start it without --allow-auto-truncate, give it more memory, or send shorter prompts"
+        super().__init__(f"worker {worker} read {read} tokens of a prompt of {given}: {advice}")
 
 
 class UpstreamUnreachable(UpstreamError):

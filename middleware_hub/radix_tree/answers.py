@@ -14,17 +14,17 @@ from middleware_hub.radix_tree.dashboard.rollouts import RunningRollouts
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import wants_logprobs
-from miles_router.engines.answers import GenerateAnswer, Unreadable, UnreadableAnswer, without_logprobs
+from miles_router.engines.answers import GenerateAnswer, Unreadable, UnreadableAnswer, token_count, without_logprobs
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.engines.recomputing import AskedSampling
-from miles_router.errors import UpstreamBroken
+from miles_router.errors import PromptNotRead, UpstreamBroken
 from miles_router.middlewares import Event, Exchange, GenerateRequest, Handovers, Router, Send, Tap, write_event
 from miles_router.trajectory import InvalidTrajectory
 
 logger = logging.getLogger(__name__)
 
 #: Why an answer is not recorded that `GenerateAnswer` does not refuse.
-AnswerReason = Literal["not_json", "answer_count", "incomplete"]
+AnswerReason = Literal["not_json", "answer_count", "incomplete", "prompt_not_read"]
 
 
 class AnswerTap(Tap):
@@ -78,6 +78,7 @@ class AnswerTap(Tap):
 
         Raises:
             StateError: they cannot be made to outlive the process; the client is given none of them.
+            PromptNotRead: the engine read another prompt; none is recorded.
         """
         try:
             reply = orjson.loads(body)
@@ -88,6 +89,8 @@ class AnswerTap(Tap):
         if len(answers) != len(self._generations):
             self._refuse("answer_count", f"{len(answers)} answers to {len(self._generations)} generations")
             return body
+        for generation, answer in enumerate(answers):
+            self._check_prompt(generation, answer)
         recorded = [await self._record(generation, answer) for generation, answer in enumerate(answers)]
         await self._recorder.archive.save(filter(None, recorded))
         if all(self._shows_logprobs):
@@ -103,6 +106,7 @@ class AnswerTap(Tap):
         Raises:
             StateError: it cannot be made to outlive the process; the client is not given its last event.
             UpstreamBroken: the stream ends, and its answers have not.
+            PromptNotRead: the engine read another prompt; the client is told so in an event in place of the last.
         """
         if event.is_last:
             self._end()
@@ -118,7 +122,11 @@ class AnswerTap(Tap):
             self._surplus = True
             return event.raw
         if generation in self._growing:
-            await self._grow(generation, answer, len(event.data))
+            try:
+                await self._grow(generation, answer, len(event.data))
+            except PromptNotRead as error:
+                await self.give(write_event(error.body(self._exchange.request_id)))
+                raise
         if self._shows_logprobs[generation]:
             return event.raw
         return write_event(without_logprobs(answer), event.name)
@@ -136,6 +144,7 @@ class AnswerTap(Tap):
         self.keep(generation, nbytes, more=growing.incremental is True)
         if growing.ended:
             self._forget(generation)
+            self._check_prompt(generation, growing.with_versions())
             entry = await self._record(generation, growing.with_versions())
             if entry is not None and entry.family is not None:
                 await self.give_shown()
@@ -168,6 +177,18 @@ class AnswerTap(Tap):
         self._growing.clear()
         if cut and not (self._odd or self._surplus):
             raise UpstreamBroken(f"the worker's stream ended before its answers did: {cut}")
+
+    def _check_prompt(self, generation: int, answer: Any) -> None:
+        """Compare how long the prompt was and what the engine says that it read of it.
+
+        Raises:
+            PromptNotRead: they differ.
+        """
+        given = len(self._prompts[self._request.prompt_of(generation)].trajectory)
+        read = token_count(answer.get("meta_info")) if isinstance(answer, dict) and answer.get("output_ids") else None
+        if read is not None and read != given:
+            self._recorder.statistics.passed_through["prompt_not_read"] += 1
+            raise PromptNotRead(self._exchange.flight.worker_url, given, read)
 
     async def _record(self, generation: int, answer: Any) -> Entry | None:
         prompt = self._request.prompt_of(generation)

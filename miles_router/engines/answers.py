@@ -30,6 +30,7 @@ VERSION, VERSIONS = "weight_version", "weight_versions"
 FINISH_REASON, INDEX, VERSION_NAMED = Field("finish_reason"), Field("index"), Field(VERSION)
 ABORT = "abort"
 _ABORT_QUOTED = b'"abort"'
+PROMPT_TOKENS = "prompt_tokens"
 #: What reading JSON of another form raises.
 MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
 
@@ -65,6 +66,7 @@ class GenerateAnswer:
         finish: `stop`, `length` or `abort`.
         matched: the token or string that stopped it.
         versions: runs over the ids, without gaps; empty where the engine names no version.
+        prompt_tokens: how many tokens of prompt the engine read, where it says so.
     """
 
     text: str
@@ -74,6 +76,7 @@ class GenerateAnswer:
     finish: str
     matched: int | str | None
     versions: Sequence[VersionRun]
+    prompt_tokens: int | None = None
 
     @classmethod
     def read(cls, answer: Any, *, logprobs: bool = True) -> GenerateAnswer:
@@ -105,9 +108,16 @@ class GenerateAnswer:
                 finish=finish,
                 matched=reason.get("matched"),
                 versions=version_runs(meta, len(ids)),
+                prompt_tokens=token_count(meta),
             )
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise UnreadableAnswer("incomplete", repr(error)) from error
+
+
+def token_count(told: object, name: str = PROMPT_TOKENS) -> int | None:
+    """Return a count of tokens in a `meta_info` or a `usage`; None where it is missing or no whole number."""
+    count = told.get(name) if isinstance(told, Mapping) else None
+    return count if type(count) is int else None
 
 
 def check_logprobs(ids: Sequence[int], entries: Sequence[Sequence[Any]], start: int = 0) -> None:

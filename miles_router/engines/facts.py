@@ -70,6 +70,8 @@ class Facts:
     lora: bool | None = None
     #: Those that it was started with, by name.
     adapters: frozenset[str] | None = None
+    #: Whether it cuts prompts that are too long, and answers them, in place of refusing them.
+    auto_truncate: bool | None = None
     #: Tokens of a prompt and its answer together.
     context_length: int | None = None
     #: Tokens whose keys and values each of its ranks has memory for.
@@ -99,6 +101,12 @@ class Facts:
     def takes_field(self, schema: str, name: str) -> bool | None:
         """Whether requests of this schema may have this field; None where the engine shows no schema."""
         return None if self.schemas is None else name in self.schemas.get(schema, ())
+
+    @property
+    def counts_prompts(self) -> bool:
+        """Whether its chat tells how many tokens a prompt has. For Kimi K3, SGLang leaves out the three that open the
+        answer (`serving_chat.py`, `_reported_prompt_tokens`)."""
+        return not (self.model_type or "").startswith("kimi_k3")
 
     def answers(self, path: str) -> bool | None:
         """Whether it answers this path; None where it does not say."""
@@ -142,6 +150,7 @@ def read_facts(
         sampling_defaults=_text(server, "sampling_defaults"),
         lora=_flag(server, "enable_lora"),
         adapters=_adapters(server),
+        auto_truncate=_flag(server, "allow_auto_truncate"),
         context_length=_window(server),
         token_capacity=_count(server, "max_total_num_tokens"),
         endpoints=endpoints,

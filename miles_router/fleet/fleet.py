@@ -375,6 +375,8 @@ class Fleet:
         self.note_applies(worker, facts.lora, adapters)
         self.note_adapters(facts.adapters or ())
         if process is not None and self.pool.find(worker.url) is worker:
+            if facts.auto_truncate and not (worker.facts is not None and worker.facts.auto_truncate):
+                logger.warning("worker_truncates_prompts", extra={"fields": {"worker": worker.url}})
             worker.facts, worker.facts_of = facts.after(worker.facts), process
             self._count_on_ranks(worker, worker.facts)
             self._note_names(worker.facts)

@@ -162,7 +162,7 @@ async def test_an_input_that_no_answer_had_is_wrapped(stage: Stage, given: Any, 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, RESPONSES])
-@pytest.mark.parametrize("arguments", ['{"a": tru', "[1]", "ls {", '"a"', '{"a": "\\ud83d"}'])
+@pytest.mark.parametrize("arguments", ['{"a": tru', "[1]", "ls {", '"a"'])
 async def test_a_segment_may_begin_with_malformed_arguments(
     stage: Stage, path: str, arguments: str, stream: bool
 ) -> None:

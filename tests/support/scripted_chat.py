@@ -55,9 +55,15 @@ def chat_answer(ids: Sequence[int], text: str = "ok", **choice: Any) -> dict[str
         "meta_info": meta_of(ids),
         **choice,
     }
-    usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(ids), "total_tokens": len(PROMPT) + len(ids)}
     head = {"id": "r1", "object": "chat.completion", "created": 1, "model": "m"}
-    return {**head, "choices": [only], "usage": usage}
+    answer = {**head, "choices": [only]}
+    if only["prompt_token_ids"] is None:  # the script does not know how many ids it was given
+        return {**answer, "usage": {"completion_tokens": len(ids)}}
+    prompt = len(only["prompt_token_ids"])
+    return {
+        **answer,
+        "usage": {"prompt_tokens": prompt, "completion_tokens": len(ids), "total_tokens": prompt + len(ids)},
+    }
 
 
 def chat_reply(ids: Sequence[int], text: str = "ok", **choice: Any) -> bytes:

@@ -78,7 +78,8 @@ def test_a_whole_answer_is_asked_for_ids_logprobs_and_versions_and_a_stream_for_
     known = {**fields, "logprobs": True}
     assert sent(fields, stream=False) == {**known, "return_meta_info": True, "return_prompt_token_ids": True}
     asked = {"return_output_ids_in_sglext": True, "return_cached_tokens_details": True}
-    assert sent(fields, stream=True) == {**known, **asked, "return_input_ids_in_sglext": True}
+    usage = {"stream_options": {"include_usage": True}}
+    assert sent(fields, stream=True) == {**known, **asked, **usage, "return_input_ids_in_sglext": True}
 
 
 def test_ids_take_the_place_of_the_messages_and_are_not_asked_for() -> None:
@@ -92,7 +93,7 @@ def test_ids_take_the_place_of_the_messages_and_are_not_asked_for() -> None:
 
 
 def test_a_stream_that_is_generated_whole_is_asked_for_as_a_whole_answer() -> None:
-    fields = {"stream": True, "stream_options": {"include_usage": True}, "n": 2}
+    fields = {"messages": [], "stream": True, "stream_options": {"include_usage": True}, "n": 2}
     assert {"stream", "stream_options"} & sent(fields, stream=False).keys() == set()
     assert sent(fields, stream=True)["stream_options"] == {"include_usage": True}
 

@@ -55,7 +55,8 @@ def answer(*choices: dict[str, Any], versions: Sequence[str] = ("1",)) -> dict[s
 
 def test_ids_and_logprobs_are_asked_for_and_nothing_else_changes() -> None:
     fields = {"prompt": [5, 6], "n": 2, "suffix": "x", "stream": True, "unknown": [1]}
-    assert orjson.loads(COMPLETIONS.request(fields, stream=True)) == {**fields, "return_token_ids": True, "logprobs": 0}
+    asked = {"return_token_ids": True, "logprobs": 0, "stream_options": {"include_usage": True}}
+    assert orjson.loads(COMPLETIONS.request(fields, stream=True)) == {**fields, **asked}
     assert orjson.loads(COMPLETIONS.request({"logprobs": 3}, stream=False))["logprobs"] == 3
 
 
@@ -76,10 +77,10 @@ def test_what_the_client_asked_for_itself_it_gets(logprobs: int) -> None:
 
 def test_a_chunk_that_another_layer_emptied_is_not_shown() -> None:
     assert COMPLETIONS.chunk_as_asked({"choices": [], "sglext": {}}, {}) is None
-    assert COMPLETIONS.chunk_as_asked({"choices": [], "sglext": {}, "usage": {"a": 1}}, {}) == {
-        "choices": [],
-        "usage": {"a": 1},
-    }
+    assert COMPLETIONS.chunk_as_asked({"choices": [], "sglext": {}, "usage": {"a": 1}}, {}) is None
+    asked = {"stream_options": {"include_usage": True}}
+    usage = {"choices": [], "usage": {"a": 1}}
+    assert COMPLETIONS.chunk_as_asked({**usage, "sglext": {}}, asked) == usage
     assert COMPLETIONS.chunk_as_asked({"choices": [], "sglext": {"a": 1}}, {}) == {"choices": [], "sglext": {"a": 1}}
 
 

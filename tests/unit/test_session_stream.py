@@ -24,6 +24,7 @@ ASKED_EXTRA: dict[str, Any] = {
     "return_output_ids_in_sglext": True,
     "return_cached_tokens_details": True,
 }
+ASKED_USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
 
 def event(*choices: dict[str, Any], **fields: Any) -> bytes:
@@ -125,7 +126,7 @@ def test_an_agent_that_asked_for_nothing_sees_a_plain_stream() -> None:
 
 
 def test_an_agent_that_asked_for_all_sees_every_chunk_as_it_was() -> None:
-    reading = Reading([*STREAM[:-1], USAGE, LAST_EVENT], logprobs=True, **ASKED_EXTRA)
+    reading = Reading([*STREAM[:-1], USAGE, LAST_EVENT], logprobs=True, **ASKED_EXTRA, **ASKED_USAGE)
     assert [orjson.loads(each[6:]) for each in [*STREAM[:-1], USAGE]] == reading.chunks
 
 
@@ -144,13 +145,19 @@ def test_a_field_of_the_engine_that_nothing_here_asks_for_is_the_agent_s() -> No
 
 def test_usage_beside_the_ids_stays_and_the_ids_go() -> None:
     ids = event(sglext=EXTRA, usage={"prompt_tokens": 2})
-    last = Reading([*STREAM[:-2], ids, LAST_EVENT]).chunks[-1]
+    last = Reading([*STREAM[:-2], ids, LAST_EVENT], **ASKED_USAGE).chunks[-1]
     assert last["usage"] == {"prompt_tokens": 2}
     assert "sglext" not in last
 
 
-def test_usage_comes_behind_the_finish_reason() -> None:
+def test_usage_that_was_not_asked_for_is_not_shown() -> None:
     reading = Reading([*STREAM[:-1], USAGE, LAST_EVENT])
+    assert all(chunk["choices"] for chunk in reading.chunks)
+    assert reading.stream.prompt_tokens is not None
+
+
+def test_usage_comes_behind_the_finish_reason() -> None:
+    reading = Reading([*STREAM[:-1], USAGE, LAST_EVENT], **ASKED_USAGE)
     assert not any(b'"usage":{' in shown for shown in reading.live)
     assert [bool(chunk["choices"]) for chunk in reading.chunks[-2:]] == [True, False]
     assert reading.chunks[-1]["usage"]["completion_tokens"] == 3
@@ -369,7 +376,7 @@ COMPLETION = [
 
 
 def test_a_completion_s_end_waits_until_it_is_recorded_and_its_ids_are_taken_out() -> None:
-    reading = CompletionReading(COMPLETION)
+    reading = CompletionReading(COMPLETION, **ASKED_USAGE)
     (generated,) = reading.stream.choices()
     assert (generated.ids, generated.versions) == ([11, 12, 13], [("1", 0, 3)])
     facts = {"rid": "rid", "first_token_at": reading.stream.first_token_at, "versions": "router"}
@@ -380,7 +387,7 @@ def test_a_completion_s_end_waits_until_it_is_recorded_and_its_ids_are_taken_out
 
 
 def test_a_completion_shows_what_the_client_asked_for() -> None:
-    events = CompletionReading(COMPLETION, logprobs=0, return_token_ids=True).events
+    events = CompletionReading(COMPLETION, logprobs=0, return_token_ids=True, **ASKED_USAGE).events
     assert [each for each in events if each] == COMPLETION
 
 

@@ -12,7 +12,6 @@ import orjson
 from middleware_hub.openai_session.export.samples import SamplePlan
 from middleware_hub.openai_session.sessions.prompting import read_key
 from middleware_hub.openai_session.sessions.tree import Session, Turn
-from miles_router.engines import paths
 from miles_router.trajectory.json_parts import object_parts
 from miles_router.trajectory.sample import Sample, json_parts, row_parts
 
@@ -65,7 +64,7 @@ def _about(session: Session, plan: SamplePlan, leaf: Turn, sample: Sample) -> di
         "uid": f"{session.id}:{leaf.number}",
         "turn_id": turn_ids[-1],
         "messages": [message for turn in line for message in (*turn.appended, turn.answer)],
-        "tools": None if leaf.path == paths.COMPLETIONS else read_key(leaf.context)[0],
+        "tools": read_key(leaf.context)[0],
         "aligned_response_length": int(sample.loss_mask.sum()),
         "finish_reason": leaf.finish_reason if sample.status == "completed" else "length",
         "timestamp": leaf.facts.get("answered_at"),

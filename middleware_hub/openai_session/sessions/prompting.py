@@ -40,8 +40,8 @@ class Context:
 
 
 def read_key(key: bytes) -> tuple[Sequence[Any] | None, Mapping[str, Any]]:
-    """The tools and template settings of which a `Context.key` was made."""
-    tools, template_kwargs = orjson.loads(key) if key else (None, {})
+    """Return the tools and template settings of which a `Context.key` was made; of a completion's key, none."""
+    tools, template_kwargs = orjson.loads(key) if key.startswith(b"[") else (None, {})
     return tools and [_sent_tool(tool) for tool in tools], template_kwargs
 
 

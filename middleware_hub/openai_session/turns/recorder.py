@@ -105,6 +105,16 @@ class TurnRecorder:
             self._run.record(_by_version(turn.sampled), given=new, reused=reused, cached=cached, reason=reason)
             new = reused = 0  # once for all choices
 
+    def check_prompts(self, pending: PendingTurn, choices: Sequence[Choice]) -> None:
+        """Compare the ids that the engine tells of its prompts with those that it was sent.
+
+        Raises:
+            UnusableAnswer: it tells none, or others.
+        """
+        prompts = _Prompts(pending)
+        for choice in choices:
+            prompts.given(choice)
+
     def _turn(
         self,
         pending: PendingTurn,

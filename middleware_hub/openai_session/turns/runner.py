@@ -19,7 +19,7 @@ from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished_calls
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines import paths
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer
+from miles_router.engines.answers import MALFORMED, UnreadableAnswer, token_count
 from miles_router.engines.models import DEFAULT
 from miles_router.engines.openai import raw
 from miles_router.engines.openai.chat import ids_obstacle
@@ -30,6 +30,7 @@ from miles_router.engines.openai.unshown import unshown_calls
 from miles_router.engines.parsers import Parsers
 from miles_router.engines.recomputing import AskedSampling, adapter_in
 from miles_router.engines.rows import ROW_FIELDS
+from miles_router.errors import PromptNotRead
 from miles_router.middlewares import (
     LAST_EVENT,
     OK,
@@ -160,7 +161,7 @@ class TurnRunner:
             choices = stream.choices()
             if face.endpoint.path == paths.CHAT:
                 await self._show_all_calls(turn, stream, choices, exchange)
-            self._record(turn, choices, scope)
+            self._record(turn, choices, scope, stream.prompt_tokens)
         except UnusableAnswer as error:
             self._recorder.pass_by(turn.path, turn.session, str(error), exchange.request_id)
         except UnreadableAnswer as error:
@@ -221,9 +222,9 @@ class TurnRunner:
         except orjson.JSONEncodeError:  # before it is recorded: its agent would not get it
             raise UnusableAnswer("the worker's answer cannot be given: it is nested too deep") from None
         except AnswerCut:
-            self._record(turn, choices, scope)
+            self._record(turn, choices, scope, token_count(answer.get("usage")))
             raise
-        self._record(turn, choices, scope)
+        self._record(turn, choices, scope, token_count(answer.get("usage")))
         if turn.stream:
             await give_events(send, body)
         elif again is not None:
@@ -270,8 +271,16 @@ class TurnRunner:
             turn.written = self._recorder.written_ids.prompt(turn.session.id, turn.prompt)
         return face.endpoint.request(turn.fields, stream=stream, ids=turn.written or None)
 
-    def _record(self, turn: PendingTurn, choices: Sequence[Choice], scope: Scope) -> None:
+    def _record(self, turn: PendingTurn, choices: Sequence[Choice], scope: Scope, read: int | None) -> None:
+        """Record the turn. `read`: how many tokens of its prompts the engine says that it read.
+
+        Raises:
+            PromptNotRead: it was given others.
+            UnusableAnswer: the answer cannot be recorded.
+        """
         exchange = Exchange.of(scope)
+        if read is not None and any(choice.ids for choice in choices):
+            self._check_prompt(turn, choices, exchange, read)
         turn.cache = exchange.flight.cache
         facts: Mapping[str, Any] = {
             "worker": exchange.flight.worker_url,
@@ -286,6 +295,16 @@ class TurnRunner:
             for each in choices:
                 version = each.versions[-1].version if each.versions else None
                 traces.answer(exchange.flight, len(each.ids), each.finish, version)
+
+    def _check_prompt(self, turn: PendingTurn, choices: Sequence[Choice], exchange: Exchange, read: int) -> None:
+        worker, given = exchange.flight.worker_url, _prompt_tokens(turn, choices)
+        facts = self._router.fleet.known_facts(worker or "")
+        if read == given or not given or not facts.counts_prompts:
+            return
+        self._recorder.check_prompts(turn, choices)
+        error = PromptNotRead(worker, given, read)
+        self._recorder.pass_by(turn.path, turn.session, str(error), exchange.request_id)
+        raise error
 
     def _of_the_request(self, turn: PendingTurn, url: str | None) -> dict[str, Any]:
         """What an audit must know of it, where there is something to know."""

@@ -17,7 +17,7 @@ from miles_router.engines.answers import MALFORMED, UnreadableAnswer
 from miles_router.engines.openai.chat_stream import OF_A_CHUNK, CallPlaces, GrowingMessage
 from miles_router.engines.openai.choices import Choice, OpenAIEndpoint
 from miles_router.engines.openai.held_deltas import HeldDelta
-from miles_router.errors import RouterError, UpstreamBroken
+from miles_router.errors import RouterError, UpstreamBroken, UpstreamError
 from miles_router.middlewares import (
     LAST_EVENT,
     OK,
@@ -97,6 +97,11 @@ class TurnStream:
     def told_error(self) -> bool:
         """Whether the engine itself ended it with an error."""
         return self._told
+
+    @property
+    def prompt_tokens(self) -> int | None:
+        """Tokens of all prompts that the engine says it read; None where it does not say."""
+        return self._growing.prompt_tokens
 
     @property
     def cut(self) -> str | None:
@@ -264,7 +269,7 @@ class TurnTap(Tap):
 
     async def ended(self) -> bytes:
         """What is left of the answer. Where the worker has not said that it ends, the agent is told so all the same."""
-        if not self._recorded and self._stream.cut is None:
+        if not self._recorded and self._stream.cut is None and not self._stream.told_error:
             self._stream.feed(Event.read(LAST_EVENT))
         return await self._end()
 
@@ -274,6 +279,7 @@ class TurnTap(Tap):
         Raises:
             UpstreamBroken: the stream has ended, and the answer has not.
             UnusableAnswer: it contradicts itself.
+            PromptNotRead: the engine read another prompt than it was given.
         """
         if not self._recorded:
             self._recorded = True
@@ -281,7 +287,7 @@ class TurnTap(Tap):
                 if (cut := self._stream.cut) is not None:
                     raise UpstreamBroken(cut)
                 await self._record()
-            except (UpstreamBroken, UnusableAnswer) as error:
+            except UpstreamError as error:
                 await self.give(self._stream.failed(error))
                 raise
         return self._stream.release()

@@ -15,7 +15,7 @@ import orjson
 from miles_router.engines import paths, surrogates
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer, version_runs, without_logprobs
 from miles_router.engines.facts import Facts
-from miles_router.engines.openai.chat_stream import GrowingChat, chunks_of, named_calls
+from miles_router.engines.openai.chat_stream import GrowingChat, chunks_of, named_calls, with_usage, without_usage
 from miles_router.engines.openai.choices import Choice, Chunks
 
 #: What a whole answer is asked for, and what a stream; a client gets those that it asked for itself.
@@ -71,7 +71,9 @@ class ChatEndpoint:
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
         """The request for the engine; without `ids`, it is asked which its template made of the messages."""
         sent = {**fields, **dict.fromkeys(OF_STREAM if stream else OF_WHOLE, True)}
-        if not stream:
+        if stream:
+            sent |= with_usage(fields)
+        else:
             sent.pop("stream", None)
             sent.pop("stream_options", None)
         if ids is None:
@@ -116,14 +118,15 @@ class ChatEndpoint:
                 del chunk["sglext"]
                 if not chunk["choices"] and chunk.get("usage") is None:
                     return None
-        if fields.get("logprobs"):
-            return chunk
-        emptied = False
-        for choice in chunk["choices"]:
-            if choice.get("logprobs") is not None:
-                emptied = True
-            choice["logprobs"] = None
-        return None if emptied and all(map(_says_nothing, chunk["choices"])) else chunk
+        if not fields.get("logprobs"):
+            emptied = False
+            for choice in chunk["choices"]:
+                if choice.get("logprobs") is not None:
+                    emptied = True
+                choice["logprobs"] = None
+            if emptied and all(map(_says_nothing, chunk["choices"])):
+                return None
+        return without_usage(chunk, fields)
 
     def shortfall(self, facts: Facts) -> str | None:
         """By the engine's schema and parsers: without any parser, SGLang's chat streams leave out the logprobs of

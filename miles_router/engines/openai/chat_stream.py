@@ -174,15 +174,31 @@ def chunks_of(answer: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[
     for choice in answer["choices"]:
         for part in _parts(choice):
             yield {**head, "choices": [part]}
-    if _wants_usage(fields):
+    if wants_usage(fields):
         extra = {"sglext": answer["sglext"]} if answer.get("sglext") else {}
         yield {**head, "choices": [], "usage": answer.get("usage"), **extra}
 
 
-def _wants_usage(fields: Mapping[str, Any]) -> bool:
+def wants_usage(fields: Mapping[str, Any]) -> bool:
     """Whether a request asks for a stream that ends with a chunk of usage."""
     options = fields.get("stream_options")
     return isinstance(options, Mapping) and bool(options.get("include_usage"))
+
+
+def with_usage(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `stream_options` of a request whose stream ends with a chunk of usage; what is none stays as it is."""
+    options = fields.get("stream_options")
+    if options is not None and not isinstance(options, Mapping):
+        return {"stream_options": options}
+    return {"stream_options": {**(options or {}), "include_usage": True}}
+
+
+def without_usage(chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a chunk without the usage that its client did not ask for; None if it says nothing else."""
+    if wants_usage(fields) or chunk.get("usage") is None or chunk["choices"]:
+        return chunk
+    kept = {name: value for name, value in chunk.items() if name != "usage"}
+    return kept if kept.get("sglext") else None
 
 
 def _parts(choice: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

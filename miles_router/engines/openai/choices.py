@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer, check_runs
+from miles_router.engines.answers import MALFORMED, UnreadableAnswer, check_runs, token_count
 from miles_router.engines.facts import Facts
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import VersionRun
@@ -119,6 +119,8 @@ class GrowingChoices(ABC, Generic[Growing]):
 
     def __init__(self) -> None:
         self._growing: dict[int, Growing] = {}
+        #: Tokens of all prompts that the engine says it read; None where it does not say.
+        self.prompt_tokens: int | None = None
 
     def add(self, chunk: Mapping[str, Any], version: str | None) -> bool:
         """Take a chunk that came while the worker had this weight version; gives whether it brings tokens.
@@ -134,6 +136,8 @@ class GrowingChoices(ABC, Generic[Growing]):
                     growing = self._growing[choice["index"]] = self._begin(chunk.get("id"))
                 tokens = growing.add(choice, version) or tokens
             self._add(chunk)
+            if chunk.get("usage"):
+                self.prompt_tokens = token_count(chunk["usage"])
             return tokens
         except MALFORMED as error:
             raise UnreadableAnswer("incomplete", f"a chunk that is none: {error!r}") from error

@@ -15,6 +15,7 @@ import orjson
 from miles_router.engines import paths
 from miles_router.engines.answers import MALFORMED, VERSION, VERSIONS, UnreadableAnswer, version_runs
 from miles_router.engines.facts import Facts
+from miles_router.engines.openai.chat_stream import with_usage, without_usage
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices
 from miles_router.trajectory.pieces import VersionRun
 
@@ -33,7 +34,7 @@ class CompletionsEndpoint:
 
     def request(self, fields: Mapping[str, Any], *, stream: bool, ids: Sequence[bytes] | None = None) -> bytes:
         """The request for the engine. Its prompt is a client's own."""
-        sent = {**fields, "return_token_ids": True}
+        sent = {**fields, "return_token_ids": True, **(with_usage(fields) if fields.get("stream") else {})}
         if sent.get("logprobs") is None:
             sent["logprobs"] = 0  # those of the sampled tokens alone
         return orjson.dumps(sent)
@@ -64,7 +65,7 @@ class CompletionsEndpoint:
         """A chunk with what its client asked for itself; None if it says nothing else."""
         kept = self.as_asked(chunk, fields)
         emptied = "sglext" in chunk and not (kept["choices"] or kept.get("usage") or "sglext" in kept)
-        return None if emptied else kept
+        return None if emptied else without_usage(kept, fields)
 
     def shortfall(self, facts: Facts) -> str | None:
         """Every engine's streams tell everything."""

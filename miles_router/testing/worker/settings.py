@@ -26,6 +26,7 @@ class Settings:
     incremental_streaming_output: bool
     api_key: str | None
     context_len: int
+    auto_truncate: bool
     tool_call_parser: str | None
     reasoning_parser: str | None
     health_latency_s: float

@@ -77,11 +77,12 @@ class SimulatedWorker:
     what requests without a `rid` draw. `profile` is the engine whose API it speaks, mistakes included; with
     `spaced_json` it writes spaces between the parts of its JSON. `tokenizer` is a directory with `tokenizer.json`, any
     `Tokenizer`, or None for the toy vocabulary. With `router_url` the worker registers itself there, as often as it
-    takes. `script` is what it answers to agents: a `Script`, or the steps of one. `stream_abort_s` after a stream has
-    ended it aborts what bears the stream's `rid` then. It has `dp_size` ranks with a prefix cache each; unless it
-    `heeds_ranks`, requests that are pinned to one are spread like all others. With a `gpu`, which is of one rank and of
-    no half, it takes the time and the memory of one, on a clock that runs `time_scale` times as fast. With `pairing` it
-    is one half of a prefill/decode pair.
+    takes. With `auto_truncate` it cuts prompts that are longer than `context_len`. `script` is what it answers to
+    agents: a `Script`, or the steps of one. `stream_abort_s` after a stream has ended it aborts what bears the
+    stream's `rid` then. It has `dp_size` ranks with a prefix cache each; unless it `heeds_ranks`, requests that are
+    pinned to one are spread like all others. With a `gpu`, which is of one rank and of no half, it takes the time
+    and the memory of one, on a clock that runs `time_scale` times as fast. With `pairing` it is one half of a
+    prefill/decode pair.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class SimulatedWorker:
         incremental_streaming_output: bool = False,
         api_key: str | None = None,
         context_len: int = 32768,
+        auto_truncate: bool = False,
         stop_probability: float = 1 / 256,
         tool_call_parser: str | None = "qwen25",
         reasoning_parser: str | None = None,
@@ -126,7 +128,7 @@ class SimulatedWorker:
         self.router_url = router_url
         vocabulary = load_tokenizer(tokenizer)
         self.tokenizer = vocabulary
-        weights = Model.seeded(vocabulary, seed, stop_probability, context_len)
+        weights = Model.seeded(vocabulary, seed, stop_probability, context_len, auto_truncate)
         known: dict[str, Any] = {
             "weight_version": weight_version,
             "token_latency_s": token_latency_s,
@@ -152,6 +154,7 @@ class SimulatedWorker:
             incremental_streaming_output=incremental_streaming_output,
             api_key=api_key,
             context_len=context_len,
+            auto_truncate=auto_truncate,
             tool_call_parser=tool_call_parser,
             reasoning_parser=reasoning_parser,
             health_latency_s=health_latency_s,

@@ -21,6 +21,10 @@ ABORTED_WAITING: dict[str, Any] = {"type": "abort", "message": "Abort in waiting
 FORCED_OUTPUT_INTERVAL = 50
 
 
+#: Tokens of the context window that a prompt may not take.
+HEADROOM = 6
+
+
 @dataclass(slots=True)
 class GenerationRequest:
     """What one sample was asked for; `input_ids` are final."""
@@ -39,6 +43,8 @@ class GenerationRequest:
     routed_experts_start_len: int = 0
     return_indexer_topk: bool = False
     return_prompt_token_ids: bool = False
+    told_ids: list[int] | None = None
+    """The prompt as the answer tells it, where less of it is read."""
     lora_path: str | None = None
     extra_key: str | None = None
     custom_labels: dict[str, str] | None = None
@@ -72,9 +78,12 @@ class Model:
     tokenizer: Tokenizer
     sampler: Sampler
     context_len: int = 32768
+    auto_truncate: bool = False
 
     @classmethod
-    def seeded(cls, tokenizer: Tokenizer, seed: int, stop_probability: float, context_len: int) -> Model:
+    def seeded(
+        cls, tokenizer: Tokenizer, seed: int, stop_probability: float, context_len: int, auto_truncate: bool = False
+    ) -> Model:
         """A model over a vocabulary whose weights are the seed."""
         sampler = Sampler(
             seed=seed,
@@ -82,7 +91,7 @@ class Model:
             stop_ids=tokenizer.eos_token_ids,
             stop_probability=stop_probability,
         )
-        return cls(tokenizer, sampler, context_len)
+        return cls(tokenizer, sampler, context_len, auto_truncate)
 
 
 class Generation:

@@ -8,6 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from miles_router.testing.worker.costs.paced_engine import PacedEngine
+from miles_router.testing.worker.model.generation import HEADROOM
 from miles_router.testing.worker.routes.control import Route
 from miles_router.testing.worker.visit import Refusal, Visit, invalid_body
 from miles_router.testing.worker.wire.chat_messages import chat_prompt_ids
@@ -65,7 +66,8 @@ async def server_info(visit: Visit) -> web.StreamResponse:
             "served_model_name": settings.served_model_name,
             "context_length": settings.context_len,
             "max_total_num_tokens": visit.engine.load().capacity,
-            "max_req_input_len": settings.context_len - 6,
+            "max_req_input_len": settings.context_len - HEADROOM,
+            "allow_auto_truncate": settings.auto_truncate,
             "disaggregation_mode": settings.disaggregation_mode,
             "status": "ready",
             "incremental_streaming_output": settings.incremental_streaming_output,

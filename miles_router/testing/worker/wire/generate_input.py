@@ -7,7 +7,7 @@ from typing import Any
 
 from miles_router.testing.worker.engine import Engine
 from miles_router.testing.worker.model.constrained import script_for
-from miles_router.testing.worker.model.generation import GenerationRequest
+from miles_router.testing.worker.model.generation import HEADROOM, GenerationRequest
 from miles_router.testing.worker.visit import InternalError, invalid_body
 from miles_router.testing.worker.wire.sampling_params import SamplingParams
 
@@ -177,10 +177,12 @@ def _check(sample: GenerationRequest, engine: Engine) -> None:
     used = set(sample.input_ids)  # far fewer than there are ids
     if not count or min(used) < 0 or max(used) >= vocab_size:
         raise LethalPrompt(f"the prompt is empty or has an id outside of the vocabulary (0 to {vocab_size - 1})")
-    if count >= limit:
+    if engine.model.auto_truncate:
+        _truncate(sample, limit)
+    elif count >= limit:
         raise ValueError(f"The input ({count} tokens) is longer than the model's context length ({limit} tokens).")
     asked = sample.sampling.max_new_tokens
-    if asked is not None and asked + count > limit:
+    if not engine.model.auto_truncate and asked is not None and asked + count > limit:
         raise ValueError(
             f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a "
             f"total of {asked + count} tokens: {count} tokens from the input messages and {asked} tokens for the "
@@ -197,6 +199,14 @@ def _check(sample: GenerationRequest, engine: Engine) -> None:
         raise ValueError(
             f"token_ids_logprob contains out-of-vocabulary token id {wrong[0]}; valid range is [0, {vocab_size})."
         )
+
+
+def _truncate(sample: GenerationRequest, limit: int) -> None:
+    """Cut the prompt twice, as SGLang 0.5.23 does with `--allow-auto-truncate`: its tokenizer manager to the context
+    window, which is what the answer tells, and its scheduler to what a request may have of it."""
+    told = sample.input_ids[:limit]
+    if len(told) >= limit - HEADROOM:
+        sample.told_ids, sample.input_ids = told, told[: limit - HEADROOM]
 
 
 def _check_adapter(sample: GenerationRequest, engine: Engine) -> None:

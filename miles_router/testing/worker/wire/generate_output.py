@@ -50,7 +50,8 @@ class OutputBuilder:
             self._sent_text, self._sent_ids = len(generation.text), len(generation.output_ids)
         answer: dict[str, Any] = {"text": text, "output_ids": list(ids), "meta_info": meta}
         if generation.request.return_prompt_token_ids:
-            answer["prompt_token_ids"] = generation.request.input_ids
+            told = generation.request.told_ids
+            answer["prompt_token_ids"] = generation.request.input_ids if told is None else told
         return answer
 
     def meta_info(self, generation: Generation) -> dict[str, Any]:
