@@ -28,6 +28,7 @@ from middleware_hub.openai_session.continuing.families import for_family
 from middleware_hub.openai_session.continuing.probes import shape_of
 from middleware_hub.openai_session.continuing.proof import AT_THE_START, Proof, prove
 from middleware_hub.openai_session.continuing.proof_file import ProofFile
+from middleware_hub.openai_session.continuing.roles import Roles
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer, from_tokenizer
 from middleware_hub.openai_session.sessions.messages import Message
 from middleware_hub.openai_session.sessions.prompting import Context
@@ -83,6 +84,8 @@ class Continuation:
     ) -> None:
         self.proof = proof
         self._beginning = beginning or renderer
+        #: Of the template that the engine renders with.
+        self.roles = Roles(self._beginning)
         self.is_special = renderer.is_special
         self.renderer = renderer
         self._encoder = encoder

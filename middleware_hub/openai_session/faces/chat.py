@@ -17,6 +17,7 @@ from middleware_hub.openai_session.sessions.pending import PendingTurn, TokenPro
 from middleware_hub.openai_session.sessions.prompting import Context, contexts_of
 from middleware_hub.openai_session.sessions.tree import Place, Session, Turn
 from miles_router.engines.openai.chat import ChatEndpoint, ids_obstacle
+from miles_router.errors import BadRequest
 from miles_router.trajectory import Piece
 from miles_router.trajectory.pieces import frozen
 
@@ -50,30 +51,39 @@ class ChatFace(Face):
         """
         fields = self._settings.of_chat(self.fields(request))
         media = Media(refuses=self._settings.policy.of(session).media)
-        messages = media.without(fields["messages"])
+        messages, places = self._continuation.roles.known(media.without(fields["messages"]))
         if messages is not fields["messages"]:
             fields = {**fields, "messages": messages}
-        turn = await self.placed(session, fields, contexts_of(fields), now=now)
+        turn = await self.placed(session, fields, contexts_of(fields), now=now, places=places)
         turn.facts = {**turn.facts, **media.facts}
         return turn
 
     async def placed(
-        self, session: Session, fields: Mapping[str, Any], contexts: Sequence[Context], *, now: float
+        self,
+        session: Session,
+        fields: Mapping[str, Any],
+        contexts: Sequence[Context],
+        *,
+        now: float,
+        places: Sequence[int] | None = None,
     ) -> PendingTurn:
         """A chat request in its place. It may be rendered with each of the `contexts`; a root is with the first.
+        `places` are those of its messages in what the agent sent, where they are others.
 
         Raises:
-            BadRequest: a text in it is too long.
+            BadRequest: a text in it is too long, or the template writes nothing of a message.
         """
         messages: Sequence[Message] = fields["messages"]
         keys = [context.key for context in contexts]
         place = session.place(messages, keys, self._equal, self._continuation.same_id)
         if place.parent is None:
+            self._check_written(fields, contexts[0], places)
             return self._root(session, fields, place, now)
         try:
             context = next(each for each in contexts if each.key == place.context)
             prompt = await self._prompt(fields, context, place, place.parent)
         except NotAppendOnly as reason:
+            self._check_written(fields, contexts[0], places)
             root = Place(None, tuple(messages), contexts[0].key)
             return self._root(session, fields, root, now, segment=str(reason))
         return PendingTurn(session, self.path, fields, (place,), now, prompt)
@@ -88,6 +98,22 @@ class ChatFace(Face):
         turn = PendingTurn(session, self.path, fields, (place,), now, segment=segment)
         turn.facts = {"wrapped_arguments": wrapped} if wrapped else {}
         return turn
+
+    def _check_written(self, fields: Mapping[str, Any], context: Context, places: Sequence[int] | None) -> None:
+        """See that the template writes something of every message that the engine renders.
+
+        Raises:
+            BadRequest: it does not.
+        """
+        if isinstance(fields.get("input_ids"), list):
+            return
+        messages = fields["messages"][:-1] if fields.get(GOES_ON) else fields["messages"]
+        place = self._continuation.roles.dropped(messages, context.tools, context.template_kwargs)
+        if place is not None:
+            role, sent = messages[place]["role"][:64], place if places is None else places[place]
+            raise BadRequest(
+                f"messages[{sent}]: the chat template writes nothing of a message with the role {role!r} here"
+            )
 
     async def prompt_tokens(self, turn: PendingTurn) -> int | None:
         """Of a root too, as the model's template and tokenizer have it."""

@@ -79,7 +79,7 @@ class MessagesConversation:
             self._user(content, f"{where}.content")
         elif role == "assistant":
             self._assistant(content, f"{where}.content")
-        elif role == "system":
+        elif role in ("system", "developer"):
             self._system(content, f"{where}.content")
         else:
             raise invalid(f"{where}.role", "Input should be 'user', 'assistant' or 'system'")

@@ -1,0 +1,114 @@
+"""Which messages a chat template writes, by their roles. Many templates write nothing of a role that they do not know:
+Qwen3's drops `developer`, gpt-oss' drops a system message behind the first message."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from middleware_hub.openai_session.continuing.probes import CALLING, TOOLS, Shape, probe_of
+from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer
+from middleware_hub.openai_session.sessions.messages import Message
+
+DEVELOPER = "developer"
+#: Between an instruction and what a user says beside it, where both are one message.
+JOINT = "\n\n"
+#: Roles that SGLang reads in any case (0.5.23, `ChatCompletionMessageGenericParam`).
+ANY_CASE = frozenset(("system", "assistant", "tool", "function", DEVELOPER, "latest_reminder", "root"))
+MAX_KEPT = 4096  # characters of roles and settings whose answers are kept
+
+
+class Roles:
+    """The roles that a model's template writes, found by trying it with words in place of what was said."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._kept_dropped = functools.lru_cache(maxsize=1024)(self._dropped)
+
+    def known(self, messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[int]]:
+        """Return chat messages with roles that the template knows, and for each the place it had.
+
+        `developer` becomes `system` where the template takes one, else it is the user's words. What becomes of a
+        message depends on those in front of it and on the next one alone, so that later turns read it the same way.
+        """
+        if all(message["role"] in ("user", "assistant", "tool", "system") for message in messages):
+            return messages, range(len(messages))
+        found: list[Message] = []
+        places: list[int] = []
+        words: list[Any] = []  # of developers, for the user's message behind them
+        for place, message in enumerate(messages):
+            role = message["role"].lower() if message["role"].lower() in ANY_CASE else message["role"]
+            if role == DEVELOPER and not self._takes_system(found):
+                words.append(message.get("content"))
+                if place + 1 < len(messages) and messages[place + 1]["role"].lower() in (DEVELOPER, "user"):
+                    continue
+                role, message = "user", {"role": "user", "content": None}
+                if found and found[-1]["role"] == "user":
+                    message = found.pop()
+                    places.pop()
+                    words.insert(0, message.get("content"))
+            elif words:
+                words.append(message.get("content"))
+            if words:
+                message, words = {**message, "content": _joined(words)}, []
+            role = "system" if role == DEVELOPER else role
+            found.append(message if role == message["role"] else {**message, "role": role})
+            places.append(place)
+        return found, places
+
+    def dropped(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, template_kwargs: Mapping[str, Any]
+    ) -> int | None:
+        """Return the place of the first message of which the template writes nothing; None where it writes all, or
+        refuses them by itself."""
+        labels = tuple(map(_label, messages))
+        if labels[-1:] == ("assistant",):
+            labels = (*labels[:-1], "user")  # as SGLang renders it (`Renderer.as_taken`)
+        settings = orjson.dumps(template_kwargs, option=orjson.OPT_SORT_KEYS)
+        small = sum(map(len, labels)) + len(settings) <= MAX_KEPT
+        return (self._kept_dropped if small else self._dropped)(labels, bool(tools), settings)
+
+    def _takes_system(self, before: Sequence[Message]) -> bool:
+        labels = (*map(_label, before), "system", "user")
+        try:
+            return self._missing(labels, tools=False, settings=b"{}") is None
+        except CannotRender:
+            return False
+
+    def _dropped(self, labels: tuple[str, ...], tools: bool, settings: bytes) -> int | None:
+        try:
+            return self._missing(labels, tools=tools, settings=settings)
+        except CannotRender:
+            return None
+
+    def _missing(self, labels: tuple[str, ...], *, tools: bool, settings: bytes) -> int | None:
+        """Raises CannotRender: the template refuses these roles."""
+        _, probes = probe_of(Shape(labels))
+        if not probes:
+            return None
+        text = self._renderer.render(
+            probes, TOOLS if tools else None, generation_prompt=True, template_kwargs=orjson.loads(settings)
+        )
+        written = (
+            label == CALLING or str(probe["content"]) in text for label, probe in zip(labels, probes, strict=True)
+        )
+        return next((place for place, each in enumerate(written) if not each), None)
+
+
+def _label(message: Message) -> str:
+    return CALLING if message.get("tool_calls") else str(message["role"])
+
+
+def _joined(contents: Sequence[Any]) -> Any:
+    """Several contents as one: a text, or a list of parts where one of them is a list."""
+    given = [content for content in contents if content]
+    if all(isinstance(content, str) for content in given):
+        return JOINT.join(given)
+    return [
+        part
+        for content in given
+        for part in (content if isinstance(content, list) else [{"type": "text", "text": content}])
+    ]
