@@ -177,7 +177,11 @@ def _pool(
         in_flight=in_flight,
     )
     health = HealthMonitor(
-        fleet, probes, interval=config.health_check_interval, deep_interval=config.deep_health_check_interval
+        fleet,
+        probes,
+        duty.signs(name, upstream),
+        interval=config.health_check_interval,
+        deep_interval=config.deep_health_check_interval,
     )
     control = duty.control(
         name,

@@ -325,8 +325,18 @@ class UpstreamUnreachable(UpstreamError):
     type = "upstream_unreachable"
     retryable = True
 
-    def __init__(self, message: str, *, refused: bool = False, given_up: bool = False, exhausted: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        refused: bool = False,
+        given_up: bool = False,
+        exhausted: bool = False,
+        timed_out: bool = False,
+    ) -> None:
         super().__init__(message)
+        #: True when no connection could be made in time: the worker was silent.
+        self.timed_out = timed_out
         self.exhausted = exhausted
         #: True when the router broke it off itself: another connection to the same worker would be no better.
         self.given_up = given_up

@@ -18,6 +18,7 @@ from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.gate import Gate
 from miles_router.fleet.placement.admission import Admission
 from miles_router.fleet.pool import WorkerPool
+from miles_router.fleet.workers import Signs, Worker
 from miles_router.forwarding.upstream import Upstream
 from miles_router.pools.pools import Pools
 from miles_router.pools.registrations import Registrations
@@ -66,6 +67,14 @@ class Duty:
     def control(self, name: str, **parts: Any) -> Control:
         """Its control requests."""
         return Control(**parts)
+
+    def signs(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[Signs]]:
+        """How it is asked what speaks for a silent worker of this pool."""
+
+        async def own(worker: Worker) -> Signs:
+            return upstream.signs(worker)
+
+        return own
 
     def is_paused(self, name: str, health: HealthMonitor) -> Callable[[str], Awaitable[bool]]:
         """How it is asked whether somebody else has paused a worker."""

@@ -4,14 +4,17 @@ Every interval each worker is asked `/model_info`, which SGLang answers at once 
 which names its weight version. `/health` generates a token: it proves that the engine works, and is slow under load and
 silent while paused. So silence at `/health` proves nothing and is ignored; a quick refusal there counts as a failure;
 and a quarantined worker must pass it before it returns.
+
+A check that nobody answers in time proves nothing while the bytes of generations come from the same worker.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from miles_router import tasks
@@ -19,7 +22,9 @@ from miles_router.control.probes import UNAVAILABLE, Probes
 from miles_router.engines import paths
 from miles_router.errors import UpstreamError, UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
-from miles_router.fleet.workers import ALIVE, Transition, Worker, WorkerState
+from miles_router.fleet.workers import ALIVE, Signs, Transition, Worker, WorkerState
+
+logger = logging.getLogger(__name__)
 
 #: Rounds of probes in one interval while somebody takes no traffic for its weights alone.
 ROUNDS = 8
@@ -30,7 +35,18 @@ CALM = 1.0
 class HealthMonitor:
     """Runs the probes between `running()`'s enter and exit."""
 
-    def __init__(self, fleet: Fleet, probes: Probes, *, interval: float, deep_interval: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        probes: Probes,
+        signs: Callable[[Worker], Awaitable[Signs]],
+        *,
+        interval: float,
+        deep_interval: float,
+    ) -> None:
+        #: What speaks for a silent worker.
+        self.signs = signs
+        self._excused: set[Worker] = set()  # silent ones that keep their place for what runs on them
         self._fleet = fleet
         self._pool = fleet.pool
         self._gate = fleet.gate
@@ -97,6 +113,7 @@ class HealthMonitor:
         if transition.after is None:
             self._deep_passed.pop(transition.worker.url, None)
             self._newcomers.discard(transition.worker)
+            self._excused.discard(transition.worker)
         elif transition.before is None:
             self._newcomers.add(transition.worker)
             self.check_soon(transition.worker)
@@ -141,9 +158,14 @@ class HealthMonitor:
                 raise
             # Silence of a fleet that was silenced proves nothing; a port that nobody listens on does.
             refused = isinstance(error, UpstreamUnreachable) and error.refused
-            if refused or not (silenced or self._gate.deliberate):
+            if not refused and (silenced or self._gate.deliberate):
+                return
+            if isinstance(error, UpstreamTimeout) or (isinstance(error, UpstreamUnreachable) and error.timed_out):
+                await self.record_silence(worker, str(error), self._interval + self._probes.timeout)
+            else:
                 self._pool.record_failure(worker, str(error))
             return
+        self._excused.discard(worker)
         version = facts.weight_version
         self._fleet.said(worker, facts)
         paused = worker.state in ALIVE and not self._gate.deliberate and await self._is_paused(worker)
@@ -155,6 +177,20 @@ class HealthMonitor:
         else:
             self._pool.set_unpaused(worker)
             await self._judge(worker, version, epoch)
+
+    async def record_silence(self, worker: Worker, reason: str, seconds: float) -> None:
+        """Count a failure of a worker that did not answer in time. Bytes of its generations in the last `seconds` are a
+        sign of life, and the last routable worker keeps its place while requests run on it."""
+        signs = await self.signs(worker)
+        out = worker.state is WorkerState.QUARANTINED
+        if out or not self._pool.snapshot.excuses(worker, signs, seconds):
+            self._excused.discard(worker)
+            self._pool.record_failure(worker, reason)
+        elif signs.heard <= seconds:
+            self._pool.record_alive(worker, None)
+        elif worker not in self._excused:
+            self._excused.add(worker)
+            logger.warning("worker_silent", extra={"fields": {"worker": worker.url, "reason": reason}})
 
     async def _judge(self, worker: Worker, version: str | None, epoch: int) -> None:
         """What becomes of a worker that answers and is not paused."""

@@ -36,7 +36,8 @@ class Probes:
 
     def __init__(self, upstream: Upstream, *, timeout: float) -> None:
         self._upstream = upstream
-        self._timeout = timeout
+        #: Seconds that one question may take.
+        self.timeout = timeout
 
     async def liveness(self, worker: Worker) -> Facts:
         """What a worker that answers says at the cheap check: its model, and the version of its weights.
@@ -44,13 +45,13 @@ class Probes:
         Raises:
             UpstreamError: it does not answer, or answers with a server error.
         """
-        status, body = await self._first(worker, paths.MODEL_INFO, self._timeout)
+        status, body = await self._first(worker, paths.MODEL_INFO, self.timeout)
         return read_facts(model_info=body if status == OK else None)
 
     async def sampling_version(self, worker: Worker) -> str | None:
         """The weight version that samples at a worker now; None where it does not say, or not everywhere the same."""
         with suppress(UpstreamError):
-            status, body = await self._first(worker, paths.SERVER_INFO, self._timeout, MAX_DOCUMENT)
+            status, body = await self._first(worker, paths.SERVER_INFO, self.timeout, MAX_DOCUMENT)
             return sampling_version(body) if status == OK else None
         return None
 
@@ -83,7 +84,7 @@ class Probes:
             Unauthorized: it says that to others.
         """
         with suppress(UpstreamError):
-            timeout = self._timeout if patience is None else min(self._timeout, patience)
+            timeout = self.timeout if patience is None else min(self.timeout, patience)
             status, body = await self._first(worker, (paths.MODELS,), timeout, MAX_MODELS, key)
             if status in KEYED:
                 raise Unauthorized(f"{worker.url}{paths.MODELS} answered {status}")
@@ -97,7 +98,7 @@ class Probes:
     async def is_unready(self, worker: Worker) -> bool:
         """Whether it says that it is not ready. Silence says nothing: a busy worker is late."""
         try:
-            status, _ = await self._get(worker, paths.READY, self._timeout)
+            status, _ = await self._get(worker, paths.READY, self.timeout)
         except UpstreamError:
             return False
         return status == UNAVAILABLE
@@ -105,7 +106,7 @@ class Probes:
     async def is_paused(self, worker: Worker) -> bool:
         """Whether it says that it was paused and is well. One that is not well says neither."""
         try:
-            return await self.is_unready(worker) and (await self._get(worker, paths.WELL, self._timeout))[0] == OK
+            return await self.is_unready(worker) and (await self._get(worker, paths.WELL, self.timeout))[0] == OK
         except UpstreamError:
             return False
 
@@ -140,7 +141,7 @@ class Probes:
         profile = worker.profile or (await self.facts(worker))[0].profile or USUAL
         path = profile.health
         try:
-            status, _ = await self._get(worker, path, min(self._timeout, DEEP_PATIENCE))
+            status, _ = await self._get(worker, path, min(self.timeout, DEEP_PATIENCE))
         except UpstreamTimeout:
             raise
         except UpstreamError as error:
@@ -150,7 +151,7 @@ class Probes:
     async def _document(self, worker: Worker, names: tuple[str, ...]) -> bytes | None:
         """An answer; b"" where the worker has none to give, None where it did not answer; `WITHHELD`."""
         try:
-            status, body = await self._first(worker, names, self._timeout, MAX_DOCUMENT)
+            status, body = await self._first(worker, names, self.timeout, MAX_DOCUMENT)
         except UpstreamError:
             return None
         return body if status == OK else WITHHELD if status in KEYED else b""

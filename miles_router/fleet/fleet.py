@@ -140,6 +140,10 @@ class Fleet:
         """The same for the other half of a pair, as `WorkerPool.lease_prefill`."""
         return self.pool.lease_prefill(self._policy, key, excluded, tokens, body)
 
+    def record_silence(self, worker: Worker, reason: str) -> None:
+        """Count that a worker took no connection in time, as `WorkerPool.record_failure` does."""
+        self.pool.record_failure(worker, reason)
+
     def end_session(self, key: str) -> None:
         """A session is over: what it holds on its workers counts no more."""
         for each in (key, prefill_key(key)):

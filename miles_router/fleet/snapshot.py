@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from miles_router.fleet.workers import Role, Unit, Worker, WorkerState
+from miles_router.fleet.workers import Role, Signs, Unit, Worker, WorkerState
 
 
 class Units(tuple[Unit, ...]):
@@ -56,6 +56,14 @@ class Snapshot:
         if generates and self.prefill and all(unit.worker in excluded for unit in self.prefill):
             candidates = [unit for unit in candidates if unit.worker.role is Role.REGULAR]
         return [unit for unit in candidates if unit.worker not in excluded]
+
+    def excuses(self, worker: Worker, signs: Signs, seconds: float) -> bool:
+        """Return True if a worker that did not answer in time keeps its place: a piece of an answer came from it within
+        `seconds`, or requests run on it and no other worker does what it does."""
+        if signs.heard <= seconds:
+            return True
+        others = (unit.worker for unit in (*self.routable, *(self.paused if not self.routable else ())))
+        return signs.runs and all(other is worker or other.role is not worker.role for other in others)
 
 
 def why_none(workers: Collection[Worker]) -> str:

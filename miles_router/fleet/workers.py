@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from miles_router.fleet.caches import PrefixCaches
 from miles_router.fleet.worker_url import WorkerUrl
@@ -47,10 +48,21 @@ ROLE, BOOTSTRAP_PORT = "worker_type", "bootstrap_port"
 class Pulse:
     """Counts what a worker's engine is heard to do: pieces of answers to requests that it works on."""
 
-    __slots__ = ("beats",)
+    __slots__ = ("beats", "heard_at")
 
     def __init__(self) -> None:
         self.beats = 0
+        #: When the last one came, on the event loop's clock.
+        self.heard_at = -math.inf
+
+
+class Signs(NamedTuple):
+    """What speaks for a worker that did not answer a check in time."""
+
+    #: Seconds since a piece of an answer came from its engine.
+    heard: float
+    #: Whether a request waits for its engine.
+    runs: bool
 
 
 class Unit:

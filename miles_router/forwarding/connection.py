@@ -257,6 +257,7 @@ class Connection(asyncio.BufferedProtocol):
     def _deliver(self, reply: Reply, data: bytes) -> None:
         if self._pulse is not None and reply.status < ERRORS:
             self._pulse.beats += 1
+            self._pulse.heard_at = self._loop.time()
         buffered = reply._add(data)
         if reply._sink is None and buffered > self._high_water():
             self.pause()

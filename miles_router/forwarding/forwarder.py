@@ -336,8 +336,11 @@ class Forwarder:
 
     def _unreachable(self, worker: Worker, error: UpstreamUnreachable) -> None:
         logger.warning("worker_unreachable", extra={"fields": {"worker": worker.url, "reason": str(error)}})
-        if error.refused:
-            self._fleet.pool.record_failure(worker, str(error))
+        if not error.timed_out:
+            if error.refused:
+                self._fleet.pool.record_failure(worker, str(error))
+        elif not self._fleet.snapshot.excuses(worker, self._upstream.signs(worker), self._upstream.connect_timeout):
+            self._fleet.record_silence(worker, str(error))
 
     def _others(self, request: Outgoing, tried: tuple[Worker, ...]) -> bool:
         snapshot = self._fleet.snapshot

@@ -54,7 +54,13 @@ class PrefillLost(UpstreamUnreachable):
 
     def __init__(self, worker: Worker, error: Exception) -> None:
         known = error if isinstance(error, UpstreamUnreachable) else UpstreamUnreachable(str(error))
-        super().__init__(str(error), refused=known.refused, given_up=known.given_up, exhausted=known.exhausted)
+        super().__init__(
+            str(error),
+            refused=known.refused,
+            given_up=known.given_up,
+            exhausted=known.exhausted,
+            timed_out=known.timed_out,
+        )
         self.worker = worker
 
 

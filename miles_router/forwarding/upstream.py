@@ -17,7 +17,7 @@ from miles_router.asgi.backlog import Backlog
 from miles_router.asgi.headers import RawHeaders
 from miles_router.errors import UpstreamTimeout, UpstreamUnreachable
 from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import Pulse
+from miles_router.fleet.workers import Pulse, Signs, Worker
 from miles_router.forwarding.connection import Connection
 from miles_router.forwarding.framing import request_head
 from miles_router.forwarding.processes import Processes
@@ -44,7 +44,7 @@ class Upstream:
     def __init__(
         self, *, connect_timeout: float = 5.0, max_connections: int = 0, backlog: Backlog | None = None
     ) -> None:
-        self._connect_timeout = connect_timeout
+        self.connect_timeout = connect_timeout
         self._slots = asyncio.Semaphore(max_connections) if max_connections else None
         self._idle: dict[str, deque[Connection]] = {}
         self._open: dict[str, set[Connection]] = {}
@@ -117,6 +117,11 @@ class Upstream:
         """Whether a reply is still to come from the engine with this pulse."""
         return any(connection.awaits(pulse) for connection in self._open.get(address.url, ()))
 
+    def signs(self, worker: Worker) -> Signs:
+        """Return what this process has heard of a worker's engine, and whether it waits for an answer of it."""
+        now = asyncio.get_running_loop().time()
+        return Signs(now - worker.pulse.heard_at, self.awaits(worker.address, worker.pulse))
+
     def give_up(self, address: WorkerUrl, pulse: Pulse, reason: str) -> int:
         """Break off every request that the engine with this pulse works on, as if its worker were lost; how many."""
         lost = [connection for connection in self._open.get(address.url, ()) if connection.awaits(pulse)]
@@ -169,13 +174,14 @@ class Upstream:
         # Not `tasks.within`: a connection that is made too late has to be closed.
         task = tasks.spawn(self._dial(address), name=f"connect {address.url}")
         try:
-            made = await tasks.ends_within(self._connect_timeout, task)
+            made = await tasks.ends_within(self.connect_timeout, task)
         except asyncio.CancelledError:
             _abandon(task)
             raise
         if not made:
             _abandon(task)
-            raise UpstreamUnreachable(f"{address.url} took no connection in {self._connect_timeout:g} s", refused=True)
+            message = f"{address.url} took no connection in {self.connect_timeout:g} s"
+            raise UpstreamUnreachable(message, refused=True, timed_out=True)
         connection: Connection | OSError = task.result()
         if isinstance(connection, OSError):
             exhausted = connection.errno in EXHAUSTED

@@ -23,7 +23,7 @@ from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.placement.policies import LeastInFlight
 from miles_router.fleet.pool import WorkerPool
 from miles_router.fleet.worker_url import WorkerUrl, parse_worker_url
-from miles_router.fleet.workers import Worker, WorkerState
+from miles_router.fleet.workers import Signs, Worker, WorkerState
 from miles_router.forwarding.outgoing import Outgoing
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Upstream
@@ -101,7 +101,11 @@ class Scene(Workers):
         self.gate = Gate(self.pool.admission, max_held=10, timeout=0)
         self.in_flight = InFlight()
         self.fleet = Fleet(pool=self.pool, gate=self.gate, policy=LeastInFlight(), questions=probes, orders=fan_out)
-        health = HealthMonitor(self.fleet, probes, interval=1.0, deep_interval=0.0)
+
+        async def signs(worker: Worker) -> Signs:
+            return Signs(worker.pulse.heard_at, runs=False)
+
+        health = HealthMonitor(self.fleet, probes, signs, interval=1.0, deep_interval=0.0)
         requests = OwnRequests(self.in_flight, self.gate)
         self.control = Control(fleet=self.fleet, fan_out=fan_out, requests=requests, health=health)
         for name in names:

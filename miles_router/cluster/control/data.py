@@ -117,6 +117,7 @@ class Link:
             "places": self._places,
             "end_group": self._end_group,
             "at": self._at_worker,
+            "signs": self._signs,
             "numbers": self._tell_numbers,
         }
 
@@ -170,6 +171,11 @@ class Link:
 
     async def _at_worker(self, message: Message) -> Message:
         return Message({"found": sorted(await self._requests(message).at(message.fields["url"]))})
+
+    async def _signs(self, message: Message) -> Message:
+        name, url = message.fields["pool"], message.fields["url"]
+        found = [(pool, each) for pool in self._pools if pool.name == name and (each := pool.fleet.pool.find(url))]
+        return Message({"found": [await pool.health.signs(worker) for pool, worker in found]})
 
     async def _tell_numbers(self, message: Message) -> Message:
         families = [each.as_json() for each in self._pools.default.router.metrics.families()]
@@ -299,6 +305,11 @@ class FollowingFleet(Fleet):
         here, and who waits for room would not know whether there is some."""
         if transition.after is WorkerState.READY:
             self.ask_for_facts(transition.worker)
+
+    def record_silence(self, worker: Worker, reason: str) -> None:
+        """Report it: other processes may hear the worker."""
+        assert isinstance(self.pool, FollowingPool)
+        self.pool.report("silence", worker, reason)
 
     def _count_on_ranks(self, worker: Worker, facts: Facts) -> None:
         if worker.rank_fault is not None:  # another process has seen it

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ from miles_router.edge import RouterApp
 from miles_router.fleet.caches import set_apart
 from miles_router.fleet.fleet import Fleet, Pause
 from miles_router.fleet.worker_url import parse_worker_url
-from miles_router.fleet.workers import Transition
+from miles_router.fleet.workers import Signs, Transition, Worker
+from miles_router.forwarding.upstream import Upstream
 from miles_router.metrics.plain import PlainFamily, merged, numbers_in, read_declarations, rendered
 from miles_router.metrics.statistics import Declaration
 from miles_router.pools.pools import ModelPool, Pools
@@ -116,6 +118,16 @@ class ControlDuty(Duty):
     def control(self, name: str, **parts: Any) -> Control:
         """See `Duty`."""
         return Control(**{**parts, "requests": AllRequests(name, self.followers)})
+
+    def signs(self, name: str, upstream: Upstream) -> Callable[[Worker], Awaitable[Signs]]:
+        """See `Duty`. Data processes have the requests."""
+
+        async def asked(worker: Worker) -> Signs:
+            answers = await self.followers.ask_all("signs", pool=name, url=worker.url)
+            found = [Signs(*each) for answer in answers for each in answer.fields["found"]]
+            return Signs(min((each.heard for each in found), default=math.inf), any(each.runs for each in found))
+
+        return asked
 
     def admin(self, pools: Pools, registrations: Registrations, stack: list[dict[str, object]]) -> Admin:
         """See `Duty`."""
@@ -267,7 +279,9 @@ class ControlDuty(Duty):
         worker = None if pool is None else pool.fleet.pool.find(fields["url"])
         if pool is None or worker is None or _deciding(pool).serials.get(worker) != fields["serial"]:
             return
-        if fields["kind"] == "failure":
+        if fields["kind"] == "silence":
+            await pool.health.record_silence(worker, fields["reason"], self._config.connect_timeout)
+        elif fields["kind"] == "failure":
             pool.fleet.pool.record_failure(worker, fields["reason"])
         elif fields["kind"] == "stall":
             pool.fleet.pool.record_stall(worker, fields["reason"])
