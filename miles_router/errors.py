@@ -313,10 +313,11 @@ class PromptNotRead(UpstreamError):
 
     type = "prompt_not_read"
 
-    def __init__(self, worker: str | None, given: int, read: int) -> None:
-        """`given` and `read` are numbers of tokens."""
+    @classmethod
+    def of(cls, worker: str | None, given: int, read: int) -> PromptNotRead:
+        """Return the error of a worker that read so many tokens of a prompt of `given` tokens."""
         advice = "start it without --allow-auto-truncate, give it more memory, or send shorter prompts"
-        super().__init__(f"worker {worker} read {read} tokens of a prompt of {given}: {advice}")
+        return cls(f"worker {worker} read {read} tokens of a prompt of {given}: {advice}")
 
 
 class UpstreamUnreachable(UpstreamError):

@@ -188,7 +188,7 @@ class AnswerTap(Tap):
         read = token_count(answer.get("meta_info")) if isinstance(answer, dict) and answer.get("output_ids") else None
         if read is not None and read != given:
             self._recorder.statistics.passed_through["prompt_not_read"] += 1
-            raise PromptNotRead(self._exchange.flight.worker_url, given, read)
+            raise PromptNotRead.of(self._exchange.flight.worker_url, given, read)
 
     async def _record(self, generation: int, answer: Any) -> Entry | None:
         prompt = self._request.prompt_of(generation)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from middleware_hub.openai_session.continuing.continuation import Continuation, Extension, HeldEnd, NotAppendOnly
+from middleware_hub.openai_session.continuing.roles import Roles
+from middleware_hub.openai_session.continuing.templates import Renderer
 from middleware_hub.openai_session.errors import MediaNotTraced, UnusableAnswer
 from middleware_hub.openai_session.faces import FACES
 from middleware_hub.openai_session.faces.chat import ChatFace
@@ -27,6 +29,13 @@ START = [SYSTEM, user("Hi")]
 TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "sub")]
 
 
+class Template:
+    """A chat template that writes the words of every message."""
+
+    def render(self, messages: Sequence[Any], *_: object, **__: object) -> str:
+        return "".join(str(message["content"]) for message in messages)
+
+
 class Rendering:
     """A continuation that gives two ids and notes what it renders with; or refuses for a reason."""
 
@@ -34,6 +43,7 @@ class Rendering:
         self.tools: Sequence[Any] | None = None
         self.settings: Mapping[str, Any] | None = None
         self._refusal = refusal
+        self.roles = Roles(cast(Renderer, Template()))
 
     def readable(self, messages: Sequence[Any]) -> tuple[Sequence[Any], list[str]]:
         return messages, []
@@ -123,7 +133,7 @@ def test_what_the_template_cannot_append_and_parts_that_are_no_text_are_roots_to
 @pytest.mark.parametrize("role", ["user", "tool"])
 def test_what_is_more_than_words_is_refused_by_its_name(kind: str, role: str) -> None:
     message = {"role": role, "content": [{"type": "text", "text": "See:"}, {"type": kind}]}
-    with pytest.raises(MediaNotTraced, match=rf"messages\[2\] has '{kind}': a session traces text alone"):
+    with pytest.raises(MediaNotTraced, match=rf"messages\[2\]: '{kind}' is no text, and a session traces text alone"):
         chat_turn(Scene(), [*START, message])
 
 

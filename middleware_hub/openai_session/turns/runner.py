@@ -302,7 +302,7 @@ class TurnRunner:
         if read == given or not given or not facts.counts_prompts:
             return
         self._recorder.check_prompts(turn, choices)
-        error = PromptNotRead(worker, given, read)
+        error = PromptNotRead.of(worker, given, read)
         self._recorder.pass_by(turn.path, turn.session, str(error), exchange.request_id)
         raise error
 
