@@ -25,6 +25,7 @@ from middleware_hub.radix_tree.dashboard.rollouts import KIND, TextRollouts
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import LOGPROBS, NotRecordable, read_request
 from middleware_hub.radix_tree.retrieval import Retrieval
+from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from middleware_hub.tokenizing.async_encoder import AsyncEncoder
 from miles_router.errors import BadRequest, ConfigError
 from miles_router.middlewares import (
@@ -75,6 +76,7 @@ class RadixTreeMiddleware:
         self.router = router
         self.cache = RadixTreeCache(max_tokens=max_tokens, keep_versions=keep_versions)
         self._encoder = AsyncEncoder.of(router)
+        self._agreement = TokenizerAgreement.of(router)
         rows = TextRows(router.rows, write=router.config.state_rows)
         self._archive = TextArchive(self.cache, router.store, router.owners, rows, max_tokens=max_tokens)
         self._recorder = TextRecorder(self.cache, self._archive, self._encoder)
@@ -131,6 +133,7 @@ class RadixTreeMiddleware:
             self.cache.statistics.passed_through[error.reason] += 1
             await self.app(scope, replay(body, receive), send)
             return
+        await self._agreement.require(scope)
         ids = [prompt.trajectory.tokens for prompt in prompts]
         changed = orjson.dumps(request.with_ids(ids, **{LOGPROBS: True}), option=orjson.OPT_SERIALIZE_NUMPY)
         handovers = Handovers.captured(

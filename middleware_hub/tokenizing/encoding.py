@@ -58,6 +58,10 @@ class TextEncoder:
         }
         self._needs_anchor = self._spells("a") != "a" or self._spells(" a") != " a"
 
+    def added_tokens(self) -> list[str]:
+        """The texts of the tokens that are found in a text before any other, by their ids."""
+        return [self._added[token] for token in sorted(self._added)]
+
     def _spells(self, text: str) -> str:
         spelling = self._speller.spell(self._encode(text, special=False).ids, skip_special=False)
         return text if spelling is None else spelling.text

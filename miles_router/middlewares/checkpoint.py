@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from miles_router.engines.spelling import PROBE
 from miles_router.errors import ConfigError
 from miles_router.settings.config import RouterConfig
 
@@ -77,11 +78,72 @@ def load_tokenizer(config: RouterConfig) -> Any:
         from transformers import AutoTokenizer
     except ImportError:
         raise ConfigError("hf_checkpoint: needs transformers; pip install 'miles-router[tito]'") from None
+    trusted = config.trust_remote_tokenizer
+    if not trusted and _needs_code(config.hf_checkpoint):
+        raise ConfigError(f"hf_checkpoint: the tokenizer of {config.hf_checkpoint!r} is code; {TRUST}")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint)
+        # Given either way: where nothing is said, transformers asks on the terminal.
+        tokenizer = AutoTokenizer.from_pretrained(config.hf_checkpoint, trust_remote_code=trusted)
         if config.chat_template_path is not None:
             with open(config.chat_template_path, encoding="utf-8") as template:
                 tokenizer.chat_template = template.read()
     except (OSError, ValueError) as error:
         raise ConfigError(f"hf_checkpoint: cannot load a tokenizer from {config.hf_checkpoint!r}: {error}") from None
+    _check_loaded(tokenizer, config.hf_checkpoint)
     return tokenizer
+
+
+#: What to do about a tokenizer that comes with code of its own.
+TRUST = "set --trust-remote-tokenizer to run what comes with the checkpoint"
+
+
+def _file(checkpoint: str, name: str) -> Path | None:
+    """A file of a checkpoint, a directory or of the hub; None where it has none."""
+    if Path(checkpoint).is_dir():
+        found = Path(checkpoint, name)
+        return found if found.is_file() else None
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        checkpoint, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+    )
+    return None if path is None else Path(path)
+
+
+def _needs_code(checkpoint: str) -> bool:
+    """Whether a tokenizer is made by code that comes with it, and by no `tokenizer.json`: what transformers makes of
+    its other files (Kimi K2.5's tiktoken ones) splits texts in another way."""
+    config = _file(checkpoint, "tokenizer_config.json")
+    if config is None or _file(checkpoint, "tokenizer.json") is not None:
+        return False
+    try:
+        read = orjson.loads(config.read_bytes())
+    except orjson.JSONDecodeError:
+        return False  # transformers says what is wrong with it
+    auto = read.get("auto_map") if isinstance(read, dict) else None
+    return isinstance(auto, dict) and "AutoTokenizer" in auto
+
+
+def _check_loaded(tokenizer: Any, checkpoint: str) -> None:
+    """See that what transformers has loaded is what `tokenizer.json` says: some releases put other parts in place of
+    its own (5.3 and 5.5, and 5.24 by the model's type). Parts are written in several ways, so that what they do counts.
+
+    Raises:
+        ConfigError: it splits a text otherwise.
+    """
+    backend, file = getattr(tokenizer, "backend_tokenizer", None), _file(checkpoint, "tokenizer.json")
+    if backend is None or file is None or b'"ByteLevel"' not in file.read_bytes():
+        return  # what is no ByteLevel tokenizer, transformers makes of other files too; engines are compared with it
+    import transformers
+    from tokenizers import Tokenizer
+
+    own = Tokenizer.from_file(str(file))
+    own.no_truncation()
+    own.no_padding()
+    for text in PROBE.split("\n"):
+        if backend.encode(text, add_special_tokens=False).ids != own.encode(text, add_special_tokens=False).ids:
+            raise ConfigError(
+                f"hf_checkpoint: transformers {transformers.__version__} loads the tokenizer of {checkpoint!r} "
+                f"otherwise than its tokenizer.json says ({type(tokenizer).__name__} splits {text[:16]!r} in another "
+                "way): install another release of transformers, or name the right tokenizer_class in its files"
+            )

@@ -118,6 +118,7 @@ class RouterConfig:
         (), "the stack, first listed = outermost; in YAML a list of {path, options}"
     )
     hf_checkpoint: str | None = setting(None, "model directory or hub name, for middlewares that need its tokenizer")
+    trust_remote_tokenizer: bool = setting(False, "run code that comes with the checkpoint's tokenizer")
     chat_template_path: str | None = setting(None, "Jinja chat template that replaces the checkpoint's own")
     health_check_interval: float = setting(10.0, "seconds between cheap liveness checks (/model_info)", _positive)
     health_check_timeout: float = setting(5.0, "seconds a check may take", _positive)

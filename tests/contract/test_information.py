@@ -99,6 +99,14 @@ async def test_tokens_come_and_go(worker: WorkerClient) -> None:
     assert await worker.post("/v1/detokenize", tokens=encoded["tokens"]) == {"text": "One two three"}
 
 
+async def test_tokenize_has_a_second_name_that_the_schema_leaves_out(worker: WorkerClient) -> None:
+    wanted = {"prompt": "don't  Stop123\n\n", "add_special_tokens": False}
+    assert await worker.post("/tokenize", **wanted) == await worker.post("/v1/tokenize", **wanted)
+    shown = (await worker.get("/openapi.json"))["paths"]
+    assert "/v1/tokenize" in shown
+    assert "/tokenize" not in shown
+
+
 async def test_lists_are_tokenized_and_detokenized_as_lists(worker: WorkerClient) -> None:
     encoded = await worker.post("/v1/tokenize", prompt=["One", "two three"])
     assert encoded["count"] == [len(ids) for ids in encoded["tokens"]]

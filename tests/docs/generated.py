@@ -17,6 +17,7 @@ from middleware_hub.openai_session.statistics import SessionStatistics
 from middleware_hub.radix_tree.statistics import ArchiveStatistics, CacheStatistics
 from middleware_hub.routed_experts.errors import ExpertsMissing  # noqa: F401  # so that it is in the table
 from middleware_hub.routed_experts.statistics import ExpertStatistics, PositionStatistics
+from middleware_hub.tokenizing.agreement import TokenizerDiffers  # noqa: F401
 from middleware_hub.tokenizing.async_encoder import EncodingStatistics
 from middleware_hub.tokenizing.encoding import InexactTokenizer
 from miles_router.cluster.owners.handover import HandoverStatistics

@@ -20,7 +20,6 @@ from tests.support.session_trial import (
     qwen3,
     session_trial,
     simulated_sessions,
-    tool_result,
     user,
 )
 from tests.support.stage import Stage
@@ -141,18 +140,4 @@ async def test_unwritten_role_in_a_later_turn_is_refused_and_the_session_goes_on
         assert (reply.status, "messages[3]" in reply.json()["error"]["message"]) == (400, True)
         await trial.chat(session, [*history, user("Go")])
         assert await trial.reasons(session) == [None, None]
-        assert BANANA in await prompt_of(trial, session)
-
-
-@pytest.mark.parametrize(
-    "part", [BANANA, {"type": "output_text", "text": BANANA}, {"type": "input_text", "text": BANANA}]
-)
-async def test_every_text_part_of_a_later_turn_reaches_the_prompt(stage: Stage, part: Any) -> None:
-    async with simulated_sessions(stage, script=[{"calls": [{"name": "get_date", "arguments": {}}]}]) as trial:
-        session = await trial.create()
-        history = [user("Hi")]
-        history.append(message_of(await trial.chat(session, history, max_tokens=64, tools=request(CHAT, [])["tools"])))
-        (call,) = history[-1]["tool_calls"]
-        history.append({**tool_result(call, ""), "content": [part]})
-        await trial.chat(session, history, tools=request(CHAT, [])["tools"])
         assert BANANA in await prompt_of(trial, session)

@@ -8,13 +8,14 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.sessions.messages import TEXT_PARTS, Message
+from middleware_hub.openai_session.sessions.messages import Message
 from miles_router.engines import surrogates
 from miles_router.errors import RouterError
 
 #: What a message keeps on its way through SGLang's request model, by role.
 OF_A_USER = ("role", "content")
 OF_OTHERS = ("role", "content", "tool_call_id", "name", "phase", "reasoning_content", "tool_calls", "tools")
+TEXT_PARTS = ("text", "input_text")
 #: `(messages, tools, generation_prompt, template_kwargs)` to text.
 Write = Callable[[list[dict[str, Any]], list[Any] | None, bool, Mapping[str, Any]], str]
 
@@ -49,18 +50,13 @@ def prepared(message: Message, *, parts: bool, json: bool = False) -> dict[str, 
 def _content(role: object, content: Any, *, parts: bool) -> Any:
     if not isinstance(content, list):
         return content
-    # SGLang's own template code drops bare texts and `output_text`; here they would be lost from a later turn.
-    found = [part for part in content if isinstance(part, str) or _is_text(part)]
-    texts: list[Any] = [part if isinstance(part, str) else part.get("text") for part in found]
+    found = [part for part in content if isinstance(part, Mapping) and part.get("type") in TEXT_PARTS]
+    texts: list[Any] = [part.get("text") for part in found]
     if not all(isinstance(text, str) for text in texts):
         raise CannotRender("a part of a message has no text")
     if not parts or role == "tool":
         return " ".join(texts)
     return [{"type": "text", "text": text} for text in texts]
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in TEXT_PARTS
 
 
 def _call(call: Any, arguments: Callable[[Any], Any] | None) -> dict[str, Any]:

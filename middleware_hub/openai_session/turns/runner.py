@@ -17,6 +17,7 @@ from middleware_hub.openai_session.turns.recorder import TurnRecorder
 from middleware_hub.openai_session.turns.shortfalls import StreamFacts
 from middleware_hub.openai_session.turns.stream import TurnStream, TurnTap
 from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfinished_calls
+from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines import paths
 from miles_router.engines.answers import MALFORMED, UnreadableAnswer, token_count
@@ -86,13 +87,16 @@ class TurnRunner:
         self._names = names
         self._stream_facts = StreamFacts(router)
         self._whole_answers = whole_answers
+        self._agreement = TokenizerAgreement.of(router)
 
     async def run(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one turn.
 
         Raises:
             UnusableAnswer: the worker's answer cannot be recorded, or not read; the agent gets none.
+            TokenizerDiffers: a worker has another tokenizer than the router.
         """
+        await self._agreement.require(scope)
         if self._router.traces is not None:
             self._router.traces.reads(Exchange.of(scope).flight, "session", session=turn.session.id)
         self._settle_adapter(turn, Exchange.of(scope))

@@ -35,7 +35,7 @@ from miles_router.testing.worker.reply import Reply, forever, reset
 from miles_router.testing.worker.routes.chat import chat_completions
 from miles_router.testing.worker.routes.completions import completions
 from miles_router.testing.worker.routes.control import CONTROL_ROUTES, Route
-from miles_router.testing.worker.routes.info import INFO_ROUTES, model, server_info
+from miles_router.testing.worker.routes.info import INFO_ROUTES, detokenize, model, server_info, tokenize
 from miles_router.testing.worker.routes.jax import JAX_ROUTES
 from miles_router.testing.worker.routes.jax import server_info as jax_server_info
 from miles_router.testing.worker.routes.messages import messages
@@ -62,6 +62,8 @@ _ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/v1/responses"): responses,
 }
 _ROUTES["GET", "/openapi.json"] = openapi(_ROUTES)
+# Other names that SGLang leaves out of its schema.
+_ROUTES.update({("POST", "/tokenize"): tokenize, ("POST", "/detokenize"): detokenize})
 _ROUTES_OF = {"sglang": _ROUTES, JAX: JAX_ROUTES}
 #: What SGLang's HTTP process passes on to the scheduler, besides generations.
 _OF_THE_SCHEDULER = {*CONTROL_ROUTES.values(), server_info, jax_server_info}

@@ -225,9 +225,7 @@ INFO_ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/get_load"): get_load,
     ("GET", "/v1/models"): models,
     ("POST", "/v1/tokenize"): tokenize,
-    ("POST", "/tokenize"): tokenize,
     ("POST", "/v1/detokenize"): detokenize,
-    ("POST", "/detokenize"): detokenize,
     ("GET", "/ping"): ping,
     ("GET", "/"): root,
 }
