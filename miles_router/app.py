@@ -167,7 +167,7 @@ def _pool(
         orders=fan_out,
     )
     metrics.count(fleet)
-    in_flight = InFlight()
+    in_flight = InFlight(private=len(set(data_keys(config))) > 1)
     forwarder = Forwarder(
         fleet=fleet,
         upstream=upstream,

@@ -48,7 +48,7 @@ class Flight:
 
     __slots__ = (
         *("aborted", "caches", "first_byte_at", "goes_on", "group", "inward", "model", "movable", "move", "number"),
-        *("preferred", "prefill_url", "rank", "rids", "stop", "trace", "waited", "waits", "worker_url"),
+        *("preferred", "prefill_url", "private", "rank", "rids", "stop", "trace", "waited", "waits", "worker_url"),
     )
 
     def __init__(self) -> None:
@@ -88,6 +88,8 @@ class Flight:
         self.rids: set[str] = set()
         #: What generations are called further in, by the name they have further out: the client's, or that of a leg.
         self.inward: dict[str, str] = {}
+        #: Whether its client shares no names with others: engines call its generations otherwise than it does.
+        self.private = False
         #: What is known of its turn, where turns are traced.
         self.trace: TurnTrace | None = None
 

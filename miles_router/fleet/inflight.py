@@ -17,6 +17,7 @@ import orjson
 from miles_router.asgi.exchange import Exchange
 from miles_router.engines.events import LAST_EVENT, write_event
 from miles_router.engines.generate import RID, GenerateRequest, UnknownShape
+from miles_router.engines.names import may_begin_others
 from miles_router.engines.scan import Field, Incomplete, value_at
 from miles_router.errors import BadRequest
 from miles_router.tasks import Pace
@@ -31,9 +32,14 @@ LOGPROB_LISTS = ("input_token_logprobs", "output_token_logprobs")
 
 
 class InFlight:
-    """Exchanges by identity, each for as long as some layer holds it."""
+    """Exchanges by identity, each for as long as some layer holds it.
 
-    def __init__(self) -> None:
+    Args:
+        private: their clients have several keys, and share no names.
+    """
+
+    def __init__(self, *, private: bool = False) -> None:
+        self.private = private
         self._bodies: dict[Exchange, bytes] = {}
         self._holders: dict[Exchange, int] = {}
         #: Names that a worker is told to abort though no client has asked for that, by what ends with the order.
@@ -100,8 +106,9 @@ class InFlight:
         clients' names of the generations that it names.
 
         SGLang aborts every generation whose id begins with `rid`, on workers where one has exactly this id, and so does
-        this. One of several generations ends the carrying on of all; a request that no worker has had is ended whole or
-        not at all. Those that come while it looks are not meant.
+        this. What engines call otherwise than its client is meant by exactly its own name. One of several generations
+        ends the carrying on of all; a request that no worker has had is ended whole or not at all. Those that come
+        while it looks are not meant.
 
         Args:
             elsewhere: further workers where one has exactly this id; None among them where one waits that no worker
@@ -135,7 +142,12 @@ class InFlight:
     async def _meant(self, rid: str, elsewhere: Collection[str | None]) -> dict[Exchange, set[str]]:
         ids = await self._ids(rid)
         where = _places(ids, rid) | {*elsewhere}
-        named = {exchange: {each for each in own if each.startswith(rid)} for exchange, own in ids.items()}
+        alone = self.private or may_begin_others(rid)
+        named = {
+            exchange: {each for each in own if each.startswith(rid) and (each == rid or not alone)}
+            for exchange, own in ids.items()
+            if rid in own or not exchange.flight.private
+        }
         return {
             exchange: names
             for exchange, names in named.items()

@@ -13,9 +13,10 @@ from contextlib import suppress
 from miles_router.asgi.exchange import read_json
 from miles_router.asgi.flight import Flight, UsedCache
 from miles_router.engines.caches import takes_cache_key, with_cache_key
-from miles_router.engines.disaggregation.request import NO_NAMES, Names, PairedRequest
+from miles_router.engines.disaggregation.request import PairedRequest
 from miles_router.engines.footprint import prompt_tokens, sampled_tokens
 from miles_router.engines.generate import UnknownShape
+from miles_router.engines.names import NO_NAMES, Names, RenamedRequest, needs_others
 from miles_router.engines.profile import CannotServe, Translation
 from miles_router.errors import BadRequest, FleetPaused, NoWorkerAvailable, UnsupportedByEngine, UpstreamUnreachable
 from miles_router.fleet.fleet import Fleet
@@ -145,12 +146,14 @@ class Forwarder:
         profile = (worker.profile or await self._fleet.profile(worker)) if request.computes else None
         if request.generates and worker.role is Role.DECODE:
             return await self._ask_pair(unit, request, flight)
-        translation = None
+        translation: Translation | None = None
         if profile is not None and profile.translate is not None:
             try:
                 translation = profile.translate(request.path, request.body, read_json)
             except UnknownShape as error:
                 raise BadRequest(f"the request is none that this engine can be asked: {error.reason}") from None
+        if translation is None and self._needs_others(request, flight):
+            translation = RenamedRequest(endpoint(request.path), request.body, read_json)
         if flight is not None and translation is not None:
             flight.inward |= translation.rids
         version = worker.weight_version
@@ -167,6 +170,15 @@ class Forwarder:
         except BaseException:
             reply.close()
             raise
+
+    def _needs_others(self, request: Outgoing, flight: Flight | None) -> bool:
+        """Return whether the engine must not see the names that a request gives.
+
+        Raises:
+            BadRequest: it gives some, and cannot be read.
+        """
+        private = self._in_flight.private or (flight is not None and flight.private)
+        return request.computes and needs_others(endpoint(request.path), request.body, read_json, private=private)
 
     async def _generate(
         self, unit: Unit, request: Outgoing, translation: Translation | None, flight: Flight | None
@@ -220,7 +232,9 @@ class Forwarder:
                 raise PrefillLost(worker, error) from error
             halves = Halves(lease, decode.worker)
             halves.check()
-            body, names = Names.renamed(paired.body, read_json) if history.sendings else (paired.body, NO_NAMES)
+            body, names = paired.body, NO_NAMES
+            if history.sendings or self._needs_others(request, flight):
+                body, names = Names.renamed(endpoint(request.path), body, read_json)
             history.sendings += 1
             if flight is not None:
                 flight.inward |= names.inward

@@ -22,8 +22,9 @@ from miles_router.engines.answers import UnreadableAnswer
 from miles_router.engines.disaggregation.held_rows import RowStrings
 from miles_router.engines.disaggregation.joining import first_version, one_answer, one_event
 from miles_router.engines.disaggregation.prefill import PrefillAnswer, fails, says_aborted
-from miles_router.engines.disaggregation.request import ROOM_BITS, Names, PairedRequest, with_room
+from miles_router.engines.disaggregation.request import ROOM_BITS, PairedRequest, with_room
 from miles_router.engines.events import Event
+from miles_router.engines.names import Names
 from miles_router.engines.profile import CannotServe
 from miles_router.errors import UpstreamBroken, UpstreamInvalidResponse, UpstreamUnreachable
 from miles_router.fleet.gate import endpoint

@@ -24,6 +24,7 @@ from miles_router.forwarding.forwarder import ABORTED, AnyReply, Forwarder
 from miles_router.forwarding.outgoing import Outgoing, outgoing
 from miles_router.forwarding.pairs import PairInterrupted
 from miles_router.forwarding.reply import Reply
+from miles_router.forwarding.translated import HeldReply
 from miles_router.forwarding.upstream import NotAdmitted
 from miles_router.metrics import Metrics
 
@@ -164,7 +165,7 @@ async def relay(reply: AnyReply, send: Send, metrics: Metrics, last: bytes = b""
         chunk = reply.take() or await reply.read()
         more = not reply.exhausted
         metrics.bytes_out += len(chunk)
-        if not more and last and isinstance(reply, Reply) and not reply.tail.rstrip().endswith(last):
+        if not more and last and not isinstance(reply, HeldReply) and not reply.tail.rstrip().endswith(last):
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
             raise UpstreamBroken(f"the worker's stream ended without {last.decode('ascii')!r}")
         await send({"type": "http.response.body", "body": chunk, "more_body": more})

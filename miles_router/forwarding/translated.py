@@ -131,6 +131,11 @@ class RewrittenStream:
         """As `Reply.end`: as the engine gave it."""
         return self._reply.end
 
+    @property
+    def tail(self) -> bytes:
+        """As `Reply.tail`: as the engine gave it."""
+        return self._reply.tail
+
     def take(self) -> bytes:
         """What is there without waiting: nothing."""
         return b""

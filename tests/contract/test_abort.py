@@ -73,6 +73,21 @@ async def test_the_rid_of_a_list_does_not_reach_its_prompts(worker: WorkerClient
     assert [answer["meta_info"]["finish_reason"]["type"] for answer in answers] == ["abort", "abort"]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_client_that_leaves_aborts_all_that_begin_alike(worker: WorkerClient, stream: bool) -> None:
+    async with worker.in_flight("r10") as longer, worker.in_flight("r2") as other:
+        if stream:
+            async with worker.stream("/generate", text="One", sampling_params=ENDLESS, rid="r1") as left:
+                await left.next()
+                left.response.close()
+        else:
+            leaving = spawn(worker.generate(text="One", sampling_params=ENDLESS, rid="r1"), name="leaving")
+            await worker.until_running(3)
+            await cancelled(leaving)
+        assert (await soon(longer))["meta_info"]["finish_reason"]["type"] == "abort"
+        assert await unfinished(other, A_WHILE)
+
+
 async def test_2_s_after_a_stream_has_ended_what_has_its_rid_is_aborted(worker: WorkerClient) -> None:
     while True:
         began = time.monotonic()

@@ -86,6 +86,7 @@ class TurnDoor:
             NotFound: it is none that an agent makes.
         """
         method, path = scope["method"], scope["path"]
+        Exchange.of(scope).flight.private = True
         if self.is_turn(scope):
             await self.turn(session, scope, receive, send)
             return
@@ -130,7 +131,7 @@ class TurnDoor:
         """
         face = self._faces[scope["path"]]
         exchange = Exchange.of(scope)
-        exchange.error_body = face.error_body
+        exchange.error_body, exchange.flight.private = face.error_body, True
         body = await exchange.read(receive)
         parsed = exchange.loads(body, partial(self._store.read, session, name=face.list_name))
         streams = isinstance(parsed, Mapping) and parsed.get("stream") is True

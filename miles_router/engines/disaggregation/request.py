@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +22,6 @@ PATHS = frozenset({paths.GENERATE, paths.CHAT, paths.COMPLETIONS, paths.MESSAGES
 #: Rooms are numbers of at most so many bits; a list of prompts takes one for each, from its own on.
 ROOM_BITS = 62
 
-RID_FIELD = Field(RID)
 N, ECHO, LOGPROBS = Field("n"), Field("echo"), Field("logprobs")
 LOGPROB_START, LOGPROB_IDS = Field("logprob_start_len"), Field("token_ids_logprob")
 META_INFO, STREAM = Field("return_meta_info"), Field("stream")
@@ -67,56 +65,6 @@ class PairedRequest:
             has_value(body, LOGPROB_START, lambda start: start not in (None, -1)) or has_value(body, LOGPROB_IDS, bool)
         )
         return cls(body, rows, prompt_logprobs)
-
-
-@dataclass(frozen=True)
-class Names:
-    """What a request's generations are called by the engines, where it is not what their client calls them. An engine
-    may still have what was sent to it before; it refuses a name twice, and aborts what bears the name of a stream 2 s
-    after that has ended (SGLang 0.5.23, `TokenizerManager.create_abort_task`).
-
-    Attributes:
-        inward: a client's name -> the engines'.
-    """
-
-    inward: Mapping[str, str]
-    _outward: Sequence[tuple[bytes, bytes]] = ()
-
-    @classmethod
-    def renamed(cls, body: bytes, parse: Parse) -> tuple[bytes, Names]:
-        """A request with new names in place of its client's, and these; as it is where it has none."""
-        if not has_value(body, RID_FIELD, bool):
-            return body, NO_NAMES
-        parsed = parse(body)
-        given = parsed.get(RID) if isinstance(parsed, Mapping) else None
-        names: list[Any] = given if isinstance(given, list) else [given]
-        if not all(isinstance(each, str) for each in names):
-            return body, NO_NAMES  # the engine says what is wrong with it
-        fresh = [uuid.uuid4().hex for _ in names]
-        own = [orjson.dumps(each)[1:-1] for each in names]
-        body = orjson.dumps({**parsed, RID: fresh if isinstance(given, list) else fresh[0]})
-        inward = dict(zip(_all_rids(parsed, names), _all_rids({**parsed, RID: fresh[0]}, fresh), strict=True))
-        return body, cls(inward, [(new.encode(), old) for new, old in zip(fresh, own, strict=True)])
-
-    def outward(self, said: bytes) -> bytes:
-        """What an engine says, with its client's names. No other text has the engines' by chance."""
-        for new, old in self._outward:
-            said = said.replace(new, old)
-        return said
-
-    def __bool__(self) -> bool:
-        return bool(self._outward)
-
-
-NO_NAMES = Names({})
-
-
-def _all_rids(parsed: Mapping[str, Any], names: list[str]) -> list[str]:
-    """One name makes those of a whole list: `r_0`, `r_1`."""
-    prompts = parsed.get(TEXT) if parsed.get(IDS) is None else parsed.get(IDS)
-    if len(names) > 1 or not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
-        return names
-    return [*names, *(f"{names[0]}_{index}" for index in range(len(prompts)))]
 
 
 def with_room(body: bytes, host: str, port: int, room: int) -> bytes:

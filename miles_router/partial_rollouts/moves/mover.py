@@ -173,7 +173,8 @@ class Mover:
                 cuts=self._fleet.gate.cuts,
                 legs=self._legs,
             )
-            self._order(self._fleet.pool.get(source.url), request.body[RID], order.pop_all())
+            *_, name = request.body[RID], *exchange.flight.names_inward(request.body[RID])
+            self._order(self._fleet.pool.get(source.url), name, order.pop_all())
         return True
 
     def _order(self, worker: Worker, rid: str, until_then: ExitStack) -> None:

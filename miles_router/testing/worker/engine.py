@@ -86,6 +86,7 @@ class Engine:
         """What the next generations are to say instead of sampling."""
         self._rests: dict[int, list[int]] = {}
         self._known_rids: set[str] = set()
+        self._left_streams: list[list[str]] = []
         self._ended_streams: list[list[str]] = []
         self._replica = mix(replica)
         self._repeats: OrderedDict[int, int] = OrderedDict()
@@ -190,6 +191,24 @@ class Engine:
         """Abort running generations whose rid begins with `rid`, as SGLang matches them; unknown rids are ignored."""
         if rid and rid in self._known_rids:
             self._abort_where(lambda generation: generation.request.rid.startswith(rid))
+
+    def client_left(self, rids: list[str], *, stream: bool) -> None:
+        """Abort all that begins with these rids, whoever asked for it: SGLang 0.5.23 does so where a client leaves,
+        for a stream 2 s later."""
+        if stream:
+            self._left_streams.append(rids)
+            asyncio.get_running_loop().call_later(self.stream_abort_s, self.abort_left_streams)
+        else:
+            self._abort_beginning(rids)
+
+    def abort_left_streams(self) -> None:
+        """Do so now for the streams whose clients have left."""
+        while self._left_streams:
+            self._abort_beginning(self._left_streams.pop(0))
+
+    def _abort_beginning(self, rids: list[str]) -> None:
+        names = tuple(filter(None, rids))
+        self._abort_where(lambda generation: generation.request.rid.startswith(names))
 
     def abort_all(self) -> None:
         self._abort_where(lambda generation: True)

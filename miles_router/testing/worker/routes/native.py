@@ -59,6 +59,9 @@ async def admitted(visit: Visit, given: GenerateInput) -> AsyncIterator[None]:
     try:
         await visit.engine.admission()
         yield
+    except (asyncio.CancelledError, ConnectionError):
+        visit.engine.client_left(rids, stream=given.stream)
+        raise
     finally:
         visit.engine.unreserve(rids)
         if given.stream:
