@@ -22,6 +22,7 @@ class SessionStatistics(Statistics, prefix="miles_router_sessions"):
     refused = counter("Sessions and turns for which there was no room, by the bound that they met.", by="bound")
     unrecorded_history = counter("Of these, turns whose history holds answers that nobody recorded.")
     untraced = counter("Requests not recorded.")
+    invalid_answers = counter("Answers that contradict themselves and were refused, by worker.", by="worker")
     uncompared = counter("Samples too long to be compared with what the chat template writes.")
     sampled_tokens = counter(TOKENS, name="tokens", labels={"origin": "sampled"})
     given_tokens = counter(TOKENS, name="tokens", labels={"origin": "given"})

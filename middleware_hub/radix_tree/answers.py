@@ -14,11 +14,28 @@ from middleware_hub.radix_tree.dashboard.rollouts import RunningRollouts
 from middleware_hub.radix_tree.entry import Entry
 from middleware_hub.radix_tree.recording import TextRecorder, TokenizedText
 from middleware_hub.radix_tree.requests import wants_logprobs
-from miles_router.engines.answers import GenerateAnswer, Unreadable, UnreadableAnswer, token_count, without_logprobs
+from miles_router.engines.answers import (
+    INCOMPLETE,
+    GenerateAnswer,
+    Unreadable,
+    UnreadableAnswer,
+    token_count,
+    without_logprobs,
+)
 from miles_router.engines.growing import GrowingAnswer
 from miles_router.engines.recomputing import AskedSampling
 from miles_router.errors import PromptNotRead, UpstreamBroken
-from miles_router.middlewares import Event, Exchange, GenerateRequest, Handovers, Router, Send, Tap, write_event
+from miles_router.middlewares import (
+    Event,
+    Exchange,
+    GenerateRequest,
+    Handovers,
+    Router,
+    Send,
+    Tap,
+    flag_worker,
+    write_event,
+)
 from miles_router.trajectory import InvalidTrajectory
 
 logger = logging.getLogger(__name__)
@@ -222,5 +239,7 @@ class AnswerTap(Tap):
     def _refuse(self, reason: AnswerReason | Unreadable, detail: str) -> None:
         self._recorder.statistics.passed_through[reason] += 1
         worker, request_id = self._exchange.flight.worker_url, self._exchange.request_id
+        if reason not in ("not_json", "answer_count", INCOMPLETE):
+            flag_worker(self._recorder.statistics.invalid_answers, worker)
         fields = {"request_id": request_id, "worker": worker, "reason": reason, "detail": detail}
         logger.warning("answer_not_recorded", extra={"fields": fields})

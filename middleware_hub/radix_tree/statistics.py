@@ -25,6 +25,7 @@ class CacheStatistics(Statistics, prefix="miles_router_radix_tree"):
     token_bytes = gauge("Bytes of the tokens held.")
     text_characters = gauge("Characters of text held.")
     passed_through = counter("Requests and answers left alone, by reason.", by="reason")
+    invalid_answers = counter("Of these, answers that contradict themselves, by worker.", by="worker")
 
 
 class ArchiveStatistics(Statistics, prefix="miles_router_radix_tree_archive"):

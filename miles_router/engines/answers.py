@@ -34,6 +34,8 @@ PROMPT_TOKENS = "prompt_tokens"
 #: What reading JSON of another form raises.
 MALFORMED = (KeyError, TypeError, IndexError, AttributeError)
 
+#: The reason of an answer that lacks something, and does not contradict itself.
+INCOMPLETE: Literal["incomplete"] = "incomplete"
 Unreadable = Literal[
     "incomplete",
     "token_counts_disagree",

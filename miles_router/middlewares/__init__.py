@@ -57,6 +57,7 @@ from miles_router.middlewares.episodes import (
     TurnRow,
     version_spans,
 )
+from miles_router.middlewares.invalid_answers import flag_worker
 from miles_router.middlewares.owners import HeldNames, Owners
 from miles_router.middlewares.roots import Root
 from miles_router.middlewares.router import Router
@@ -163,6 +164,7 @@ __all__ = [
     "counter",
     "first",
     "first_prefix",
+    "flag_worker",
     "gauge",
     "header_of",
     "header_texts",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,10 @@ LOGPROB_TOLERANCE = 1e-2
 MAX_TOKEN = 2**31 - 1
 #: Of an array's values; none where one of them is no number. `array.min` and `array.max` say the same, later.
 _least, _largest = np.minimum.reduce, np.maximum.reduce
+
+
+#: The invariant that a logprob of another kind breaks.
+NO_LOGPROB = "logprobs_are_logprobs"
 
 
 class InvalidTrajectory(ValueError):
@@ -84,7 +89,12 @@ class Piece:
             InvalidTrajectory: the lengths differ, or a value cannot be what it claims to be.
         """
         tokens = token_array(ids)
-        return cls(tokens, logprob_array(logprobs, len(tokens)), version)
+        try:
+            return cls(tokens, logprob_array(logprobs, len(tokens)), version)
+        except InvalidTrajectory as error:
+            if error.invariant != NO_LOGPROB:
+                raise
+            raise InvalidTrajectory(NO_LOGPROB, _first_that_is_none(ids, logprobs)) from None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -147,12 +157,23 @@ def logprob_array(logprobs: Sequence[float] | npt.NDArray[np.floating], length: 
         try:
             array = np.array(logprobs, dtype=np.float32) if length else np.zeros(0, dtype=np.float32)
         except (TypeError, ValueError) as error:
-            raise InvalidTrajectory("logprobs_are_logprobs", str(error)) from None
+            raise InvalidTrajectory(NO_LOGPROB, str(error)) from None
         # What was sampled had a probability; and JSON has no number for the logarithm of none.
         fits = array.ndim == 1 and (length == 0 or -np.inf < _least(array) <= _largest(array) <= LOGPROB_TOLERANCE)
     if not fits:
-        raise InvalidTrajectory("logprobs_are_logprobs", "a logprob is above zero or no finite number")
+        raise InvalidTrajectory(NO_LOGPROB, "a logprob is above zero or no finite number")
     return frozen(array)
+
+
+def _first_that_is_none(ids: Sequence[Any] | npt.NDArray[Any], logprobs: Sequence[Any] | npt.NDArray[Any]) -> str:
+    """Name the first position whose logprob is none, its token and what stands there."""
+    for position, (token, logprob) in enumerate(zip(ids, logprobs, strict=True)):
+        try:
+            logprob_array([logprob], 1)
+        except InvalidTrajectory:
+            shown = reprlib.repr(logprob)
+            return f"position {position}, token {token}: {shown} is no logprob, which is a finite number of at most 0"
+    return "a logprob is above zero or no finite number"
 
 
 def _unsigned(array: npt.NDArray[np.integer]) -> npt.NDArray[np.uint64]:

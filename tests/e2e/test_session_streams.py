@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.http import Client, CutReply, request
+from tests.support.http import Client, CutReply, request, whole_or_cut
 from tests.support.scripted_chat import (
     DONE,
     EVENT_STREAM,
@@ -368,9 +368,6 @@ async def test_an_engine_that_was_started_anew_is_not_judged_by_the_streams_of_t
     [
         [*HELLO[:2], b'data: {"error": {"message": "out of memory", "code": 500}}\n\n', DONE],
         [*HELLO[:2], event([delta("x", index=1)]), *HELLO[-3:]],
-        [*HELLO[:-2], event([], sglext={"input_ids": [1], "output_ids": [["a"]]}), DONE],
-        [*HELLO[:-2], event([], sglext={"input_ids": [1], "output_ids": [[-7, 8, 9]]}), DONE],
-        [*HELLO[:-2], event([], sglext={"output_ids": [[7, 8, 9]]}), DONE],
         [*HELLO[:2], b"data: {\n\n", *HELLO[3:]],
         [*HELLO[:2], b'data: {"choices": [7]}\n\n', *HELLO[3:]],
         [*HELLO[:2], event([delta(None) | {"delta": {"content": 7}}]), *HELLO[3:]],
@@ -380,7 +377,7 @@ async def test_an_engine_that_was_started_anew_is_not_judged_by_the_streams_of_t
         [*HELLO[:2], event([delta(None) | {"logprobs": {"content": [{}]}}]), *HELLO[3:]],
     ],
     ids=[
-        *("error", "odd choice", "no ids", "negative", "no prompt", "no json", "no choice", "odd text"),
+        *("error", "odd choice", "no json", "no choice", "odd text"),
         *("odd call", "nameless call", "odd index", "odd logprob"),
     ],
 )
@@ -399,6 +396,28 @@ async def test_a_stream_that_makes_no_sense_is_passed_and_said_to_be_untraced(
     assert await trial.stream(session, HI)
     assert len(await trial.records(session)) == 1, "one bad answer says nothing of the next"
     assert json.loads(worker.requests[-1].body)["stream"] is True
+
+
+@pytest.mark.parametrize(
+    "sglext",
+    [
+        {"input_ids": [1], "output_ids": [["a", "b", "c"]]},
+        {"input_ids": [1], "output_ids": [[-7, 8, 9]]},
+        {"output_ids": [[7, 8, 9]]},
+    ],
+    ids=["no ids", "negative", "no prompt"],
+)
+async def test_a_stream_whose_ids_are_none_is_an_error_as_a_whole_answer_is(
+    worker: ScriptedWorker, trial: SessionTrial, sglext: dict[str, Any]
+) -> None:
+    worker.next(streamed(*HELLO[:-2], event([], sglext=sglext), DONE)).always(streamed(*HELLO))
+    session = await trial.create()
+    got = await whole_or_cut(trial.turn(session, HI, stream=True))
+    assert b'"type":"unusable_answer"' in got.body.replace(b" ", b"")
+    assert DONE not in got.body
+    assert (await trial.read(session))["records"] == []
+    assert await trial.stream(session, HI)
+    assert len(await trial.records(session)) == 1, "one bad answer says nothing of the next"
 
 
 async def test_a_fleet_without_workers_is_asked_once_it_has_one(

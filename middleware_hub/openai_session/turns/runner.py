@@ -20,7 +20,7 @@ from middleware_hub.openai_session.turns.unfinished import ends_early, with_unfi
 from middleware_hub.tokenizing.agreement import TokenizerAgreement
 from middleware_hub.tokenizing.naming import TokenNames
 from miles_router.engines import paths
-from miles_router.engines.answers import MALFORMED, UnreadableAnswer, token_count
+from miles_router.engines.answers import INCOMPLETE, MALFORMED, UnreadableAnswer, token_count
 from miles_router.engines.models import DEFAULT
 from miles_router.engines.openai import raw
 from miles_router.engines.openai.chat import ids_obstacle
@@ -45,6 +45,7 @@ from miles_router.middlewares import (
     Router,
     Scope,
     Send,
+    flag_worker,
     replay,
     with_body,
     with_length,
@@ -120,10 +121,14 @@ class TurnRunner:
             exchange.adapter = adapter or None
 
     async def _run(self, face: Face, turn: PendingTurn, scope: Scope, receive: Receive, send: Send) -> None:
-        if turn.stream and not await self._buffered(face, turn):
-            await self._streamed(face, turn, scope, receive, send)
-        else:
-            await self._whole(face, turn, scope, receive, send)
+        try:
+            if turn.stream and not await self._buffered(face, turn):
+                await self._streamed(face, turn, scope, receive, send)
+            else:
+                await self._whole(face, turn, scope, receive, send)
+        except UnusableAnswer:
+            flag_worker(self._recorder.statistics.invalid_answers, Exchange.of(scope).flight.worker_url)
+            raise
 
     async def _buffered(self, face: Face, turn: PendingTurn) -> bool:
         """Whether a streamed turn is generated whole, and given as a stream afterwards."""
@@ -168,6 +173,7 @@ class TurnRunner:
             self._record(turn, choices, scope, stream.prompt_tokens)
         except UnusableAnswer as error:
             self._recorder.pass_by(turn.path, turn.session, str(error), exchange.request_id)
+            raise
         except UnreadableAnswer as error:
             url = exchange.flight.worker_url
             if isinstance(error, StreamShortfall) and url is not None:
@@ -176,6 +182,8 @@ class TurnRunner:
             self._recorder.pass_by(turn.path, turn.session, reason, exchange.request_id)
             if stream.told_error and tools_of(turn.fields):
                 turn.session.notes[WHOLE] = True
+            if error.reason != INCOMPLETE:
+                raise UnusableAnswer(reason) from None
 
     async def _show_all_calls(
         self, turn: PendingTurn, stream: TurnStream, choices: Sequence[Choice], exchange: Exchange

@@ -17,6 +17,7 @@ from miles_router.engines.answers import MALFORMED, UnreadableAnswer, version_ru
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import GrowingChat, chunks_of, named_calls, with_usage, without_usage
 from miles_router.engines.openai.choices import Choice, Chunks
+from miles_router.engines.openai.usage import sound_usage
 
 #: What a whole answer is asked for, and what a stream; a client gets those that it asked for itself.
 OF_WHOLE = ("logprobs", "return_meta_info")
@@ -102,12 +103,16 @@ class ChatEndpoint:
         """A whole answer with what its client asked for itself. The API's `metadata` has texts alone, and some clients
         refuse any other."""
         seen = {**answer, "choices": [_choice_as_asked(choice, fields) for choice in answer["choices"]]}
+        if "usage" in seen:
+            seen["usage"] = sound_usage(seen["usage"])
         if isinstance(answer.get("metadata"), dict):
             seen["metadata"] = {name: _text(value) for name, value in answer["metadata"].items()}
         return seen
 
     def chunk_as_asked(self, chunk: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any] | None:
         """A chunk, changed to what its client asked for itself; None if it says nothing else."""
+        if chunk.get("usage") is not None:
+            chunk["usage"] = sound_usage(chunk["usage"])
         if chunk.get("sglext") is not None:
             unwanted = {name for name, field in SGLEXT.items() if not fields.get(field)}
             kept = {

@@ -165,7 +165,7 @@ def cached_tokens(extra: object) -> int | None:
     details = extra.get("cached_tokens_details") if isinstance(extra, Mapping) else None
     if not isinstance(details, Mapping) or not details:
         return None
-    return sum(count for count in details.values() if isinstance(count, int))
+    return sum(count for count in details.values() if type(count) is int and count > 0)
 
 
 def chunks_of(answer: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

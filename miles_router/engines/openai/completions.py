@@ -17,6 +17,7 @@ from miles_router.engines.answers import MALFORMED, VERSION, VERSIONS, Unreadabl
 from miles_router.engines.facts import Facts
 from miles_router.engines.openai.chat_stream import with_usage, without_usage
 from miles_router.engines.openai.choices import Choice, GrowingChoice, GrowingChoices
+from miles_router.engines.openai.usage import sound_usage
 from miles_router.trajectory.pieces import VersionRun
 
 
@@ -57,6 +58,8 @@ class CompletionsEndpoint:
     def as_asked(self, answer: dict[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
         """A whole answer with what its client asked for itself."""
         kept = {**answer, "choices": [_choice_as_asked(choice, fields) for choice in answer["choices"]]}
+        if "usage" in kept:
+            kept["usage"] = sound_usage(kept["usage"])
         if kept.get("sglext") == {}:  # its rows were taken out
             del kept["sglext"]
         return kept

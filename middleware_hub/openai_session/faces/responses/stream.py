@@ -129,7 +129,8 @@ class ResponsesWriter(ReplyWriter):
         if isinstance(usage, Mapping):
             self._envelope.usage = usage_of(usage)
         if self._envelope.usage is not None and self._cached is not None:
-            cached = {"cached_tokens": self._cached, "cache_write_tokens": 0}
+            most = self._envelope.usage["input_tokens"]
+            cached = {"cached_tokens": min(self._cached, most), "cache_write_tokens": 0}
             self._envelope.usage = {**self._envelope.usage, "input_tokens_details": cached}
 
     # Its items

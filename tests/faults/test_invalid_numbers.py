@@ -1,0 +1,140 @@
+"""Numbers of an engine that cannot be: logprobs make an answer unusable, and counts of tokens are left out."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from tests.support.cache_trial import trial_before
+from tests.support.http import whole_or_cut
+from tests.support.scripted_chat import DONE, PROMPT, chat_answer, chat_events, delta, event, meta_of, streamed
+from tests.support.scripted_worker import Behaviour, ScriptedWorker, reply, script
+from tests.support.session_apis import CHATS, RESPONSES, Api
+from tests.support.session_trial import CHAT, SessionTrial, session_trial, user
+from tests.support.stage import Stage
+
+JSON = [("Content-Type", "application/json")]
+IDS = [7, 8]
+
+
+@pytest.fixture
+async def worker(stage: Stage) -> ScriptedWorker:
+    return await stage.worker()
+
+
+@pytest.fixture
+async def trial(stage: Stage, worker: ScriptedWorker) -> SessionTrial:
+    return await session_trial(stage, worker)
+
+
+# Logprobs
+
+
+def answered(logprob: Any, *, stream: bool) -> Behaviour:
+    """An answer whose second token has this logprob."""
+    if not stream:
+        meta = meta_of(IDS, output_token_logprobs=[[-0.5, 7, None], [logprob, 8, None]])
+        return script(reply(json.dumps(chat_answer(IDS, meta_info=meta)).encode(), headers=JSON))
+    begun, first, second, *end = chat_events(IDS, ["Hel", "lo"])
+    entry = {"token": "", "bytes": [], "logprob": logprob, "top_logprobs": []}
+    second = event([delta("lo", logprobs={"content": [entry]})])
+    return streamed(begun, first, second, *end)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("logprob", [0.5, None, "x", [-0.5]], ids=repr)
+@pytest.mark.parametrize("api", CHATS, ids=str)
+async def test_an_invalid_logprob_is_an_error_by_position_and_token(
+    trial: SessionTrial, worker: ScriptedWorker, api: Api, logprob: Any, stream: bool
+) -> None:
+    worker.always(answered(logprob, stream=stream))
+    session = await trial.create("s")
+    got = await whole_or_cut(api.ask(trial, session, 4, stream=stream))
+    assert got.status == (200 if stream else 502)
+    assert b"position 1, token 8" in got.body, got.body
+    assert DONE not in got.body
+    assert await trial.records(session) == []
+
+
+async def test_a_worker_whose_answers_are_invalid_is_counted_and_named(
+    trial: SessionTrial, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = await trial.create()
+    with caplog.at_level(logging.WARNING):
+        for stream in (True, False) * 6:
+            worker.next(answered(0.5, stream=stream))
+            await whole_or_cut(trial.turn(session, [user("Hi")], stream=stream))
+    assert trial.statistics()["invalid_answers"] == {worker.url: 12}
+    named = [each.__dict__["fields"] for each in caplog.records if each.message == "worker_answers_invalid"]
+    assert named == [{"worker": worker.url, "answers": 1}, {"worker": worker.url, "answers": 10}]
+
+
+async def test_a_text_with_an_invalid_logprob_is_not_recorded_and_says_where(
+    stage: Stage, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = await trial_before(stage, worker)
+    entries = [[-0.5, 7, None], [0.25, 8, None]]
+    meta = {"id": "r", "finish_reason": {"type": "length", "length": 2}, "output_token_logprobs": entries}
+    worker.always(
+        script(reply(json.dumps({"text": "ok", "output_ids": IDS, "meta_info": meta}).encode(), headers=JSON))
+    )
+    assert (await texts.post("/generate", {"text": "Hi"})).status == 200, "it is the client's all the same"
+    (said,) = [each.__dict__["fields"] for each in caplog.records if each.message == "answer_not_recorded"]
+    assert "position 1, token 8: 0.25 is no logprob" in said["detail"]
+    assert texts.statistics()["invalid_answers"] == {worker.url: 1}
+
+
+# Counts
+
+USAGE = {"prompt_tokens": len(PROMPT), "completion_tokens": 2, "total_tokens": len(PROMPT) + 2}
+ODD: dict[str, dict[str, Any]] = {
+    "more reasoning than answer": {"reasoning_tokens": 3, "completion_tokens_details": {"reasoning_tokens": 3}},
+    "negative reasoning": {"reasoning_tokens": -1, "completion_tokens_details": {"reasoning_tokens": -1}},
+    "more from the cache than prompt": {"prompt_tokens_details": {"cached_tokens": 99}},
+    "negative from the cache": {"prompt_tokens_details": {"cached_tokens": -2}},
+    "text": {"reasoning_tokens": "2", "prompt_tokens_details": {"cached_tokens": "1"}},
+    "a fraction": {"completion_tokens_details": {"reasoning_tokens": 0.5}},
+    "a wrong total": {"total_tokens": 7},
+    "nothing": {"completion_tokens_details": None, "prompt_tokens_details": None, "reasoning_tokens": None},
+}
+
+
+def counted(usage: dict[str, Any], *, stream: bool) -> Behaviour:
+    if not stream:
+        return script(reply(json.dumps({**chat_answer(IDS), "usage": usage}).encode(), headers=JSON))
+    *begun, end = chat_events(IDS, ["Hel", "lo"])
+    return streamed(*begun, event([], usage=usage), end)
+
+
+def numbers(value: Any) -> list[tuple[str, Any]]:
+    """All fields below a usage that count tokens."""
+    found: list[tuple[str, Any]] = []
+    for name, each in value.items() if isinstance(value, dict) else ():
+        found += numbers(each) if isinstance(each, dict) else [(name, each)] if name.endswith("tokens") else []
+    return found
+
+
+def usages(api: Api, answers: list[Any]) -> list[Any]:
+    """The usage in each answer or event that has one."""
+    holders = [each.get("response", each) if api.path == RESPONSES else each.get("message", each) for each in answers]
+    return [each["usage"] for each in holders if each.get("usage")]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("api", [api for api in CHATS if not api.named], ids=str)
+async def test_a_count_that_cannot_be_is_not_passed_on(
+    trial: SessionTrial, worker: ScriptedWorker, api: Api, odd: dict[str, Any], stream: bool
+) -> None:
+    worker.always(counted({**USAGE, **odd}, stream=stream))
+    asked: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream and api.path == CHAT else {}
+    got = await api.ask(trial, await trial.create(), 4, stream=stream, **asked)
+    last = usages(api, api.answers(got, stream=stream))[-1]
+    most = {"cached": len(PROMPT), "reasoning": 2}
+    for name, count in numbers(last):
+        assert type(count) is int, (name, last)
+        assert 0 <= count <= most.get(name.partition("_")[0], len(PROMPT) + 2), (name, last)
+    assert last.get("total_tokens", len(PROMPT) + 2) == len(PROMPT) + 2
