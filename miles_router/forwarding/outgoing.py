@@ -13,8 +13,11 @@ from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Admit, Upstream
 
 AFFINITY_HEADERS = (b"x-smg-routing-key", b"x-session-id")
-#: What may link a request to others: what ties it to earlier ones, and the trace that it is part of.
-LINKS = frozenset(AFFINITY_HEADERS) | TRACE_HEADERS
+#: Headers in which coding agents name their conversation: Claude Code's, and Codex' in both spellings. They count
+#: behind a session's path, for one session may be several conversations.
+AGENT_HEADERS = (b"x-claude-code-session-id", b"session_id", b"session-id")
+#: Headers that link a request to others: a conversation's name, or the trace that the request is part of.
+LINKS = frozenset(AFFINITY_HEADERS + AGENT_HEADERS) | TRACE_HEADERS
 MAX_KEY_LENGTH = 512
 DROPPED = REQUEST_DROPPED | {b"x-request-id"}
 
@@ -108,19 +111,18 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing
 
 
 def affinity_key(path: str, headers: RawHeaders) -> str | None:
-    """What ties this request to earlier ones: a routing key, a session header, or the session in the path."""
-    found: bytes | None = None
-    for name, value in headers:
-        if name == AFFINITY_HEADERS[0]:
-            found = value
-            break
-        if name == AFFINITY_HEADERS[1]:
-            found = value
-    if found is not None:
-        return found[:MAX_KEY_LENGTH].decode("latin-1")
-    if path.startswith(SESSION_PREFIX):
-        return path[len(SESSION_PREFIX) :].partition("/")[0][:MAX_KEY_LENGTH] or None
-    return None
+    """Return what ties this request to earlier ones: a routing key, a session header, the session in the path, or an
+    agent's own header. Empty values do not count."""
+    given = {name: value for name, value in reversed(headers) if name in LINKS}
+    found = _first(given, AFFINITY_HEADERS)
+    if not found and path.startswith(SESSION_PREFIX) and (session := path[len(SESSION_PREFIX) :].partition("/")[0]):
+        return session[:MAX_KEY_LENGTH]
+    found = found or _first(given, AGENT_HEADERS)
+    return found[:MAX_KEY_LENGTH].decode("latin-1") or None
+
+
+def _first(given: Mapping[bytes, bytes], names: tuple[bytes, ...]) -> bytes:
+    return next((given[name] for name in names if given.get(name)), b"")
 
 
 async def send(
