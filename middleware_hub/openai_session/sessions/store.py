@@ -23,7 +23,7 @@ from middleware_hub.openai_session.sessions.recent import KnownRequests, Written
 from middleware_hub.openai_session.sessions.tree import Session
 from middleware_hub.openai_session.statistics import SessionStatistics
 from miles_router.errors import BadRequest, ConfigError, RouterError
-from miles_router.middlewares import EpisodeShelf, HeldNames, Owners, read_json
+from miles_router.middlewares import EpisodeShelf, HeldNames, Owners, may_have_many_values, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -328,7 +328,9 @@ class SessionStore:
         Raises:
             BadRequest: as `read_json`.
         """
-        return read_json(body) if name is None or session.deleted else self.requests.read(session.id, body, name)
+        if name is None or session.deleted or may_have_many_values(body):
+            return read_json(body)
+        return self.requests.read(session.id, body, name)
 
     def account_carried(self, session: Session, carried: Mapping[str, Any]) -> None:
         """A session is to carry label and reward, in place of those it has.
