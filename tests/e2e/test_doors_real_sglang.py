@@ -10,8 +10,8 @@ import pytest
 from miles_router.control.table import TABLE
 from miles_router.engines import paths
 from miles_router.settings.config import MiddlewareSpec
+from tests.sglang.environment import ensure
 from tests.sglang_worker import RealWorker
-from tests.support.cache_trial import checkpoint
 from tests.support.http import Pairs, ask
 from tests.support.running_router import RunningRouter, running_router
 from tests.support.session_trial import SESSIONS
@@ -40,7 +40,9 @@ async def router(sglang_workers: list[RealWorker]) -> AsyncIterator[RunningRoute
     urls = [worker.url for worker in sglang_workers]
     keys = {"api_key": "data", "admin_api_key": "admin"}
     specs = (MiddlewareSpec(SESSIONS),)
-    async with running_router(*urls, middlewares=specs, hf_checkpoint=checkpoint(), gate_max_held=0, **keys) as running:
+    async with running_router(
+        *urls, middlewares=specs, hf_checkpoint=str(ensure().dense_model), gate_max_held=0, **keys
+    ) as running:
         await running.probed()
         assert (await running.ask("POST", "/sessions", DATA, b'{"session_id": "s"}')).status == 200
         yield running

@@ -56,7 +56,9 @@ async def behave(visit: Visit) -> None:
     if visit.request.path == "/v1/chat/completions":
         await visit.run([chat_reply(range(1000, 1000 + SESSION_TOKENS))])
     elif len(body) > 1000:
-        await visit.run([reply(compact(generated([7], None)), headers=JSON)])
+        answer = generated([7], None)
+        answer["meta_info"]["prompt_tokens"] = len(json.loads(body)["input_ids"])
+        await visit.run([reply(compact(answer), headers=JSON)])
     else:
         data = large_answer()
         whole = reply(data, headers=JSON)

@@ -53,7 +53,7 @@ async def trial(stage: Stage) -> AsyncIterator[Trial]:
         ({"input_ids": [[1], "x"]}, "input_ids"),
         ({"text": "x", "sampling_params": [{}, {}]}, "sampling_params"),
         ({"text": "x", "sampling_params": {"n": 0}}, "sampling_params"),
-        ({"text": "x", "rid": ["a", "b"]}, "rid"),
+        ({"text": "x", "rid": ["one", "two"]}, "rid"),
         ({"text": "x", "sampling_params": {"n": 5000}}, "too_many"),
         ({"text": ["x", "y"], "return_logprob": [True]}, "return_logprob"),
         (["no", "object"], "no_object"),

@@ -132,7 +132,7 @@ async def test_a_worker_of_another_model_among_the_fleet_spoils_its_own_answers_
     ):
         trial = await experts_trial(stage, one, other)
         for number in range(8):
-            await trial.generate(input_ids=[40, 41, number], rid=f"{number}")
+            await trial.generate(input_ids=[40, 41, number], rid=f"row-{number}")
         theirs = {worker: [each.rid for each in worker.door.generations] for worker in (one, other)}
         assert all(theirs.values()), "each has answered some"
         for rid in theirs[one]:
@@ -150,7 +150,7 @@ async def test_without_a_shape_that_is_known_each_worker_is_judged_by_its_own_ro
     ):
         trial = await experts_trial(stage, one, other, options={})
         for number in range(8):
-            await trial.generate(input_ids=[40, 41, number], rid=f"{number}")
+            await trial.generate(input_ids=[40, 41, number], rid=f"row-{number}")
         for worker, shape in ((one, MOE), (other, OTHER)):
             assert worker.door.generations, "each has answered some"
             for generation in worker.door.generations:

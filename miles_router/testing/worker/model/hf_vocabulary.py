@@ -42,8 +42,8 @@ class DirectoryTokenizer:
     def size(self) -> int:
         return int(self._fast.get_vocab_size(with_added_tokens=True))
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._fast.encode(text).ids)
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))

@@ -66,8 +66,12 @@ class Tokenizer(Protocol):
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a generation unless `ignore_eos`."""
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`; special tokens spelled out in it become their ids."""
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the ids of `text`; special tokens spelled out in it become their ids.
+
+        Args:
+            add_special_tokens: whether those go around it that the tokenizer puts around every text.
+        """
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of `ids`; bytes that are no character are U+FFFD."""
@@ -125,7 +129,7 @@ class ToyTokenizer:
         """The id of one added token (`"<|im_end|>"`); KeyError for any other text."""
         return self._added[text]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = []
         for part in self._added_pattern.split(text):
             if part in self._added:

@@ -142,12 +142,13 @@ async def tokenize(visit: Visit) -> web.StreamResponse:
     if (prompt is None) == (messages is None):
         message = "Value error, Exactly one of 'prompt' or 'messages' must be provided."
         raise invalid_body({"type": "value_error", "loc": ("body",), "msg": message})
-    tokenizer = visit.engine.model.tokenizer
+    tokenizer, special = visit.engine.model.tokenizer, bool(body.get("add_special_tokens", True))
     limit = getattr(tokenizer, "model_max_length", visit.settings.context_len)
     if isinstance(prompt, list):
-        tokens = [tokenizer.encode(text) for text in prompt]
+        tokens = [tokenizer.encode(text, add_special_tokens=special) for text in prompt]
         return await visit.reply.json({"tokens": tokens, "count": list(map(len, tokens)), "max_model_len": limit})
-    ids = tokenizer.encode(str(prompt)) if messages is None else chat_prompt_ids(body, tokenizer)
+    plain = messages is None
+    ids = tokenizer.encode(str(prompt), add_special_tokens=special) if plain else chat_prompt_ids(body, tokenizer)
     return await visit.reply.json({"tokens": ids, "count": len(ids), "max_model_len": limit})
 
 
