@@ -26,7 +26,8 @@ def check_model_path(arguments: Mapping[str, Any]) -> str | None:
 
 
 async def update(call: Call) -> list[Outcome]:
-    """Whoever did it has the version that the request names; then every worker is asked for its own."""
+    """Note who took an update, and to which version; then ask every worker for its own. After an update that names no
+    version the fleet's is unknown, and only who took it is routable under `same-weights`."""
     pool, workers = call.fleet.pool, call.workers()
     version = call.arguments.get("new_version", call.arguments.get("weight_version"))
     with pool.changing_weights():
@@ -38,7 +39,11 @@ async def update(call: Call) -> list[Outcome]:
             others = [worker for worker in refused if worker.weight_version != str(version)]
             did += await _changed_all_the_same(call, others, str(version))
     if version is not None:
-        pool.updated(did, str(version))
+        pool.updated(did, str(version), took=call.row != call.naming)
+    elif did:
+        pool.updated(did, None)
+        missed = [worker.url for worker in pool if worker.missed_update]
+        logger.warning("weights_without_version", extra={"fields": {"path": call.row.path, "missed_by": missed}})
     call.health.check_all()
     return outcomes
 

@@ -27,7 +27,7 @@ from miles_router.fleet.placement.homes import Homes, prefill_key
 from miles_router.fleet.placement.paces import Paces
 from miles_router.fleet.snapshot import Snapshot, why_none
 from miles_router.fleet.worker_url import WorkerUrl
-from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState, voted_version
+from miles_router.fleet.workers import ALIVE, Transition, Unit, Worker, WorkerState, other_weights, voted_version
 
 ReadmitPolicy = Literal["same-weights", "healthy", "never"]
 
@@ -48,6 +48,7 @@ class WorkerPool:
         self.homes, self.paces = Homes() if homes is None else homes, Paces()
         self.admission = Admission(admission, self.homes, lambda: self.snapshot)
         self.weight_version: str | None = None
+        self.unnamed_weights = False  # the last update named no version
         #: Odd while an update of the weights is under way; a version that was asked for under another number is none.
         self.weights_epoch = 0
         self.listeners: list[Callable[[Transition], None]] = []
@@ -92,7 +93,7 @@ class WorkerPool:
         return self._readmit == "same-weights" and any(
             worker.state in (WorkerState.OUTDATED, WorkerState.QUARANTINED)
             and not worker.failures
-            and worker.weight_version not in (None, self.weight_version)
+            and other_weights(worker, self.weight_version)
             for worker in self
         )
 
@@ -149,7 +150,7 @@ class WorkerPool:
         self._weights_changed |= weight_version not in (None, self.weight_version)
         worker.caches = PrefixCaches(new_number() if self._weights_changed else 0)
         self._workers[address.url] = worker
-        worker.weight_version = weight_version
+        worker.weight_version, worker.missed_update = weight_version, self.unnamed_weights
         self._move(worker, WorkerState.READY, "registered", before=None)
         self._settle_weights()
         return worker
@@ -360,11 +361,13 @@ class WorkerPool:
         self._change_caches(workers)
         self.updated(workers, version)
 
-    def updated(self, workers: Collection[Worker], version: str) -> None:
-        """An update of the weights passed through the router: the fleet's version is now this one, and `workers` have
-        it; whoever has not takes no traffic under `same-weights`."""
-        self.weight_version = version
-        for worker in workers:
+    def updated(self, workers: Collection[Worker], version: str | None, *, took: bool = True) -> None:
+        """Note that `workers` took an update of the weights to this version (None: it named none), or were only told
+        its name. Under `same-weights` the others take no traffic until they have taken one."""
+        self.weight_version, self.unnamed_weights = version, version is None
+        for worker in self:
+            worker.missed_update = (version is None or worker.missed_update) and not (took and worker in workers)
+        for worker in workers if version is not None else ():
             worker.weight_version = version
         self._settle_weights()
 
@@ -383,9 +386,8 @@ class WorkerPool:
         """Why policy keeps a recovered worker out, or None if it may return."""
         if self._readmit == "never":
             return "the readmission policy is 'never': remove and add the worker"
-        if self._readmit == "same-weights" and worker.weight_version != self.weight_version:
-            return f"its weight version {worker.weight_version!r} differs from the fleet's {self.weight_version!r}"
-        return None
+        same = self._readmit == "same-weights"
+        return other_weights(worker, self.weight_version, must_say=True) if same else None
 
     def readmit(self, worker: Worker, reason: str) -> bool:
         """Make a recovered worker routable again if policy agrees. Says whether it is."""
@@ -417,20 +419,18 @@ class WorkerPool:
             self._settling = False
 
     def _count_versions(self) -> None:
-        self.weight_version = voted_version(self, self.weight_version, routable=bool(self.snapshot.routable))
+        if not self.unnamed_weights:
+            self.weight_version = voted_version(self, self.weight_version, routable=bool(self.snapshot.routable))
 
     def _sort_one_by_weights(self) -> bool:
         """Under `same-weights`, who has other weights than the fleet takes no traffic until that is over. Says whether
         somebody moved."""
         for worker in self:
-            own, fleets = worker.weight_version, self.weight_version
-            other = own not in (None, fleets)
-            if other and worker.state is WorkerState.READY:
-                reason = f"its weight version {own!r} differs from the fleet's {fleets!r}"
-                self._move(worker, WorkerState.OUTDATED, reason, before=worker.state)
-                return True
-            if not other and worker.state is WorkerState.OUTDATED:
-                self._move(worker, WorkerState.READY, f"has weight version {own!r}", before=worker.state)
+            reason = other_weights(worker, self.weight_version)
+            before = WorkerState.OUTDATED if reason is None else WorkerState.READY
+            if worker.state is before:
+                after = WorkerState.READY if reason is None else WorkerState.OUTDATED
+                self._move(worker, after, reason or f"has weight version {worker.weight_version!r}", before=before)
                 return True
         return False
 

@@ -121,6 +121,7 @@ class Worker:
         "in_flight",
         "last_capacity",
         "last_check",
+        "missed_update",
         "profile",
         "pulse",
         "rank_fault",
@@ -158,6 +159,8 @@ class Worker:
         self.since = now
         self.failures = 0
         self.weight_version: str | None = None
+        #: It did not take the last update of the fleet's weights, which named no version.
+        self.missed_update = False
         self.last_check: float | None = None
         self.pulse = Pulse()
         self.caches = PrefixCaches()
@@ -257,6 +260,16 @@ class Transition:
         self.before = before  # None: newly registered
         self.after = after  # None: removed
         self.reason = reason
+
+
+def other_weights(worker: Worker, version: str | None, *, must_say: bool = False) -> str | None:
+    """Return why a worker's weights are not those of a fleet with this version (None: it is unknown); None if they may
+    be. `must_say`: a worker that names no version has others."""
+    if worker.missed_update:
+        return "it did not take the fleet's last update, which named no weight version"
+    if version is not None and worker.weight_version not in ((version,) if must_say else (None, version)):
+        return f"its weight version {worker.weight_version!r} differs from the fleet's {version!r}"
+    return None
 
 
 def voted_version(workers: Iterable[Worker], version: str | None, *, routable: bool) -> str | None:

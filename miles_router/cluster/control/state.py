@@ -25,7 +25,17 @@ Record = dict[str, Any]
 #: Of a gate, all that it knows beside who waits at it.
 _GATE = ("mode", "paused_since", "asleep_since", "workers_paused_since", "pauses", "cuts")
 #: Of a worker, what is copied as it is.
-_COPIED = ("reason", "since", "failures", "stalled", "weight_version", "api_key", "rank_fault", "applies_adapters")
+_COPIED = (
+    "reason",
+    "since",
+    "failures",
+    "stalled",
+    "weight_version",
+    "missed_update",
+    "api_key",
+    "rank_fault",
+    "applies_adapters",
+)
 
 
 class CountedHomes(Homes):
@@ -172,6 +182,7 @@ def written(fleet: Fleet, pool: SharedPool) -> Record:
     return {
         "weight_version": pool.weight_version,
         "weights_epoch": pool.weights_epoch,
+        "unnamed_weights": pool.unnamed_weights,
         "gate": {**{name: getattr(fleet.gate, name) for name in _GATE}, "past": [*fleet.gate.past]},
         "stalls": pool.stalls,
         "pause": None if fleet.pause is None else fleet.pause.mode,
@@ -204,7 +215,7 @@ def _record(pool: SharedPool, worker: Worker) -> Record:
 def followed(record: Record, fleet: Fleet, pool: SharedPool, own_number: Callable[[], int]) -> None:
     """Have a pool be as it was written."""
     pool.weight_version, pool.weights_epoch = record["weight_version"], record["weights_epoch"]
-    pool.stalls = record["stalls"]
+    pool.stalls, pool.unnamed_weights = record["stalls"], record["unnamed_weights"]
     pool.follow(record["workers"], own_number)
     fleet.model_names.update(dict.fromkeys(record["names"]))
     fleet.note_heard()
