@@ -309,6 +309,7 @@ class WorkerPool:
         worker.failures, worker.last_check = worker.failures + 1, self._now()
         self._forget_engine(worker)
         if worker.failures >= self._failure_threshold and worker.state in ALIVE and self._is(worker, worker.state):
+            worker.missed_update |= self.unnamed_weights  # it may start anew, with the weights of its disk
             self._move(worker, WorkerState.QUARANTINED, reason, before=worker.state)
 
     def _forget_engine(self, worker: Worker) -> None:
@@ -330,12 +331,12 @@ class WorkerPool:
 
     def record_alive(self, worker: Worker, weight_version: str | None) -> None:
         """The cheap probe passed; failures start from zero again. A quarantined worker needs `readmit` besides."""
-        worker.failures = 0
-        worker.last_check = self._now()
+        worker.failures, worker.last_check = 0, self._now()
         if weight_version is not None and weight_version != worker.weight_version:
             before = self.weight_version if worker.weight_version is None else worker.weight_version
             if before not in (None, weight_version):  # changed behind the router, perhaps before it came
                 self._change_caches([worker])
+                worker.missed_update = self.unnamed_weights = False  # weights have a name again
             worker.weight_version = weight_version
             self._settle_weights()
 
@@ -406,8 +407,7 @@ class WorkerPool:
         return worker.state is state and self._workers.get(worker.url) is worker
 
     def _settle_weights(self) -> None:
-        """Bring the fleet's version and the workers' states in step. Each may follow from the other: a worker that
-        leaves takes its vote with it, and who was outdated may have the fleet's version then."""
+        """Bring the fleet's version and the workers' states in step. A worker that leaves takes its vote with it."""
         if self._settling:
             return
         self._settling = True

@@ -71,14 +71,30 @@ async def test_a_newcomer_behind_an_unnamed_update_waits_for_one(stage: Stage) -
 
 async def test_a_name_alone_does_not_bring_back_who_missed_an_update(stage: Stage) -> None:
     good, bad = await scripted(stage, DISK), await scripted(stage, DISK, REFUSED)
-    router = await stage.router(good, bad, **SAME_SETTINGS)
-    await router.probed()
+    router = await stage.router(good, bad)  # whose checks are far between: nobody looks until the name was told
+    await until(lambda: router.pool.weight_version == "1", "both have said their version")
     await update(router, DISK, model_path="/new")
     for worker in (good, bad):
         worker.model_info = script(reply(b'{"model_path": "scripted", "weight_version": "2"}'))
     assert (await update(router, NAME, new_version="2")).status == 200
     assert router.pool.weight_version == "2"
     assert states(router) == {good.url: "ready", bad.url: "outdated"}
+
+
+async def test_a_worker_that_was_lost_behind_an_unnamed_update_waits_for_another(stage: Stage) -> None:
+    """It may have started anew, with the weights of its disk and the same version string."""
+    one, lost = await scripted(stage, DISK), await scripted(stage, DISK)
+    router = await stage.router(one, lost, **SAME_SETTINGS)
+    await router.probed()
+    assert (await update(router, DISK, model_path="/new")).status == 200
+    lost.kill()
+    await until(lambda: states(router)[lost.url] == "quarantined", "its checks fail")
+    await lost.listen()
+    await until(lambda: not router.pool.get(lost.url).failures, "it answers again")
+    await router.probed()
+    assert states(router)[lost.url] in ("quarantined", "outdated")
+    assert (await update(router, DISK, model_path="/newer")).status == 200
+    await until(lambda: states(router)[lost.url] == "ready", "it took one")
 
 
 async def test_a_named_update_makes_the_fleets_version_known_again(stage: Stage) -> None:
