@@ -179,7 +179,8 @@ class ClientConnection(asyncio.Protocol):
         self._wait(self._shared.half_closed)
 
     def _refuse_message(self, error: RouterError) -> None:
-        if self._deaf:  # it came behind the last request
+        if self._deaf:  # it came behind the last request, which is answered all the same
+            self._settle()
             return
         if isinstance(error, BadMessage):
             self._count(error.reason)
@@ -351,7 +352,7 @@ class ClientConnection(asyncio.Protocol):
         which none may come (HTTP/1.0, `Connection: close`) is as whole as any other."""
         if self._half_closed:
             return
-        if self._reader.partial:
+        if self._reader.partial and not self._deaf:
             if self._deadline is not self._shared.arriving:
                 self._wait(self._shared.arriving)
         else:

@@ -51,6 +51,25 @@ REQUESTS = {
     "1.0, keep-alive": [request("POST", "/generate", [KEEP], BODY, version="1.0")],
     "1.0, body in parts": [request("POST", "/generate", body=BODY, version="1.0")[:-3], BODY[-3:]],
     "1.0, no body": [request("GET", "/v1/models", version="1.0")],
+    "close, a line end behind it": [request("POST", "/generate", [CLOSE], BODY) + b"\r\n"],
+    "close, then a line end": [request("POST", "/generate", [CLOSE], BODY), b"\r\n"],
+    "1.0, a line end behind it": [request("POST", "/generate", body=BODY, version="1.0") + b"\r\n"],
+    "close, another request behind it": [request("POST", "/generate", [CLOSE], BODY) + request("GET", "/a")],
+    "1.0, what is no request behind it": [request("POST", "/generate", body=BODY, version="1.0") + b"\0\0"],
+    "no body, close, a line end behind it": [request("GET", "/v1/models", [CLOSE]) + b"\r\n"],
+    "a line end before and behind it": [b"\r\n" + request("POST", "/generate", body=BODY) + b"\r\n"],
+    "a line end behind it": [request("POST", "/generate", body=BODY), b"\r\n"],
+    "half of a line end behind it": [request("POST", "/generate", body=BODY) + b"\r"],
+    "chunked, close, a line end behind it": [request("POST", "/generate", [CHUNKED, CLOSE]) + chunked(BODY) + b"\r\n"],
+    "close and te": [request("POST", "/generate", [("Connection", "close, te"), ("TE", "trailers")], BODY)],
+    "two lines of connection": [request("POST", "/generate", [KEEP, CLOSE], BODY)],
+    "close in capitals": [request("POST", "/generate", [("connection", "CLOSE")], BODY)],
+    "1.0, proxy-connection": [request("POST", "/generate", [("Proxy-Connection", "close")], BODY, version="1.0")],
+    "absolute, close": [request("POST", "http://a/generate", [CLOSE], BODY)],
+    "1.0, expects": [request("POST", "/generate", [("Expect", "100-continue")], BODY, version="1.0")],
+    "chunks with extensions, close": [
+        request("POST", "/generate", [CHUNKED, CLOSE]) + b"%x;a=b\r\n%b\r\n0;c\r\n\r\n" % (len(BODY), BODY)
+    ],
 }
 
 
