@@ -34,6 +34,7 @@ from miles_router.errors import (
     MethodNotAllowed,
     MiddlewareLoadError,
 )
+from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.fleet import Fleet
 from miles_router.fleet.inflight import InFlight
 from miles_router.fleet.placement.contract import Policy
@@ -207,7 +208,13 @@ def _pool(
     )
     is_paused = duty.is_paused(name, health)
     proxy = Proxy if traces is None else traces.proxy(workers)
-    innermost: ASGIApp = proxy(forwarder, metrics, in_flight=in_flight, request_timeout=config.request_timeout)
+    innermost: ASGIApp = proxy(
+        forwarder,
+        metrics,
+        in_flight=in_flight,
+        request_timeout=config.request_timeout,
+        affinity=Affinity(config.affinity_names),
+    )
     mover = Mover(
         ResumeContext(innermost, router, in_flight, is_paused, resume_cut=False, resume_lost=False),
         fan_out,

@@ -8,6 +8,7 @@ from starlette.routing import BaseRoute, Route
 
 from miles_router.asgi.exchange import Exchange, Scope
 from miles_router.control.row import Row
+from miles_router.fleet.affinity import Affinity
 from miles_router.forwarding.outgoing import outgoing
 from miles_router.pools.pools import Pools
 
@@ -34,7 +35,7 @@ class ControlRoutes:
             body = await exchange.read(request.receive)
             if not body.strip() and row.needs_body:
                 body = b"{}"
-            sent = outgoing(_without_model_id(request.scope), exchange.request_id, body)
+            sent = outgoing(_without_model_id(request.scope), exchange.request_id, body, Affinity())
             if body.strip():
                 sent.headers = [pair for pair in sent.headers if pair[0] != b"content-type"] + [AS_JSON]
             answered = await pool.router.control.send(row.path, sent, exchange.request_id)

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from miles_router.asgi.headers import REQUEST_DROPPED, TRACE_HEADERS, RawHeaders, end_to_end
+from miles_router.asgi.headers import REQUEST_DROPPED, RawHeaders, end_to_end
 from miles_router.engines.ranks import RankWish
+from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.gate import SESSION_PREFIX, computes, generates
 from miles_router.fleet.workers import Worker
 from miles_router.forwarding.reply import Reply
 from miles_router.forwarding.upstream import Admit, Upstream
 
-AFFINITY_HEADERS = (b"x-smg-routing-key", b"x-session-id")
-#: Headers in which coding agents name their conversation: Claude Code's, and Codex' in both spellings. They count
-#: behind a session's path, for one session may be several conversations.
-AGENT_HEADERS = (b"x-claude-code-session-id", b"session_id", b"session-id")
-#: Headers that link a request to others: a conversation's name, or the trace that the request is part of.
-LINKS = frozenset(AFFINITY_HEADERS + AGENT_HEADERS) | TRACE_HEADERS
-MAX_KEY_LENGTH = 512
 DROPPED = REQUEST_DROPPED | {b"x-request-id"}
 
 
@@ -90,7 +84,7 @@ class Outgoing:
         self.pair: PairHistory | None = None
 
 
-def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing:
+def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes, affinity: Affinity) -> Outgoing:
     """The request that `scope` and `body` describe, with the request id every worker is told."""
     headers = end_to_end(scope["headers"], DROPPED)
     headers.append((b"x-request-id", request_id.encode("ascii")))
@@ -100,29 +94,16 @@ def outgoing(scope: Mapping[str, Any], request_id: str, body: bytes) -> Outgoing
     path = scope["path"]
     linked = path.startswith(SESSION_PREFIX)
     for name, _ in headers:
-        if name in LINKS:
+        if name in affinity.links:
             linked = True
             break
-    key, generating = affinity_key(path, headers) if linked else None, generates(path)
+    key, generating = affinity.named(path, headers) if linked else None, generates(path)
+    if key is None and (key := affinity.in_body(path, body)) is not None:
+        linked = True
     computing = generating or computes(path)
     return Outgoing(
         scope["method"], target, headers, body, key, generates=generating, computes=computing, linked=linked, path=path
     )
-
-
-def affinity_key(path: str, headers: RawHeaders) -> str | None:
-    """Return what ties this request to earlier ones: a routing key, a session header, the session in the path, or an
-    agent's own header. Empty values do not count."""
-    given = {name: value for name, value in reversed(headers) if name in LINKS}
-    found = _first(given, AFFINITY_HEADERS)
-    if not found and path.startswith(SESSION_PREFIX) and (session := path[len(SESSION_PREFIX) :].partition("/")[0]):
-        return session[:MAX_KEY_LENGTH]
-    found = found or _first(given, AGENT_HEADERS)
-    return found[:MAX_KEY_LENGTH].decode("latin-1") or None
-
-
-def _first(given: Mapping[bytes, bytes], names: tuple[bytes, ...]) -> bytes:
-    return next((given[name] for name in names if given.get(name)), b"")
 
 
 async def send(

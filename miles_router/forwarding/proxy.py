@@ -18,6 +18,7 @@ from miles_router.engines.events import LAST_EVENT
 from miles_router.engines.generate import UnknownShape
 from miles_router.engines.paths import CHAT, COMPLETIONS, GENERATE
 from miles_router.errors import BadRequest, FleetPaused, UpstreamBroken
+from miles_router.fleet.affinity import Affinity
 from miles_router.fleet.gate import endpoint
 from miles_router.fleet.inflight import InFlight, aborted_in_the_queue
 from miles_router.forwarding.forwarder import ABORTED, AnyReply, Forwarder
@@ -37,7 +38,16 @@ DONE_PATHS = frozenset({GENERATE, CHAT, COMPLETIONS})
 class Proxy:
     """ASGI app that forwards every request to one worker of the pool."""
 
-    def __init__(self, forwarder: Forwarder, metrics: Metrics, *, in_flight: InFlight, request_timeout: float) -> None:
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        metrics: Metrics,
+        *,
+        in_flight: InFlight,
+        request_timeout: float,
+        affinity: Affinity,
+    ) -> None:
+        self._affinity = affinity
         self._forwarder = forwarder
         self._metrics = metrics
         self._request_timeout = request_timeout
@@ -89,7 +99,7 @@ class Proxy:
 
     def _outgoing(self, scope: Scope, exchange: Exchange, body: bytes) -> Outgoing:
         """What a worker is sent."""
-        return outgoing(scope, exchange.request_id, body)
+        return outgoing(scope, exchange.request_id, body, self._affinity)
 
     async def _answer_aborted(self, scope: Scope, exchange: Exchange, body: bytes, send: Send) -> None:
         """An abort ends a request that waits at the gate, as it ends one in a worker's queue: no worker hears of it.

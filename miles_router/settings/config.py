@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from miles_router.errors import BadRequest, ConfigError
+from miles_router.fleet.affinity import NAMES, names_problem
 from miles_router.fleet.pool import ReadmitPolicy
 from miles_router.fleet.worker_url import parse_worker_url
 from miles_router.log import LogFormat
@@ -151,6 +152,12 @@ class RouterConfig:
     policy: str = setting(
         "least-inflight",
         "which worker a request goes to: least-inflight, least-tokens, session, prefix, or pkg.module.Class",
+    )
+    affinity_names: tuple[str, ...] = setting(
+        NAMES,
+        "headers, and body:NAME fields, whose value keeps requests on one worker, behind X-Session-Id and a session's "
+        "path; none: an empty list",
+        names_problem,
     )
     admission: float = setting(
         0.0,

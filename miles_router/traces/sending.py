@@ -31,7 +31,7 @@ class TracedProxy(Proxy):
         self._workers = workers
 
     def _outgoing(self, scope: Scope, exchange: Exchange, body: bytes) -> Outgoing:
-        request = outgoing(scope, exchange.request_id, body)
+        request = outgoing(scope, exchange.request_id, body, self._affinity)
         if request.generates:
             flight = exchange.flight
             if flight.trace is None and not request.linked:

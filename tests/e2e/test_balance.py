@@ -158,23 +158,6 @@ async def test_a_routing_key_counts_before_a_session_header_and_both_before_the_
     assert await took(router, workers, "/sessions/c/x", both[:1]) is other
 
 
-@pytest.mark.parametrize("name", ["X-Claude-Code-Session-Id", "session_id", "Session-Id"])
-@in_turn
-async def test_an_agent_s_own_header_keeps_it_on_one_worker(stage: Stage, name: str) -> None:
-    workers = [await stage.worker() for _ in range(2)]
-    router = await stage.router(*workers)
-    home = await took(router, workers, "/x", [(name, "a")])
-    other = await took(router, workers, "/x", [(name, "b")])
-    assert other is not home
-    for key, its in (("a", home), ("b", other)):
-        for _ in range(3):
-            assert await took(router, workers, "/x", [(name, key)]) is its
-    named = await took(router, workers, "/x", [(name, "b"), ("X-SMG-Routing-Key", "a")])
-    assert named is home
-    inside = await took(router, workers, "/sessions/a/x", [(name, "b")])
-    assert inside is home
-
-
 async def test_a_key_is_followed_even_to_a_busier_worker(stage: Stage) -> None:
     workers = [await stage.worker() for _ in range(2)]
     router = await stage.router(*workers)
