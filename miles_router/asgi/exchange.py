@@ -179,20 +179,29 @@ def read_json(body: bytes) -> Any:
     except orjson.JSONDecodeError as error:
         reason = non_finite_literal(body, error.pos, error.msg) or error
         raise BadRequest(f"the request body is not valid JSON: {reason}") from None
-    if may_have_many_values(body) and _has_many_values(parsed):
-        raise BadRequest(f"the request body has more than {MAX_VALUES} values beside lists of ids")
+    refuse_many_values(body, parsed, MAX_VALUES)
     if is_too_deep(body, parsed):
         raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
     return parsed
 
 
-def may_have_many_values(body: bytes) -> bool:
-    """Return whether JSON may have more than `MAX_VALUES` values, as its length, or else its commas, say."""
-    return len(body) > MAX_VALUES and body.count(b",") + body.count(b"[") + body.count(b"{") > MAX_VALUES
+def refuse_many_values(body: bytes, parsed: Any, most: int) -> None:
+    """Refuse a body that has too many values beside ids: `most` of them are small enough to look at each.
+
+    Raises:
+        BadRequest: it has more.
+    """
+    if may_have_many_values(body, most) and _has_many_values(parsed, most):
+        raise BadRequest(f"the request body has more than {most} values beside lists of ids")
 
 
-def _has_many_values(parsed: Any) -> bool:
-    """Return whether there are more than `MAX_VALUES` values, without looking at many more. Ids count nothing: lists of
+def may_have_many_values(body: bytes, most: int) -> bool:
+    """Return whether JSON may have more than `most` values, as its length, or else its commas, say."""
+    return len(body) > most and body.count(b",") + body.count(b"[") + body.count(b"{") > most
+
+
+def _has_many_values(parsed: Any, most: int) -> bool:
+    """Return whether there are more than `most` values, without looking at many more. Ids count nothing: lists of
     numbers that a field of the body is, or that stand in a list which is one."""
     fields = list(parsed.values()) if isinstance(parsed, dict) else [parsed]
     lists = [value for value in fields if isinstance(value, list)]
@@ -201,16 +210,16 @@ def _has_many_values(parsed: Any) -> bool:
     for each in lists:
         if not _are_numbers(each):
             count += len(each)
-            if count > MAX_VALUES:
+            if count > most:
                 return True
             waiting += [value for value in each if not _are_numbers(value)]
-    while waiting and count <= MAX_VALUES:
+    while waiting and count <= most:
         value = waiting.pop()
         if isinstance(value, (dict, list)):
             count += len(value)
-            if count <= MAX_VALUES:
+            if count <= most:
                 waiting += value.values() if isinstance(value, dict) else value
-    return count > MAX_VALUES
+    return count > most
 
 
 def _are_numbers(value: object) -> bool:

@@ -14,6 +14,7 @@ from miles_router.asgi.exchange import (
     may_have_many_values,
     nests_too_deep,
     read_json,
+    refuse_many_values,
     replay,
     with_body,
 )
@@ -178,6 +179,7 @@ __all__ = [
     "raw_headers",
     "read_json",
     "read_rows",
+    "refuse_many_values",
     "replay",
     "spawn",
     "version_spans",

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from middleware_hub.openai_session.sessions import store
 from miles_router.asgi import exchange
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import CACHE
@@ -26,6 +27,7 @@ PARTS = [{"type": "text", "text": "a"}] * (MOST // 2)
 @pytest.fixture
 async def trial(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SessionTrial]:
     monkeypatch.setattr(exchange, "MAX_VALUES", MOST)
+    monkeypatch.setattr(store, "MAX_VALUES", MOST)
     async with simulated_sessions(stage, more=(MiddlewareSpec(CACHE, {}),), context_len=1000) as made:
         yield made
 
@@ -77,3 +79,18 @@ async def test_ids_and_long_texts_are_not_counted(trial: SessionTrial) -> None:
     for body in ({"input_ids": NUMBERS}, {"input_ids": [NUMBERS, NUMBERS]}, {"text": "a, " * MANY}):
         reply = await trial.ask("POST", "/generate", json.dumps(body).encode())
         assert b"context length" in reply.body, "the engine was asked, which has no room for so many"
+
+
+@pytest.mark.parametrize("path", FIELDS)
+async def test_a_turn_has_fewer_values_than_other_bodies(stage: Stage, path: str) -> None:
+    given, length = FIELDS[path]
+    body = {"model": "m", given: [user("Hi")] if given == "messages" else "Hi", length: 4}
+    many = {"metadata": {"a": ["a"] * store.MAX_VALUES}}
+    async with simulated_sessions(stage) as trial:
+        session = await trial.create()
+        for _ in range(2):
+            reply = await trial.ask("POST", f"/sessions/{session}{path}", {**body, **many})
+            assert reply.status == 400
+            assert b"more than 65536 values beside lists of ids" in reply.body
+            assert (await trial.ask("POST", f"/sessions/{session}{path}", body)).status == 200
+        assert len(await trial.records(session)) == 2

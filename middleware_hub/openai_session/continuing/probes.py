@@ -5,6 +5,7 @@ Every message says a word of its own, so that it is found in what the template w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ MANY = 3
 CALLING = "assistant with calls"
 BESIDE = "qz7beside7zq"  # said beside tool calls
 TOOL_WORD = "qz7tool7zq"
+#: The content of each message of `probe_of`.
+CONTENT = re.compile("qz7appended[0-9]+7zq")
 #: Words by which some templates switch reasoning for all that follows.
 SWITCHES = ("/no_think", "/think")
 TOOLS = [
@@ -63,25 +66,26 @@ def shape_of(answer: AnswerShape, appended: Sequence[Message], tools: Sequence[A
 def probe_of(shape: Shape) -> tuple[AnswerShape, list[Message]]:
     """An answer and messages of a shape, each message with a content of its own."""
     answer = AnswerShape(tuple((f"call_{place}", "probe") for place in range(shape.calls)), shape.reasoning)
-    pending = [f"call_{place}" for place in range(shape.calls)]
+    pending = iter([f"call_{place}" for place in range(shape.calls)])
     messages: list[Message] = []
     for place, role in enumerate(shape.roles):
         message: dict[str, Any] = {"role": role, "content": f"qz7appended{place}7zq"}
         if role == "tool":
-            message["tool_call_id"] = pending.pop(0) if pending else f"call_{place}"
+            message["tool_call_id"] = next(pending, f"call_{place}")
             message["name"] = "probe"
         elif role == CALLING:
-            results = max(1, _run(shape.roles[place + 1 :], "tool"))
-            pending = [f"call_{place}_{each}" for each in range(results)]
+            results = max(1, _run(shape.roles, place + 1, "tool"))
+            calls = [f"call_{place}_{each}" for each in range(results)]
+            pending = iter(calls)
             function = {"name": "probe", "arguments": '{"q": "again"}'}
             message["role"] = "assistant"
-            message["tool_calls"] = [{"id": each, "type": "function", "function": function} for each in pending]
+            message["tool_calls"] = [{"id": each, "type": "function", "function": function} for each in calls]
         messages.append(message)
     return answer, messages
 
 
-def _run(roles: Sequence[str], role: str) -> int:
-    return next((place for place, each in enumerate(roles) if each != role), len(roles))
+def _run(roles: Sequence[str], start: int, role: str) -> int:
+    return next((place for place in range(start, len(roles)) if roles[place] != role), len(roles)) - start
 
 
 class History(NamedTuple):

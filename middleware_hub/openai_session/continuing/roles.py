@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from middleware_hub.openai_session.continuing.probes import CALLING, TOOLS, Shape, probe_of
+from middleware_hub.openai_session.continuing.probes import CALLING, CONTENT, TOOLS, Shape, probe_of
 from middleware_hub.openai_session.continuing.templates import CannotRender, Renderer
 from middleware_hub.openai_session.sessions.messages import Message
 
@@ -92,10 +92,9 @@ class Roles:
         text = self._renderer.render(
             probes, TOOLS if tools else None, generation_prompt=True, template_kwargs=orjson.loads(settings)
         )
-        written = (
-            label == CALLING or str(probe["content"]) in text for label, probe in zip(labels, probes, strict=True)
-        )
-        return next((place for place, each in enumerate(written) if not each), None)
+        written = {*CONTENT.findall(text)}
+        places = (place for place, label in enumerate(labels) if label != CALLING)
+        return next((place for place in places if probes[place]["content"] not in written), None)
 
 
 def _label(message: Message) -> str:
