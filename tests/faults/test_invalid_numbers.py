@@ -98,11 +98,13 @@ ODD: dict[str, dict[str, Any]] = {
     "text": {"reasoning_tokens": "2", "prompt_tokens_details": {"cached_tokens": "1"}},
     "a fraction": {"completion_tokens_details": {"reasoning_tokens": 0.5}},
     "a wrong total": {"total_tokens": 7},
+    "details that are none": {"completion_tokens_details": [], "prompt_tokens_details": "x"},
+    "a truth": {"reasoning_tokens": True, "prompt_tokens_details": {"cached_tokens": True}},
     "nothing": {"completion_tokens_details": None, "prompt_tokens_details": None, "reasoning_tokens": None},
 }
 
 
-def counted(usage: dict[str, Any], *, stream: bool) -> Behaviour:
+def counted(usage: Any, *, stream: bool) -> Behaviour:
     if not stream:
         return script(reply(json.dumps({**chat_answer(IDS), "usage": usage}).encode(), headers=JSON))
     *begun, end = chat_events(IDS, ["Hel", "lo"])
@@ -138,3 +140,16 @@ async def test_a_count_that_cannot_be_is_not_passed_on(
         assert type(count) is int, (name, last)
         assert 0 <= count <= most.get(name.partition("_")[0], len(PROMPT) + 2), (name, last)
     assert last.get("total_tokens", len(PROMPT) + 2) == len(PROMPT) + 2
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("usage", ["x", [], 5], ids=repr)
+@pytest.mark.parametrize("api", [api for api in CHATS if not api.named], ids=str)
+async def test_a_usage_that_is_no_object_is_not_passed_on(
+    trial: SessionTrial, worker: ScriptedWorker, api: Api, usage: Any, stream: bool
+) -> None:
+    worker.always(counted(usage, stream=stream))
+    session = await trial.create()
+    got = await api.ask(trial, session, 4, stream=stream)
+    assert all(isinstance(each, dict) for each in usages(api, api.answers(got, stream=stream)))
+    assert len(await trial.records(session)) == 1

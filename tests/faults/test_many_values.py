@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from middleware_hub.openai_session.sessions import store
+from middleware_hub.openai_session.sessions import store, values
 from miles_router.asgi import exchange
 from miles_router.settings.config import MiddlewareSpec
 from tests.support.cache_trial import CACHE
 from tests.support.http import RawReply
-from tests.support.session_apis import FIELDS, MESSAGES
-from tests.support.session_trial import SessionTrial, simulated_sessions, user
+from tests.support.session_apis import COMPLETIONS, FIELDS, MESSAGES, RESPONSES
+from tests.support.session_trial import CHAT, SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
 
 #: As the bound is here, for quicker tests.
@@ -28,6 +28,8 @@ PARTS = [{"type": "text", "text": "a"}] * (MOST // 2)
 async def trial(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SessionTrial]:
     monkeypatch.setattr(exchange, "MAX_VALUES", MOST)
     monkeypatch.setattr(store, "MAX_VALUES", MOST)
+    monkeypatch.setattr(values, "MAX_VALUES", MOST)
+    monkeypatch.setattr(values, "MAX_IDS", 2 * MOST)
     async with simulated_sessions(stage, more=(MiddlewareSpec(CACHE, {}),), context_len=1000) as made:
         yield made
 
@@ -50,6 +52,10 @@ async def test_a_turn_of_very_many_values_is_refused(trial: SessionTrial, path: 
         {given: LETTERS} if given == "prompt" else {given: [{"role": "user", "content": PARTS}]},
         {given: LETTERS} if given == "prompt" else {given: [{"role": "user", "content": LETTERS}]},
         {given: LETTERS} if given == "prompt" else {given: [{"role": "user", "content": NUMBERS}]},
+        {given: LETTERS} if given == "prompt" else {given: NUMBERS},
+        {"tools": NUMBERS},
+        {"stop": [NUMBERS]},
+        {"anything": NUMBERS},
     ]
     for body in bodies:
         assert refused(await trial.ask("POST", f"/sessions/{session}{path}", {**plain, **body})), str(body)[:60]
@@ -85,7 +91,7 @@ async def test_ids_and_long_texts_are_not_counted(trial: SessionTrial) -> None:
 async def test_a_turn_has_fewer_values_than_other_bodies(stage: Stage, path: str) -> None:
     given, length = FIELDS[path]
     body = {"model": "m", given: [user("Hi")] if given == "messages" else "Hi", length: 4}
-    many = {"metadata": {"a": ["a"] * store.MAX_VALUES}}
+    many = {"metadata": {"a": ["a"] * values.MAX_VALUES}}
     async with simulated_sessions(stage) as trial:
         session = await trial.create()
         for _ in range(2):
@@ -94,3 +100,35 @@ async def test_a_turn_has_fewer_values_than_other_bodies(stage: Stage, path: str
             assert b"more than 65536 values beside lists of ids" in reply.body
             assert (await trial.ask("POST", f"/sessions/{session}{path}", body)).status == 200
         assert len(await trial.records(session)) == 2
+
+
+ARGUMENTS = json.dumps({"a": NUMBERS})
+CALLS: dict[str, Any] = {
+    CHAT: {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}],
+    },
+    MESSAGES: {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "f", "input": ARGUMENTS}]},
+    RESPONSES: {"type": "function_call", "call_id": "c", "name": "f", "arguments": ARGUMENTS},
+}
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_arguments_of_very_many_values_are_refused(trial: SessionTrial, path: str) -> None:
+    given, _ = FIELDS[path]
+    session = await trial.create()
+    body = {"model": "m", given: [user("Hi"), CALLS[path], user("Hi")], "max_tokens": 4}
+    reply = await trial.ask("POST", f"/sessions/{session}{path}", body)
+    assert reply.status == 400
+    assert b"the arguments of a call have more than 2000 values" in reply.body
+    assert await trial.records(session) == []
+
+
+async def test_a_prompt_of_very_many_ids_is_refused(trial: SessionTrial) -> None:
+    session = await trial.create()
+    for prompt in (NUMBERS * 2, [NUMBERS, NUMBERS]):
+        body = {"model": "m", "prompt": prompt, "max_tokens": 4}
+        reply = await trial.ask("POST", f"/sessions/{session}{COMPLETIONS}", body)
+        assert reply.status == 400
+        assert b"the prompt has more than 4000 ids" in reply.body

@@ -21,6 +21,7 @@ from middleware_hub.openai_session.errors import (
 from middleware_hub.openai_session.sessions.messages import message_bytes
 from middleware_hub.openai_session.sessions.recent import KnownRequests, WrittenIds
 from middleware_hub.openai_session.sessions.tree import Session
+from middleware_hub.openai_session.sessions.values import MAX_VALUES, refuse_long_turn
 from middleware_hub.openai_session.statistics import SessionStatistics
 from miles_router.errors import BadRequest, ConfigError, RouterError
 from miles_router.middlewares import (
@@ -29,7 +30,6 @@ from miles_router.middlewares import (
     Owners,
     may_have_many_values,
     read_json,
-    refuse_many_values,
 )
 
 logger = logging.getLogger(__name__)
@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 ID = re.compile(r"[A-Za-z0-9._~:-]{1,128}")
 #: Bytes of what a client may have a session carry beside its turns: metadata, and label and reward.
 MAX_CARRIED_BYTES = 1 << 20
-#: Values in a turn beside ids. A template takes some 50 microseconds for a message, which has three values or more.
-MAX_VALUES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -335,11 +333,11 @@ class SessionStore:
         """A request of a session, parsed. Most of one whose list of this name goes on is known, and is not read again.
 
         Raises:
-            BadRequest: as `read_json`, or with more than `MAX_VALUES`.
+            BadRequest: as `read_json`, and as `refuse_long_turn`.
         """
         if name is None or session.deleted or may_have_many_values(body, MAX_VALUES):
             parsed = read_json(body)
-            refuse_many_values(body, parsed, MAX_VALUES)
+            refuse_long_turn(body, parsed)
             return parsed
         return self.requests.read(session.id, body, name)
 

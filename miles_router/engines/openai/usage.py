@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 from miles_router.engines.answers import token_count
@@ -13,14 +14,17 @@ PARTS = (
     ("completion_tokens", "completion_tokens_details", "reasoning_tokens"),
     ("completion_tokens", None, "reasoning_tokens"),
 )
+HOLDERS = frozenset(holder for _, holder, _ in PARTS if holder is not None)
 
 
 def sound_usage(usage: Any) -> Any:
     """Return a usage without the counts that cannot be: what is no whole number from 0 is left out, and so is a part
-    that is larger than its whole. The total is the sum. What is no object is returned as it is."""
+    that is larger than its whole. The total is the sum. What should be an object and is none is left out."""
     if not isinstance(usage, Mapping):
-        return usage
-    sound = dict(usage)
+        return None
+    sound = {
+        name: value for name, value in usage.items() if name not in HOLDERS or isinstance(value, Mapping | NoneType)
+    }
     wholes: dict[str, int] = {}
     for name in ("prompt_tokens", "completion_tokens"):
         count = token_count(usage, name)

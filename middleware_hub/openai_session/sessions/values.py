@@ -1,0 +1,49 @@
+"""How many values a turn may have. Each is looked at by itself, on the event loop. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miles_router.errors import BadRequest
+from miles_router.middlewares import refuse_many_values
+
+#: Values in a turn beside a prompt of ids. A template takes some 50 microseconds for a message of three or more.
+MAX_VALUES = 1 << 16
+#: Ids of a prompt.
+MAX_IDS = 1 << 20
+PROMPT = "prompt"
+
+
+def refuse_long_turn(body: bytes, parsed: Any) -> None:
+    """Refuse a turn that would hold the event loop for seconds.
+
+    Raises:
+        BadRequest: it has more than `MAX_VALUES`, the arguments of a call too, or a prompt of more than `MAX_IDS`.
+    """
+    if not isinstance(parsed, dict):
+        return
+    prompt = parsed.get(PROMPT)
+    if isinstance(prompt, list) and sum(len(each) if isinstance(each, list) else 1 for each in prompt) > MAX_IDS:
+        raise BadRequest(f"the prompt has more than {MAX_IDS} ids")
+    fields = {name: value for name, value in parsed.items() if name != PROMPT or not isinstance(value, list)}
+    refuse_many_values(body, [fields], MAX_VALUES)  # in a list: no other field of a turn holds ids
+    if any(_values_in(text) > MAX_VALUES for text in _arguments([*parsed.values()])):
+        raise BadRequest(f"the arguments of a call have more than {MAX_VALUES} values")
+
+
+def _values_in(text: str) -> int:
+    return text.count(",") + text.count("[") + text.count("{")
+
+
+def _arguments(waiting: list[Any]) -> list[str]:
+    """Return the arguments of calls that are JSON in a text."""
+    found: list[str] = []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            texts = (value.get("arguments"), value.get("input") if value.get("type") == "tool_use" else None)
+            found += [text for text in texts if isinstance(text, str)]
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+    return found
