@@ -36,10 +36,8 @@ _ESCAPED = re.compile(rb"\\u00[4-7]")
 
 
 def may_begin_others(name: str) -> bool:
-    """Return whether the names that engines and this router make may begin with this one."""
-    return any(
-        made.startswith(name) or (name.startswith(made) and _is_short_hex(name[len(made) :])) for made in MADE if name
-    )
+    """Return whether the names that engines and this router make may begin with this one, as with the empty name."""
+    return any(made.startswith(name) or (name.startswith(made) and _is_short_hex(name[len(made) :])) for made in MADE)
 
 
 def _is_short_hex(name: str) -> bool:
@@ -74,7 +72,7 @@ class Names:
         field = FIELDS.get(path, RID)
         given = _given(body, field, parse)
         names: list[Any] = given if isinstance(given, list) else [given]
-        if not names or not all(isinstance(each, str) and each for each in names):
+        if not names or not all(isinstance(each, str) for each in names):
             return body, NO_NAMES  # the engine says what is wrong with it
         parsed = parse(body)
         fresh = [uuid.uuid4().hex for _ in names]
@@ -118,10 +116,7 @@ def needs_others(path: str, body: bytes, parse: Parse, *, private: bool) -> bool
 
 def _must_change(given: object, *, private: bool) -> bool:
     names = given if isinstance(given, list) else [given]
-    return any(
-        isinstance(name, str) and bool(name) and (not is_made(name) if private else may_begin_others(name))
-        for name in names
-    )
+    return any(isinstance(name, str) and (not is_made(name) if private else may_begin_others(name)) for name in names)
 
 
 def _given(body: bytes, field: str, parse: Parse) -> object:

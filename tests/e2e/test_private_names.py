@@ -194,3 +194,34 @@ async def test_a_cut_stream_of_a_renamed_generation_is_broken_off(stage: Stage) 
     body = json.dumps({"text": "Hi", "sampling_params": SHORT, "rid": "a", "stream": True}).encode()
     with pytest.raises(CutReply):
         await router.ask("POST", "/generate", JSON, body)
+
+
+@both
+async def test_an_empty_name_is_no_engine_s_either(stage: Stage, stream: bool) -> None:
+    async with simulated_sessions(stage) as trial:
+        session = await trial.create()
+        for prefix in (f"/sessions/{session}", ""):
+            for path in PATHS:
+                wanted = {"messages": HI, "prompt": "Hi", "text": "Hi", "model": "m", "max_tokens": 3, "rid": ""}
+                answer = await trial.ask(
+                    "POST", f"{prefix}{path}", {**wanted, "sampling_params": SHORT, "stream": stream}
+                )
+                assert answer.status == 200, answer.body
+        names = engine_names(trial.worker)
+        assert {len(each) for each in names} == {32}
+        assert len({*names}) == len(names)
+
+
+@both
+async def test_a_name_like_the_router_s_own_is_another_at_the_engine(stage: Stage, stream: bool) -> None:
+    async with simulated_sessions(stage) as trial:
+        for _ in range(2):
+            session = await trial.create()
+            for path in PATHS[:2]:
+                wanted = {"messages": HI, "prompt": "Hi", "model": "m", "max_tokens": 3, "rid": "a" * 32}
+                answer = await trial.ask("POST", f"/sessions/{session}{path}", {**wanted, "stream": stream})
+                assert answer.status == 200, answer.body
+        names = engine_names(trial.worker)
+        assert "a" * 32 not in names
+        assert len({*names}) == len(names)
+        assert {len(each) for each in names} == {32}

@@ -32,6 +32,7 @@ from middleware_hub.openai_session.sessions.store import SessionStore
 from middleware_hub.openai_session.sessions.tree import Session, Turn
 from middleware_hub.openai_session.turns.running import RunningTurn
 from miles_router.engines.generate import RID
+from miles_router.engines.names import is_made
 from miles_router.engines.refusals import Overflow
 from miles_router.errors import RouterError
 from miles_router.middlewares import Exchange, Pace, Router
@@ -149,8 +150,10 @@ class EpisodeKeeper:
         """Give a turn a name at its engine, so that it can be ended there. Where nothing but a deletion would do that,
         the agent's own stays. Of several choices each has another, which nobody knows (SGLang,
         `TokenizerManager._handle_batch_request`)."""
-        episode, own = turn.session.episode, turn.fields.get(RID) is not None
-        ends = not own or episode.deadline() is not None or episode.group(turn.session.metadata) is not None
+        episode, own = turn.session.episode, turn.fields.get(RID)
+        if isinstance(own, str) and is_made(own):  # it passes for one of ours, and other agents may send it too
+            turn.fields, own = {**turn.fields, RID: secrets.token_hex(16)}, None
+        ends = own is None or episode.deadline() is not None or episode.group(turn.session.metadata) is not None
         ends = ends or episode.contract.budget.counts
         if turn.several or not ends:
             return
