@@ -137,3 +137,33 @@ async def test_a_call_that_comes_back_without_arguments_is_the_held_one(
     assert reply.status == 200, reply.body
     assert [each["edit"] for each in await trial.records(session)] == [None, None]
     assert [each["parent"] for each in await trial.records(session)] == [None, 0]
+
+
+CUT_OFF = '<tool_call>\n{"name": "get_date", "arguments": {"zo'
+
+
+@pytest.mark.parametrize("finish", ["length", "abort"])
+@pytest.mark.parametrize(
+    ("text", "shown", "count"),
+    [
+        (f"{BARE}\n{DATED}", [named("get_time")], 2),
+        (f"{BARE}\n{DATED}\n{CUT_OFF}", [named("get_time")], 2),
+        (f"{BARE}\n{BARE}\n{DATED}", [], 3),
+        (f"{DATED}\n{CUT_OFF}", [named("get_date"), grown('{"zone": "UTC"}'), named("get_date", '{"zo', 1)], 2),
+        (f"{DATED}\n{DATED}", [named("get_date"), grown('{"zone": "UTC"}')], 2),
+    ],
+    ids=["lost", "lost and open", "none shown", "open", "second lost"],
+)
+async def test_whole_calls_of_a_cut_answer_are_shown(
+    stage: Stage, text: str, shown: list[bytes], count: int, finish: str
+) -> None:
+    worker = able(await stage.worker()).always(lossy(text, *shown, finish=finish))
+    trial = await a_trial(stage, worker)
+    session = await trial.create()
+    reply = await ask(trial, session, CHAT, [{"role": "user", "content": "When?"}])
+    calls = seen_calls(CHAT, reply)
+    assert (len(calls), end_of(CHAT, reply)) == (count, finish)
+    (record,) = await trial.records(session)
+    assert "shown_otherwise" not in record
+    assert [call["function"]["name"] for call in record["response"]["tool_calls"]] == [name for _, name, _ in calls]
+    assert all(json.loads(arguments) is not None for _, _, arguments in calls if not arguments.endswith("zo"))

@@ -194,18 +194,17 @@ class TurnRunner:
             return
         facts = await self._router.fleet.facts(url)
         for choice in choices:
-            if choice.finish not in OWN_ENDS:
-                continue
+            cut = choice.finish not in OWN_ENDS
             try:
                 text = self._router.tokenizer.decode(self._recorder.said_ids(choice), skip_special_tokens=False)
-                deltas = unshown_calls(choice.message, text, turn.fields, self._parsers, facts)
+                deltas = unshown_calls(choice.message, text, turn.fields, self._parsers, facts, cut=cut)
             except UnreadableAnswer as error:
                 choice.facts[SHOWN_OTHERWISE] = str(error)
                 fields = {"session_id": turn.session.id, "reason": str(error), "request_id": exchange.request_id}
                 logger.warning("calls_shown_otherwise", extra={"fields": fields})
             else:
                 if deltas:
-                    stream.complete(choice, deltas)
+                    stream.complete(choice, deltas, cut=cut)
 
     # Whole answers
 

@@ -125,19 +125,22 @@ class TurnStream:
             self._writer.other(each) if isinstance(each, Event) else self._writer.chunk(*each) for each in held
         )
 
-    def complete(self, choice: Choice, deltas: Sequence[Mapping[str, Any]]) -> None:
-        """Show these deltas of tool calls before the finish reason of a choice, and add them to its message."""
+    def complete(self, choice: Choice, deltas: Sequence[Mapping[str, Any]], *, cut: bool) -> None:
+        """Show these deltas of tool calls before the finish reason of a choice, and add them to its message. The finish
+        reason of an answer that was cut stays."""
         growing = GrowingMessage.of(choice.message)
         for delta in deltas:
             growing.add(delta)
         choice.message = growing.message()
-        choice.finish, choice.matched = "tool_calls", None
+        if not cut:
+            choice.finish, choice.matched = "tool_calls", None
         for place, held in enumerate(self._held_back):
             if isinstance(held, Event):
                 continue
             for each in held.chunk["choices"]:
                 if each.get("index") == choice.index and each.get("finish_reason") is not None:
-                    each["finish_reason"], each["matched_stop"] = choice.finish, choice.matched
+                    if not cut:
+                        each["finish_reason"], each["matched_stop"] = choice.finish, choice.matched
                     head = {name: held.chunk[name] for name in OF_A_CHUNK if name in held.chunk}
                     blank = {**each, "finish_reason": None, "logprobs": None}
                     new = [{**head, "choices": [{**blank, "delta": delta}]} for delta in deltas]

@@ -23,15 +23,16 @@ NO_ARGUMENTS = "{}"
 
 
 def unshown_calls(
-    shown: Mapping[str, Any], text: str, fields: Mapping[str, Any], parsers: Parsers, facts: Facts
+    shown: Mapping[str, Any], text: str, fields: Mapping[str, Any], parsers: Parsers, facts: Facts, *, cut: bool
 ) -> list[dict[str, Any]]:
-    """Return the deltas that show what `shown` lacks of the tool calls in a text that ended by itself.
+    """Return the deltas that show what `shown` lacks of the whole tool calls in a text.
 
     Args:
         shown: the message, as the stream has shown it.
         text: all of the answer, special tokens included, without the token that ended it.
         fields: of the request.
         facts: of the engine.
+        cut: whether the text ended early, so that the last call that was shown may be open.
 
     Raises:
         UnreadableAnswer: other calls were shown than the text has, or nothing here can read them.
@@ -44,6 +45,8 @@ def unshown_calls(
         if any(not call["function"]["arguments"] for call in begun):
             raise UnreadableAnswer("incomplete", "a call was shown without arguments, and no parser here reads it")
         return []
+    if cut and len(begun) == len(read) + 1:
+        begun = begun[:-1]
     if len(begun) > len(read):
         raise UnreadableAnswer("tokens_taken_back", "a call was shown that the whole text does not have")
     return list(calls_behind(begun, read))
