@@ -202,7 +202,7 @@ class AnswerTap(Tap):
             PromptNotRead: they differ.
         """
         given = len(self._prompts[self._request.prompt_of(generation)].trajectory)
-        read = token_count(answer.get("meta_info")) if isinstance(answer, dict) and answer.get("output_ids") else None
+        read = token_count(answer.get("meta_info")) if _has_begun(answer) else None
         if read is not None and read != given:
             self._recorder.statistics.passed_through["prompt_not_read"] += 1
             raise PromptNotRead.of(self._exchange.flight.worker_url, given, read)
@@ -243,3 +243,12 @@ class AnswerTap(Tap):
             flag_worker(self._recorder.statistics.invalid_answers, worker)
         fields = {"request_id": request_id, "worker": worker, "reason": reason, "detail": detail}
         logger.warning("answer_not_recorded", extra={"fields": fields})
+
+
+def _has_begun(answer: Any) -> bool:
+    """Return False for an answer that was aborted before its first token: its prompt may not have been read."""
+    if not isinstance(answer, dict) or answer.get("output_ids"):
+        return isinstance(answer, dict)
+    meta = answer.get("meta_info")
+    finish = meta.get("finish_reason") if isinstance(meta, dict) else None
+    return isinstance(finish, dict) and finish.get("type") != "abort"

@@ -53,6 +53,18 @@ async def test_ids_that_were_cut_are_an_error_too(texts: Trial) -> None:
     assert (reply.status, reply.error_type) == (502, "prompt_not_read")
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+async def test_a_cut_prompt_without_a_sampled_token_is_an_error_too(
+    texts: Trial, sessions: SessionTrial, stream: bool
+) -> None:
+    body = {"text": LONG, "sampling_params": {"max_new_tokens": 0}, "stream": stream}
+    assert _tells(await whole_or_cut(texts.post("/generate", body)))
+    assert texts.statistics()["entries"] == 0
+    session = await sessions.create()
+    assert _tells(await whole_or_cut(Api("/v1/completions").ask(sessions, session, 0, LONG, stream=stream)))
+    assert await sessions.records(session) == []
+
+
 @pytest.mark.parametrize("text", [LONG, [SHORT_TEXT, LONG]], ids=["one", "batch"])
 async def test_a_streamed_text_whose_prompt_was_cut_ends_with_an_error(texts: Trial, text: Any) -> None:
     body = {"text": text, "sampling_params": SAMPLING, "stream": True}

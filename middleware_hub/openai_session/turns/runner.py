@@ -290,7 +290,7 @@ class TurnRunner:
             UnusableAnswer: the answer cannot be recorded.
         """
         exchange = Exchange.of(scope)
-        if read is not None and any(choice.ids for choice in choices):
+        if read is not None and any(choice.ids or choice.finish != "abort" for choice in choices):
             self._check_prompt(turn, choices, exchange, read)
         turn.cache = exchange.flight.cache
         facts: Mapping[str, Any] = {
