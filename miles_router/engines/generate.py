@@ -37,13 +37,15 @@ def stop_strings(stop: object) -> list[str]:
 
 
 def is_absent(value: object) -> bool:
-    """Return True where a field holds nothing: null, an empty string, object or list, or a list of nothing else.
+    """Return True where a field holds nothing: null, false, a blank string, or a list or object of nothing else.
 
-    Clients without images send `"image_data": []`, `[null]` or `[[]]`, and SGLang reads each as no image.
+    Clients without images send `"image_data": []`, `[null]`, `[[]]` or `{"url": ""}`.
     """
     if isinstance(value, list):
         return all(map(is_absent, value))
-    return value is None or (isinstance(value, (str, Mapping)) and not value)
+    if isinstance(value, Mapping):
+        return all(map(is_absent, value.values()))
+    return value is None or value is False or (isinstance(value, str) and not value.strip())
 
 
 class UnknownShape(ValueError):

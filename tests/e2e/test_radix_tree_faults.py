@@ -72,7 +72,7 @@ async def test_what_is_not_understood_passes_untouched_and_is_counted(stage: Sta
     assert f'miles_router_radix_tree_passed_through_total{{reason="{reason}"}} 1.0' in metrics
 
 
-NO_MEDIA: list[Any] = [[], "", [[]], [None], None, {}, [""], [[None]]]
+NO_MEDIA: list[Any] = [[], "", [[]], [None], None, {}, [""], [[None]], False, " ", {"url": ""}, [{"url": None}]]
 
 
 @pytest.mark.parametrize("field", ["image_data", "video_data", "audio_data"])
