@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
+from enum import Enum
 from typing import Any
 
 #: A longer text is not parsed again to name the number's place.
@@ -23,6 +24,7 @@ def find_non_finite(value: Any, name: str = "") -> str | None:
     open_values, seen = [(name, value)], dict[int, Any]()
     while open_values:
         place, each = open_values.pop()
+        each = each.value if isinstance(each, Enum) else each
         if isinstance(each, _PLAIN) or id(each) in seen:
             continue
         if _is_non_finite(each):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 import json
 import math
 import re
@@ -29,7 +30,15 @@ from tests.support.chat import family_tokenizer
 from tests.support.session_trial import SessionTrial, simulated_sessions, user
 from tests.support.stage import Stage
 
+
+class Verdict(enum.Enum):
+    """A reward with a name; orjson writes its value."""
+
+    BROKEN = math.nan
+
+
 NUMBERS = (
+    Verdict.BROKEN,
     *(math.nan, math.inf, -math.inf, np.float64("nan"), np.float32("inf"), np.float16("-inf"), np.longdouble("nan")),
     *(Decimal("NaN"), Decimal("sNaN"), Decimal("-Infinity"), np.array(math.nan), np.array([0.0, math.nan])),
 )
